@@ -133,12 +133,12 @@ __device__ __forceinline__ void begin_copy_of_codes(char* stage_smem, const Sour
 // Loads the scales of a leaf's rows, the first of which are at `scales`: lane n has those of keys n
 // and 32 + n. Beyond its keys they are 0 and are not read.
 template <int GROUPS>
-__device__ __forceinline__ fragment_codes::Scales<GROUPS> load_scales(const float* scales,
-                                                                      const Operand& steps,
-                                                                      long long page_step,
-                                                                      const decode::Leaf& leaf,
-                                                                      const LeafPlaces& places) {
-  fragment_codes::Scales<GROUPS> made;
+__device__ __forceinline__ fragment_codes::RowScales<GROUPS> load_scales(const float* scales,
+                                                                         const Operand& steps,
+                                                                         long long page_step,
+                                                                         const decode::Leaf& leaf,
+                                                                         const LeafPlaces& places) {
+  fragment_codes::RowScales<GROUPS> made;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = ptx::lane_index() + half * ptx::WARP_SIZE;

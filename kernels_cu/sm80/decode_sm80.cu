@@ -20,8 +20,8 @@ using decode::LEAF;
 constexpr int ROWS = 2;  // of a thread
 constexpr int COLUMNS = LEAF / 4;
 using fragment_codes::HAS_CODES;
-using fragment_codes::Result;
-constexpr int COLUMNS_V = Result::elements(D_V);
+using fragment_codes::ResultColumns;
+constexpr int COLUMNS_V = ResultColumns::elements(D_V);
 constexpr int K_BYTES = fragment::row_bytes(fragment_codes::units(D));
 constexpr int V_BYTES = fragment::row_bytes(fragment_codes::units(D_V));
 constexpr int ROW_BYTES = matmul::larger(K_BYTES, V_BYTES);
@@ -155,8 +155,8 @@ __device__ __forceinline__ bool apply_score_mod(const Params& p, const decode::T
 
 // The scales of a leaf's keys and values, if these are codes.
 struct Scales {
-  fragment_codes::Scales<fragment_codes::groups(D)> k;
-  fragment_codes::Scales<fragment_codes::groups(D_V)> v;
+  fragment_codes::RowScales<fragment_codes::groups(D)> k;
+  fragment_codes::RowScales<fragment_codes::groups(D_V)> v;
 };
 
 __device__ __forceinline__ Scales load_scales(const Params& p, const decode::Leaf& leaf,
@@ -224,14 +224,15 @@ struct State {
   accum_t o[ROWS][COLUMNS_V];
 };
 
-// Elements n and n + 1 of a thread's row of o, n even, are at columns Result::column(n) and on.
+// Elements n and n + 1 of a thread's row of o, n even, are at columns ResultColumns::column(n) and
+// on.
 struct alignas(8) Pair {
   accum_t x, y;
 };
 
 // Whether a slot has the columns of elements n and n + 1.
 __device__ __forceinline__ bool has_room(int n) {
-  return 4 * COLUMNS_V <= decode::COLUMNS || Result::column(n) < decode::COLUMNS;
+  return 4 * COLUMNS_V <= decode::COLUMNS || ResultColumns::column(n) < decode::COLUMNS;
 }
 
 // Stores a state in a slot.
@@ -246,7 +247,8 @@ __device__ __forceinline__ void store_slot(const decode::Workspace& workspace, l
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; n += 2) {
       if (!has_room(n)) continue;
-      *reinterpret_cast<Pair*>(sums + Result::column(n)) = Pair{state.o[r][n], state.o[r][n + 1]};
+      *reinterpret_cast<Pair*>(sums + ResultColumns::column(n)) =
+          Pair{state.o[r][n], state.o[r][n + 1]};
     }
     if (ptx::lane_index() % 4 == 0) decode::statistics_of(to) = state.row[r];
   }
@@ -264,7 +266,7 @@ __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, lo
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; n += 2) {
       if (!has_room(n)) continue;
-      const Pair pair = *reinterpret_cast<const Pair*>(sums + Result::column(n));
+      const Pair pair = *reinterpret_cast<const Pair*>(sums + ResultColumns::column(n));
       state.o[r][n] = pair.x;
       state.o[r][n + 1] = pair.y;
     }

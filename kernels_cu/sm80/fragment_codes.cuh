@@ -1,10 +1,10 @@
 // Codes of 8 and 4 bits as operands of tensor cores: they become 16-bit numbers exactly in
-// registers. Scales are factors of scores and of weights, in float32.
+// registers. RowScales are factors of scores and of weights, in float32.
 //
 // A row of codes lies in shared memory as a row of 16-bit elements does, so that ldmatrix gives
 // each lane four bytes of a row. Which columns these are is no matter to a product over columns if
 // the queries have the same order: `query_column`. Of values they are columns of the result:
-// `Result`.
+// `ResultColumns`.
 #pragma once
 #include "../common/cache_row.cuh"
 #include "../ptx/convert.cuh"
@@ -142,7 +142,7 @@ using Queries = Choose<IS_FLOAT16>::type;
 
 // The scales of a leaf's rows: lane n has those of keys n and 32 + n.
 template <int GROUPS>
-struct Scales {
+struct RowScales {
   float of[2][GROUPS];
 
   // The scale of the key of a thread's element n of a row of scores. All lanes call it together.
@@ -158,7 +158,7 @@ struct Scales {
 // of queries and 4 COLUMNS rows b. The loops keep what is rare short.
 template <int WIDTH, int FIRST, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_special_keys(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                                 const char* b_smem, const Scales<1>& scales) {
+                                                 const char* b_smem, const RowScales<1>& scales) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
 #pragma unroll 1
   for (int n = 0; n < COLUMNS; n += 2) {
@@ -195,7 +195,7 @@ template <int WIDTH, int FIRST, bool IN_REGISTERS, int ROWS, int COLUMNS, int GR
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
                                          const fragment::Left<WIDTH, IN_REGISTERS, false>& a,
                                          const char* a_smem, const char* b_smem,
-                                         const Scales<GROUPS>& scales) {
+                                         const RowScales<GROUPS>& scales) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
   const auto rows = fragment::right_rows<BYTES>(b_smem);
   unsigned int seen = 0;  // of codes that are not finite
@@ -261,7 +261,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
 
 // The elements of a thread's row of a result over values: of each 16-byte piece PIECE / 4 adjacent
 // columns, or without codes two of each 8.
-struct Result {
+struct ResultColumns {
   static constexpr int EACH = HAS_CODES ? PIECE / 4 : 2;
   static __device__ constexpr int elements(int width) { return columns(width) / 4; }
   // The column of element n.
@@ -270,16 +270,16 @@ struct Result {
   }
 };
 
-// Weights times the scale of a piece, rounded to bfloat16, whose range is that of float32; with
-// queries in float16, which have three more bits, as sums of two numbers. Masked pairs keep their
-// weight whatever the scale is.
+// ScaledWeights times the scale of a piece, rounded to bfloat16, whose range is that of float32;
+// with queries in float16, which have three more bits, as sums of two numbers. Masked pairs keep
+// their weight whatever the scale is.
 template <int ROWS, int DEPTH>
-struct Weights {
+struct ScaledWeights {
   static constexpr int TERMS = IS_FLOAT16 ? 2 : 1;
   unsigned int words[TERMS][ROWS][DEPTH / 2];
 
   template <int FIRST, int GROUPS, int ALL>
-  __device__ __forceinline__ void set(const float (&p)[ROWS][ALL], const Scales<GROUPS>& scales,
+  __device__ __forceinline__ void set(const float (&p)[ROWS][ALL], const RowScales<GROUPS>& scales,
                                       int group, bool masked) {
 #pragma unroll
     for (int k = 0; k < DEPTH; k += 2) {
@@ -306,16 +306,16 @@ struct Weights {
 };
 
 // Products of 16 keys with a 16-byte piece of their rows: elements N, N + 1 and on.
-template <int N, int ROWS, int COLUMNS, class Weights>
-__device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const Weights& weights,
-                                               int k, unsigned int low, unsigned int high,
-                                               int first) {
-  constexpr int HALF = Result::EACH / 2;
+template <int N, int ROWS, int COLUMNS, class ScaledWeights>
+__device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS],
+                                               const ScaledWeights& weights, int k,
+                                               unsigned int low, unsigned int high, int first) {
+  constexpr int HALF = ResultColumns::EACH / 2;
   if constexpr (N < HALF) {
     const unsigned int b0 = numbers<Bfloats, N>(low), b1 = numbers<Bfloats, N>(high);
     const int n = first + N;
 #pragma unroll
-    for (int term = 0; term < Weights::TERMS; ++term) {
+    for (int term = 0; term < ScaledWeights::TERMS; ++term) {
       const auto& own = weights.words[term];
       const unsigned int left[4] = {own[0][k / 2], own[1][k / 2], own[0][k / 2 + 1],
                                     own[1][k / 2 + 1]};
@@ -330,7 +330,7 @@ __device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const 
 template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS>
 __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
                                                    const float (&p)[ROWS][ALL], const char* b_smem,
-                                                   const Scales<1>& scales) {
+                                                   const RowScales<1>& scales) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
   float weights[ROWS][DEPTH];
 #pragma unroll
@@ -350,7 +350,7 @@ __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
     }
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int column = Result::column(n);
+      const int column = ResultColumns::column(n);
       if (column >= WIDTH) continue;
       const int at = fragment::swizzled_offset<BYTES>(key, column / 16) + column % 16;
       const unsigned int byte = static_cast<unsigned char>(b_smem[at]);
@@ -370,12 +370,12 @@ __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
 // codes with their scales; some pairs may be `masked`.
 template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS, int GROUPS>
 __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const float (&p)[ROWS][ALL],
-                                             const char* b_smem, const Scales<GROUPS>& scales,
+                                             const char* b_smem, const RowScales<GROUPS>& scales,
                                              bool masked) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
   const auto rows = fragment::left_rows<BYTES>(b_smem);
   unsigned int seen = 0;  // of codes that are not finite
-  Weights<ROWS, DEPTH> weights[GROUPS > 1 ? 2 : 1];
+  ScaledWeights<ROWS, DEPTH> weights[GROUPS > 1 ? 2 : 1];
   if constexpr (GROUPS == 1) weights[0].template set<FIRST>(p, scales, 0, masked);
 #pragma unroll
   for (int pair = 0; pair < pairs(WIDTH); ++pair) {
@@ -397,8 +397,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const fl
 #pragma unroll
       for (int piece = 0; piece < 2; ++piece) {
         if ((2 * pair + piece) * PIECE >= WIDTH) break;
-        const Weights<ROWS, DEPTH>& own = weights[GROUPS > 1 ? piece : 0];
-        const int first = (2 * pair + piece) * Result::EACH;
+        const ScaledWeights<ROWS, DEPTH>& own = weights[GROUPS > 1 ? piece : 0];
+        const int first = (2 * pair + piece) * ResultColumns::EACH;
         multiply_piece<0>(c, own, k, words[2 * piece], words[2 * piece + 1], first);
       }
     }

@@ -114,9 +114,13 @@ def test_a_plan_names_both_kernels_of_mixed_queries(cupy):
 def test_a_plan_says_why_it_is_not_the_fast_kernel(cupy):
     q, k, v, more = arrays_of(cupy, Q, K, K, "float16", 16, "int8")
     plan = cupyflash.plan_cached(q, k, v, 1000, **more)
-    assert plan.kernel == "decode_simt"
-    assert "not by decode_sm80, because it reads no codes" in plan.reason
+    assert plan.kernel == "decode_sm80"
     assert "k and v: pages 189, heads 2, keys of a page 16, head size 64" in plan.axes
+    wide_q, wide_k = (*Q[:-1], 300), (*K[:-1], 300)
+    q, k, v, more = arrays_of(cupy, wide_q, wide_k, wide_k, "float16", 16, None)
+    plan = cupyflash.plan_cached(q, k, v, 1000, **more)
+    assert plan.kernel == "decode_simt"
+    assert "not by decode_sm80, because" in plan.reason
 
 
 @pytest.mark.parametrize("queries", [1, 3, 20])
@@ -201,7 +205,7 @@ def test_codes_move_their_bytes_and_scales(kv_dtype, row):
     assert kv_dtype in made.cache
     halves = explain(lengths=LENGTHS)
     assert made.roofline.seconds < 0.6 * halves.roofline.seconds
-    assert made.main.name == "decode_simt"
+    assert made.main.name == "decode_sm80"
 
 
 @pytest.mark.parametrize("device", ["cpu", "H200"])

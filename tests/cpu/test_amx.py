@@ -22,7 +22,7 @@ from cupyflash.reference.cpu.amx_product import UNITS
 from cupyflash.reference.cpu.arguments import Registers, TileSizes
 from cupyflash.reference.cpu.jit import address, pointer_of, prepare
 from cupyflash.reference.cpu.memory import aligned
-from cupyflash.reference.cpu.microkernel import product
+from cupyflash.reference.cpu.microkernel import product, round_up, vector_lanes
 from cupyflash.reference.cpu.narrow import narrow_rows
 from cupyflash.reference.cpu.packing import lanes_of_pair
 from cupyflash.testing.bound import Precision, backward_bound, forward_bound, rho
@@ -66,7 +66,7 @@ def in_pairs(b):
 def multiplied(kernel, a, b, alpha, maxima):
     """``alpha * a b`` by a kernel of products; the maxima are updated."""
     (rows, depth), columns = a.shape, b.shape[1]
-    wide = -(-columns // 8) * 8
+    wide = round_up(columns, vector_lanes(4))
     pairs, pair = in_pairs(np.pad(b, ((0, 0), (0, wide - columns))))
     c, scratch, results = np.full((rows, wide + 3), np.nan, np.float32), memory(), np.zeros(2, int)
     fallback, _ = here(product, *[ctypes.c_int64] * 17)
@@ -88,7 +88,7 @@ def multiplied(kernel, a, b, alpha, maxima):
 def added(kernel, tile, b, target, ahead, seen, along):
     """``target + tile b`` by a kernel of sums; `along` is the axis of `tile` that is contiguous."""
     (rows, depth), columns = tile.shape, b.shape[1]
-    wide = -(-columns // 8) * 8
+    wide = round_up(columns, vector_lanes(4))
     pairs, pair = in_pairs(np.pad(b, ((0, 0), (0, wide - columns))))
     result = np.full((rows, wide + 3), np.nan, np.float32)
     result[:, :columns], result[:, columns:wide] = target, 0

@@ -10,7 +10,7 @@ from halves import mostly_thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import same_bits
-from ranks import OverRanks, blocks_of, judge, served
+from ranks import OF_CODES, OverRanks, blocks_of, judge, served
 from strategies import DTYPES, MASKS, problems
 
 import cupyflash
@@ -234,7 +234,7 @@ def test_options_are_those_of_one_rank(backward):
             getattr(distributed, f"attention{backward}"),
         )
     )
-    assert set(ours) == (set(theirs) - {"workspace"}) | set(dense)
+    assert set(ours) == (set(theirs) - {"workspace", *OF_CODES}) | set(dense)
     for name in ours:
         assert ours[name] == (dense[name] if name in dense else theirs[name])
 

@@ -23,6 +23,8 @@ from cupyflash.testing import (
 )
 
 TIMEOUT = 60.0
+# Keywords of codes, which ranks do not take.
+OF_CODES = {"q_scale", "k_scale", "v_scale", "qkv_dtype", "out_dtype"}
 
 
 @contextlib.contextmanager
