@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from coded_arrays import Coded
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
@@ -17,7 +18,7 @@ from emulator.probe import Probe
 import cupyflash.kernels_cu
 from cupyflash import masks
 from cupyflash.gpu import source
-from cupyflash.problem import validate
+from cupyflash.problem import coded, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.hadamard import transform
 from cupyflash.problem.options import Options
@@ -352,6 +353,11 @@ def _everything(emulator):
     warpgroups.forward(call, np.empty_like(q), draw(1, 70))
     made = (np.empty_like(x) for x in (q, k, k))
     warpgroups.backward(call, q, q, draw(1, 70), None, Gradients(*made, None, None))
+
+    held = Coded.of("float8_e4m3fn", draw(1, 70, 64), *(draw(1, 200, 64) for _ in range(2)))
+    given = coded.Given(*held.scales, held.form, "float32")
+    call = validate.call(*held.arrays, Options(), given=given)
+    warpgroups.forward(call, draw(1, 70, 64), draw(1, 70))
 
     # Rows of the output are longer than those of the queries, whose place they take.
     q, k, v = draw(1, 70, 72), draw(1, 200, 72), draw(1, 200, 128)
