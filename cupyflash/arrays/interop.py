@@ -262,7 +262,8 @@ def floats(value: Any, name: str) -> Array:
     """Return an argument as an array of one of the four float dtypes."""
     result = array(value, name)
     if result.dtype.name not in FLOATS or not result.dtype.isnative:
-        codes = " Codes of 8 bits are for attention and attention_varlen, with their scales; "
+        codes = " Codes of 8 bits are for cupyflash.attention and cupyflash.attention_varlen, "
+        codes += "with their scales; "
         codes += "keep copies of 16 bits for gradients." if name in ("q", "k", "v") else ""
         raise ArgumentTypeError(
             f"{name}: got dtype {result.dtype}; expected {WORDS} (bfloat16 is the type of "

@@ -8,6 +8,8 @@
 
 namespace cache {
 
+constexpr int NUMBERS = -1;  // CODES of a cache without codes
+
 // Element `index` of an array of 32-bit or 64-bit integers.
 __device__ __forceinline__ long long integer(const char* data, int kind, long long index) {
   if (kind == KIND_INT32) return reinterpret_cast<const int*>(data)[index];

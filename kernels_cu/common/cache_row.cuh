@@ -6,7 +6,6 @@
 
 namespace cache {
 
-constexpr int NUMBERS = -1;     // CODES of a cache without codes
 constexpr int INT4_GROUP = 32;  // columns that share a scale, where a row has several
 
 // Keys or values.

@@ -121,13 +121,13 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   if constexpr (PACKED) idle = idle || !cache::has_few_rows(p, task.len_q);
   task.heads = idle ? 0 : tile::smaller(p.group - part, heads);
   task.rows = tile::smaller(task.len_q - task.i0, queries) * task.heads;
-  constexpr int STEP = CODES < 0 ? sizeof(storage_t) : 1;  // bytes
+  constexpr int STEP = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;  // bytes
   task.k = reinterpret_cast<const storage_t*>(p.k.data +
                                               STEP * layout::offset(p.k, entry, head_kv, true));
   task.v = reinterpret_cast<const storage_t*>(p.v.data +
                                               STEP * layout::offset(p.v, entry, head_kv, true));
   task.k_scale = task.v_scale = nullptr;
-  if constexpr (CODES >= 0) {
+  if constexpr (CODES != cache::NUMBERS) {
     const auto scales_of = [&](const Operand& scales) {
       return reinterpret_cast<const float*>(scales.data) +
              layout::offset(scales, entry, head_kv, true);
@@ -178,7 +178,8 @@ __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]
 #pragma unroll
   for (int n = 1; n < LEVELS; ++n) {
     const unsigned int most = (totals[n] + blocks - 1) / blocks << (LOG_CHILDREN * n);
-    if (totals[n] >= (CODES < 0 ? FILL : FILL_OF_CODES) * blocks && most <= leaves + leaves / EVEN)
+    if (totals[n] >= (CODES == cache::NUMBERS ? FILL : FILL_OF_CODES) * blocks &&
+        most <= leaves + leaves / EVEN)
       level = n;
   }
 #pragma unroll

@@ -1,5 +1,5 @@
 // Codes of 8 and 4 bits as operands of tensor cores: they become 16-bit numbers exactly in
-// registers. RowScales are factors of scores and of weights, in float32.
+// registers. Scales are factors of scores and of weights, in float32.
 //
 // A row of codes lies in shared memory as a row of 16-bit elements does, so that ldmatrix gives
 // each lane four bytes of a row. Which columns these are is no matter to a product over columns if
@@ -43,7 +43,8 @@ __device__ __forceinline__ int query_column(int column) {
 
 // 16-bit types to which codes are converted: two numbers in a word, constants for both of them.
 struct Halves {
-  static constexpr unsigned int ONE = 0x3c003c00u, MINUS_ONE = 0xbc00bc00u;
+  static constexpr bool IS_HALVES = true;
+  static constexpr unsigned int ONE = 0x3c003c00u;
   static constexpr unsigned int MINUS_1152 = 0xe480e480u, MINUS_1032 = 0xe408e408u;
   static constexpr unsigned int UNITS = 0x64006400u;  // 1024, whose last bit is 1
   static __device__ __forceinline__ unsigned int fma(unsigned int x, unsigned int y,
@@ -52,6 +53,7 @@ struct Halves {
   }
 };
 struct Bfloats {
+  static constexpr bool IS_HALVES = false;
   static constexpr unsigned int ONE = 0x3f803f80u, MINUS_ONE = 0xbf80bf80u;
   static constexpr unsigned int MINUS_136 = 0xc308c308u;
   static constexpr unsigned int UNITS = 0x43004300u;  // 128, whose last bit is 1
@@ -60,23 +62,12 @@ struct Bfloats {
     return ptx::fma_bfloats(x, y, z);
   }
 };
-constexpr unsigned int MINUS_ZEROS = 0x80008000u;
-
-template <class To>
-struct Is {
-  static constexpr bool HALVES = false;
-};
-template <>
-struct Is<Halves> {
-  static constexpr bool HALVES = true;
-};
-
 // Codes N and N + 2 of the four bytes of a word, N 0 or 1, as two numbers.
 template <class To, int N>
 __device__ __forceinline__ unsigned int bytes(unsigned int word) {
   if constexpr (CODES == code::INT8) {
     const unsigned int low = N == 0 ? word : word >> 8;
-    if constexpr (Is<To>::HALVES) {  // 1024 + 128 + code
+    if constexpr (To::IS_HALVES) {  // 1024 + 128 + code
       return To::fma((low & 0x00ff00ffu) ^ (To::UNITS | 0x00800080u), To::ONE, To::MINUS_1152);
     } else {  // 128 and the lower bits, without 128 or, if the code is negative, 256
       const unsigned int lower = (low & 0x007f007fu) | To::UNITS;
@@ -85,11 +76,10 @@ __device__ __forceinline__ unsigned int bytes(unsigned int word) {
   } else {
     // Exponent and fraction move to where the type has them, and a factor makes up for its bias.
     constexpr bool E4M3 = CODES == code::E4M3;
-    constexpr int SHIFT = Is<To>::HALVES ? (E4M3 ? 1 : 0) : (E4M3 ? 4 : 3);
-    constexpr unsigned int FACTOR =
-        Is<To>::HALVES ? (E4M3 ? 0x5c005c00u : To::ONE) : (E4M3 ? 0x7b807b80u : 0x77807780u);
+    constexpr int SHIFT = To::IS_HALVES ? 1 : E4M3 ? 4 : 3;
+    constexpr unsigned int FACTOR = To::IS_HALVES ? 0x5c005c00u : E4M3 ? 0x7b807b80u : 0x77807780u;
     const unsigned int high = N == 0 ? word << 8 : word;
-    if constexpr (Is<To>::HALVES && !E4M3) {
+    if constexpr (To::IS_HALVES && !E4M3) {
       return high & 0xff00ff00u;
     } else {
       constexpr unsigned int SIZES = 0x7f007f00u >> SHIFT;
@@ -102,7 +92,7 @@ __device__ __forceinline__ unsigned int bytes(unsigned int word) {
 // Codes that are not finite are so only as float16 of e5m2; as other types they become finite.
 template <class To>
 constexpr bool LOSES_SPECIALS =
-    (CODES == code::E4M3 || CODES == code::E5M2) && !(Is<To>::HALVES && CODES == code::E5M2);
+    (CODES == code::E4M3 || CODES == code::E5M2) && !(To::IS_HALVES && CODES == code::E5M2);
 
 // The bits of four codes that are not finite: the sign of each.
 __device__ __forceinline__ unsigned int specials(unsigned int word) {
@@ -114,7 +104,7 @@ __device__ __forceinline__ unsigned int specials(unsigned int word) {
 template <class To, int N>
 __device__ __forceinline__ unsigned int nibbles(unsigned int word) {
   const unsigned int moved = ((word >> 4 * N) & 0x000f000fu) ^ (To::UNITS | 0x00080008u);
-  if constexpr (Is<To>::HALVES) {
+  if constexpr (To::IS_HALVES) {
     return To::fma(moved, To::ONE, To::MINUS_1032);
   } else {
     return To::fma(moved, To::ONE, To::MINUS_136);
@@ -270,7 +260,7 @@ struct ResultColumns {
   }
 };
 
-// ScaledWeights times the scale of a piece, rounded to bfloat16, whose range is that of float32;
+// Weights times the scale of a piece, rounded to bfloat16, whose range is that of float32;
 // with queries in float16, which have three more bits, as sums of two numbers. Masked pairs keep
 // their weight whatever the scale is.
 template <int ROWS, int DEPTH>
@@ -306,16 +296,16 @@ struct ScaledWeights {
 };
 
 // Products of 16 keys with a 16-byte piece of their rows: elements N, N + 1 and on.
-template <int N, int ROWS, int COLUMNS, class ScaledWeights>
-__device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS],
-                                               const ScaledWeights& weights, int k,
-                                               unsigned int low, unsigned int high, int first) {
+template <int N, int ROWS, int COLUMNS, class Terms>
+__device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const Terms& weights,
+                                               int k, unsigned int low, unsigned int high,
+                                               int first) {
   constexpr int HALF = ResultColumns::EACH / 2;
   if constexpr (N < HALF) {
     const unsigned int b0 = numbers<Bfloats, N>(low), b1 = numbers<Bfloats, N>(high);
     const int n = first + N;
 #pragma unroll
-    for (int term = 0; term < ScaledWeights::TERMS; ++term) {
+    for (int term = 0; term < Terms::TERMS; ++term) {
       const auto& own = weights.words[term];
       const unsigned int left[4] = {own[0][k / 2], own[1][k / 2], own[0][k / 2 + 1],
                                     own[1][k / 2 + 1]};
