@@ -1,6 +1,8 @@
 """Launches compiled kernels by one call of CUDA's driver, which is half of CuPy's way to it.
 
 A kernel's parameters are in a buffer that is used again and again; only addresses change in it.
+A kernel that waits for earlier grids itself (kernels_cu/ptx/grid.cuh) is launched such that it may
+begin while the one before it ends, where the device and its driver can do that.
 CuPy documents neither `cupy.cuda.driver` nor `Function.ptr`. So CuPy itself launches if its version
 is not among those whose sources were checked for this, or if the environment selects per-thread
 default streams.
@@ -15,8 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import cuda_device
+
 MAP_WORDS = 16  # of an encoded tensor map
 KNOWN = ("13", "14")  # versions of CuPy in which both work as they are used here
+# The oldest device on which grids overlap, and the first driver whose graphs keep that.
+OVERLAP_CAPABILITY, OVERLAP_DRIVER = (9, 0), 12030
 
 
 class Buffer(NamedTuple):
@@ -30,11 +36,14 @@ class Buffer(NamedTuple):
         The same memory, as CuPy's arguments.
     pointers : int
         The address of the list of arguments, as the driver expects it.
+    early : Early or None
+        How to launch with them, if that may begin while the launch before ends.
     """
 
     words: Any
     arguments: tuple[Any, ...]
     pointers: int
+    early: Early | None = None
 
 
 def words_of(template: bytes) -> int:
@@ -42,7 +51,7 @@ def words_of(template: bytes) -> int:
     return -(-len(template) // 8)
 
 
-def buffer(template: bytes, maps: int = 0) -> Buffer:
+def buffer(template: bytes, maps: int = 0, early: Early | None = None) -> Buffer:
     """Return a new buffer that begins as `template`, with so many arguments of `MAP_WORDS` more."""
     count = words_of(template)
     end = count + MAP_WORDS * maps
@@ -55,7 +64,38 @@ def buffer(template: bytes, maps: int = 0) -> Buffer:
         first = count + MAP_WORDS * n
         memory[end + 1 + n] = start + 8 * first
         arguments.append(memory[first : first + MAP_WORDS].view(f"V{8 * MAP_WORDS}"))
-    return Buffer(memory.data, tuple(arguments), start + 8 * end)
+    return Buffer(memory.data, tuple(arguments), start + 8 * end, early)
+
+
+class Early:
+    """Launches of one kernel that may begin while the launch before ends, for one thread.
+
+    They are CUDA's programmatic dependent launches.
+    """
+
+    def __init__(self, function: int, grid: int, threads: int, shared_memory: int) -> None:
+        from cuda.bindings import driver
+
+        self._launch, self._function = driver.cuLaunchKernelEx, driver.CUfunction(function)
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._config = config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared_memory
+        overlaps = driver.CUlaunchAttribute()
+        kinds = driver.CUlaunchAttributeID
+        overlaps.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        overlaps.value = value
+        config.attrs, config.numAttrs = [overlaps], 1
+
+    def __call__(self, stream: int, pointers: int) -> None:
+        """Launch on a stream, with parameters at the addresses that `pointers` lists."""
+        self._config.hStream = stream
+        (error,) = self._launch(self._config, self._function, pointers, 0)
+        if error != self._success:
+            raise RuntimeError(f"cuLaunchKernelEx: {error}")
 
 
 class _Thread(threading.local):
@@ -80,6 +120,7 @@ class Queue:
         self._is_known = _is_known(cupy)
         self.launch: Any = cupy.cuda.driver.launchKernel if self._is_known else None
         self.memset: Any = cupy.cuda.runtime.memsetAsync
+        self.overlaps = self._is_known and _overlaps(cupy, device)
 
     def is_here(self) -> bool:
         """Whether the device is the current one."""
@@ -106,6 +147,15 @@ class Queue:
 def queue(device: int) -> Queue:
     """Return the queue of a device."""
     return Queue(device)
+
+
+def _overlaps(cupy: Any, device: int) -> bool:
+    target = cuda_device.of(device)
+    return (
+        target.capability >= OVERLAP_CAPABILITY
+        and not target.lacks
+        and cupy.cuda.runtime.driverGetVersion() >= OVERLAP_DRIVER
+    )
 
 
 def _is_known(cupy: Any) -> bool:

@@ -39,7 +39,8 @@ class CompiledLaunch:
         special = launch.special
         self._kernel = compiler.kernel(special, device)
         self._function = driver.function(self._kernel, device)
-        self._launch = driver.queue(device).launch
+        queue = driver.queue(device)
+        self._launch, self._early = queue.launch, queue.overlaps and special.spec.overlaps
         self._grid, self._threads = launch.grid, special.tiles.threads
         self._shared_memory = special.tiles.shared_memory
         self._template = launch.template
@@ -69,8 +70,8 @@ class CompiledLaunch:
         try:
             buffer = self._unused.pop()
         except IndexError:
-            buffer = driver.buffer(self._template, len(self._maps))
-        words, arguments, pointers = buffer
+            buffer = self._buffer()
+        words, arguments, pointers, early = buffer
         for place, name in self._slots:
             words[place] = addresses[name]
         for places, name, encoded in self._maps:
@@ -79,6 +80,8 @@ class CompiledLaunch:
         try:
             if stream is None:
                 self._kernel((grid,), (threads,), arguments, shared_mem=shared_memory)
+            elif early is not None:
+                early(stream, pointers)
             else:
                 self._launch(
                     self._function, grid, 1, 1, threads, 1, 1, shared_memory, stream, pointers, 0
@@ -89,6 +92,12 @@ class CompiledLaunch:
             error.add_note(f"while running the kernel {self.name}")
             raise
         self._unused.append(buffer)  # when a launch returns, it has copied its parameters
+
+    def _buffer(self) -> driver.Buffer:
+        early = None
+        if self._early:
+            early = driver.Early(self._function, self._grid, self._threads, self._shared_memory)
+        return driver.buffer(self._template, len(self._maps), early)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@
 #include "../common/cache.cuh"
 #include "../common/code_row.cuh"
 #include "../common/rotary.cuh"
+#include "../ptx/grid.cuh"
 
 namespace {
 
@@ -37,6 +38,8 @@ constexpr int LEAST_BLOCKS = CODES == cache::NUMBERS ? 0 : 3;
 extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS)
     KERNEL_NAME(const __grid_constant__ AppendParams p) {
   constexpr int WARPS = THREADS / ptx::WARP_SIZE;
+  ptx::wait_for_grids();
+  ptx::launch_dependents();
   const long long index = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
   // Neighbouring warps have heads of one row, which look up the same.
   const layout::Quotient by_row = layout::divide(index, 2 * p.heads_kv + p.heads);

@@ -1,12 +1,12 @@
 // Joins what a decode kernel left in its workspace, and writes out and lse: part of the twin of
 // reference/cpu/decode.py.
 //
-// A block has a row of a task. It folds units to nodes of the next level, and so on: a warp folds
-// the children of a node in their order, lane n with the statistics of child n, and all lanes with
-// columns.
+// Each row of a task has a block or, where there are many rows, a warp. It folds units to nodes of
+// the next level, and so on: a warp folds the children of a node in their order, lane n with the
+// statistics of child n, and all lanes with columns.
 //
-// Grid: a block for each row of each task. Shared memory: NODES rows. BLOCK_Q is the decode
-// kernel's. `scale` is the number of logits to the base e per score.
+// Grid: the rows of all tasks, BLOCK_ROWS to a block. Shared memory: NODES rows for each of them.
+// BLOCK_Q is the decode kernel's. `scale` is the number of logits to the base e per score.
 #include "../common/params.cuh"
 #include "../common/softmax.cuh"
 #include "../decode/workspace.cuh"
@@ -16,7 +16,10 @@ namespace {
 using decode::CHILDREN;
 using decode::LOG_CHILDREN;
 using decode::ROW;
-constexpr int NODES = SHARED_BYTES / (ROW * static_cast<int>(sizeof(accum_t)));
+// A block of two warps has a row for each; a larger one has one row.
+constexpr int BLOCK_ROWS = THREADS > 2 * ptx::WARP_SIZE ? 1 : decode::WARPS;
+constexpr int SHARE = THREADS / BLOCK_ROWS, ROW_WARPS = SHARE / ptx::WARP_SIZE;  // of a row
+constexpr int NODES = SHARED_BYTES / BLOCK_ROWS / (ROW * static_cast<int>(sizeof(accum_t)));
 constexpr int VECTORS = decode::COLUMNS / VECTOR;
 static_assert(NODES > 0, "SHARED_BYTES");
 
@@ -91,67 +94,97 @@ __device__ __forceinline__ void fold(accum_t* child, bool exists, accum_t* node,
   if (lane == 0) decode::statistics_of(node) = merge::Statistics{top, l};
 }
 
-// Writes a row of out and lse from the place that holds all of its keys.
-__device__ __forceinline__ void write_row(const Params& p, const decode::Task& task, int row,
-                                          accum_t* held, accum_t scale) {
-  const merge::Statistics statistics = decode::statistics_of(held);
-  const long long head = task.head_of(row), i = task.query_of(row);
-  accum_t m = statistics.m, l = statistics.l, weight = 1;
-  if (m != -number::infinity()) m *= scale;
-  const accum_t sink =
-      p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, head);
-  if (sink != -number::infinity()) {
-    const accum_t top = m > sink ? m : sink;
-    weight = m == top ? accum_t(1) : softmax::exponential(m - top);
-    l = l * weight + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
-    m = top;
-  }
-  // 8 normalise
-  const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
-  storage_t* const out = reinterpret_cast<storage_t*>(p.out.data) +
-                         layout::offset(p.out, task.entry(), head, false) + i * p.out.row;
-#pragma unroll 1
-  for (int column = threadIdx.x; column < D_V; column += THREADS) {
-    const accum_t o = statistics.l == accum_t(0) ? accum_t(0) : held[decode::STATISTICS + column];
-    // A sum of 0 gets no sign, because the sign would depend on masked pairs.
-    number::narrow(fma(o, inverse, accum_t(0)), out + column * p.out.col);
-  }
-  // 9 store lse
-  if (p.lse.data != nullptr && threadIdx.x == 0) {
-    const memory::RowStatistic lse = memory::row_statistic(p.lse, task.entry(), head);
-    lse.data[i * lse.row] = l == accum_t(0) ? -number::infinity() : m + log(l);
+// A barrier of a row's threads: its nodes, folded by all of its warps.
+__device__ __forceinline__ void wait_for_row() {
+  if constexpr (ROW_WARPS == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
   }
 }
+
+// Where a row's results go, and its sink.
+struct Results {
+  storage_t* out;
+  accum_t* lse;  // null if it is not wanted
+  accum_t sink;
+
+  __device__ __forceinline__ Results(const Params& p, const decode::Task& task, int row) {
+    const long long head = task.head_of(row), i = task.query_of(row);
+    const layout::Entry entry = task.entry();
+    out = reinterpret_cast<storage_t*>(p.out.data) + layout::offset(p.out, entry, head, false) +
+          i * p.out.row;
+    lse = nullptr;
+    if (p.lse.data != nullptr) {
+      const memory::RowStatistic all = memory::row_statistic(p.lse, entry, head);
+      lse = all.data + i * all.row;
+    }
+    sink = -number::infinity();
+    if (p.sink != nullptr) sink = number::load<accum_t>(p.sink, p.kind_sink, head);
+  }
+
+  // Writes the row from the place that holds all of its keys; `step` is the distance of columns.
+  __device__ __forceinline__ void write(const accum_t* held, long long step, accum_t scale) const {
+    const merge::Statistics statistics = *reinterpret_cast<const merge::Statistics*>(held);
+    accum_t m = statistics.m, l = statistics.l, weight = 1;
+    if (m != -number::infinity()) m *= scale;
+    if (sink != -number::infinity()) {
+      const accum_t top = m > sink ? m : sink;
+      weight = m == top ? accum_t(1) : softmax::exponential(m - top);
+      l = l * weight + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
+      m = top;
+    }
+    // 8 normalise
+    const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
+#pragma unroll 1
+    for (int column = threadIdx.x % SHARE; column < D_V; column += SHARE) {
+      const accum_t o = statistics.l == accum_t(0) ? accum_t(0) : held[decode::STATISTICS + column];
+      // A sum of 0 gets no sign, because the sign would depend on masked pairs.
+      number::narrow(fma(o, inverse, accum_t(0)), out + column * step);
+    }
+    // 9 store lse
+    if (lse != nullptr && threadIdx.x % SHARE == 0) {
+      *lse = l == accum_t(0) ? -number::infinity() : m + log(l);
+    }
+  }
+};
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
-  const int rows = gridDim.x / p.tasks, number = blockIdx.x / rows, row = blockIdx.x % rows;
-  const int warp = threadIdx.x / ptx::WARP_SIZE;
-  const decode::Workspace workspace(p);
-  const decode::Task task = decode::task_of(p, number);
-  if (row >= task.rows) return;
-  const Tree tree{workspace, workspace.records[number], reinterpret_cast<accum_t*>(shared_smem),
-                  row};
+  ptx::launch_dependents();
+  const int place = threadIdx.x / SHARE, warp = threadIdx.x % SHARE / ptx::WARP_SIZE;
   const accum_t scale = static_cast<accum_t>(p.scale);
   constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
   const accum_t c = fmin(scale * LOG2_E, number::largest());
+  const decode::Workspace workspace(p);
+  const unsigned int index = blockIdx.x * BLOCK_ROWS + place, rows = workspace.rows_of_slot;
+  const int number = static_cast<int>(index / rows), row = static_cast<int>(index % rows);
+  // What the decode kernel reads as well is read before it ends.
+  const decode::Task task = decode::task_of(p, number < p.tasks ? number : 0);
+  if (number >= p.tasks || row >= task.rows) {
+    ptx::wait_for_grids();
+    return;
+  }
+  const Results results(p, task, row);
+  ptx::wait_for_grids();
+  const Tree tree{workspace, workspace.records[number],
+                  reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW, row};
 
   int above = 0;
 #pragma unroll 1
   for (; tree.first(above) < tree.last(above); ++above) {
     const int low = tree.first(above), high = tree.last(above);
 #pragma unroll 1
-    for (int node = tree.first(above + 1) + warp; node <= tree.last(above + 1);
-         node += decode::WARPS) {
+    for (int node = tree.first(above + 1) + warp; node <= tree.last(above + 1); node += ROW_WARPS) {
       const int wanted = (node << LOG_CHILDREN) + ptx::lane_index() % CHILDREN;
       const int child = tile::smaller(matmul::larger(wanted, low), high);
       fold(tree.place(above, child), child == wanted && ptx::lane_index() < CHILDREN,
            tree.place(above + 1, node), c);
     }
-    __syncthreads();  // the nodes, folded by all warps
+    wait_for_row();
   }
-  write_row(p, task, row, tree.place(above, tree.first(above)), scale);
+  results.write(tree.place(above, tree.first(above)), p.out.col, scale);
 }

@@ -30,15 +30,15 @@ struct WarpTasks {
 class Cursor {
  public:
   // All lanes of a warp call its functions together.
-  __device__ __forceinline__ Cursor(const Params& p, const Schedule& schedule, const Units& units,
+  __device__ __forceinline__ Cursor(const Params& p, const Schedule& schedule,
                                     const Workspace& workspace, WarpTasks& tasks_smem)
-      : p_(p), workspace_(workspace), tasks_smem_(tasks_smem), level_(units.level) {
-    const int begin = units.begin(blockIdx.x), all = units.begin(blockIdx.x + 1) - begin;
+      : p_(p), workspace_(workspace), tasks_smem_(tasks_smem), level_(schedule.level) {
+    const int begin = schedule.begin(blockIdx.x), all = schedule.begin(blockIdx.x + 1) - begin;
     const int warp = threadIdx.x / ptx::WARP_SIZE;
     unit_ = begin + all * warp / WARPS;
     end_ = begin + all * (warp + 1) / WARPS;
     if (unit_ == end_) return;
-    const Found found = find_unit(p, schedule, unit_);
+    const Found found = schedule.find(unit_);
     index_ = found.index;
     begin_task(found.task);
     begin_unit();

@@ -20,7 +20,10 @@ constexpr int WARPS = THREADS / ptx::WARP_SIZE;
 // Units of a block that keep its warps busy enough, the part of its leaves by which a block may
 // have more than others, and most units for each block. Codes need more instructions for each byte.
 constexpr int FILL = 3, FILL_OF_CODES = 7, EVEN = 24, MOST_UNITS = 64;
-constexpr int MOST_OF_THREAD = 1 << 22;  // units that a thread counts: more are too many anyway
+constexpr int MOST_COUNTED = 1 << 30;  // units in all: more are too many anyway
+// Whether all tasks of an entry have equal units: no mask bounds their keys, and no entry its own
+// queries.
+constexpr bool EQUAL_TASKS = !HAS_RANGE && !PACKED;
 
 // A task's heads, and the queries of its block.
 __device__ __forceinline__ int heads_of_task(const Params& p) {
@@ -32,6 +35,13 @@ __device__ __forceinline__ int queries_of_task(const Params& p) {
 __device__ __forceinline__ int head_blocks(const Params& p) {
   const int heads = heads_of_task(p);
   return (p.group + heads - 1) / heads;
+}
+
+// The units at a level of leaves `first` to before `last`: one where there is no leaf, too, because
+// rows without keys have results.
+__device__ __forceinline__ int units_of(int first, int last, int level) {
+  if (last <= first) return 1;
+  return ((last - 1) >> (LOG_CHILDREN * level)) - (first >> (LOG_CHILDREN * level)) + 1;
 }
 
 // Row r of a task is query i0 + r / heads of head `head` + r % heads.
@@ -55,11 +65,9 @@ struct Task {
   __device__ __forceinline__ int first_node(int level) const {
     return first >> (LOG_CHILDREN * level);
   }
-  // Its units at a level: one where it has no leaf, too, because its rows have results.
+  // Its units at a level.
   __device__ __forceinline__ int units(int level) const {
-    if (heads == 0) return 0;
-    if (last <= first) return 1;
-    return ((last - 1) >> (LOG_CHILDREN * level)) - first_node(level) + 1;
+    return heads == 0 ? 0 : units_of(first, last, level);
   }
 };
 static_assert(MAX_LEAD == 4, "Task::entry");
@@ -156,20 +164,6 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   return task;
 }
 
-// Units of the tasks of threads 0 to t, at the level that was chosen: in shared memory.
-struct Schedule {
-  int totals[LEVELS][WARPS];  // of each warp's threads
-  int sums[THREADS];
-  int level;
-
-  __device__ __forceinline__ int total() const { return sums[THREADS - 1]; }
-};
-
-// Every thread counts the units of its tasks: those from t * each on.
-__device__ __forceinline__ int tasks_of_thread(const Params& p) {
-  return (p.tasks + THREADS - 1) / THREADS;
-}
-
 // The level of the units: the largest whose nodes give all blocks work, and nearly equal work; but
 // one whose units have room in the workspace. It changes no bit.
 __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]) {
@@ -189,62 +183,26 @@ __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]
   return level;
 }
 
-// Chooses the level and counts all units. All threads of the block call it together.
-__device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_smem) {
-  const int each = tasks_of_thread(p), begin = threadIdx.x * each;
-  const int lane = ptx::lane_index(), warp = threadIdx.x / ptx::WARP_SIZE;
-  int counts[LEVELS] = {};
-#pragma unroll 1
-  for (int n = begin; n < begin + each && n < p.tasks; ++n) {
-    const Task task = task_of(p, n);
-#pragma unroll
-    for (int level = 0; level < LEVELS; ++level) {
-      counts[level] =
-          tile::smaller(static_cast<long long>(counts[level]) + task.units(level), MOST_OF_THREAD);
-    }
-  }
-  int sums[LEVELS];  // over the warp's threads up to this one
-#pragma unroll
-  for (int level = 0; level < LEVELS; ++level) {
-    sums[level] = counts[level];
-#pragma unroll
-    for (int lanes = 1; lanes < ptx::WARP_SIZE; lanes *= 2) {
-      const int other = ptx::shuffle(sums[level], (lane - lanes) & 31);
-      sums[level] += lane >= lanes ? other : 0;
-    }
-    if (lane == ptx::WARP_SIZE - 1) schedule_smem->totals[level][warp] = sums[level];
-  }
-  __syncthreads();  // the totals of all warps
-  unsigned int totals[LEVELS] = {};
-  int before[LEVELS] = {};  // of the warps before this one
-#pragma unroll
-  for (int level = 0; level < LEVELS; ++level) {
-#pragma unroll
-    for (int n = 0; n < WARPS; ++n) {
-      const int total = schedule_smem->totals[level][n];
-      before[level] += n < warp ? total : 0;
-      totals[level] += total;
-    }
-  }
-  const int level = choose_level(totals);
-  int sum = 0;
-#pragma unroll
-  for (int n = 0; n < LEVELS; ++n) sum = n == level ? before[n] + sums[n] : sum;
-  schedule_smem->sums[threadIdx.x] = sum;
-  if (threadIdx.x == 0) schedule_smem->level = level;
-  __syncthreads();  // the sums of all threads
+// Adds units to a count, of which there are as many as `counters`.
+__device__ __forceinline__ void count(int& units, long long more, int counters) {
+  units = tile::smaller(units + more, MOST_COUNTED / counters);
 }
 
-// The units of one level, and how blocks share them.
-struct Units {
-  int level, total;
-
-  __device__ __forceinline__ explicit Units(const Schedule& schedule)
-      : level(schedule.level), total(schedule.total()) {}
-  // The first unit of a block.
-  __device__ __forceinline__ int begin(int block) const {
-    return static_cast<int>(static_cast<long long>(block) * total / gridDim.x);
+// Sums over the lanes of a warp up to this one. All lanes call it together.
+__device__ __forceinline__ int sum_of_lanes(int x) {
+  const int lane = ptx::lane_index();
+#pragma unroll
+  for (int lanes = 1; lanes < ptx::WARP_SIZE; lanes *= 2) {
+    const int other = ptx::shuffle(x, (lane - lanes) & 31);
+    x += lane >= lanes ? other : 0;
   }
+  return x;
+}
+
+// What a block's threads tell each other where tasks are unlike.
+struct ScheduleStorage {
+  int totals[LEVELS][WARPS];  // of each warp's threads
+  int sums[THREADS];          // of the threads up to each one, at the level that was chosen
 };
 
 // A unit's task, and which of the task's units it is.
@@ -253,28 +211,140 @@ struct Found {
   int index;
 };
 
-// Finds a unit's task: among the threads' sums, then task by task.
-__device__ __forceinline__ Found find_unit(const Params& p, const Schedule& schedule, int unit) {
-  int low = 0, high = THREADS - 1;  // the first thread whose sum is beyond the unit
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (schedule.sums[middle] > unit) {
-      high = middle;
+// The units of one level, how blocks share them, and where they are: the list of all units as a
+// warp knows it. Where tasks are alike, a lane counts those of some entries, and every warp all of
+// them; elsewhere a thread counts those of some tasks, and every block all of them.
+class Schedule {
+ public:
+  int level, total;
+
+  // All threads of the block call it together.
+  __device__ __forceinline__ Schedule(const Params& p, ScheduleStorage* storage_smem)
+      : p_(p), storage_smem_(storage_smem) {
+    int counts[LEVELS] = {};
+    if constexpr (EQUAL_TASKS) {
+      tasks_ = head_blocks(p) * p.heads_kv * static_cast<int>(p.blocks);
+      each_ = static_cast<int>((p.batch + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE);
+      const int begin = ptx::lane_index() * each_;
+#pragma unroll 1
+      for (int b = begin; b < begin + each_ && b < p.batch; ++b) {
+        const int leaves = leaves_of_entry(b);
+#pragma unroll
+        for (int n = 0; n < LEVELS; ++n) {
+          const long long units = units_of(0, leaves, n);
+          count(counts[n], units * tasks_, ptx::WARP_SIZE);
+        }
+      }
     } else {
-      low = middle + 1;
+      tasks_ = 1;
+      each_ = (p.tasks + THREADS - 1) / THREADS;
+      const int begin = threadIdx.x * each_;
+#pragma unroll 1
+      for (int number = begin; number < begin + each_ && number < p.tasks; ++number) {
+        const Task task = task_of(p, number);
+#pragma unroll
+        for (int n = 0; n < LEVELS; ++n) count(counts[n], task.units(n), THREADS);
+      }
+    }
+    unsigned int totals[LEVELS] = {};
+#pragma unroll
+    for (int n = 0; n < LEVELS; ++n) {
+      counts[n] = sum_of_lanes(counts[n]);
+      totals[n] = ptx::shuffle(counts[n], ptx::WARP_SIZE - 1);
+    }
+    if constexpr (!EQUAL_TASKS) add_warps(counts, totals);
+    level = choose_level(totals);
+#pragma unroll
+    for (int n = 0; n < LEVELS; ++n) {
+      if (n != level) continue;
+      sum_ = counts[n];
+      total = static_cast<int>(totals[n]);
+    }
+    if constexpr (!EQUAL_TASKS) {
+      storage_smem->sums[threadIdx.x] = sum_;
+      __syncthreads();  // the sums of all threads
     }
   }
-  Found found;
-  found.index = unit - (low > 0 ? schedule.sums[low - 1] : 0);
-  int number = low * tasks_of_thread(p);
-#pragma unroll 1
-  while (true) {
-    found.task = task_of(p, number);
-    const int units = found.task.units(schedule.level);
-    if (found.index < units) return found;
-    found.index -= units;
-    ++number;
+
+  // The first unit of a block.
+  __device__ __forceinline__ int begin(int block) const {
+    return static_cast<int>(static_cast<long long>(block) * total / gridDim.x);
   }
-}
+
+  // Finds a unit's task: among the counted sums, then task by task. All lanes of a warp call it
+  // together.
+  __device__ __forceinline__ Found find(int unit) const {
+    Found found;
+    if constexpr (EQUAL_TASKS) {
+      const int lane = __ffs(static_cast<int>(ptx::ballot(sum_ > unit))) - 1;
+      const int before = ptx::shuffle(sum_, matmul::larger(lane - 1, 0));
+      int b = lane * each_, rest = unit - (lane > 0 ? before : 0);
+      int units = units_of(0, leaves_of_entry(b), level);
+#pragma unroll 1
+      while (rest >= units * tasks_) {
+        rest -= units * tasks_;
+        units = units_of(0, leaves_of_entry(++b), level);
+      }
+      const Division at(rest, units);
+      found.index = static_cast<int>(at.remainder);
+      found.task = task_of(p_, b * tasks_ + static_cast<int>(at.quotient));
+      return found;
+    } else {
+      int low = 0, high = THREADS - 1;  // the first thread whose sum is beyond the unit
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        if (storage_smem_->sums[middle] > unit) {
+          high = middle;
+        } else {
+          low = middle + 1;
+        }
+      }
+      found.index = unit - (low > 0 ? storage_smem_->sums[low - 1] : 0);
+      int number = low * each_;
+#pragma unroll 1
+      while (true) {
+        found.task = task_of(p_, number);
+        const int units = found.task.units(level);
+        if (found.index < units) return found;
+        found.index -= units;
+        ++number;
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int leaves_of_entry(int b) const {
+    const long long keys = CACHED ? cache::length(p_, b) : p_.len_k;
+    return static_cast<int>((keys + LEAF - 1) >> LOG_LEAF);
+  }
+
+  // Adds to a thread's sums those of the warps before its own, and to the totals of its warp those
+  // of all others.
+  __device__ __forceinline__ void add_warps(int (&sums)[LEVELS],
+                                            unsigned int (&totals)[LEVELS]) const {
+    const int warp = threadIdx.x / ptx::WARP_SIZE;
+#pragma unroll
+    for (int n = 0; n < LEVELS; ++n) {
+      if (ptx::lane_index() == 0) storage_smem_->totals[n][warp] = static_cast<int>(totals[n]);
+      totals[n] = 0;
+    }
+    __syncthreads();  // the totals of all warps
+#pragma unroll
+    for (int n = 0; n < LEVELS; ++n) {
+#pragma unroll
+      for (int other = 0; other < WARPS; ++other) {
+        const int of_warp = storage_smem_->totals[n][other];
+        sums[n] += other < warp ? of_warp : 0;
+        totals[n] += of_warp;
+      }
+    }
+  }
+
+  const Params& p_;
+  ScheduleStorage* const storage_smem_;
+  int tasks_;  // of an entry, if they are alike
+  int each_;   // entries of a lane, or tasks of a thread
+  int sum_;    // units of the lanes, or threads, up to this one
+};
 
 }  // namespace decode

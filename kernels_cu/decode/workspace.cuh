@@ -5,6 +5,7 @@
 #pragma once
 #include "tasks.cuh"
 #include "../common/merge.cuh"
+#include "../ptx/grid.cuh"
 
 namespace decode {
 

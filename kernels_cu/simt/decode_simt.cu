@@ -26,7 +26,7 @@ struct WarpStorage {
 struct SharedStorage {
   decode::WarpTasks tasks[decode::WARPS];
   WarpStorage warps[decode::WARPS];
-  decode::Schedule schedule;
+  decode::ScheduleStorage schedule;
 };
 
 static_assert(BLOCK_KV == LEAF, "BLOCK_KV");
@@ -103,11 +103,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int warp = threadIdx.x / ptx::WARP_SIZE, lane = ptx::lane_index();
   WarpStorage& own_smem = storage_smem->warps[warp];
 
-  decode::count_units(p, &storage_smem->schedule);
-  const decode::Units units(storage_smem->schedule);
+  ptx::wait_for_grids();
+  ptx::launch_dependents();
+  const decode::Schedule schedule(p, &storage_smem->schedule);
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
-  decode::Cursor cursor(p, storage_smem->schedule, units, workspace, tasks_smem);
+  decode::Cursor cursor(p, schedule, workspace, tasks_smem);
 
   const accum_t scale = static_cast<accum_t>(p.scale);
   constexpr accum_t C = static_cast<accum_t>(1.4426950408889634);  // scores are logits here
@@ -216,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const decode::Leaf next = cursor.next();
 #pragma unroll 1
     for (int level = 1;; ++level) {
-      const bool is_unit = level >= units.level;
+      const bool is_unit = level >= schedule.level;
       const long long slot = is_unit ? now.unit : workspace.held(p, level);
       merge_into_slot(workspace, slot, leaf, task.rows, (fresh >> level & 1) != 0, C);
       fresh &= ~(1u << level);

@@ -32,7 +32,7 @@ constexpr bool IN_REGISTERS = D_V <= 128;  // the node of level 1
 constexpr int QUERY_BYTES = 16 * fragment::row_bytes(D);
 
 struct SharedStorage {
-  decode::Schedule schedule;
+  decode::ScheduleStorage schedule;
   decode::WarpTasks tasks[decode::WARPS];
 };
 constexpr int SHARED_STORAGE_BYTES = matmul::round_up(static_cast<int>(sizeof(SharedStorage)), 128);
@@ -310,11 +310,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       reinterpret_cast<char*>(shared_smem) + SHARED_STORAGE_BYTES + warp * WARP_BYTES;
   char* const q_smem = warp_smem + STAGES * STAGE_BYTES;
 
-  decode::count_units(p, &storage_smem->schedule);
-  const decode::Units units(storage_smem->schedule);
+  ptx::wait_for_grids();
+  ptx::launch_dependents();
+  const decode::Schedule schedule(p, &storage_smem->schedule);
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
-  decode::Cursor cursor(p, storage_smem->schedule, units, workspace, tasks_smem);
+  decode::Cursor cursor(p, schedule, workspace, tasks_smem);
 
   const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `logit_scale` times a score; scores are negated if the scale is negative.
@@ -439,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // Nodes that are not in registers are in slots.
 #pragma unroll 1
     while (whole) {
-      const bool is_unit = level >= units.level;
+      const bool is_unit = level >= schedule.level;
       const long long slot = is_unit ? now.unit : workspace.held(p, level);
       if ((fresh >> level & 1) != 0) {
         store_slot(workspace, slot, leaf, task.rows);

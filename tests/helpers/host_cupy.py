@@ -83,6 +83,7 @@ class HostCupy(ModuleType):
         self.launches = []
         self.during_launch = lambda: None
         self.device = 0
+        self.driver_version = 12020  # one whose launches never overlap
         self._stream = threading.local()
         self._kernels = {}
         module = self
@@ -194,6 +195,7 @@ class HostCupy(ModuleType):
                 getDevice=lambda: self.device,
                 getDeviceCount=lambda: devices,
                 getDeviceProperties=properties,
+                driverGetVersion=lambda: self.driver_version,
                 memsetAsync=lambda place, value, size, _: ctypes.memset(place, value, size),
             ),
         )

@@ -16,7 +16,8 @@ TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns 
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
-NODES, SHARED_MEMORY = 64, 48 << 10  # rows that decode_combine keeps at most, and their bytes
+# Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.
+NODES, SHARED_MEMORY, FEW_NODES, ROWS_OF_SM = 64, 48 << 10, 8, 6
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
@@ -30,15 +31,18 @@ def _configure_sink(request: Request) -> Tiles | None:
 def _configure_decode_combine(request: Request) -> Tiles | None:
     """Return a large block for each of few rows, so that its warps fold all nodes at once.
 
-    No bit depends on the number of warps.
+    Blocks are as large as all rows may be and still be computed at the same time; of more rows than
+    that, each has a warp. No bit depends on it.
     """
     problem = request.problem
     assert request.blocks is not None  # the rows of a task are those of the decode kernel
     rows = problem.batch * problem.heads * int(np.max(problem.len_q, initial=0))
-    threads = 128 if rows >= 4 * request.device.multiprocessors else 512
     row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
+    at_once = request.device.multiprocessors
+    if rows > ROWS_OF_SM * at_once:
+        return Tiles(request.blocks[0], 0, 64, 2 * FEW_NODES * row)
     nodes = min(NODES, SHARED_MEMORY // row)
-    return Tiles(request.blocks[0], 0, threads, nodes * row)
+    return Tiles(request.blocks[0], 0, 512 if rows <= at_once else 128, nodes * row)
 
 
 def hadamard_tiles(columns: int, itemsize: int) -> Tiles:
@@ -112,6 +116,7 @@ DECODE_COMBINE = KernelSpec(
     codes=True,
     scores=False,
     sizes=("d_v",),
+    overlaps=True,
 )
 APPEND = KernelSpec(
     source="any/append.cu",
@@ -123,6 +128,7 @@ APPEND = KernelSpec(
     grid=grid.by_warps,
     scores=False,
     sizes=(),
+    overlaps=True,
 )
 ROPE = KernelSpec(
     source="any/rope.cu",

@@ -35,8 +35,8 @@ def wanted(problem: Problem) -> bool:
 
 
 def schedule_bytes(warps: int) -> int:
-    """Bytes of shared memory of what a block's warps know of the units."""
-    return 4 + 4 * 32 * warps + 4 * LEVELS * warps
+    """Bytes of shared memory in which a block's warps tell each other of units."""
+    return 4 * (32 + LEVELS) * warps
 
 
 def rows_of_task(group: int, block_q: int) -> tuple[int, int]:

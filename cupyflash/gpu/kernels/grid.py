@@ -59,11 +59,12 @@ def by_units(extent: Extent, tiles: Tiles) -> Grid:
 
 
 def by_rows_of_tasks(extent: Extent, tiles: Tiles) -> Grid:
-    """A block for each row of each of the tasks of `by_units`."""
+    """A block for each row of each of the tasks of `by_units`; of two warps, one for two rows."""
     heads = min(extent.group, tiles.block_q)
     tasks = by_units(extent, tiles)
     rows = heads * min(max(extent.queries, 1), tiles.block_q // heads)
-    return tasks._replace(size=tasks.work_tiles * rows)
+    rows *= tasks.work_tiles
+    return tasks._replace(size=rows if tiles.threads > 64 else -(-rows // 2))
 
 
 def _by_rows(rows: int, block: int, extent: Extent) -> Grid:

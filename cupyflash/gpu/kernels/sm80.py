@@ -232,4 +232,5 @@ DECODE = KernelSpec(
     grid=grid.by_units,
     caches=True,
     codes=True,
+    overlaps=True,
 )

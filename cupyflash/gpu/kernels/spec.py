@@ -283,6 +283,8 @@ class KernelSpec:
         Storage types for which it can also add its share of dq to memory.
     dq_accum_step : int
         Distance in `dq_accum` between the numbers that one thread adds.
+    overlaps : bool
+        Whether it waits for earlier launches itself, and so may begin while the last one ends.
     """
 
     source: str
@@ -307,6 +309,7 @@ class KernelSpec:
     sizes: tuple[str, ...] = ("d", "d_v")
     atomic_dq: tuple[str, ...] = ()
     dq_accum_step: int = 1
+    overlaps: bool = False
 
     def __repr__(self) -> str:
         return f"<KernelSpec {self.name}>"
