@@ -26,9 +26,12 @@ struct Factors {
   accum_t own, other;
   bool keeps, replaces;  // the other set, or this one, has no keys
 
+  // The sum of two sets that have keys, or have 0 in o.
+  __device__ __forceinline__ accum_t sum(accum_t o, accum_t other_o) const {
+    return fma(other_o, other, product(o, own));
+  }
   __device__ __forceinline__ accum_t apply(accum_t o, accum_t other_o) const {
-    const accum_t sum = fma(other_o, other, product(o, own));
-    return keeps ? o : replaces ? other_o : sum;
+    return keeps ? o : replaces ? other_o : sum(o, other_o);
   }
 };
 

@@ -63,9 +63,12 @@ class Cursor {
       if (++unit_ == end_) break;
       if (++index_ == task.units(level_)) {
         index_ = 0;
-        int number = task.number + 1;
-        Task following = task_of(p_, number);
-        while (following.heads == 0) following = task_of(p_, ++number);
+        int number = task.number;
+        Task following;
+#pragma unroll 1
+        do {
+          following = task_of(p_, ++number);
+        } while (following.heads == 0);
         begin_task(following);
       }
       begin_unit();

@@ -33,8 +33,7 @@ __device__ __forceinline__ int queries_of_task(const Params& p) {
   return MOST_ROWS / heads_of_task(p);
 }
 __device__ __forceinline__ int head_blocks(const Params& p) {
-  const int heads = heads_of_task(p);
-  return (p.group + heads - 1) / heads;
+  return p.group <= MOST_ROWS ? 1 : (p.group + MOST_ROWS - 1) / MOST_ROWS;
 }
 
 // The units at a level of leaves `first` to before `last`: one where there is no leaf, too, because

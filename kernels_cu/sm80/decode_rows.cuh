@@ -195,35 +195,39 @@ __device__ __forceinline__ const storage_t* query_row(const Params& p, const dec
          task.query_of(held) * p.q.row;
 }
 
-// Loads a task's queries to 16 rows of shared memory that only this warp uses. Rows that do not
-// exist become 0.
-__device__ __forceinline__ void load_queries(const Params& p, const decode::Task& task,
-                                             char* q_smem) {
+// Starts the copy of a task's queries to 16 rows of shared memory that only this warp uses. Rows
+// that do not exist become 0. All lanes call it together.
+__device__ __forceinline__ void begin_queries(const Params& p, const decode::Task& task,
+                                              char* q_smem) {
   using Row = Lanes<fragment_codes::columns(D)>;
-  constexpr int STEPS = 16 / Row::AT_ONCE;
   const Row lanes;
   const storage_t* const first = query_row(p, task, 0);
   const bool vectors = Source{first, 0, p.q.row | p.q.head, p.q.col}.vectors() && D % 8 == 0;
   const bool has_piece = lanes.piece < Row::PIECES;
+  const auto source = [&](int row) {
+    const bool exists = row < task.rows && has_piece && STORED_VECTOR * lanes.piece < D;
+    return exists ? query_row(p, task, row) + STORED_VECTOR * lanes.piece : nullptr;
+  };
   __syncwarp();  // the queries before, read by all lanes
-  if (vectors) {
+  if (vectors && !fragment_codes::HAS_CODES) {
+#pragma unroll 1
+    for (int step = 0; step < 16; step += Row::AT_ONCE) {
+      const storage_t* const piece = source(step + lanes.row);
+      if (!has_piece) continue;
+      ptx::cp_async(q_smem + lanes.at(step), piece == nullptr ? first : piece, piece != nullptr);
+    }
+  } else if (vectors) {
+    constexpr int STEPS = 16 / Row::AT_ONCE;
     StoredVector pieces[STEPS];  // all on their way before the first is stored
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      const int row = step * Row::AT_ONCE + lanes.row;
+      const storage_t* const piece = source(step * Row::AT_ONCE + lanes.row);
       pieces[step] = StoredVector{};
-      if (row < task.rows && has_piece && STORED_VECTOR * lanes.piece < D) {
-        pieces[step] = *reinterpret_cast<const StoredVector*>(query_row(p, task, row) +
-                                                              STORED_VECTOR * lanes.piece);
-      }
+      if (piece != nullptr) pieces[step] = *reinterpret_cast<const StoredVector*>(piece);
     }
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (!has_piece) continue;
-      if constexpr (!fragment_codes::HAS_CODES) {
-        *reinterpret_cast<StoredVector*>(q_smem + lanes.at(step * Row::AT_ONCE)) = pieces[step];
-        continue;
-      }
 #pragma unroll
       for (int x = 0; x < STORED_VECTOR; ++x) {
         const int column = fragment_codes::query_column(STORED_VECTOR * lanes.piece + x);
@@ -242,7 +246,6 @@ __device__ __forceinline__ void load_queries(const Params& p, const decode::Task
           row < task.rows && column < D ? query_row(p, task, row)[column * p.q.col] : storage_t(0);
     }
   }
-  __syncwarp();  // the queries, written by all lanes
 }
 
 // The words of a stage's rows that a lane looks at.

@@ -274,22 +274,50 @@ __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, lo
   __syncwarp();  // the slot, read by all lanes before it is written again
 }
 
+// Merges `other` into `own`. Where one of the two has no keys its o is 0, and needs no selection.
 __device__ __forceinline__ void merge_states(State& own, const State& other, accum_t c) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const merge::Factors factors = merge::statistics(own.row[r], other.row[r], c);
 #pragma unroll
-    for (int n = 0; n < COLUMNS_V; ++n) own.o[r][n] = factors.apply(own.o[r][n], other.o[r][n]);
+    for (int n = 0; n < COLUMNS_V; ++n) own.o[r][n] = factors.sum(own.o[r][n], other.o[r][n]);
   }
 }
 
-// Merges a state into a slot.
+// Merges a state into a slot, some columns after the others, because two states would need more
+// registers than there are.
 __device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
                                                 const State& state, int rows, accum_t c) {
-  State own = state;
-  load_slot(workspace, slot, own, rows);
-  merge_states(own, state, c);
-  store_slot(workspace, slot, own, rows);
+  constexpr int AT_ONCE = COLUMNS_V < 16 ? COLUMNS_V : 16;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::lane_row() + 8 * r;
+    const bool exists = row < rows;
+    accum_t* const held = workspace.row(slot, exists ? row : 0);
+    merge::Statistics own = decode::statistics_of(held);
+    const merge::Factors factors = merge::statistics(own, state.row[r], c);
+    __syncwarp();  // the statistics, read by all lanes of their row
+    if (!exists) continue;
+    if (ptx::lane_index() % 4 == 0) decode::statistics_of(held) = own;
+    accum_t* const sums = held + decode::STATISTICS;
+#pragma unroll
+    for (int first = 0; first < COLUMNS_V; first += AT_ONCE) {
+      Pair pairs[AT_ONCE / 2];  // all loaded before the first is stored
+#pragma unroll
+      for (int n = 0; n < AT_ONCE / 2; ++n) {
+        if (!has_room(first + 2 * n)) continue;
+        pairs[n] = *reinterpret_cast<Pair*>(sums + ResultColumns::column(first + 2 * n));
+      }
+#pragma unroll
+      for (int n = 0; n < AT_ONCE / 2; ++n) {
+        const int at = first + 2 * n;
+        if (!has_room(at)) continue;
+        pairs[n].x = factors.apply(pairs[n].x, state.o[r][at]);
+        pairs[n].y = factors.apply(pairs[n].y, state.o[r][at + 1]);
+        *reinterpret_cast<Pair*>(sums + ResultColumns::column(at)) = pairs[n];
+      }
+    }
+  }
   __syncwarp();  // the slot, written by all lanes
 }
 
@@ -298,6 +326,40 @@ __device__ __forceinline__ void clear(State& state) {
   for (int r = 0; r < ROWS; ++r) state.row[r] = merge::no_keys();
   matmul::clear(state.o);
 }
+
+// Where a warp's nodes that are not in registers are: in slots, those of level n, from 1 on, until
+// they are whole, and that of the unit.
+struct Nodes {
+  const Params& p;
+  const decode::Workspace& workspace;
+  int unit_level;
+  unsigned int fresh;  // bit n: nothing is in the node of level n
+
+  // Merges a whole node, of the leaves up to `now`, into that of `level`, and that one, if it is
+  // whole, into the next. Of `state` nothing remains.
+  __device__ __forceinline__ void add(State& state, int level, const decode::Leaf& now,
+                                      const decode::Leaf& next, int rows, accum_t c) {
+    bool whole = true;
+#pragma unroll 1
+    while (whole) {
+      const bool is_unit = level >= unit_level;
+      const long long slot = is_unit ? now.unit : workspace.held(p, level);
+      if ((fresh >> level & 1) != 0) {
+        store_slot(workspace, slot, state, rows);
+        fresh &= ~(1u << level);
+      } else {
+        merge_into_slot(workspace, slot, state, rows, c);
+      }
+      whole = !is_unit && !now.shares_node(next, level);
+      if (whole) {
+        load_slot(workspace, slot, state, rows);
+        fresh |= 1u << level;
+      }
+      ++level;
+    }
+    if (!next.exists || next.unit != now.unit) fresh = ~0u;
+  }
+};
 
 }  // namespace
 
@@ -341,6 +403,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       producer.copy<N - 2 * STEPS>(next, task_of(next), next_places, ahead);
     }
   };
+  // 1 load q, ahead of the first keys and in the same group
+  int loaded = -1;  // the number of the task whose queries are loaded
+  if (now.exists) {
+    loaded = task_of(now).number;
+    decode_rows::begin_queries(p, task_of(now), q_smem);
+  }
   for_steps<0, STAGES - 1>([&](auto step) { copy_step(step, decltype(step)::value); });
   // Waits for the stage of step N, and starts the copy of the step that takes the one before.
   const auto wait_for_step = [&](auto step) {
@@ -357,8 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   clear(node);
   Scales scales = load_scales(p, now, task_of(now), places);
   Scales next_scales = load_scales(p, next, task_of(next), next_places);
-  unsigned int fresh = ~0u;  // bit n: nothing is in the node of level n
-  int loaded = -1;           // the number of the task whose queries are loaded
+  Nodes nodes{p, workspace, schedule.level, ~0u};
 
 #pragma unroll 1
   while (now.exists) {
@@ -366,7 +433,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 1 load q
     if (loaded != task.number) {
       loaded = task.number;
-      decode_rows::load_queries(p, task, q_smem);
+      decode_rows::begin_queries(p, task, q_smem);
+      ptx::cp_async_wait_all();
+      __syncwarp();  // the queries, copied by all lanes
     }
     bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
     unsigned int mask[ROWS];
@@ -426,36 +495,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       accumulate<FIRST>(leaf.o, p_of_leaf, v_smem, scales.v, MAY_MASK && has_masked);
     });
     // The leaf joins its node: merges stand for step 6.
-    int level = 1;
-    bool whole = true;  // whether the node of that level is, and goes into the one above
     if constexpr (IN_REGISTERS) {
       merge_states(node, leaf, c);
-      whole = !now.shares_node(next, 1);
-      if (whole) {
-        leaf = node;
+      if (!now.shares_node(next, 1)) {
+        nodes.add(node, 2, now, next, task.rows, c);
         clear(node);
-        level = 2;
       }
+    } else {
+      nodes.add(leaf, 1, now, next, task.rows, c);
     }
-    // Nodes that are not in registers are in slots.
-#pragma unroll 1
-    while (whole) {
-      const bool is_unit = level >= schedule.level;
-      const long long slot = is_unit ? now.unit : workspace.held(p, level);
-      if ((fresh >> level & 1) != 0) {
-        store_slot(workspace, slot, leaf, task.rows);
-        fresh &= ~(1u << level);
-      } else {
-        merge_into_slot(workspace, slot, leaf, task.rows, c);
-      }
-      whole = !is_unit && !now.shares_node(next, level);
-      if (whole) {
-        load_slot(workspace, slot, leaf, task.rows);
-        fresh |= 1u << level;
-      }
-      ++level;
-    }
-    if (!next.exists || next.unit != now.unit) fresh = ~0u;
     now = next;
     places = next_places;
     scales = next_scales;
