@@ -62,6 +62,23 @@ def test_flattened_sources_include_nothing(kernel):
     assert len(defined) == len(set(defined))
 
 
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+def test_what_may_begin_early_waits(spec):
+    """A kernel reads what the grid before wrote behind its wait, and wakes the next one."""
+    text = source.read(spec.source)
+    body = text[text.index("KERNEL_NAME(") :]
+    waits, wakes = (
+        body.count(f"ptx::{name}();") for name in ("wait_for_grids", "launch_dependents")
+    )
+    assert (waits > 0, wakes) == (spec.overlaps, int(spec.overlaps))
+    if spec.overlaps:
+        before, _, after = body.rpartition("ptx::wait_for_grids();")
+        for written in ("records[", "Cursor cursor", "Schedule schedule(", "p.k_new"):
+            assert written not in before
+        # It lets the next grid begin when it may read itself what the one before has read.
+        assert "ptx::launch_dependents();" in (before if spec.part == "join" else after)
+
+
 def test_a_symbol_says_what_it_is_for():
     named = special("forward_simt", call(d=64, mask=masks.causal(), dropout=0.5, seed=1))
     assert named.name == "forward_simt__f32_d64_dv64__mask_dropout__q64_kv64"

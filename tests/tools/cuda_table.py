@@ -85,7 +85,9 @@ def compiled(text: str, arch: str) -> str:
     """Compile a source with CuPy's options, and return what the assembler says of it."""
     from cuda import core
 
-    options = core.ProgramOptions(std="c++17", arch=arch, ftz=True, no_cache=True, ptxas_options="-v")
+    options = core.ProgramOptions(
+        std="c++17", arch=arch, ftz=True, no_cache=True, ptxas_options="-v"
+    )
     log = io.StringIO()
     core.Program(text, "c++", options).compile("cubin", logs=log)
     return log.getvalue()
