@@ -28,14 +28,7 @@ def needs_codes(case: Case) -> None:
 
 def numbers_of(x: Array, scale: Array, form: Format, dtype: str, xp: Any) -> Array:
     """Return scale * code, rounded to a dtype."""
-    raw = x.view(np.uint8)
-    if form.name == "int8":
-        numbers = raw.view(np.int8).astype(np.float32)
-    elif form.packed == 1:
-        numbers = xp.asarray(formats.values(form))[raw.astype(np.int32)]
-    else:  # the lower half of a byte comes first, and the upper one keeps its sign
-        both = xp.stack([(raw << 4).view(np.int8) >> 4, raw.view(np.int8) >> 4], axis=-1)
-        numbers = both.reshape(*raw.shape[:-1], -1).astype(np.float32)
+    numbers = formats.numbers(x, form, xp)
     grouped = numbers.reshape(*scale.shape, -1)
     grouped *= scale[..., None]
     return numbers.astype(float_type(dtype))
