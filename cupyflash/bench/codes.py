@@ -48,7 +48,8 @@ class CupyflashFloat8(Contender):
         xp, options, form = meter.xp, options_of(case, meter.xp), FORMATS[FLOAT8]
         made = [quantization.quantize(x, FLOAT8) for x in inputs[:3]]
         raw = [x.view(np.uint8) for x, _ in made]
-        given = coded.Given(*(scale for _, scale in made), FLOAT8, float_type(case.dtype))
+        q_scale, k_scale, v_scale = (scale for _, scale in made)
+        given = coded.Given(q_scale, k_scale, v_scale, FLOAT8, float_type(case.dtype))
         attend: Callable[..., Array] = api.attention
 
         def forward(**places: Any) -> Array:

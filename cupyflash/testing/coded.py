@@ -34,7 +34,8 @@ def meaning(codes: Array, scale: Array, form: Format) -> Array:
     """Return scale * code in float64, which is exact."""
     numbers = formats.numbers(np.ascontiguousarray(codes), form).astype(np.float64)
     each = numbers.shape[-1] // max(scale.shape[-1], 1)
-    return numbers * np.repeat(scale.astype(np.float64), each, axis=-1)
+    meant: Array = numbers * np.repeat(scale.astype(np.float64), each, axis=-1)
+    return meant
 
 
 def _repeated(x: Array, columns: int) -> Array:
@@ -100,11 +101,11 @@ class CodedCache:
         """Return the exact results of an entry, and their error bounds."""
         q, k, v = self.cache.entry(b)
         n, one = k.shape[2], slice(b, b + 1)
-        numbers = (
+        k, v = (
             meaning(x, scale[one, :, :n], self.form)
             for x, scale in ((k, self.k_scale), (v, self.v_scale))
         )
-        return s.bound_of_codes(q, *numbers, s.precision(q.dtype).with_codes(), **options)
+        return s.bound_of_codes((q, k, v), s.precision(q.dtype).with_codes(), **options)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,9 @@ class Float8:
         return scales | {"qkv_dtype": self.form.name}
 
     @property
-    def numbers(self) -> list[Array]:
+    def numbers(self) -> tuple[Array, ...]:
         """Return q, k and v in float64."""
         pairs = zip(self.codes, self.scales, strict=True)
-        return [meaning(x, np.broadcast_to(s, (*x.shape[:-1], 1)), self.form) for x, s in pairs]
+        return tuple(
+            meaning(x, np.broadcast_to(s, (*x.shape[:-1], 1)), self.form) for x, s in pairs
+        )

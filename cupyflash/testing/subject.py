@@ -371,10 +371,10 @@ class Subject:
         return forward_bound_varlen(q, k, v, *offsets, **options)
 
     def bound_of_codes(
-        self, q: Array, k: Array, v: Array, precision: Precision, **options: Any
+        self, numbers: tuple[Array, ...], precision: Precision, **options: Any
     ) -> ForwardBound:
-        """Return exact values and bounds over the numbers that codes mean."""
-        return forward_bound(q, k, v, precision=precision, block_kv=self.tiles[1], **options)
+        """Return exact values and bounds over the numbers of q, k and v that codes mean."""
+        return forward_bound(*numbers, precision=precision, block_kv=self.tiles[1], **options)
 
     def backward_bound(
         self, do: Array, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any

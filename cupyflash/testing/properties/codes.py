@@ -42,8 +42,8 @@ def unused_codes_change_nothing(s: Subject, p: Problem) -> None:
     c = c.filled(int(p.rng.integers(256)), scale)
     for rows in (c.read(s, **options), c.read_pages(s, **options)):
         for b in range(len(c.cache.lengths)):
-            both = (cut_rows(x, slice(b, b + 1)) for x in (rows, expected))
-            s.same_rows(*both, functools.partial(c.bound, s, b, **options))
+            ours, right = (cut_rows(x, slice(b, b + 1)) for x in (rows, expected))
+            s.same_rows(ours, right, functools.partial(c.bound, s, b, **options))
 
 
 @a_property("append codes", dtypes=codes.QUERIES)
@@ -53,8 +53,8 @@ def appended_codes_are_those_of_quantize(s: Subject, p: Problem) -> None:
     c = CodedCache.drawn(s, p, 1, least=n)
     held = c.cache
     shapes = [(*x.shape[:2], n, x.shape[-1] * c.form.packed) for x in (held.k, held.v)]
-    new = [p.rng.standard_normal(shape).astype(p.dtype) for shape in shapes]
-    after = s.append(*new, held.k, held.v, held.lengths, **c.keywords)
+    new = k_new, v_new = [p.rng.standard_normal(shape).astype(p.dtype) for shape in shapes]
+    after = s.append(k_new, v_new, held.k, held.v, held.lengths, **c.keywords)
     got: list[Any] = [(after.k, after.k_scale), (after.v, after.v_scale)]
     before = (held.k, c.k_scale), (held.v, c.v_scale)
     for name, rows, ours, old in zip("kv", new, got, before, strict=True):
@@ -76,8 +76,9 @@ def float8_within_bound(s: Subject, p: Problem) -> None:
         shape[2] = least + (p.q if name == "q" else p.k).shape[2]
     arrays = [p.rng.standard_normal(shape).astype(np.float32) for shape in shapes.values()]
     made, options = Float8.of(p.rng, *arrays), some_mask(s, p)
-    rows = s.attend(*made.codes, out_dtype=p.dtype, **made.keywords, **options)
-    bound = s.bound_of_codes(*made.numbers, s.float8_precision(p.dtype), **options)
+    q, k, v = made.codes
+    rows = s.attend(q, k, v, out_dtype=p.dtype, **made.keywords, **options)
+    bound = s.bound_of_codes(made.numbers, s.float8_precision(p.dtype), **options)
     s.judge("out", rows.out, *bound.out)
     if rows.lse is not None:
         s.judge("lse", rows.lse, *bound.lse)
