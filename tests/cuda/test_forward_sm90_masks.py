@@ -179,7 +179,7 @@ PACKED = {
     ("name", "d"),
     [("plain", 64), ("causal", 136), ("window", 136), ("alibi", 64)],
     quick=[("window", 136)],
-    why="options alone that the window has together; neighbours are quick with causal",
+    why="options alone that the window has together",
 )
 def test_packed_sequences(name, d):
     dtype, options = TYPES[d // 136], PACKED[name]
@@ -189,10 +189,9 @@ def test_packed_sequences(name, d):
     within_the_bound(q, k, v, out, lse, offsets, **options)
 
 
+@pytest.mark.thorough("sequences are held to their own bounds in a quick test")
 @emulated
-@mostly_thorough(
-    "name", ["plain", "causal"], quick=["causal"], why="fewer masks of the same kernel"
-)
+@pytest.mark.parametrize("name", ["plain", "causal"])
 def test_packed_neighbours_change_no_bit(name):
     dtype = TYPES[len(name) % 2]
     q, k, v = draw(dtype, (2, 420, 64), *[(1, 518, 64)] * 2)
