@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ..cases import Problem
     from ..subject import Subject
 
-LEAST = {"codes": 512}  # queries and keys for which GPUs multiply codes as they are
+# Queries and keys, and a divisor of columns, for which GPUs multiply codes as they are.
+LEAST, COLUMNS = 512, 16
 
 
 @a_property("cached codes", dtypes=codes.QUERIES)
@@ -70,11 +71,13 @@ def appended_codes_are_those_of_quantize(s: Subject, p: Problem) -> None:
 @a_property("float8", dtypes=codes.QUERIES)
 def float8_within_bound(s: Subject, p: Problem) -> None:
     """|O' - O| <= B_O and |L' - L| <= B_L over scale * code, for q, k and v of float8."""
-    least = LEAST.get(s.float8, 1)
-    shapes = {name: list(getattr(p, name).shape) for name in "qkv"}
-    for name, shape in shapes.items():
-        shape[2] = least + (p.q if name == "q" else p.k).shape[2]
-    arrays = [p.rng.standard_normal(shape).astype(np.float32) for shape in shapes.values()]
+    shapes = [x.shape for x in (p.q, p.k, p.v)]
+    if s.float8 == "codes":
+        shapes = [
+            (*lead, LEAST + length, -(-columns // COLUMNS) * COLUMNS)
+            for *lead, length, columns in shapes
+        ]
+    arrays = [p.rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     made, options = Float8.of(p.rng, *arrays), some_mask(s, p)
     q, k, v = made.codes
     rows = s.attend(q, k, v, out_dtype=p.dtype, **made.keywords, **options)
