@@ -26,7 +26,7 @@ CPU_COMPUTES = {
     "dkdv": "dk and dv",
     "dq": "dq",
 }
-DEQUANTIZE, OF_CODES = "dequantize", "numbers of the codes of q, k and v"
+NUMBERS, OF_CODES = "numbers", "numbers of the codes of q, k and v"
 ALIGNMENT = 256  # bytes; arrays are counted in the units of a GPU's allocator
 
 
@@ -125,7 +125,7 @@ def on_cpu_codes(call: Call) -> tuple[Call, str, list[Work], int]:
     problem = replace(call.problem, dtype=np.dtype(np.float32))
     numbers = _with_numbers(replace(call, problem=problem))
     _, works, scratch = on_cpu(numbers, False)
-    first = Work("numpy", DEQUANTIZE, OF_CODES, 1)
+    first = Work("numpy", NUMBERS, OF_CODES, 1)
     scratch += sum(getattr(numbers, name).nbytes for name in "qkv")
     if call.problem.dtype.itemsize < 4:  # a result in float32 that is rounded
         scratch += 4 * problem.batch * problem.heads * int(problem.len_q) * problem.d_v
@@ -147,7 +147,7 @@ def on_gpu_codes(call: Call, where: Place) -> tuple[Call, str, list[Work], int]:
         for name in "qkv"
     ]
     special, blocks = launches[0].special, sum(launch.grid for launch in launches)
-    first = Work(special.kernel, DEQUANTIZE, OF_CODES, blocks, special=special)
+    first = Work(special.kernel, NUMBERS, OF_CODES, blocks, special=special)
     made, _ = pack_gqa.joined(numbers)
     _, works, scratch = on_gpu(made, where, False, False)
     scratch += sum(getattr(numbers, name).nbytes for name in "qkv")
