@@ -143,6 +143,7 @@ print(min(measure.Cpu().peak_memory(call) for _ in range(2)))
 """
 
 
+@pytest.mark.thorough("the memory of other calls is quick; bytes of codes are, too")
 def test_memory_is_what_a_call_takes(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "1")
     made = explain((16, 2048, 64), device="cpu")

@@ -201,7 +201,9 @@ def test_dropped_pairs_are_those_of_the_twin():
     np.testing.assert_array_equal(made.dv != 0, kept.swapaxes(-2, -1))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@mostly_thorough(
+    "deterministic", [False, True], quick=[True], why="one kernel of two has the same loop"
+)
 @mostly_thorough(
     "option",
     [{}, {"mask": masks.causal()}, {"mask": masks.window(9, 3)}],

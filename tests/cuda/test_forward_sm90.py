@@ -51,7 +51,7 @@ def test_sizes_at_the_edges_of_tiles(dtype, heads, edge):
 @mostly_thorough(
     "sizes",
     [(8, 8), (16, 64), (40, 104), (72, 72), (136, 8), (200, 248), (256, 64)],
-    quick=[(40, 104), (136, 8)],
+    quick=[(40, 104)],
     why="more heads that fill no tile",
     ids=str,
 )
