@@ -8,7 +8,9 @@ Run it as ::
 The prompts are read in one call. Then every step reads one byte of each text: `cupyflash.append`
 writes its keys and values to the cache, and `cupyflash.attention_cached` attends to everything in
 the cache. Pages of the cache are allocated as texts grow, and freed when no later byte sees them.
-``--no-cache`` reads all texts again at each step instead. It writes the same bytes more slowly.
+``--kv-dtype int8`` keeps codes of 8 bits, or of 4, with a scale for each row; ``fewer_bits.py``
+measures what this loses. ``--no-cache`` reads all texts again at each step instead. It writes the
+same bytes as a cache of numbers, more slowly.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ import cupyflash
 from cupyflash import masks
 
 PAGE = 16  # positions
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")  # of codes
+GROUP = 32  # columns of int4 that share a scale, in heads that have such groups
 PROMPTS = ("The import statement", "A class definition is", "If no expression is given, ")
 
 
@@ -86,14 +90,18 @@ class Reader:
 
     def read(self, new: Sequence[np.ndarray], weights: Weights) -> Array:
         """Read more bytes of each text; return the logits of the next, shape (B, 256)."""
-        self.texts = [np.concatenate(pair) for pair in zip(self.texts, new, strict=True)]
-        return self._last_logits(self.texts, weights)
+        return self.logits(new, weights)[self.xp.asarray(self.offsets[1:] - 1)]
 
-    def _last_logits(self, texts: Sequence[np.ndarray], weights: Weights) -> Array:
+    def logits(self, new: Sequence[np.ndarray], weights: Weights) -> Array:
+        """Read more bytes of each text; return the logits after all bytes that were read."""
+        self.texts = [np.concatenate(pair) for pair in zip(self.texts, new, strict=True)]
+        return self._packed_logits(self.texts, weights)
+
+    def _packed_logits(self, texts: Sequence[np.ndarray], weights: Weights) -> Array:
         self.offsets = np.cumsum([0, *map(len, texts)])
         tokens = self.xp.asarray(np.concatenate(texts))
         logits, _ = model(tokens, weights, self.setting.layers, self._attend, self.xp)
-        return logits[self.xp.asarray(self.offsets[1:] - 1)]
+        return logits
 
     def _attend(self, n: int, qkv: Array) -> tuple[Array, Vjp]:
         packed = split_heads(qkv.astype(self.dtype, copy=False), 1, self.setting.heads)
@@ -111,11 +119,18 @@ class CachedReader(Reader):
 
     Page p of layer n is ``k[n, p]`` and ``v[n, p]``. Row b of the table has the page numbers of
     text b. Only its elements from `dropped[b]` to `held[b]` are in use; the pages that the others
-    name are free or belong to other texts.
+    name are free or belong to other texts. With `kv_dtype`, pages hold bytes of codes, and
+    `k_scale` and `v_scale` are the scales of their rows.
     """
 
     def __init__(
-        self, prompts: Sequence[int], number: int, setting: Setting, dtype: str, xp: Any
+        self,
+        prompts: Sequence[int],
+        number: int,
+        setting: Setting,
+        dtype: str,
+        xp: Any,
+        kv_dtype: str | None = None,
     ) -> None:
         super().__init__(len(prompts), setting, dtype, xp)
         ends = [pages(n + number) for n in prompts]
@@ -127,14 +142,20 @@ class CachedReader(Reader):
         self.lengths = np.zeros(len(prompts), np.int32)
         self.held, self.dropped = np.zeros((2, len(prompts)), int)
         dim = setting.width // setting.heads
-        shape = (setting.layers, sum(most), setting.heads, PAGE, dim)
-        self.k, self.v = xp.empty(shape, dtype), xp.empty(shape, dtype)
+        rows = (setting.layers, sum(most), setting.heads, PAGE)
+        self.kv_dtype = kv_dtype
+        if kv_dtype is None:
+            self.k, self.v = (xp.empty((*rows, dim), dtype) for _ in "kv")
+        else:
+            columns, groups = bytes_and_scales(dim, kv_dtype)
+            self.k, self.v = (xp.empty((*rows, columns), np.uint8) for _ in "kv")
+            self.k_scale, self.v_scale = (xp.empty((*rows, groups), np.float32) for _ in "kv")
         self.on_device: dict[str, Any] = {}
 
-    def read(self, new: Sequence[np.ndarray], weights: Weights) -> Array:
-        """Read more bytes of each text; return the logits of the next, shape (B, 256)."""
+    def logits(self, new: Sequence[np.ndarray], weights: Weights) -> Array:
+        """Read more bytes of each text; return the logits after each of them."""
         self._grow(np.array([len(x) for x in new], np.int32))
-        return self._last_logits(new, weights)
+        return self._packed_logits(new, weights)
 
     def _grow(self, counts: np.ndarray) -> None:
         """Count the new bytes, free the pages that they do not see, and allocate new ones."""
@@ -152,16 +173,31 @@ class CachedReader(Reader):
 
     def _attention(self, n: int, q: Array, k: Array, v: Array) -> Array:
         """Write the new keys and values of layer n, and attend to all in its cache."""
-        cache = self.k[n], self.v[n]
-        cupyflash.append(k, v, *cache, offsets=self.offsets, **self.on_device)
+        cache, where = (self.k[n], self.v[n]), dict(self.on_device)
+        if self.kv_dtype is not None:
+            scales = {"k_scale": self.k_scale[n], "v_scale": self.v_scale[n]}
+            where |= scales | {"kv_dtype": self.kv_dtype}
+        cupyflash.append(k, v, *cache, offsets=self.offsets, **where)
         return cupyflash.attention_cached(
-            q, *cache, offsets_q=self.offsets, **self.on_device, **self.options
+            q, *cache, offsets_q=self.offsets, **where, **self.options
         )
 
 
 def pages(positions: int) -> int:
     """Return how many pages a number of positions needs."""
     return -(-positions // PAGE)
+
+
+def bytes_and_scales(dim: int, kv_dtype: str) -> tuple[int, int]:
+    """Return how many bytes and how many scales a row of `dim` codes has."""
+    if kv_dtype != "int4":
+        return dim, 1
+    if dim % 2:
+        raise UnusableError(
+            f"--kv-dtype int4: got a model whose heads have {dim} columns; expected an even "
+            "number, because two codes share a byte. Choose --kv-dtype int8."
+        )
+    return dim // 2, dim // GROUP if dim % GROUP == 0 else 1
 
 
 def _no_gradient(_: Array) -> Any:
@@ -197,8 +233,10 @@ def run(options: argparse.Namespace, device: str, xp: Any) -> None:
     if options.no_cache:
         reader = Reader(len(prompts), setting, options.attention, xp)
     else:
-        cache = CachedReader(lengths, number, setting, options.attention, xp)
-        print(f"cache   {len(cache.free)} pages of {PAGE} positions in each layer")
+        kind = options.kv_dtype
+        cache = CachedReader(lengths, number, setting, options.attention, xp, kind)
+        pages_of = f"cache   {len(cache.free)} pages of {PAGE} positions in each layer"
+        print(f"{pages_of}, in {kind or options.attention}")
         reader = cache
 
     sampler = Sampler.of(len(prompts), options.seed, options.temperature, options.top_k)
@@ -239,6 +277,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=whole, default=1, help="of the random numbers (default: %(default)s)")
     add("--temperature", type=temperature, default=0.8, help="0 is greedy (default: %(default)s)")
     add("--top-k", type=whole, default=256, help="draw from so many best bytes (default: all)")
+    add("--kv-dtype", choices=FORMATS, help="keep keys and values as codes of fewer bits")
     add("--no-cache", action="store_true", help="read all texts again for each byte")
     kinds = ("float32", "bfloat16")
     add("--attention", choices=kinds, default="float32", help="default: %(default)s")
@@ -247,7 +286,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    options = parser().parse_args(arguments)
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.no_cache and options.kv_dtype:
+        top.error("--kv-dtype is of a cache, and --no-cache has none: leave one of them out")
     try:
         xp, device = array_module(options.device)
         run(options, device, xp)

@@ -42,8 +42,8 @@ class Device:
     l2 : int
         Bytes of the L2 cache, through which all traffic passes.
     matrix_peak : mapping of str to float
-        FLOP per second on tensor cores in types for which `peak` excludes them: "float64", and
-        "tf32", which are 32-bit numbers whose fractions are cut to 11 bits.
+        FLOP per second on tensor cores in types for which `peak` excludes them: "float64", "tf32",
+        which are 32-bit numbers whose fractions are cut to 11 bits, and "float8".
     """
 
     name: str
@@ -119,9 +119,11 @@ def _peak(half: float, bfloat16: float | None, single: float, double: float) -> 
     return MappingProxyType({name: n * 1e12 for name, n in peaks if n is not None})
 
 
-def _matrix_peak(double: float | None, single: float) -> Mapping[str, float]:
+def _matrix_peak(
+    double: float | None, single: float, float8: float | None = None
+) -> Mapping[str, float]:
     """Return peaks of tensor cores given in TFLOP/s; None where none is stated."""
-    peaks = {"float64": double, "tf32": single}
+    peaks = {"float64": double, "tf32": single, "float8": float8}
     return MappingProxyType({name: n * 1e12 for name, n in peaks.items() if n is not None})
 
 
@@ -156,7 +158,7 @@ _B200 = (
     f"counts them; {_TABLE}"
 )
 _HOPPER = _peak(989.4, 989.4, 66.9, 33.5)
-_HOPPER_MATRIX = _matrix_peak(66.9, 494.7)
+_HOPPER_MATRIX = _matrix_peak(66.9, 494.7, 1978.9)
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
@@ -222,7 +224,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 ("nvidia l40s",),
                 (8, 9),
                 96 * MIB,
-                _matrix_peak(None, 183),
+                _matrix_peak(None, 183, 733),
             ),
             Device(
                 "RTX 4090",
@@ -234,7 +236,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 ("nvidia geforce rtx 4090",),
                 (8, 9),
                 72 * MIB,
-                _matrix_peak(None, 82.6),
+                _matrix_peak(None, 82.6, 330.3),
             ),
             Device(
                 "H20",
@@ -246,7 +248,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 ("nvidia h20",),
                 (9, 0),
                 60 * MIB,
-                _matrix_peak(None, 74),
+                _matrix_peak(None, 74, 296),
             ),
             Device(
                 "H100-SXM",
@@ -282,7 +284,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 ("nvidia b200",),
                 (10, 0),
                 126 * MIB,
-                _matrix_peak(37, 1125),
+                _matrix_peak(37, 1125, 4500),
             ),
         )
     }

@@ -130,7 +130,9 @@ def _widened(call: Call) -> Call:
     for name, scale in call.codes.scales.items():
         codes = getattr(call, name[0])
         with np.errstate(all="ignore"):
-            made[name[0]] = table[codes.view(np.uint8)] * scale
+            numbers = table[codes.view(np.uint8)]
+            numbers *= scale
+        made[name[0]] = numbers
     problem = replace(call.problem, dtype=np.dtype(np.float32))
     return replace(call, problem=problem, codes=None, **made)
 
@@ -175,7 +177,7 @@ class Cpu:
         wide = np.empty_like(out, np.float32)
         result = self.forward(made, wide, lse, plan)
         with np.errstate(all="ignore"):
-            out[...] = wide.astype(out.dtype)
+            out[...] = wide
         return result
 
     def forward_piece(

@@ -11,10 +11,12 @@
 """
 
 from .cases import Case, made, shape_of, variant_of
-from .contenders import Contender, Cupyflash, CupyflashPages, Job, RefusalError, Standard
+from .codes import CupyflashFloat8
+from .contenders import Contender, Cupyflash, Job, RefusalError, Standard
+from .over_cache import CupyflashCodes, CupyflashPages
 from .results import Report, Result, Row
 from .run import run_case
-from .suites import PAGES, SMALL_PAGES, SUITES, Suite, own_shapes
+from .suites import CODES, PAGES, SMALL_PAGES, SUITES, Suite, own_shapes
 from .torch_peers import PEERS
 
 CONTENDERS: tuple[Contender, ...] = (
@@ -22,6 +24,8 @@ CONTENDERS: tuple[Contender, ...] = (
     Standard(),
     CupyflashPages(PAGES, 16),
     CupyflashPages(SMALL_PAGES, 1),
+    *(CupyflashCodes(name, kv_dtype) for name, kv_dtype in CODES.items()),
+    CupyflashFloat8(),
     *PEERS,
 )
 
@@ -31,6 +35,8 @@ __all__ = [
     "Case",
     "Contender",
     "Cupyflash",
+    "CupyflashCodes",
+    "CupyflashFloat8",
     "CupyflashPages",
     "Job",
     "RefusalError",

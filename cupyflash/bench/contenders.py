@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import api, cached, masks, planning, scores
+from .. import api, masks, planning, scores
 from ..testing.options import float_type
 from .cases import CAP, CHANGES_SCORES, Case, hidden
 from .measure import Gpu, Meter, Work
@@ -50,6 +50,12 @@ class Job:
     capture : callable or None
         Turns `work` into a replay of a CUDA graph, and returns it with the results that it writes,
         for `arrays`; None if that is not possible.
+    expected : callable or None
+        Returns the right results, which are those of the first contender if this is None.
+    tolerance : float or None
+        How far a result may be from that, as a share of its norm; None for that of the dtype.
+    key_bytes : int or None
+        Bytes that a step of decoding reads of keys and values; None for those of the case.
     """
 
     work: Work
@@ -57,6 +63,9 @@ class Job:
     arrays: Callable[[Any], Sequence[Array]]
     peak_memory: Callable[[Work], int]
     capture: Callable[[], tuple[Work, Any]] | None = None
+    expected: Callable[[], Sequence[Array]] | None = None
+    tolerance: float | None = None
+    key_bytes: int | None = None
 
 
 class Contender(ABC):
@@ -134,59 +143,6 @@ class Cupyflash(Contender):
         if case.backward:
             return Job(backward, step, lambda x: list(x[:3]), meter.peak_memory, capture)
         return Job(forward, forward, lambda x: [x], meter.peak_memory, capture)
-
-
-class CupyflashPages(Contender):
-    """The package over a cache in pages, which lie in a random order."""
-
-    def __init__(self, name: str, page: int) -> None:
-        self.name, self.page = name, page
-        self.what = f"this package over a cache in pages of {page}: attention_cached"
-
-    def prepare(self, meter: Meter, case: Case, inputs: Inputs) -> Job:
-        """Make a case ready."""
-        if case.backward:
-            raise RefusalError("attention over a cache has no backward")
-        if case.variant == "documents":
-            raise RefusalError(
-                "its documents are arrays of the keys' length; a cache has more room"
-            )
-        xp, options = meter.xp, options_of(case, meter.xp)
-        each = -(-case.len_k // self.page)
-        order = np.random.default_rng(0).permutation(case.batch * each)
-        table = xp.asarray(order.reshape(case.batch, each).astype(np.int32))
-        lengths = xp.full(case.batch, case.len_k, np.int32)
-        k, v = (self._in_pages(xp, x, xp.asarray(order)) for x in (inputs.k, inputs.v))
-        arrays = inputs.q, k, v, lengths
-
-        def forward(**places: Any) -> Array:
-            given = {"table": table} | places | options
-            attend: Callable[..., Array] = cached.attention_cached
-            return attend(*arrays, **given)
-
-        out = forward()
-
-        def graph() -> tuple[Work, Any]:
-            """Replay the same with a place for everything, which is emptied before."""
-            assert isinstance(meter, Gpu)
-            size = cached.workspace_size_cached(inputs.q, k, v, table=table)
-            workspace = xp.empty(size, np.uint8)
-            work = meter.captured(lambda: forward(out=out, workspace=workspace))
-            out.fill(0)
-            return work, out
-
-        capture = graph if isinstance(meter, Gpu) else None
-        return Job(forward, forward, lambda x: [x], meter.peak_memory, capture)
-
-    def _in_pages(self, xp: Any, x: Array, order: Array) -> Array:
-        batch, heads, length, columns = x.shape
-        each = -(-length // self.page)
-        whole = xp.zeros((batch, heads, each * self.page, columns), x.dtype)
-        whole[:, :, :length] = x
-        split = whole.reshape(batch, heads, each, self.page, columns).swapaxes(1, 2)
-        pages = xp.empty((batch * each, heads, self.page, columns), x.dtype)
-        pages[order] = split.reshape(pages.shape)
-        return pages
 
 
 def options_of(case: Case, xp: Any = np) -> dict[str, Any]:

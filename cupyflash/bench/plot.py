@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .results import MEASURED, Report, Row, rate, unit
-from .suites import OURS, PAGES, SMALL_PAGES
+from .suites import OURS, OURS_FP8, PAGES, SMALL_PAGES
 
 Axes = Any  # of matplotlib
 SUFFIXES = (".svg", ".png")
@@ -24,6 +24,10 @@ COLOURS = {
     OURS: "#0072B2",
     PAGES: "#F0E442",
     SMALL_PAGES: "#000000",
+    "cupyflash-int8": "#882255",
+    "cupyflash-e4m3": "#44AA99",
+    "cupyflash-int4": "#999933",
+    OURS_FP8: "#88CCEE",
     "standard": "#8C8C8C",
     "torch-cudnn": "#009E73",
     "torch-flash": "#E69F00",
@@ -133,7 +137,7 @@ def rate_bars(axes: Axes, group: Group, _: str) -> None:
             if result is None or not result.seconds:
                 continue
             place = at + (n - (len(names) - 1) / 2) * width
-            height = rate(row.case, result.seconds, group.kind, decodes)
+            height = rate(row.case, result, group.kind, decodes)
             bar = axes.bar(place, height, 0.92 * width, color=_colour(name, n), label=name)
             words = f"{height:.0f}" if height >= 10 else f"{height:.1f}"
             small = 8 - (len(names) * len(group.rows) > 18) - 2 * (len(words) > 3)

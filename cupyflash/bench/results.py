@@ -39,6 +39,8 @@ class Result:
     difference : float or None
         Difference from the first contender's result: the largest norm of a difference, divided by
         the norm of the result.
+    key_bytes : int or None
+        Bytes of keys and values that a step of decoding reads, if they are not those of the case.
     """
 
     contender: str
@@ -50,6 +52,7 @@ class Result:
     runs: int = 0
     peak_bytes: int | None = None
     difference: float | None = None
+    key_bytes: int | None = None
 
     @property
     def spread(self) -> float:
@@ -158,11 +161,12 @@ def unit(kind: str, decodes: bool) -> str:
     return "GB/s" if decodes else {"cpu": "GFLOP/s", "gpu": "TFLOP/s"}[kind]
 
 
-def rate(case: Case, seconds: float, kind: str, decodes: bool) -> float:
+def rate(case: Case, result: Result, kind: str, decodes: bool) -> float:
     """Return FLOPs per second, or bytes of K and V per second of a step of decoding."""
+    assert result.seconds is not None, "it was measured"
     if decodes:
-        return case.key_bytes / seconds / 1e9
-    return case.flops / seconds / {"cpu": 1e9, "gpu": 1e12}[kind]
+        return (result.key_bytes or case.key_bytes) / result.seconds / 1e9
+    return case.flops / result.seconds / {"cpu": 1e9, "gpu": 1e12}[kind]
 
 
 def _row(content: dict[str, Any]) -> Row:

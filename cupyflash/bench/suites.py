@@ -9,6 +9,12 @@ from .cases import PASSES, VARIANTS, Case, made
 
 Shape = tuple[int, int, int, int, int, int]  # B, Hq, Hkv, Lq, Lk, D
 OURS, PAGES, SMALL_PAGES = "cupyflash", "cupyflash-pages", "cupyflash-pages-of-1"
+OURS_FP8 = "cupyflash-fp8"
+CODES = {  # over caches of these
+    "cupyflash-int8": "int8",
+    "cupyflash-e4m3": "float8_e4m3fn",
+    "cupyflash-int4": "int4",
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,15 @@ SUITES: dict[str, dict[str, Suite]] = {
             "float32",
             ("full",),
             ("forward",),
-            (OURS, PAGES, SMALL_PAGES, "standard", "torch-cpu"),
+            (OURS, PAGES, SMALL_PAGES, *CODES, "standard", "torch-cpu"),
+        ),
+        "fp8": Suite(
+            "(1, 8, 1024, 64) and (1, 8, 2048, 128), numbers beside codes of 8 bits",
+            (_same(1, 8, 1024, 64), _same(1, 8, 2048, 128)),
+            "float32",
+            ("full", "causal"),
+            ("forward",),
+            (OURS, OURS_FP8),
         ),
     },
     "gpu": {
@@ -144,7 +158,15 @@ SUITES: dict[str, dict[str, Suite]] = {
             "bfloat16",
             ("full",),
             ("forward",),
-            (OURS, PAGES, SMALL_PAGES, "torch-cudnn", "torch-flash"),
+            (OURS, PAGES, SMALL_PAGES, *CODES, "torch-cudnn", "torch-flash"),
+        ),
+        "fp8": Suite(
+            "numbers beside codes of 8 bits: the shapes of peers from L = 2048 on",
+            tuple(shape for shape in _PEERS if shape[3] >= 2048),
+            "bfloat16",
+            ("full", "causal"),
+            ("forward",),
+            (OURS, OURS_FP8, "torch-cudnn"),
         ),
     },
 }

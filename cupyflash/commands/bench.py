@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Suite,
     )
 
-SUITE_NAMES = ("quick", "article", "peers", "variants", "decode")
+SUITE_NAMES = ("quick", "article", "peers", "variants", "decode", "fp8")
 PASS_NAMES = ("forward", "backward")
 VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
 PICTURE_NAMES = ("rate", "speed-up", "memory")
@@ -275,7 +275,7 @@ def line(row: Row, result: Result, kind: str, decodes: bool, notes: dict[str, in
         result.contender,
         f"{three_digits(result.seconds * 1e3)} ms",
         f"{100 * result.spread:.0f} %",
-        three_digits(rate(row.case, result.seconds, kind, decodes)),
+        three_digits(rate(row.case, result, kind, decodes)),
         "" if result.peak_bytes is None else megabytes(result.peak_bytes),
         words,
     ]
@@ -376,8 +376,9 @@ def add_command(subparsers: Any) -> None:
         "--dtype, --only and --picture may be repeated.",
         epilog="Suites: quick, article (the table of a well-known article: (2, 8, L, 64) against "
         "standard attention), peers (against PyTorch's kernels; on a GPU 16,384 tokens in all), "
-        "variants (masks and score changes), decode (one query). The exit status is 1 if a result "
-        "was wrong, 2 if nothing could be measured.",
+        "variants (masks and score changes), decode (one query; also over caches of 8 and 4 "
+        "bits), fp8 (queries, keys and values of 8 bits). The exit status is 1 if a result was "
+        "wrong, 2 if nothing could be measured.",
     )
     many: dict[str, Any] = {"action": "append", "metavar": "NAME"}
     command.add_argument(
@@ -398,8 +399,9 @@ def add_command(subparsers: Any) -> None:
     command.add_argument(
         "--only", **many,
         help="time these alone: cupyflash, cupyflash-pages (of 16), cupyflash-pages-of-1, "
-        "standard, torch-cudnn, torch-flash, torch-efficient, torch-flex, torch-math on a GPU; the "
-        "first four, torch-cpu, torch-math on a CPU",
+        "cupyflash-int8, cupyflash-e4m3, cupyflash-int4 (caches of codes), cupyflash-fp8, "
+        "standard, torch-cudnn, torch-flash, torch-efficient, torch-flex, torch-math on a GPU; "
+        "torch-cpu, torch-math and this package's own on a CPU",
     )  # fmt: skip
     command.add_argument(
         "--against", metavar="NAME",

@@ -20,6 +20,7 @@ from ..explanation import Bytes, Explanation, KernelUse, explain_cached
 from ..explanation import explain as explained
 from ..figures.terminal import ascii_only
 from ..files import check_writable, write_text
+from ..problem.coded import DEFAULT_RESULT, FORMS, RESULTS
 from ..problem.formats import FORMATS
 from .text import complain, printable, table, whole_number, wrapped
 from .words import MASKS, read, score_words
@@ -89,6 +90,11 @@ def _has_cache(options: argparse.Namespace) -> bool:
         "--deterministic": (options.deterministic, "it is about gradients"),
         "--precision": (options.precision, "a call over a cache has none"),
         "--ranks": (options.ranks, "ranks have no cache"),
+        "--out-dtype": (options.out_dtype, "results have the type of the queries"),
+        f"--dtype {options.dtype}": (
+            options.dtype in FORMS,
+            "--kv-dtype says what a cache holds, and --dtype what q is",
+        ),
     }.items():
         if is_given:
             said = f"--{given[0].replace('_', '-')}" if given else "--cache"
@@ -111,7 +117,12 @@ def explain(options: argparse.Namespace) -> int:
         score = None
         if options.score is not None:
             score = read(options.score, "--score", score_words(heads))
-        more = {"dtype": options.dtype, "mask": mask, "score_mod": score, "device": options.device}
+        more: dict[str, Any] = {
+            "dtype": options.dtype,
+            "mask": mask,
+            "score_mod": score,
+            "device": options.device,
+        }
         more["compile"] = not options.no_compile
         if _has_cache(options):
             made = explain_cached(
@@ -126,6 +137,7 @@ def explain(options: argparse.Namespace) -> int:
                 backward=options.backward,
                 deterministic=options.deterministic,
                 precision=options.precision,
+                out_dtype=options.out_dtype,
                 ranks=options.ranks,
                 nodes=options.nodes,
                 **more,
@@ -338,7 +350,13 @@ def add_command(subparsers: Any) -> None:
     command.add_argument("--mask", metavar="MASK", help="such as causal (default: none)")
     command.add_argument("--score", metavar="SCORE", help="such as softcap(30) (default: none)")
     command.add_argument(
-        "--dtype", choices=FLOATS, default=FLOATS[0], help="of q, k, v (default: %(default)s)"
+        "--dtype",
+        choices=(*FLOATS, *FORMS),
+        default=FLOATS[0],
+        help="of q, k, v; float8 are codes with a scale for each row (default: %(default)s)",
+    )
+    command.add_argument(
+        "--out-dtype", choices=RESULTS, help=f"of the results of codes (default: {DEFAULT_RESULT})"
     )
     command.add_argument(
         "--device",

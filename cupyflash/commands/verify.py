@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .. import api, cache_update, cached, varlen
 from ..arrays import cuda_device
@@ -67,9 +67,20 @@ def precision_of(device: str) -> Callable[[Any], Precision]:
     return precision
 
 
-def _run(options: argparse.Namespace, progress: Progress) -> Report:
-    from ..testing import verify
+def float8_of(device: str) -> Literal["float32", "out_dtype", "codes"]:
+    """Return what this package's kernels multiply for codes of float8."""
+    if device == "cpu":
+        return "float32"
+    specs = registry.KERNELS["forward_codes"]
+    here = cuda_device.here()
+    is_there = any(spec.capability == here.capability and not here.lacks for spec in specs)
+    return "codes" if is_there else "out_dtype"
 
+
+def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    from ..testing.verification import memory_of, verify
+
+    memory_of(options.device)  # it says what is missing
     # Properties ask for equal bits.
     return verify(
         api.attention,
@@ -86,6 +97,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         only=options.only,
         tiles=TILES[options.device],
         precision=precision_of(options.device),
+        float8=float8_of(options.device),
         progress=progress,
     )
 

@@ -15,6 +15,8 @@ from ..expr.bind import in_host_memory as copied
 from ..expr.evaluate import host
 from ..install import ML_DTYPES
 from ..masks import Mask
+from ..problem import coded
+from ..problem.formats import FORMATS, Format
 from ..scores import Score
 
 DENSE = "an array, or integers of 1 or more: (..., H, L, D), or (L, D) for one head"
@@ -58,6 +60,21 @@ def dtype_of(value: Any, arrays: Mapping[str, Any]) -> np.dtype[Any]:
         ) from None
     made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return made
+
+
+def form_of(value: Any, arrays: Mapping[str, Any]) -> Format | None:
+    """Return the format of codes of float8, or None of numbers."""
+    if value is None:
+        names = {x.dtype.name for x in arrays.values()}
+        if names == {"uint8"}:
+            raise ArgumentTypeError(
+                f"dtype: got None with {next(iter(arrays))} of uint8, whose bytes may be any "
+                f"codes; expected what they are: {' or '.join(coded.FORMS)}. Say "
+                f"dtype='{coded.FORMS[0]}', for example."
+            )
+        value = names.pop() if len(names) == 1 else None
+    name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
+    return FORMATS[name] if name in coded.FORMS else None
 
 
 def in_host_memory(value: Any) -> Any:

@@ -59,6 +59,8 @@ class Subject:
         Rows of a tile of the main kernel in which there are queries; 0: all.
     cache : str
         What is known of the cache, in words.
+    coded : Call, optional
+        The call on codes of float8, if they become the numbers of `call` first.
     """
 
     call: Call
@@ -75,6 +77,7 @@ class Subject:
     allowed: Expr | None = None
     rows: int = 0
     cache: str = ""
+    coded: Call | None = None
 
 
 def assembled(subject: Subject, compile: bool) -> Explanation:
@@ -103,17 +106,22 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
             "visited tiles are counted as FLOPs"
         )
     flops = flops_of(pairs, problem.d, problem.d_v, backward)
-    cores = [work.tensor_cores for work in works]
-    best, theirs = rooflines(where, call, kernels, cores, flops, least, unknown)
+    units = [work.units for work in works]
+    coded = call if subject.coded is None else subject.coded
+    best, theirs = rooflines(where, coded, kernels, units, flops, least, unknown)
     keys = [(len(numbers), length) for numbers, length in subject.entries]
-    results = sizes.q + sizes.k + sizes.v if backward else sizes.o + sizes.row
-    title = f"{words_of(call.mask, 44)}, {problem.dtype}, {kernels[works.index(main)].name}"
+    results = sizes.q + sizes.k + sizes.v if backward else sizes.results + sizes.row
+    dtype, told = problem.dtype.name, problem.dtype.name
+    if coded.codes is not None:
+        dtype = coded.codes.form.name
+        told = f"{dtype}, results in {coded.problem.dtype.name}"
+    title = f"{words_of(call.mask, 44)}, {dtype}, {kernels[works.index(main)].name}"
     return Explanation(
         q_shape=subject.shapes[0],
         k_shape=subject.shapes[1],
         v_shape=subject.shapes[2],
         axes=subject.axes,
-        dtype=problem.dtype.name,
+        dtype=told,
         mask=words_of(call.mask, 200),
         score="no change" if call.score_mod is None else str(call.score_mod.expr),
         backward=backward,

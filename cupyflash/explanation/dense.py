@@ -14,18 +14,19 @@ from ..distributed.model import LINKS
 from ..distributed.simulation import Simulation, simulate
 from ..errors import ArgumentError, ArgumentTypeError
 from ..masks import Mask
-from ..problem import pack_gqa, validate
+from ..problem import coded, pack_gqa, validate
 from ..problem.call import Call
+from ..problem.formats import Format
 from ..problem.keywords import explained
 from ..problem.options import Options
 from ..scores import Score
 from . import traffic
-from .arguments import dtype_of, in_host_memory, shape_of
+from .arguments import dtype_of, form_of, in_host_memory, shape_of
 from .assemble import Subject, assembled
 from .places import Place, place
 from .results import Explanation
 from .times import machine
-from .works import fake_array, on_cpu, on_gpu
+from .works import fake_array, on_cpu, on_cpu_codes, on_gpu, on_gpu_codes
 
 
 @explained
@@ -35,6 +36,7 @@ def explain(
     v: tuple[int, ...] | DLPackArray | None = None,
     *,
     dtype: Any = None,
+    out_dtype: Any = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     device: Device | str | None = None,
@@ -56,8 +58,10 @@ def explain(
         The same for k, (..., Hkv, Lk, D), and for v, (..., Hkv, Lk, Dv). By default, k is like q
         and v is like k. Arrays are assumed to be contiguous.
     dtype : dtype or str, optional
-        float16, bfloat16, float32 or float64. Default: the dtype of the arrays, or float16 for
-        shapes.
+        float16, bfloat16, float32 or float64; or float8_e4m3fn or float8_e5m2 for codes with a
+        scale for each row. Default: the dtype of the arrays, or float16 for shapes.
+    out_dtype : dtype or str, optional
+        The type of the output of codes, as in `attention`. Default: bfloat16.
     mask, score_mod : Mask, Score or list of Score, optional
         As in `attention`.
     device : Device or str, optional
@@ -107,28 +111,42 @@ def explain(
     if device is None and arrays:
         device = "cpu" if one_home(arrays) is None else "gpu"
     where = place(device)
-    kind = dtype_of(dtype, arrays)
+    form = form_of(dtype, arrays)
+    if form is not None:
+        _refuse_beside_codes(form, backward, ranks)
+    elif out_dtype is not None:
+        raise ArgumentError(
+            f"out_dtype: got {out_dtype!r} without codes; expected None. It is for dtype="
+            f"'{coded.FORMS[0]}'; results of numbers have their dtype."
+        )
     call = _call(
         {**operands, **{name: x.shape for name, x in arrays.items()}},
-        kind,
+        dtype_of(dtype, arrays) if form is None else np.dtype(np.uint8),
         Options(
             mask=in_host_memory(mask), score_mod=in_host_memory(score_mod), precision=precision
         ),
+        None if form is None else coded.Given(qkv_dtype=form.name, out_dtype=out_dtype),
     )
     axes, shapes = call.axes, (call.q.shape, call.k.shape, call.v.shape)
     unknown: list[str] = []
     over_ranks = None
     if ranks is not None:
         over_ranks = _over_ranks(call, where, ranks, nodes, backward, unknown)
-    if where.target is not None and not backward:
+    given = call
+    if where.target is not None and not backward and form is None:
         call, _ = pack_gqa.joined(call)
-    if where.target is None:
+    if form is not None:
+        parts = on_cpu_codes(call) if where.target is None else on_gpu_codes(call, where)
+        call, reason, works, scratch = parts
+    elif where.target is None:
         reason, works, scratch = on_cpu(call, backward)
     else:
         reason, works, scratch = on_gpu(call, where, backward, deterministic)
+    first = given if given.codes is not None and call.codes is None else None
     subject = Subject(
-        call, shapes, axes, where, backward, reason, works, scratch, traffic.Sizes(call), unknown
-    )
+        call, shapes, axes, where, backward, reason, works, scratch,
+        traffic.Sizes(call, coded=first), unknown, coded=first,
+    )  # fmt: skip
     made = assembled(subject, compile)
     return replace(made, over_ranks=over_ranks)
 
@@ -155,10 +173,34 @@ def _over_ranks(
     return simulate(call, int(ranks), int(nodes), backward, made)
 
 
-def _call(operands: Mapping[str, Any], dtype: np.dtype[Any], options: Options) -> Call:
+def _refuse_beside_codes(form: Format, backward: bool, ranks: Any) -> None:
+    """Refuse what calls on codes do not have."""
+    for name, is_given, remedy in (
+        (
+            "backward",
+            backward,
+            "Codes have no gradients: keep numbers of 16 bits, and explain them",
+        ),
+        ("ranks", ranks is not None, "Ranks send numbers: explain those"),
+    ):
+        if is_given:
+            raise ArgumentError(
+                f"{name}: got it with dtype {form.name}; expected a call on numbers. {remedy}."
+            )
+
+
+def _call(
+    operands: Mapping[str, Any], dtype: np.dtype[Any], options: Options, given: coded.Given | None
+) -> Call:
     """Return a call of such shapes, whose arrays have no elements."""
     q = shape_of(operands["q"], "q")
     k = q if operands["k"] is None else shape_of(operands["k"], "k")
     v = k if operands["v"] is None else shape_of(operands["v"], "v")
     q_array, k_array, v_array = (fake_array(shape, dtype) for shape in (q, k, v))
-    return validate.call(q_array, k_array, v_array, options)
+    if given is not None:
+        scales = {
+            f"{name}_scale": fake_array((*x[:-1], 1), np.dtype(np.float32))
+            for name, x in (("q", q), ("k", k), ("v", v))
+        }
+        given = replace(given, **scales)
+    return validate.call(q_array, k_array, v_array, options, given=given)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 from .. import analysis
 from ..analysis import Device
@@ -20,10 +22,15 @@ def flops_of(pairs: int, d: int, d_v: int, backward: bool) -> int:
     return 2 * pairs * ((3 * d + 2 * d_v) if backward else (d + d_v))
 
 
-def _peak(device: Device, dtype: str, tensor_cores: bool, precision: str | None) -> float | None:
+Units = Literal["no tensor cores", "tensor cores", "float8"]
+
+
+def _peak(device: Device, dtype: str, units: Units, precision: str | None) -> float | None:
     """Return FLOP per second of the units that multiply a type; None where they are not known."""
-    if not tensor_cores:
+    if units == "no tensor cores":
         return device.peak[DTYPES[dtype].accumulator]
+    if units == "float8":
+        return device.matrix_peak.get("float8")
     mma = DTYPES[dtype].mma
     if mma == "tf32":
         tf32 = device.matrix_peak.get(mma)
@@ -34,7 +41,10 @@ def _peak(device: Device, dtype: str, tensor_cores: bool, precision: str | None)
 def _best_peak(device: Device, call: Call) -> float:
     """Return FLOP per second of a device's fastest units for a call's type."""
     dtype, precision = call.problem.dtype.name, call.problem.precision
-    own = (_peak(device, dtype, cores, precision) for cores in (False, True))
+    known: list[Units] = ["no tensor cores", "tensor cores"]
+    if call.codes is not None:
+        known.append("float8")
+    own = (_peak(device, dtype, units, precision) for units in known)
     return max(peak for peak in own if peak is not None)
 
 
@@ -50,14 +60,14 @@ def rooflines(
     where: Place,
     call: Call,
     kernels: tuple[KernelUse, ...],
-    tensor_cores: list[bool],
+    units: list[Units],
     flops: int,
     least: Bytes,
     unknown: list[str],
 ) -> tuple[Roofline | None, Roofline | None]:
     """Return the rooflines of the problem and of its kernels, and why one is not known.
 
-    `tensor_cores` says which kernels use them to multiply.
+    `units` are those by which the kernels multiply.
     """
     device, dtype = where.device, call.problem.dtype.name
     if device is None:
@@ -70,8 +80,8 @@ def rooflines(
         return None, None
     best = limits(flops, least.total, _best_peak(device, call), device.bandwidth)
     each = []
-    for kernel, cores in zip(kernels, tensor_cores, strict=True):
-        peak = _peak(device, dtype, cores, call.problem.precision)
+    for kernel, own in zip(kernels, units, strict=True):
+        peak = _peak(device, dtype, own, call.problem.precision)
         if peak is None:
             unknown.append(f"time: no peak of {device.name} for {dtype} on tensor cores is known")
             return best, None
@@ -124,6 +134,6 @@ def standard(
     flops = 2 * pairs * ((2 * d + 2 * d_v) if backward else (d + d_v))
     roofline = None
     if where.device is not None:
-        peak = _best_peak(where.device, call)
+        peak = _best_peak(where.device, replace(call, codes=None))  # of numbers
         roofline = limits(flops, moved.total, peak, where.device.bandwidth)
     return Standard(matrices, results + matrices * pairs * item, moved, roofline)

@@ -33,11 +33,27 @@ def total(parts: list[Bytes]) -> Bytes:
     return Bytes(reads, writes)
 
 
+SCALE = 4  # bytes
+
+
+def of_codes(call: Call) -> dict[str, int]:
+    """Return the bytes of codes and scales of a call on codes of float8."""
+    assert call.codes is not None
+    return {
+        name: math.prod(getattr(call, name).shape) + SCALE * math.prod(scale.shape)
+        for name, scale in zip("qkv", call.codes.scales.values(), strict=True)
+    }
+
+
 class Sizes:
     """Bytes of a call's arrays, and of their rows."""
 
-    def __init__(self, call: Call, lengths: Sequence[int] = ()) -> None:
-        """Take the sizes of a call; over a cache, `lengths` are those of its batch entries."""
+    def __init__(self, call: Call, lengths: Sequence[int] = (), coded: Call | None = None) -> None:
+        """Take the sizes of a call, as its main kernel has it.
+
+        Over a cache, `lengths` are those of its batch entries. `coded` is the call on codes of
+        float8 whose numbers this call has.
+        """
         problem, cache = call.problem, call.cache
         self.problem = problem
         self.item, self.wide = problem.dtype.itemsize, problem.accumulator.itemsize
@@ -59,9 +75,15 @@ class Sizes:
             if cache.table is not None:
                 pages = sum(-(-length // cache.page_size) for length in lengths)
                 self.table = pages * cache.table.itemsize
+        if call.codes is not None:
+            self.q, self.k, self.v = (of_codes(call)[name] for name in "qkv")
+            self.key_row, self.value_row = (n + SCALE for n in (problem.d, problem.d_v))
+        self.codes = {} if coded is None else of_codes(coded)
         leaves = sum(max(-(-length // decode.LEAF), 1) for length in entries)
         self.rows_of_leaves = problem.heads * int(problem.len_q) * leaves
         self.o = self.queries * problem.d_v * self.item
+        item = self.item if coded is None else coded.problem.dtype.itemsize
+        self.results = self.queries * problem.d_v * item  # as the user gets them
         self.row = self.queries * self.wide  # lse, delta
         # Sums of dq in memory: in groups of columns for 16-bit types, otherwise dq itself.
         columns = -(-problem.d // UNIT) * UNIT if self.item < self.wide else problem.d
@@ -82,9 +104,9 @@ class Sizes:
 
     def least(self, backward: bool, found: Survey) -> Bytes:
         """Return what moves if every array of a call moves once, k and v as far as seen."""
-        inputs = {"q": self.q} | self.seen(found)
+        inputs = self.codes or {"q": self.q} | self.seen(found)
         if not backward:
-            return Bytes(inputs, {"o": self.o, "lse": self.row})
+            return Bytes(inputs, {"o": self.results, "lse": self.row})
         more = {"o": self.o, "do": self.o, "lse": self.row}
         return Bytes(inputs | more, {"dq": self.q, "dk": self.k, "dv": self.v})
 
@@ -103,6 +125,9 @@ class Sizes:
         sums = self.queries * self.sum_row
         if part == "delta":
             rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
+            return rows, rows
+        if part == "numbers":
+            rows = made(self.codes, {"q": self.q, "k": self.k, "v": self.v})
             return rows, rows
         if part == "dq_rows":
             rows = made({"dq_accum": sums}, {"dq": self.q})
@@ -167,6 +192,6 @@ def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":
         return 2 * pairs * (2 * d + d_v)
-    if part in ("delta", "dq_rows", "join"):
+    if part in ("delta", "dq_rows", "join", "numbers"):
         return 0
     return 2 * pairs * (d + d_v)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..backends import cpu, cpu_tiles, gpu
-from ..gpu import recipe
-from ..gpu.kernels.spec import KernelSpec, Tiles
+from ..gpu import recipe, rows_recipe
+from ..gpu.kernels import registry
+from ..gpu.kernels.spec import KernelSpec, Request, Tiles
 from ..gpu.source import Specialisation
 from ..gpu.workspace import ArraySpec
+from ..problem import pack_gqa
 from ..problem.call import Call, Gradients, Problem
 from .places import Place
+from .times import Units
 
 # What the CPU's kernels compute: their part, and the same in words.
 CPU_COMPUTES = {
@@ -23,6 +26,7 @@ CPU_COMPUTES = {
     "dkdv": "dk and dv",
     "dq": "dq",
 }
+NUMBERS, OF_CODES = "numbers", "numbers of the codes of q, k and v"
 ALIGNMENT = 256  # bytes; arrays are counted in the units of a GPU's allocator
 
 
@@ -54,9 +58,11 @@ class Work:
         return self.special is not None and self.special.atomic_dq
 
     @property
-    def tensor_cores(self) -> bool:
-        """Whether it multiplies by them."""
-        return self.spec is not None and self.spec.tensor_cores
+    def units(self) -> Units:
+        """What it multiplies by."""
+        if self.spec is None or not self.spec.tensor_cores:
+            return "no tensor cores"
+        return "float8" if self.part == "forward_codes" else "tensor cores"
 
 
 def fake_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -112,6 +118,47 @@ def on_cpu_cached(call: Call) -> tuple[str, list[Work], int]:
     tiles = plan.block_q, plan.block_kv
     work = Work(plan.kernel, "forward", CPU_COMPUTES["forward"], units, *tiles)
     return plan.reason, [work], scratch
+
+
+def on_cpu_codes(call: Call) -> tuple[Call, str, list[Work], int]:
+    """Return the call on numbers, and what `on_cpu` does for a call on codes of float8."""
+    problem = replace(call.problem, dtype=np.dtype(np.float32))
+    numbers = _with_numbers(replace(call, problem=problem))
+    _, works, scratch = on_cpu(numbers, False)
+    first = Work("numpy", NUMBERS, OF_CODES, 1)
+    scratch += sum(getattr(numbers, name).nbytes for name in "qkv")
+    if call.problem.dtype.itemsize < 4:  # a result in float32 that is rounded
+        scratch += 4 * problem.batch * problem.heads * int(problem.len_q) * problem.d_v
+    return numbers, cpu.Cpu().plan(call).reason, [first, *works], scratch
+
+
+def on_gpu_codes(call: Call, where: Place) -> tuple[Call, str, list[Work], int]:
+    """Return the call that the main kernel has, and what `on_gpu` does for a call on codes."""
+    facts, codes = where.target, call.codes
+    assert facts is not None
+    assert codes is not None
+    if registry.widens(Request.of(call, facts)) is None:
+        return call, *on_gpu(call, where, False, False)
+    numbers = _with_numbers(call)
+    launches = [
+        rows_recipe.numbers(
+            getattr(call, name), codes.scales[f"{name}_scale"], codes.form, getattr(numbers, name)
+        )
+        for name in "qkv"
+    ]
+    special, blocks = launches[0].special, sum(launch.grid for launch in launches)
+    first = Work(special.kernel, NUMBERS, OF_CODES, blocks, special=special)
+    made, _ = pack_gqa.joined(numbers)
+    _, works, scratch = on_gpu(made, where, False, False)
+    scratch += sum(getattr(numbers, name).nbytes for name in "qkv")
+    return made, gpu.plan_on(call, facts).reason, [first, *works], scratch
+
+
+def _with_numbers(call: Call) -> Call:
+    """Return a call on numbers of the problem's type that codes become first."""
+    dtype = call.problem.dtype
+    made: dict[str, Any] = {name: fake_array(getattr(call, name).shape, dtype) for name in "qkv"}
+    return replace(call, codes=None, **made)
 
 
 def on_gpu(

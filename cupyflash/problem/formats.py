@@ -73,6 +73,19 @@ def dtype_of(form: Format) -> np.dtype[Any]:
     return np.dtype(np.int8 if form.packed == 1 else np.uint8)
 
 
+def numbers(codes: Any, form: Format, xp: Any = np) -> Any:
+    """Return the numbers in float32 that codes, arrays of the module `xp`, mean without scales."""
+    raw = codes.view(np.uint8)
+    if form.name == "int8":
+        return raw.view(np.int8).astype(np.float32)
+    if form.packed == 1:
+        return xp.asarray(values(form))[raw.astype(np.int32)]
+    # The lower half of a byte comes first; each half keeps its sign.
+    halves = (raw << np.uint8(4)).view(np.int8), raw.view(np.int8)
+    both = xp.stack([x >> np.int8(4) for x in halves], axis=-1)
+    return both.reshape(*raw.shape[:-1], 2 * raw.shape[-1]).astype(np.float32)
+
+
 @functools.cache
 def values(form: Format) -> np.ndarray[Any, Any]:
     """Return the numbers in float32 that the 256 codes of a float8 format mean."""

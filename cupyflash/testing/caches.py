@@ -21,6 +21,7 @@ Array = np.ndarray[Any, Any]
 LENGTHS = (0, 1, 2, 63, 64, 65, 130, 512, 513)
 PAGES = (1, 3, 16, 64, 100)
 NO_PAGE = (-1, 2**31 - 1, -(2**31))
+NO_CODE = 0x7F  # of unused positions: NaN in both types of float8
 
 
 class Pages(NamedTuple):
@@ -34,12 +35,15 @@ class Pages(NamedTuple):
         The page numbers of each entry.
     owned : ndarray of bool, shape (B, N)
         True for the elements of the table that are needed.
+    beside : tuple of ndarray, shapes (P, Hkv, page, ...)
+        Pages of other arrays of the cache, such as scales.
     """
 
     k: Array
     v: Array
     table: Array
     owned: Array
+    beside: tuple[Array, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,15 @@ class Cache:
         n, one = self.lengths[b], slice(b, b + 1)
         return self.q[one], self.k[one, :, :n], self.v[one, :, :n]
 
-    def paged(self, page: int | None = None) -> Pages:
+    def paged(self, page: int | None = None, *beside: Array) -> Pages:
         """Return the same cache in pages of any order; unused pages and rows contain `fill`.
 
         Parameters
         ----------
         page : int, optional
             The number of positions of a page. By default, it is drawn.
+        *beside : ndarray, shapes (B, Hkv, S, ...)
+            Other arrays of the cache.
 
         Returns
         -------
@@ -143,18 +149,19 @@ class Cache:
         table = np.full((batch, most), int(rng.choice(NO_PAGE)), np.dtype(rng.choice(["i4", "i8"])))
         table[owned] = where
         made, heads_inside = [], rng.random() < 0.5
-        for x in (self.k, self.v):
-            padded = np.full((batch, heads, most * page, x.shape[-1]), self.fill, x.dtype)
+        for x in (self.k, self.v, *beside):
+            fill = NO_CODE if x.dtype == np.uint8 else self.fill
+            padded = np.full((batch, heads, most * page, x.shape[-1]), fill, x.dtype)
             padded[:, :, :room] = x
             split = padded.reshape(batch, heads, most, page, x.shape[-1]).swapaxes(1, 2)
             shape = (pages, heads, page, x.shape[-1])
             if heads_inside:  # (P, page, Hkv, D) in memory
                 shape = (pages, page, heads, x.shape[-1])
-            held = np.full(shape, self.fill, x.dtype)
+            held = np.full(shape, fill, x.dtype)
             held = held.swapaxes(1, 2) if heads_inside else held
             held[where] = split[owned]
             made.append(held)
-        return Pages(made[0], made[1], table, owned)
+        return Pages(made[0], made[1], table, owned, tuple(made[2:]))
 
     def read(self, s: Subject, **options: Any) -> Rows:
         """Attend to the contiguous cache."""

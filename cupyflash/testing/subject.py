@@ -11,11 +11,12 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.formats import FORMATS
 from cupyflash.problem.rotary import Rotary
 
 from .bound import (
@@ -96,11 +97,15 @@ class Appended(NamedTuple):
         The cache after the call.
     q : ndarray or None
         The rotated queries.
+    k_scale, v_scale : ndarray or None
+        The scales after the call, of a cache of codes.
     """
 
     k: Array
     v: Array
     q: Array | None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,8 @@ class Subject:
         Its arithmetic, or a function of the dtype. Default: `Precision.of`.
     tiles : tuple of 2 int
         Rows and keys of its tiles.
+    float8 : {"float32", "out_dtype", "codes"}
+        What it multiplies for codes of float8: see `Precision.of_codes`.
     memory : Memory, optional
         Where its arrays are; by default in host memory.
     """
@@ -164,13 +171,14 @@ class Subject:
         features: Iterable[str] | None = None,
         precision: Precision | Callable[[np.dtype[Any]], Precision] | None = None,
         tiles: tuple[int, int] = (64, 64),
+        float8: Literal["float32", "out_dtype", "codes"] = "float32",
         memory: Memory | None = None,
     ) -> None:
         self._forward, self._backward = forward, backward
         self._varlen, self._varlen_backward = varlen, varlen_backward
         self._combine, self._precision = combine, precision
         self._cached, self._append, self._rope = cached, append, rope
-        self.tiles, self.memory = tiles, memory or HostMemory()
+        self.tiles, self.memory, self.float8 = tiles, memory or HostMemory(), float8
         self.features = features_of(features)
         parts = {"backward": backward, "varlen": varlen, "varlen_backward": varlen_backward,
                  "combine": combine, "cached": cached, "append": append,
@@ -188,6 +196,10 @@ class Subject:
         if isinstance(self._precision, Precision):
             return dataclasses.replace(self._precision, output=Rounding.to(dtype))
         return self._precision(dtype)
+
+    def float8_precision(self, out_dtype: Any) -> Precision:
+        """Return the arithmetic for queries, keys and values of float8."""
+        return Precision.of_codes(out_dtype, self.float8)
 
     # Calls
 
@@ -211,7 +223,8 @@ class Subject:
 
     def attend(self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any) -> Rows:
         """Run the forward kernel on copies, and check shapes, types and surroundings."""
-        copies, self._dtype = Copies(self.memory), q.dtype.name
+        dtype = np.dtype(options.get("out_dtype", q.dtype))
+        copies, self._dtype = Copies(self.memory), dtype.name
         arrays = [copies.array(self._laid(x)) for x in (q, k, v)]
         given = self._copied(copies, options)
         function = self._forward if offsets is None else self._varlen
@@ -220,7 +233,7 @@ class Subject:
         copies.check()
         expect(isinstance(returned, tuple) and len(returned) == 2, "expected (out, lse)")
         shape = out_shape(q, k, v)
-        out = self._result("out", returned[0], shape, q.dtype)
+        out = self._result("out", returned[0], shape, dtype)
         if "lse" not in self.features:
             return Rows(out, None)
         return Rows(out, self._result("lse", returned[1], shape[:-1], None))
@@ -286,7 +299,8 @@ class Subject:
         returned = self._cached(queries, keys, values, counted, **given, return_lse=True)
         copies.check()
         expect(isinstance(returned, tuple) and len(returned) == 2, "expected (out, lse)")
-        shape = (*q.shape[:-1], v if isinstance(v, int) else v.shape[-1])
+        packed = 1 if options.get("kv_dtype") is None else FORMATS[options["kv_dtype"]].packed
+        shape = (*q.shape[:-1], v if isinstance(v, int) else v.shape[-1] * packed)
         out = self._result("out", returned[0], shape, q.dtype)
         if "lse" not in self.features:
             return Rows(out, None)
@@ -297,8 +311,13 @@ class Subject:
         offsets: Any = None, q: Array | None = None, rotary: Angles | None = None, **options: Any,
     ) -> Appended:  # fmt: skip
         """Write rows to copies of a cache, and check that no memory beside it changes."""
-        copies = Copies(self.memory)
+        copies, scales = Copies(self.memory), ("k_scale", "v_scale")
+        # Scales that have the strides of the given ones are written.
+        written = {name: np.array(self._laid(options.pop(name))) for name in scales
+                   if name in options}  # fmt: skip
         given = self._copied(copies, options | {"q": q})
+        for name, x in written.items():
+            given[name] = copies.array(x, output=True, filled=True)
         if offsets is not None:
             given["offsets"] = offsets
         if rotary is not None:
@@ -310,10 +329,11 @@ class Subject:
         returned = self._append(*new, *held, copies.array(lengths), **given)
         copies.check()
         after = copies.value(laid[0]), copies.value(laid[1])
+        of_codes = {name: copies.value(x) for name, x in written.items()}
         if q is None:
             expect(returned is None, "expected None without q")
-            return Appended(*after, None)
-        return Appended(*after, self._result("q", returned, q.shape, q.dtype))
+            return Appended(*after, None, **of_codes)
+        return Appended(*after, self._result("q", returned, q.shape, q.dtype), **of_codes)
 
     def rope(self, x: Array, positions: Array, rotary: Angles, **options: Any) -> Array:
         """Rotate rows."""
@@ -349,6 +369,12 @@ class Subject:
         if offsets is None:
             return forward_bound(q, k, v, **options)
         return forward_bound_varlen(q, k, v, *offsets, **options)
+
+    def bound_of_codes(
+        self, numbers: tuple[Array, ...], precision: Precision, **options: Any
+    ) -> ForwardBound:
+        """Return exact values and bounds over the numbers of q, k and v that codes mean."""
+        return forward_bound(*numbers, precision=precision, block_kv=self.tiles[1], **options)
 
     def backward_bound(
         self, do: Array, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any

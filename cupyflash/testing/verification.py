@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -210,6 +210,7 @@ def verify(
     examples: int = EXAMPLES,
     seed: int = 0,
     tiles: tuple[int, int] = (64, 64),
+    float8: Literal["float32", "out_dtype", "codes"] = "float32",
     varlen: Callable[..., Any] | None = None,
     varlen_backward: Callable[..., Any] | None = None,
     combine: Callable[..., Any] | None = None,
@@ -249,6 +250,9 @@ def verify(
     tiles : tuple of 2 int
         Rows and keys of the kernel's tiles, as far as you know them. Lengths are drawn around their
         multiples, and the bound allows for one rescaling per tile.
+    float8 : {"float32", "out_dtype", "codes"}
+        What the kernel multiplies for queries, keys and values of float8: see
+        `Precision.of_codes`.
     varlen, varlen_backward, combine : callable, optional
         Functions like `cupyflash.attention_varlen`, `attention_varlen_backward` and `combine`.
     cached, append, rope : callable, optional
@@ -293,7 +297,7 @@ def verify(
     subject = Subject(
         attention_fn, backward_fn, varlen=varlen, varlen_backward=varlen_backward,
         combine=combine, cached=cached, append=append, rope=rope, features=features,
-        precision=precision, tiles=tiles, memory=memory,
+        precision=precision, tiles=tiles, float8=float8, memory=memory,
     )  # fmt: skip
     given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
     unknown = [x.name for x in given if x.name not in FLOATS]
@@ -363,8 +367,8 @@ def check(
     device : str
         As given to `verify`.
     **options
-        precision, features, tiles, varlen, varlen_backward, combine, cached, append and rope, as
-        given to `verify`.
+        precision, features, tiles, float8, varlen, varlen_backward, combine, cached, append and
+        rope, as given to `verify`.
 
     Raises
     ------

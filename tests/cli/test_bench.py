@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupyflash import bench
+from cupyflash import bench, cached, quantize
 from cupyflash.analysis import Problem, flops
-from cupyflash.bench import measure, torch_peers
+from cupyflash.bench import measure, results, torch_peers
 from cupyflash.bench.cases import SIZED, VARIANTS, hidden
+from cupyflash.bench.codes import numbers_of
 from cupyflash.bench.contenders import draw, options_of
 from cupyflash.errors import ArgumentError
+from cupyflash.problem.formats import FORMATS
 
 
 class Clock(measure.Cpu):
@@ -135,7 +137,7 @@ def test_shapes_and_variants_are_read():
 
 def test_suites_are_whole():
     for kind, suites in bench.SUITES.items():
-        assert set(suites) == {"quick", "article", "peers", "variants", "decode"}
+        assert set(suites) == {"quick", "article", "peers", "variants", "decode", "fp8"}
         known = {c.name for c in bench.CONTENDERS if kind in c.kinds}
         for suite in suites.values():
             cases = list(suite.cases())
@@ -311,9 +313,9 @@ def test_pytorch_agrees(direction, dtype):
     assert len(peers) == 3
     for variant in ("causal", "documents", "alibi", "softcap"):
         case = bench.made((1, 4, 4, 60, 60, 16), dtype, variant, None, direction)
-        results = bench.run_case(measure.Cpu(), case, peers, runs=1, seconds=1.0).results
+        row = bench.run_case(measure.Cpu(), case, peers, runs=1, seconds=1.0)
         wanted = "refused" if variant == "softcap" else "measured"
-        assert {x.status for x in results[1:]} == {wanted}, results
+        assert {x.status for x in row.results[1:]} == {wanted}, row
 
 
 def test_pages_are_timed_beside_whole_arrays():
@@ -332,3 +334,67 @@ def test_pages_are_timed_beside_whole_arrays():
     (case,) = suite.cases(passes=["backward"])
     row = bench.run_case(measure.Cpu(), case, contenders[1:], runs=1, seconds=0.01)
     assert "no backward" in row.results[0].reason
+
+
+CODED = {each.name: each for each in bench.CONTENDERS if "-int" in each.name or "e4m3" in each.name}
+
+
+def test_caches_of_codes_are_timed_beside_numbers():
+    (case,) = bench.own_shapes("cpu", [(2, 4, 2, 1, 70, 32)]).cases()
+    contenders = [bench.Cupyflash(), *CODED.values()]
+    for kind in ("cpu", "gpu"):
+        assert CODED.keys() <= set(bench.SUITES[kind]["decode"].contenders)
+    row = bench.run_case(Quick(), case, contenders, runs=1, seconds=0.01)
+    assert [x.status for x in row.results] == ["measured"] * 4, row
+    # A row of 32 columns: codes and a scale of four bytes.
+    rows = 2 * 2 * 2 * 70
+    bytes_of = [x.key_bytes for x in row.results]
+    assert bytes_of == [None, *(rows * (columns + 4) for columns in (32, 32, 16))]
+    assert row.results[0].difference == 0
+    assert results.rate(case, row.results[3], "cpu", True) == pytest.approx(
+        bytes_of[3] / row.results[3].seconds / 1e9
+    )
+
+
+def test_float8_is_timed_beside_numbers():
+    suite = bench.own_shapes("cpu", [(1, 4, 2, 70, 90, 32)])
+    contenders = [bench.Cupyflash(), bench.CupyflashFloat8()]
+    for variant in ("causal", "alibi"):
+        (case,) = suite.cases(dtypes=["bfloat16"], variants=[(variant, None)])
+        row = bench.run_case(Quick(), case, contenders, runs=1, seconds=0.01)
+        assert [x.status for x in row.results] == ["measured"] * 2, row
+        assert 0 < row.results[1].difference < 2.0**-4
+
+
+@pytest.mark.parametrize("name", [*CODED, "cupyflash-fp8"])
+def test_codes_refuse_what_they_cannot_do(name):
+    (contender,) = [each for each in bench.CONTENDERS if each.name == name]
+    for dtype, direction, wanted in (
+        ("float64", "forward", "codes have no float64"),
+        ("float32", "backward", "gradients" if name == "cupyflash-fp8" else "no backward"),
+    ):
+        case = bench.made((1, 1, 1, 1, 9, 6), dtype, "full", None, direction)
+        row = bench.run_case(Quick(), case, [contender], runs=1, seconds=0.01)
+        assert row.results[0].status == "refused"
+        assert wanted in row.results[0].reason
+
+
+@pytest.mark.parametrize("form", ["int8", "float8_e4m3fn", "int4"])
+def test_what_codes_mean(form):
+    """Half a step at most from the numbers; and a fault is found by what is expected of codes."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 64), np.float32)
+    group = 32 if form == "int4" else 64
+    made, scale = quantize(x, form, group=group)
+    numbers = numbers_of(made, scale, FORMATS[form], "float32", np)
+    step = {"int8": 1, "float8_e4m3fn": 32, "int4": 1}[form]  # the largest distance of codes
+    assert (np.abs(numbers - x) <= 0.51 * step * np.repeat(scale, group, axis=-1)).all()
+    assert np.array_equal(quantize(numbers, form, group=group)[0].view(np.uint8), made.view("u1"))
+
+
+def test_a_wrong_result_over_codes_is_not_timed(monkeypatch):
+    attend = cached.attention_cached
+    monkeypatch.setattr(cached, "attention_cached", lambda *x, **y: 1.05 * attend(*x, **y))
+    (case,) = bench.own_shapes("cpu", [(1, 2, 2, 1, 40, 32)]).cases()
+    row = bench.run_case(Quick(), case, list(CODED.values()), runs=1, seconds=0.01)
+    assert [x.status for x in row.results] == ["WRONG"] * 3
+    assert "from that of its codes" in row.results[0].reason

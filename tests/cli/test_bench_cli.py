@@ -214,6 +214,7 @@ def test_the_pictures_of_the_article(words_in_svg, tmp_path):
     assert [word for word in words if word in heights[-2:]]
 
 
+@pytest.mark.thorough("another number of pictures; those of the article are quick")
 def test_many_groups_are_drawn_by_their_rates(words_in_svg, tmp_path):
     cases = [c for c in bench.SUITES["gpu"]["peers"].cases() if c.len_q in (512, 1024)]
     file = tmp_path / "peers.svg"

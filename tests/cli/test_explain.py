@@ -209,7 +209,7 @@ print(min(measure.Cpu().peak_memory(call) for _ in range(2)))
 """
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@mostly_thorough("backward", [False, True], quick=[True], why="a forward is a part of it")
 @mostly_thorough(
     "dtype", ["float16", "float64"], quick=["float16"], why="the other type by the same rule"
 )

@@ -84,7 +84,7 @@ def test_names_that_no_file_can_have(tmp_path):
             files.check_writable(path, "--svg")
 
 
-@pytest.mark.parametrize(
+@mostly_thorough(
     "arguments",
     [
         ("bench", "--device", "cpu", "--shape", "1,1,4,4", "--runs", "1", "--json"),
@@ -92,6 +92,8 @@ def test_names_that_no_file_can_have(tmp_path):
         ("explain", "1,1,64,16", "--svg"),
         ("verify", "--device", "cpu", "--json"),
     ],
+    quick=lambda case: case[0] != "explain",
+    why="the same check of another command",
 )
 def test_commands_refuse_a_file_before_they_begin(tmp_path, arguments):
     if arguments[0] == "bench":
@@ -109,6 +111,7 @@ def test_deep_json_is_no_report():
         Report.from_json(deep)
 
 
+@pytest.mark.thorough("such a name with an escape is quick")
 def test_names_in_a_file_are_no_markup(tmp_path):
     pytest.importorskip("rich", reason='pip install ".[bench]"')
     file = tmp_path / "report.json"
@@ -153,7 +156,7 @@ ESCAPE = "\x1b[31m"
         ("bench", "--only", ESCAPE),
         ("info",),
     ],
-    quick=lambda case: case[0] != "bench" and len(case) < 4,
+    quick=lambda case: case[0] != "bench" and len(case) < 3,
     why="more commands with the same escape",
 )
 def test_names_command_no_terminal(tmp_path, monkeypatch, arguments):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cache_machine import CacheMachine
+from halves import mostly_thorough
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -46,13 +47,18 @@ def attend_to_less(q, k, v, lengths, **options):
     return cupyflash.attention_cached(q, k, v, lengths, **options)
 
 
-@pytest.mark.parametrize(
+FAULTY = [
+    type("Backwards", (CacheMachine,), {"append": staticmethod(backwards)}),
+    type("Less", (CacheMachine,), {"attend": staticmethod(attend_to_less)}),
+    to_shared_pages(CacheMachine),
+]
+
+
+@mostly_thorough(
     "machine",
-    [
-        type("Backwards", (CacheMachine,), {"append": staticmethod(backwards)}),
-        type("Less", (CacheMachine,), {"attend": staticmethod(attend_to_less)}),
-        to_shared_pages(CacheMachine),
-    ],
+    FAULTY,
+    quick=FAULTY[:2],
+    why="a fault that few lives show",
     ids=["rows in another order", "a row less", "no copy on write"],
 )
 def test_the_machine_finds_faults(machine):

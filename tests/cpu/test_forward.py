@@ -65,6 +65,7 @@ def test_logits_of_any_size_give_finite_convex_rows(dtype):
     check()
 
 
+@pytest.mark.thorough("what is drawn; it changes with the strategies alone")
 def test_the_problems_drawn_are_not_idle():
     """What the strategy is for: most problems have options, several tiles and something to see."""
     seen = []

@@ -102,9 +102,14 @@ def draw(*shapes, dtype=np.float32, seed=0):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize(
+MASKS_WITH_EMPTY_PIECES = [masks.causal(), masks.window(5, 2), masks.lengths(np.array([20, 33]))]
+
+
+@mostly_thorough(
     "mask",
-    [masks.causal(), masks.window(5, 2), masks.lengths(np.array([20, 33]))],
+    MASKS_WITH_EMPTY_PIECES,
+    quick=MASKS_WITH_EMPTY_PIECES[1:2],
+    why="a window has empty pieces on both sides",
     ids=["causal", "window", "lengths"],
 )
 def test_what_empty_pieces_hold_changes_no_bit(mask):

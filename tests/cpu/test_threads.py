@@ -280,7 +280,8 @@ def equal(mine: Any, theirs: Any) -> bool:
     return len(mine) == len(theirs) and all(map(same_bits, mine, theirs))
 
 
-def test_eight_threads_at_once(set_threads):
+@mostly_thorough("times", [1, 3], quick=[1], why="the same, tried more often")
+def test_eight_threads_at_once(set_threads, times):
     set_threads(1)
     work = calls()
     serial = [run() for run in work]
@@ -290,7 +291,7 @@ def test_eight_threads_at_once(set_threads):
     def thread(number: int) -> bool:
         barrier.wait()
         turns = [(number + turn) % len(work) for turn in range(len(work))]
-        return all(equal(work[n](), serial[n]) for _ in range(3) for n in turns)
+        return all(equal(work[n](), serial[n]) for _ in range(times) for n in turns)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(thread, range(8), timeout=PATIENCE))
@@ -359,7 +360,7 @@ def test_fork_after_use(tmp_path):
 
 
 @CAN_FORK
-@mostly_thorough("forks", [2, 8], quick=[2], why="the same, tried more often")
+@mostly_thorough("forks", [1, 8], quick=[1], why="the same, tried more often")
 def test_fork_while_other_threads_call_and_compile(tmp_path, forks):
     """A child must not inherit a lock that a thread of its parent holds: it would wait for ever."""
     program = WORK + textwrap.dedent(f"""
@@ -389,12 +390,8 @@ def test_fork_while_other_threads_call_and_compile(tmp_path, forks):
     assert output_of(program, tmp_path, **environment) == str([0] * forks)
 
 
-@mostly_thorough(
-    "method",
-    ["fork", "spawn", "forkserver"],
-    quick=["spawn"],
-    why="a fork by hand is quick, and a server forks what was spawned",
-)
+@pytest.mark.thorough("a fork by hand is quick, and a fresh process in every test of commands")
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing(tmp_path, method):
     if method != "spawn" and not hasattr(os, "fork"):
         pytest.skip("this system has no fork")
@@ -408,6 +405,7 @@ def test_multiprocessing(tmp_path, method):
     assert output_of(program, tmp_path, **environment) == "True"
 
 
+@pytest.mark.thorough("a call while the interpreter ends is quick")
 def test_daemon_threads_while_the_interpreter_ends(tmp_path):
     program = WORK + textwrap.dedent("""
         def for_ever():

@@ -87,21 +87,10 @@ def test_sums_over_what_was_broadcast(name):
         assert any(x.any() for x in made)
 
 
+@pytest.mark.thorough("packed sequences are quick on the CPU, and in the other gradients")
 @emulated
-@mostly_thorough(
-    "blocks",
-    [TILES[0], HOPPER],
-    quick=[HOPPER],
-    why="the other kernel has a quick case of another order of threads",
-    ids=["sm80", "sm90"],
-)
-@mostly_thorough(
-    "shared",
-    [False, True],
-    quick=[True],
-    why="a simpler sum of the same kernel",
-    ids=["each its own", "shared"],
-)
+@pytest.mark.parametrize("blocks", [TILES[0], HOPPER], ids=["sm80", "sm90"])
+@pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 def test_packed_sequences(blocks, shared):
     offsets = np.array([0, 17, 17, 90]), np.array([0, 70, 75, 150])
     q, do = draw((3, 90, 16), (3, 90, 24), dtype=BFLOAT16)
@@ -182,14 +171,9 @@ def test_hidden_pairs_hide_what_is_not_finite(blocks):
     assert not wanted[:, :, 70].any()
 
 
+@pytest.mark.thorough("other orders of the same sums; sums are quick")
 @emulated
-@mostly_thorough(
-    "blocks",
-    [TILES[3], HOPPER],
-    quick=[TILES[3]],
-    why="the other kernel has a quick case of packed sequences",
-    ids=["sm80", "sm90"],
-)
+@pytest.mark.parametrize("blocks", [TILES[3], HOPPER], ids=["sm80", "sm90"])
 def test_no_order_of_threads_changes_a_bit(blocks):
     q, do, k, v = draw((3, 2, 40, 16), (3, 2, 40, 16), (3, 2, 72, 16), (3, 2, 72, 16))
     (bias,) = draw((2, 40, 72), seed=2)

@@ -65,7 +65,13 @@ SHAPES = [
 
 
 @emulated
-@MODES
+@mostly_thorough(
+    "deterministic",
+    [False, True],
+    quick=[False],
+    why="masked queries and keys are quick with two kernels",
+    ids=["adds", "deterministic"],
+)
 @mostly_thorough(
     ("blocks", "d", "d_v"),
     SHAPES,
@@ -84,7 +90,7 @@ def test_every_share_of_a_product(deterministic, blocks, d, d_v):
 @mostly_thorough(
     ("deterministic", "value"),
     [(mode, value) for mode in (False, True) for value in (np.nan, np.inf)],
-    quick=[(False, np.inf)],
+    quick=[(True, np.inf)],
     why="the other sum, and infinities make NaN, too",
 )
 def test_masked_queries_and_keys_change_no_bit(deterministic, value):
@@ -99,10 +105,9 @@ def test_masked_queries_and_keys_change_no_bit(deterministic, value):
         assert np.isfinite(a).all()
 
 
+@pytest.mark.thorough("masked queries and keys are quick, which are not finite")
 @emulated
-@mostly_thorough(
-    "deterministic", [False, True], quick=[True], why="the other sum of the same product"
-)
+@MODES
 def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic):
     q, k, v, do = draw(*[(1, 70, 24)] * 4)
     do[0, 40, 5] = np.nan

@@ -69,9 +69,10 @@ def worst(q, k, v, do, made, **options):
 # -- dS in float16 --------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough("tiles in masses; many without pairs are quick")
 @emulated
-@mostly_thorough("deterministic", [False, True], quick=[False], why="tiles are classified alike")
-@mostly_thorough("name", FAR, quick=("both ends",), why="masks with fewer ranges")
+@MODES
+@pytest.mark.parametrize("name", FAR)
 def test_more_tiles_than_are_classified_at_once(name, deterministic):
     # One warp: 32 tiles of 16 at a time.
     q, do, k, v = (x.astype(HALF) for x in draw((1, 1100, 8), (1, 1100, 8), (1, 40, 8), (1, 40, 8)))
@@ -136,6 +137,7 @@ def test_masked_queries_and_keys_change_no_bit(deterministic, blocks, value):
         assert np.isfinite(a).all()
 
 
+@pytest.mark.thorough("masked queries and keys are quick, which are not finite")
 @emulated
 @DIAGONAL
 def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic, blocks):

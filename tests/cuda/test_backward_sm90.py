@@ -142,6 +142,7 @@ def test_the_first_scale_is_of_dk_alone():
     assert worst(q, k, v, do, made, mask=one_key) <= 1
 
 
+@pytest.mark.thorough("places in memory; every other test has arrays as they come")
 @emulated
 def test_shared_queries_and_keys_in_any_place():
     # Sequences before heads, do with gaps, keys and values of other batch entries.
@@ -300,13 +301,10 @@ def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
         assert list(np.flatnonzero(spoilt)) == ([40] if name == "dq" else list(range(41)))
 
 
+@pytest.mark.thorough("masked queries and keys are quick, which are not finite")
 @emulated
-@mostly_thorough(
-    "where", ["q", "k", "v", "do"], quick=("k",), why="other arrays of the same kernel"
-)
-@mostly_thorough(
-    "kind", ["in order", "deferred", "changed"], quick=("in order",), why="other ways to add dq"
-)
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("kind", ["in order", "deferred", "changed"])
 def test_what_is_not_finite_spoils_what_sees_it(kind, where):
     dtype, d = (BRAIN, 128) if kind == "deferred" else (HALF, 256 if where in ("k", "do") else 64)
     more = {"score_mod": scores.softcap(30.0)} if kind == "changed" else {}

@@ -115,6 +115,7 @@ def test_every_code_means_its_number(form, dtype):
         np.testing.assert_allclose(lse[0, 0], numbers[0, 0, j], rtol=2.0**-20, atol=2.0**-20)
 
 
+@pytest.mark.thorough("codes that are not finite are quick on the CPU")
 @RARE
 def test_what_is_not_finite_stays_with_its_pairs(form, dtype):
     """Codes and scales that are NaN or infinite, of keys that some queries do not see."""
@@ -191,6 +192,7 @@ def test_scales_broadcast_to_their_array(form):
         same(*(run(q, x) for x in made))
 
 
+@pytest.mark.thorough("three queries of each head are quick")
 @FORM
 def test_a_prompt_of_many_queries(form):
     """No kernel of a prompt reads codes, so the kernel of few queries has all tasks."""

@@ -121,7 +121,7 @@ def wanted() -> list[tuple[int, str]]:
 
 def one_of_each() -> set[tuple[int, str]]:
     """Return the first case of each kernel, on the last architecture that has it."""
-    first = {CASES[number].kernel: number for number, _ in reversed(wanted())}
+    first = {CASES[number].kernel: number for number, _ in sorted(wanted(), reverse=True)}
     return set({n: (n, arch) for n, arch in wanted() if first[CASES[n].kernel] == n}.values())
 
 

@@ -53,8 +53,8 @@ DENSE_AND_PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense"
 @mostly_thorough(
     ("dtype", "precision", "packed"),
     [(*each, packed) for packed in (False, True) for each in PRECISIONS],
-    quick=lambda case: case[2] == PRECISIONS.index(case[:2]) % 2,
-    why="each type dense or packed; its kernels have quick tests of the other",
+    quick=[(F32, None, False), (BFLOAT16, None, True)],
+    why="each type has quick tests of its own kernels",
     ids=str,
 )
 @TWO
@@ -117,7 +117,7 @@ KINDS = [("mask", name) for name in MASKS] + [("score_mod", name) for name in SC
 @mostly_thorough(
     ("kind", "dtype"),
     list(zip(KINDS, itertools.cycle(DTYPES), strict=False)),
-    quick=list(zip(KINDS, itertools.cycle(DTYPES), strict=False))[::9],
+    quick=list(zip(KINDS, itertools.cycle(DTYPES), strict=False))[::17],
     why="every kind is quick on the CPU",
     ids=str,
 )
@@ -145,15 +145,14 @@ def test_every_size_of_a_tile(blocks):
 HEADS = [(64, 64), (128, 128), (257, 400), (48, 272), (400, 1), (512, 512)]
 
 
-@mostly_thorough(
+@pytest.mark.thorough("tiles of tensor cores are quick; the table of all tiles is, too")
+@pytest.mark.parametrize(
     ("sizes", "dtype", "shared_memory"),
     [
         (sizes, dtype, (65536, 232448)[(n + m) % 2])
         for n, sizes in enumerate(HEADS)
         for m, dtype in enumerate(DTYPES)
     ],
-    quick=lambda case: case[:2] == ((128, 128), DTYPES[1]),
-    why="heads that are used less",
     ids=str,
 )
 def test_the_tiles_that_gpus_get(sizes, dtype, shared_memory):
@@ -202,7 +201,9 @@ def test_dropped_pairs_are_those_of_the_twin():
     np.testing.assert_array_equal(made.dv != 0, kept.swapaxes(-2, -1))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@mostly_thorough(
+    "deterministic", [False, True], quick=[True], why="one kernel of two has the same loop"
+)
 @mostly_thorough(
     "option",
     [{}, {"mask": masks.causal()}, {"mask": masks.window(9, 3)}],

@@ -86,7 +86,13 @@ def test_every_entry_is_attention_over_what_it_holds(dtype, blocks, name, paged)
     within_the_bound(q, k, v, lengths, out, lse, lambda b: options)
 
 
-@BOTH
+@mostly_thorough(
+    ("dtype", "blocks"),
+    BOTH_KERNELS,
+    quick=BOTH_KERNELS[:1],
+    why="what pages hold is quick in both kernels",
+    ids=["sm80", "sm90"],
+)
 @mostly_thorough("page", [1, 8, 48, 64, 256], quick=[64], why="other sizes of pages")
 def test_pages_change_no_bit(dtype, blocks, page):
     lengths, rng = np.array([300, 131]), np.random.default_rng(page)
@@ -129,9 +135,11 @@ def test_each_entry_has_the_kernel_for_its_own_queries(dtype, blocks, paged, mon
     for b, (first, last) in enumerate(itertools.pairwise(offsets)):
         if first == last:
             continue
-        own = q[:, first:last], k[b : b + 1], v[b : b + 1]
+        own = (k[b : b + 1], v[b : b + 1]) if table is None else cache
+        own_table = None if table is None else table[b : b + 1]
         alone = np.array([0, last - first])
-        want = run(*own, lengths[b : b + 1], blocks, None, alone, mask=masks.causal())
+        call = q[:, first:last], *own, lengths[b : b + 1], blocks, own_table, alone
+        want = run(*call, mask=masks.causal())
         assert same_bits(out[:, first:last], want[0])
         assert same_bits(lse[:, first:last], want[1])
         assert len(want[2]) == 1

@@ -174,8 +174,17 @@ def test_a_key_reaches_only_the_rows_that_see_it(dtype):
 
 
 @emulated
-@pytest.mark.parametrize("option", [{}, {"mask": masks.causal()}, {"mask": masks.window(9, 3)},
-                                    {"mask": masks.lengths(np.array([20, 0]))}])  # fmt: skip
+@mostly_thorough(
+    "option",
+    [
+        {},
+        {"mask": masks.causal()},
+        {"mask": masks.window(9, 3)},
+        {"mask": masks.lengths(np.array([20, 0]))},
+    ],
+    quick=lambda option: str(option) == str({"mask": masks.window(9, 3)}),
+    why="a window has tiles of every class",
+)
 def test_as_many_tiles_are_visited_as_by_the_twin(option):
     arrays = draw(TYPES[0], (2, 1, 700, 8), (2, 1, 700, 8), (2, 1, 700, 8))
     *_, visited = run(*arrays, **option)
@@ -221,7 +230,9 @@ def test_dropped_pairs_are_those_of_the_twin(dtype):
 
 
 @emulated
-@EACH_TYPE
+@mostly_thorough(
+    "dtype", TYPES, quick=TYPES[1:2], why="other tiles of types with quick tests", ids=str
+)
 @mostly_thorough("arch", ["sm_80", "sm_86"], quick=("sm_86",), why="tiles of larger memory")
 @mostly_thorough(
     "sizes",

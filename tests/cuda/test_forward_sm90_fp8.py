@@ -63,7 +63,7 @@ def within_the_bound(held, results, how="codes", out_dtype="float32", offsets=No
 
 @emulated
 @EACH
-@mostly_thorough("d", [64, 128, 256], quick=[128, 256], why="the tiles of 64 are narrower")
+@mostly_thorough("d", [64, 128, 256], quick=[128], why="other tiles of the same code")
 @mostly_thorough("edge", [-1, 0, 1], quick=[1], why="the same with less of a tile")
 def test_sizes_at_the_edges_of_tiles(form, d, edge):
     block_q, block_kv = sm90_fp8.TILES["plain"][d]
@@ -81,7 +81,9 @@ def test_sizes_at_the_edges_of_tiles(form, d, edge):
     why="other scales of the same code",
     ids="-".join,
 )
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+@mostly_thorough(
+    "out_dtype", ["float32", "bfloat16"], quick=["bfloat16"], why="most quick tests have float32"
+)
 def test_scales_belong_to_rows_heads_or_all(form, by, out_dtype):
     q, k, v = draw((2, 4, 70, 64), (2, 2, 130, 64), (2, 2, 130, 80))
     held = Coded.of(form, q, k, v, by=by)
@@ -112,8 +114,9 @@ def test_every_option(form, name):
     within_the_bound(held, run(held, **options), **options)
 
 
+@pytest.mark.thorough("other factors of the same products")
 @emulated
-@mostly_thorough("scale", [-0.3, 0.0, 1e-30, 1e-38], quick=[0.0], why="other ways to the same line")
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 1e-38])
 def test_factors_that_scores_are_multiplied_by(scale):
     held = Coded.of(E4M3, *draw(*[(1, 130, 64)] * 3), by="head")
     scales = (held.scales[0] * np.float32(scale), *held.scales[1:])
@@ -132,8 +135,9 @@ def test_packed_sequences(form, packed_by):
     within_the_bound(held, run(held, **options), **options)
 
 
+@pytest.mark.thorough("races are looked for in every quick call")
 @emulated
-@mostly_thorough("by", ["head", "row"], quick=["row"], why="less of the same code")
+@pytest.mark.parametrize("by", ["head", "row"])
 def test_no_bit_depends_on_the_schedule(by):
     held = Coded.of(E4M3, *draw((2, 200, 64), (1, 300, 64), (1, 300, 64)), by=by)
     first = run(held, FORWARD, mask=masks.causal())
@@ -198,8 +202,13 @@ def test_what_is_not_finite_is_where_the_cpu_has_it(form, where, options):
 
 
 @emulated
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("out_dtype", ["float16", "bfloat16", "float32"])
+@EACH
+@mostly_thorough(
+    "out_dtype",
+    ["float16", "bfloat16", "float32"],
+    quick=["bfloat16"],
+    why="the kernels of these types have quick tests",
+)
 def test_other_gpus_widen_codes_first(form, out_dtype):
     q, k, v = draw((2, 1, 40, 24), (1, 2, 70, 24), (2, 2, 70, 40))
     held = Coded.of(form, q.repeat(2, 1), k, v, by=("row", "head", "all"))

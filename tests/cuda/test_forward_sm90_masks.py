@@ -34,8 +34,8 @@ MASKS = {
 @mostly_thorough(
     "name",
     MASKS,
-    quick=("documents", "no key"),
-    why="more masks; causal and no range are quick below, in other tiles and packed sequences",
+    quick=("documents", "no range"),
+    why="more masks; a window is quick below, and an entry without keys",
 )
 def test_masks(monkeypatch, name):
     rows = ["masks", "masks, few queries"][list(MASKS).index(name) % 2]
@@ -50,12 +50,11 @@ def test_masks(monkeypatch, name):
     assert visited == attend(q, k, v, tiles=tiles, mask=mask).visited
 
 
+@pytest.mark.thorough("masks are quick in the tiles of other heads")
 @emulated
-@mostly_thorough(
+@pytest.mark.parametrize(
     ("sizes", "name"),
     [((40, 72), "causal"), ((128, 128), "no range"), ((192, 136), "causal"), ((64, 256), "causal")],
-    quick=[((128, 128), "no range")],
-    why="other tiles, which share the code",
     ids=str,
 )
 def test_masks_of_other_heads(sizes, name):
@@ -179,7 +178,7 @@ PACKED = {
     ("name", "d"),
     [("plain", 64), ("causal", 136), ("window", 136), ("alibi", 64)],
     quick=[("window", 136)],
-    why="options alone that the window has together; neighbours are quick with causal",
+    why="options alone that the window has together",
 )
 def test_packed_sequences(name, d):
     dtype, options = TYPES[d // 136], PACKED[name]
@@ -189,10 +188,9 @@ def test_packed_sequences(name, d):
     within_the_bound(q, k, v, out, lse, offsets, **options)
 
 
+@pytest.mark.thorough("sequences are held to their own bounds in a quick test")
 @emulated
-@mostly_thorough(
-    "name", ["plain", "causal"], quick=["causal"], why="fewer masks of the same kernel"
-)
+@pytest.mark.parametrize("name", ["plain", "causal"])
 def test_packed_neighbours_change_no_bit(name):
     dtype = TYPES[len(name) % 2]
     q, k, v = draw(dtype, (2, 420, 64), *[(1, 518, 64)] * 2)
@@ -234,6 +232,7 @@ def test_full_tiles_in_a_row(last):
         assert visited == tiles[:4992].reshape(39, 128).any(axis=1).sum() + tiles[4992:].any()
 
 
+@pytest.mark.thorough("another grid of packed sequences, which are quick")
 @emulated
 def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
     # Some of a packed array's blocks have no queries.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from emulator.machine import FORWARD, randomly
 from halves import mostly_thorough
 from placement import same_bits
@@ -40,7 +41,7 @@ OPTIONS = {
         ("bias", 256),
         ("its own", 104),
     ],
-    quick=[("softcap", 64), ("bias", 256)],
+    quick=[("softcap", 64), ("bias", 64)],
     why="the same changes in other tiles",
 )
 def test_changed_scores(name, d):
@@ -51,6 +52,7 @@ def test_changed_scores(name, d):
     within_the_bound(q, k, v, out, lse, **options)
 
 
+@pytest.mark.thorough("values behind a mask are quick, and a bias with -inf")
 @emulated
 @EACH_TYPE
 def test_values_of_keys_that_a_score_leaves_out(dtype):
@@ -85,8 +87,9 @@ def test_dropped_pairs_are_those_of_the_twin(dtype, options):
     np.testing.assert_array_equal(out != 0, kept)
 
 
+@pytest.mark.thorough("each of them is quick alone")
 @emulated
-@mostly_thorough("d", [64, 128], quick=[64], why="another tile of the same code")
+@pytest.mark.parametrize("d", [64, 128])
 def test_everything_together(d):
     q, k, v = draw(TYPES[0], (2, 2, 250, d), *[(2, 1, 300, d)] * 2)
     options = OPTIONS["its own"] | {"bias": BIAS, "dropout": 0.3, "seed": 7, "scale": -0.2}

@@ -129,6 +129,7 @@ def test_numbers_that_are_too_large_to_be_split(options):
         assert np.abs(out[0, :20]).max() < 5
 
 
+@pytest.mark.thorough("equal words are quick in the tests of Philox")
 @emulated
 def test_dropped_pairs_are_those_of_the_twin_in_any_schedule():
     size, seed, p = 70, 2**63 + 12345, 0.37

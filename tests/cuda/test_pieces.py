@@ -124,10 +124,9 @@ def test_a_gpu_rounds_chunks_to_whole_tiles(monkeypatch):
     assert [len(rows) for rows in request.schedule.rows] == [300, 300, 300, 100]
 
 
+@pytest.mark.thorough("another grid of a kernel that has quick tests")
 @emulated
-@mostly_thorough(
-    "masked", [False, True], quick=[True], why="the same grid, whose tiles need no order"
-)
+@pytest.mark.parametrize("masked", [False, True])
 def test_tiles_that_go_to_any_free_sm_have_the_same_bits(masked):
     """While messages travel, no block computes tiles that were dealt to it in advance."""
     rng = np.random.default_rng(0)
@@ -147,10 +146,9 @@ def test_tiles_that_go_to_any_free_sm_have_the_same_bits(masked):
     assert grids[0] == 4 < grids[1]
 
 
+@pytest.mark.thorough("heads from elsewhere are quick on the CPU")
 @emulated
-@mostly_thorough(
-    "kernels", ["simt", "sm80"], quick=["sm80"], why="the same count of heads in other kernels"
-)
+@pytest.mark.parametrize("kernels", ["simt", "sm80"])
 def test_dropout_of_some_heads_is_that_of_the_whole_call(kernels):
     """Ranks that divide heads, and packed sequences in pieces, count heads from elsewhere."""
     rng = np.random.default_rng(0)

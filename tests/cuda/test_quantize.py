@@ -55,7 +55,9 @@ def aligned(rng, shape, dtype, values):
     return Placed(shape, dtype, layout, values).view
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@mostly_thorough(
+    "dtype", DTYPES, quick=DTYPES[1:3], why="every number of float16 is quick", ids=str
+)
 def test_codes_are_those_of_the_cpu(dtype):
     for seed in range(36):
         rng = np.random.default_rng(seed)

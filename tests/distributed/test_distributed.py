@@ -263,7 +263,9 @@ def test_arguments_that_a_function_does_not_have_are_explained():
         distributed.attention(causal=True)
 
 
-@pytest.mark.parametrize("scheme", ["rounds", "heads", "heads x rounds"])
+@mostly_thorough(
+    "scheme", ["rounds", "heads", "heads x rounds"], quick=["rounds"], why="schemes by one formula"
+)
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_is_what_the_page_says(backward, scheme):
     """Ranks that are threads have a copy of every message in addition."""

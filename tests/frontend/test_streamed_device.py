@@ -10,6 +10,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+from halves import mostly_thorough
 from host_cupy import in_host, read_in_host
 from placement import same_bits
 from stream_cupy import StreamCupy
@@ -112,8 +113,15 @@ def compare(cupy, arrays, homes, chunk, options):
             assert same_bits(in_host(x), y), name
 
 
-@pytest.mark.parametrize("homes", ["hhhhh", "dhhdh", "ddhhd", "hdddd"])
-@pytest.mark.parametrize("kind", ["plain", "window", "segments", "bias", "shared bias", "dropout"])
+@mostly_thorough(
+    "homes", ["hhhhh", "dhhdh", "ddhhd", "hdddd"], quick=["hhhhh", "dhhdh"], why="other homes alike"
+)
+@mostly_thorough(
+    "kind",
+    ["plain", "window", "segments", "bias", "shared bias", "dropout"],
+    quick=["window", "shared bias", "dropout"],
+    why="less to transfer than those have",
+)
 def test_transfers_change_no_bit(device, kind, homes):
     arrays = draw(ml_dtypes.bfloat16 if kind in ("plain", "dropout") else np.float32)
     places = [DEVICE if home == "d" else HOST for home in homes]

@@ -27,7 +27,9 @@ AT_LENGTH = mostly_thorough("times", [1, 3], quick=[1], why="the same, searched 
 
 
 @AT_LENGTH
-@BY_DTYPE
+@mostly_thorough(
+    "dtype", DTYPES, quick=DTYPES[1:3], why="each type is quick in dense calls", ids=str
+)
 def test_every_output_is_within_the_bound(dtype, times):
     @settings(max_examples=times * settings().max_examples)
     @given(problems(dtype, packed=True))

@@ -8,7 +8,7 @@ import pytest
 
 import cupyflash
 from cupyflash import testing
-from cupyflash.commands.verify import TILES, precision_of
+from cupyflash.commands.verify import TILES, float8_of, precision_of
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +25,7 @@ def test_property(name):
         cupyflash.attention, backward, device="gpu", only=name, examples=3,
         varlen=cupyflash.attention_varlen, combine=cupyflash.combine, tiles=TILES["gpu"],
         varlen_backward=varlen_backward, precision=precision_of("gpu"),
+        float8=float8_of("gpu"),
         cached=cupyflash.attention_cached, append=cupyflash.append, rope=cupyflash.rope,
     )  # fmt: skip
     assert report.passed, str(report)

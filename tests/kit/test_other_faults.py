@@ -103,6 +103,24 @@ def last_columns(q, k, v, lengths, options):
     return cupyflash.attention_cached(q, k, v, lengths, **options)
 
 
+def one_scale(q, k, v, lengths, options):
+    if "v_scale" in options:
+        v_scale = options["v_scale"]
+        options = options | {"v_scale": np.broadcast_to(v_scale[..., :1, :], v_scale.shape)}
+    return cupyflash.attention_cached(q, k, v, lengths, **options)
+
+
+def all_scales_count(q, k, v, lengths, options):
+    result = cupyflash.attention_cached(q, k, v, lengths, **options)
+    return nudged(result, 0 * options["k_scale"].sum())
+
+
+def keys_of_e5m2(q, k, v, **options):
+    if options.get("qkv_dtype") == "float8_e4m3fn":
+        options["qkv_dtype"] = "float8_e5m2"
+    return cupyflash.attention(q, k, v, **options)
+
+
 def written(wrong):
     """Rows that are appended with other arguments."""
 
@@ -128,6 +146,10 @@ def other_entry(arguments, options):
     if options.get("table") is not None:
         arguments[2][options["table"][0, 0], 0, 0] = 0
     return arguments
+
+
+def a_little_larger(arguments, options):
+    return [arguments[0] * np.float32(1.01), *arguments[1:]]
 
 
 def one_further(k_new, v_new, k, v, lengths, *, rotary=None, **options):
@@ -179,6 +201,10 @@ def never_back(x, positions, rotary, inverse=False):
         ("packed_rows_are_written", {"append": written(other_entry)}),
         ("appended_in_chunks", {"append": written(one_more)}),
         ("appended_rows_are_rotated", {"append": one_further}),
+        ("codes_of_a_cache_within_bound", {"cached": cached(one_scale)}),
+        ("unused_codes_change_nothing", {"cached": cached(all_scales_count)}),
+        ("appended_codes_are_those_of_quantize", {"append": written(a_little_larger)}),
+        ("float8_within_bound", {"attention_fn": keys_of_e5m2}),
         ("rotated_within_bound", {"rope": rotated_other_way}),
         ("rotations_keep_norms", {"rope": lengthened}),
         ("rotated_products_are_relative", {"rope": by_squares}),

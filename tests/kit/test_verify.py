@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 from faults import KNOWN, Attention
+from halves import mostly_thorough
 from hypothesis import given
 from hypothesis import strategies as st
 from numpydoc.validate import validate
@@ -93,6 +94,26 @@ def test_the_seed_decides_what_is_drawn():
 
     assert lines(1) == lines(1)
     assert lines(1) != lines(2)
+
+
+@mostly_thorough(
+    ("float8", "examples"),
+    [("float32", 6), ("codes", 6), ("codes", 2)],
+    quick=[("float32", 6), ("codes", 2)],
+    why="a large problem more",
+)
+def test_codes_of_float8_have_sizes_that_are_multiplied_as_they_are(float8, examples):
+    seen = []
+
+    def spy(q, k, v, **options):
+        seen.append((*q.shape[2:], *k.shape[2:], *v.shape[2:]))
+        return cupyflash.attention(q, k, v, **options)
+
+    only = {"only": "float8_within_bound", "examples": examples, "dtypes": ["float32"]}
+    assert testing.verify(spy, float8=float8, **only).passed
+    is_for_hopper = [min(x[::2]) >= 512 and not any(n % 16 for n in x[1::2]) for x in seen]
+    assert len(seen) >= examples
+    assert all(is_for_hopper) == any(is_for_hopper) == (float8 == "codes")
 
 
 def test_errors_of_a_kernel_are_failures():

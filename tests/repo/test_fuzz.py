@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from cupyflash.problem.call import Gradients
 SEED = 1
 
 
-def found(numbers: Any, kinds: tuple[str, ...] = fuzz_problems.KINDS) -> list[str]:
-    """Return what is wrong with the problems of these numbers and kinds."""
-    chosen = [n for n in numbers if fuzz.draw(SEED, n).kind in kinds]
-    return [text for n in chosen if (text := fuzz.attempt(n, SEED, "cpu")[3])]
+def found(numbers: Any, kinds: tuple[str, ...] = fuzz_problems.KINDS) -> Iterator[str]:
+    """Yield what is wrong with the problems of these numbers and kinds."""
+    chosen = (n for n in numbers if fuzz.draw(SEED, n).kind in kinds)
+    return (text for n in chosen if (text := fuzz.attempt(n, SEED, "cpu")[3]))
 
 
 def test_sixty_problems_are_right():
-    assert found(range(60)) == []
+    assert list(found(range(60))) == []
 
 
 def test_every_kind_type_word_and_layout_is_drawn():
@@ -139,13 +140,13 @@ def it_warns(real: Any) -> Any:
 )
 def test_a_fault_is_found(monkeypatch, name, fault, kinds):
     monkeypatch.setattr(cupyflash, name, fault(getattr(cupyflash, name)))
-    assert found(range(80), kinds)
+    assert any(found(range(80), kinds))
 
 
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch):
     real = masks.causal
     monkeypatch.setattr(masks, "causal", lambda offset=None: real(0 if offset is None else offset))
-    assert found(range(80))
+    assert any(found(range(80)))
 
 
 @pytest.mark.thorough("a fault that is found is quick")

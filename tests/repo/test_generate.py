@@ -3,52 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from halves import mostly_thorough
+from small_model import EXAMPLES, SETTING, load, some_weights, transformer
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "generate.py"
+from cupyflash.problem import formats
 
-
-def load(name):
-    """Import an example as a script of that folder does."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-
-
-transformer, model_file, generate, program = map(
-    load, ("transformer", "model_file", "generate", "program")
-)
-
-SETTING = transformer.Setting(width=12, layers=2, heads=3, context=21)
+model_file, generate, program = map(load, ("model_file", "generate", "program"))
+SCRIPT = EXAMPLES / "generate.py"
 PROMPTS = [b"d", b"A class", b"The prompt is longer than what the model sees at once"]
 
 
-def some_weights(setting=SETTING, xp=np, seed=0):
-    """Weights whose logits differ, which those before a training do not."""
-    rng = np.random.default_rng(seed)
-    weights = transformer.initial_weights(setting, rng, xp, np.float32)
-    return {
-        name: w + 0.5 * xp.asarray(rng.standard_normal(w.shape, dtype=np.float32))
-        for name, w in weights.items()
-    }
-
-
-def write(prompts, number, weights, cached, temperature=0.0, top_k=256, seed=1, xp=np):
+def write(
+    prompts, number, weights, cached, temperature=0.0, top_k=256, seed=1, xp=np, kv_dtype=None
+):
     """Return the texts, the reader and all logits."""
     reader = (
-        generate.CachedReader([*map(len, prompts)], number, SETTING, "float32", xp)
+        generate.CachedReader([*map(len, prompts)], number, SETTING, "float32", xp, kv_dtype)
         if cached
         else generate.Reader(len(prompts), SETTING, "float32", xp)
     )
@@ -126,6 +103,54 @@ def test_what_lies_in_free_pages_does_not_matter(monkeypatch):
 
     monkeypatch.setattr(generate.CachedReader, "_grow", poisoned)
     assert write(PROMPTS, 30, weights, True)[0] == texts
+
+
+def test_a_cache_of_codes_holds_the_same_rows():
+    """In the first layer, whose rows are those of a cache of numbers."""
+    weights = some_weights()
+    wanted = write(PROMPTS, 1, weights, True)
+    # Half of the largest distance of codes, in units of the scale, and what a sum is off by.
+    for form, step in (("int8", 1), ("float8_e4m3fn", 32), ("float8_e5m2", 8192), ("int4", 1)):
+        _, reader, logits = write(PROMPTS, 1, weights, True, kv_dtype=form)
+        held = np.unique(np.concatenate([
+            reader.table[b, : reader.held[b]] for b in range(len(PROMPTS))
+        ]))  # fmt: skip
+        for name in "kv":
+            codes, scale = getattr(reader, name)[0], getattr(reader, f"{name}_scale")[0]
+            assert codes.dtype == np.uint8
+            with np.errstate(all="ignore"):  # unused rows hold anything
+                numbers = scale * formats.numbers(codes, formats.FORMATS[form])
+            exact = getattr(wanted[1], name)[0]
+            used = np.zeros(exact.shape[:3], bool)
+            for b, length in enumerate(reader.lengths):
+                for j in range(length):
+                    used[reader.table[b, j // generate.PAGE], :, j % generate.PAGE] = True
+            assert used.any(axis=(1, 2)).sum() == len(held)
+            off = np.abs(numbers[used] - exact[used])
+            assert (off <= 0.51 * step * scale[used]).all()
+        assert not np.array_equal(logits, wanted[2])
+        assert np.abs(logits - wanted[2]).max() < 0.5 * np.abs(wanted[2]).max()
+
+
+def test_free_pages_of_codes_do_not_matter(monkeypatch):
+    weights = some_weights()
+    texts = write(PROMPTS, 30, weights, True, kv_dtype="int4")[0]
+    grow = generate.CachedReader._grow
+
+    def poisoned(reader, counts):
+        grow(reader, counts)
+        for array in (reader.k_scale, reader.v_scale):
+            array[:, reader.free] = np.nan
+
+    monkeypatch.setattr(generate.CachedReader, "_grow", poisoned)
+    assert write(PROMPTS, 30, weights, True, kv_dtype="int4")[0] == texts
+
+
+@pytest.mark.parametrize("dim", [64, 48, 6])
+def test_rows_of_codes_are_those_that_append_takes(dim):
+    groups = {64: 2, 48: 1, 6: 1}[dim]
+    assert generate.bytes_and_scales(dim, "int4") == (dim // 2, groups)
+    assert generate.bytes_and_scales(dim, "int8") == (dim, 1)
 
 
 # --- sampling ---
@@ -268,6 +293,7 @@ def test_both_ways_print_the_same_texts(saved, capsys):
     assert default.count("--- given") == len(generate.PROMPTS) - 1
     assert texts("--no-cache") == default
     assert texts("--seed", "2") != default
+    assert texts("--kv-dtype", "int8").count("--- given") == len(generate.PROMPTS) - 1
     greedy = texts("--temperature", "0")
     assert greedy == texts("--top-k", "1", "--no-cache") != default
 
@@ -280,6 +306,8 @@ def test_both_ways_print_the_same_texts(saved, capsys):
         (["--temperature", "nan"], "a finite number of 0 or more"),
         (["--top-k", "0"], "a whole number of 1 or more"),
         (["--attention", "float16"], "bfloat16"),
+        (["--kv-dtype", "int2"], "float8_e4m3fn"),
+        (["--kv-dtype", "int8", "--no-cache"], "leave one of them out"),
     ],
 )
 def test_wrong_arguments(arguments, wanted, capsys):
@@ -287,6 +315,19 @@ def test_wrong_arguments(arguments, wanted, capsys):
         generate.main(["model.safetensors", "--device", "cpu", *arguments])
     assert error.value.code == 2
     assert wanted in capsys.readouterr().err
+
+
+def test_two_codes_of_int4_need_an_even_number_of_columns(tmp_path, capsys):
+    for name in ("rich", "safetensors"):
+        pytest.importorskip(name, reason=program.INSTALL)
+    setting = dataclasses.replace(SETTING, width=15)
+    path = tmp_path / "model.safetensors"
+    model_file.save(path, some_weights(setting), setting, np)
+    arguments = [str(path), "--device", "cpu", "--tokens", "1", "--kv-dtype"]
+    assert generate.main([*arguments, "int4"]) == 1
+    assert "heads have 5 columns" in capsys.readouterr().err
+    assert generate.main([*arguments, "int8"]) == 0
+    assert "positions in each layer, in int8" in capsys.readouterr().out
 
 
 def test_an_empty_prompt_is_explained(saved, capsys):
@@ -299,6 +340,16 @@ def test_missing_safetensors_are_explained(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     assert generate.main(["model.safetensors", "--device", "cpu"]) == 1
     assert program.INSTALL in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", generate.FORMATS)
+def test_the_gpu_writes_the_same_from_codes(gpu, kv_dtype):
+    import cupy
+
+    wanted = write(PROMPTS, 20, some_weights(), True, kv_dtype=kv_dtype)[0]
+    weights = some_weights(xp=cupy)
+    assert write(PROMPTS, 20, weights, True, xp=cupy, kv_dtype=kv_dtype)[0] == wanted
 
 
 @pytest.mark.gpu

@@ -233,6 +233,7 @@ def test_few_mutants_share_a_key():
 # -- gaps and baseline ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough("keys of every mutant; that keys stay the same is quick")
 def test_the_gaps_are_mutants_that_exist():
     gaps = survivors.read_gaps()
     keys = [key for gap in gaps for key in gap.mutants]

@@ -56,7 +56,16 @@ COMMANDS = {
     'python examples/generate.py model.safetensors --prompt "The import statement" "A class"': (
         "tests/repo/test_generate.py"
     ),
+    "python examples/generate.py model.safetensors --kv-dtype int8": "tests/repo/test_generate.py",
     "python examples/generate.py model.safetensors --no-cache": "tests/repo/test_generate.py",
+    "python examples/train_lm.py --save model.safetensors": "tests/repo/test_train_lm.py",
+    "python examples/fewer_bits.py model.safetensors": "tests/repo/test_fewer_bits.py",
+    "python examples/fewer_bits.py model.safetensors --outliers 16": (
+        "tests/repo/test_fewer_bits.py"
+    ),
+    "cupyflash explain 4,32,8192,128 --mask causal --dtype float8_e4m3fn --device H200": (
+        "tests/cli/test_explain_codes.py"
+    ),
     "python examples/train_lm.py --check": "tests/repo/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",

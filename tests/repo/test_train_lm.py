@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from small_model import EXAMPLES, load, transformer
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "train_lm.py"
+ROOT = EXAMPLES.parent
+SCRIPT = EXAMPLES / "train_lm.py"
 
 # Small enough for a test: seconds, and a loss that only a model that sees the bytes before reaches.
 SMALL = {"width": 48, "layers": 2, "heads": 2, "context": 64, "batch": 8, "steps": 150}
 SMALL_LOSS = 2.9  # the frequencies of single bytes give 3.4
 
 
-def load(name):
-    """Import an example as a script of that folder does."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-
-
-transformer = load("transformer")
 train_lm = load("train_lm")
 model_file = load("model_file")
 program = load("program")

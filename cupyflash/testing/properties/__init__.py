@@ -20,6 +20,7 @@ from . import (
     appending,
     cached,
     calls,
+    codes,
     dropout,
     forward,
     gradients,
@@ -52,7 +53,7 @@ _FIRST = (
 def _all() -> dict[str, Property]:
     modules = (
         *(forward, keys, symmetry, gradients, dropout, nonfinite, packed, calls),
-        *(cached, appending, rotary),
+        *(cached, appending, rotary, codes),
     )
     found = {each.name: each for each in _FIRST}
     for module in modules:

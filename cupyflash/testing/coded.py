@@ -1,0 +1,153 @@
+"""Codes of 8 and 4 bits that properties draw, and what they mean exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupyflash import quantization
+from cupyflash.problem import coded, formats
+from cupyflash.problem.formats import FORMATS, INT4_GROUP, Format
+
+from .caches import Cache
+
+if TYPE_CHECKING:
+    from .bound import ForwardBound
+    from .cases import Problem
+    from .subject import Rows, Subject
+
+Array = np.ndarray[Any, Any]
+
+
+def encoded(x: Array, form: Format) -> tuple[Array, Array]:
+    """Return bytes of codes, and scales: of each row, or of each 32 columns of int4."""
+    columns = x.shape[-1]
+    group = INT4_GROUP if form.packed > 1 and columns % INT4_GROUP == 0 else columns
+    with np.errstate(invalid="ignore"):  # of NaN in unused positions
+        codes, scale = quantization.quantize(x, form.name, group=group)
+    return codes.view(np.uint8), scale
+
+
+def meaning(codes: Array, scale: Array, form: Format) -> Array:
+    """Return scale * code in float64, which is exact."""
+    numbers = formats.numbers(np.ascontiguousarray(codes), form).astype(np.float64)
+    each = numbers.shape[-1] // max(scale.shape[-1], 1)
+    meant: Array = numbers * np.repeat(scale.astype(np.float64), each, axis=-1)
+    return meant
+
+
+def _repeated(x: Array, columns: int) -> Array:
+    """Return rows whose columns are repeated until there are so many."""
+    return np.ascontiguousarray(np.concatenate([x] * -(-columns // x.shape[-1]), -1)[..., :columns])
+
+
+@dataclass(frozen=True)
+class CodedCache:
+    """A cache of codes, made of a cache of numbers.
+
+    Attributes
+    ----------
+    cache : Cache
+        The queries and lengths; its keys and values are bytes of codes.
+    form : Format
+        What the bytes are.
+    k_scale, v_scale : ndarray of float32, shape (B, Hkv, S, 1) or (B, Hkv, S, D / 32)
+        The scales.
+    """
+
+    cache: Cache
+    form: Format
+    k_scale: Array
+    v_scale: Array
+
+    @classmethod
+    def drawn(cls, s: Subject, p: Problem, len_q: int | None = None, least: int = 0) -> CodedCache:
+        """Draw a cache, and the type of its codes."""
+        c = Cache.drawn(s, p, len_q, least)
+        form = list(FORMATS.values())[int(p.rng.integers(len(FORMATS)))]
+        q, k, v = c.q, c.k, c.v
+        if form.packed > 1:  # an even number of columns, or two groups of 32
+            in_groups = p.rng.random() < 0.5
+            q, k, v = (_repeated(x, 64 if in_groups else 2 * x.shape[-1]) for x in (q, k, v))
+        (k, k_scale), (v, v_scale) = (encoded(x, form) for x in (k, v))
+        return cls(replace(c, q=q, k=k, v=v), form, k_scale, v_scale)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The arguments that a call has because of codes."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale, "kv_dtype": self.form.name}
+
+    def filled(self, code: int, scale: float) -> CodedCache:
+        """Return a copy with other codes and scales in unused positions."""
+        c = self.cache
+        unused = np.arange(c.k.shape[2])[:, None] >= c.lengths[:, None, None, None]
+        k, v = (np.where(unused, np.uint8(code), x) for x in (c.k, c.v))
+        scales = [np.where(unused, np.float32(scale), x) for x in (self.k_scale, self.v_scale)]
+        return CodedCache(replace(c, k=k, v=v, fill=scale), self.form, *scales)
+
+    def read(self, s: Subject, **options: Any) -> Rows:
+        """Attend to the contiguous cache."""
+        return self.cache.read(s, **self.keywords, **options)
+
+    def read_pages(self, s: Subject, **options: Any) -> Rows:
+        """Attend to the cache in pages of any size and order."""
+        pages = self.cache.paged(None, self.k_scale, self.v_scale)
+        scales = dict(zip(("k_scale", "v_scale"), pages.beside, strict=True))
+        return self.cache.read_pages(s, pages, **self.keywords | scales, **options)
+
+    def bound(self, s: Subject, b: int, **options: Any) -> ForwardBound:
+        """Return the exact results of an entry, and their error bounds."""
+        q, k, v = self.cache.entry(b)
+        n, one = k.shape[2], slice(b, b + 1)
+        k, v = (
+            meaning(x, scale[one, :, :n], self.form)
+            for x, scale in ((k, self.k_scale), (v, self.v_scale))
+        )
+        return s.bound_of_codes((q, k, v), s.precision(q.dtype).with_codes(), **options)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Queries, keys and values of float8.
+
+    Attributes
+    ----------
+    form : Format
+        Which float8.
+    codes, scales : tuple of ndarray
+        Bytes and scales of q, k and v.
+    """
+
+    form: Format
+    codes: tuple[Array, ...]
+    scales: tuple[Array, ...]
+
+    @classmethod
+    def of(cls, rng: np.random.Generator, *arrays: Array) -> Float8:
+        """Quantise q, k and v, with a scale for each row, each head or each array."""
+        form = FORMATS[coded.FORMS[int(rng.integers(len(coded.FORMS)))]]
+        codes, scales = [], []
+        for x in arrays:
+            made, scale = encoded(x, form)
+            axes = [(), (-2,), (-3, -2)][int(rng.integers(3))]
+            if axes and x.size:
+                scale = scale.max(axis=axes, keepdims=True)  # other numbers, of the same codes
+            codes.append(made)
+            scales.append(scale)
+        return cls(form, tuple(codes), tuple(scales))
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The arguments that a call has because of codes."""
+        scales = dict(zip(("q_scale", "k_scale", "v_scale"), self.scales, strict=True))
+        return scales | {"qkv_dtype": self.form.name}
+
+    @property
+    def numbers(self) -> tuple[Array, ...]:
+        """Return q, k and v in float64."""
+        pairs = zip(self.codes, self.scales, strict=True)
+        return tuple(
+            meaning(x, np.broadcast_to(s, (*x.shape[:-1], 1)), self.form) for x, s in pairs
+        )
