@@ -52,32 +52,24 @@ __device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Tas
 __device__ __forceinline__ bool apply_score_mod(const Params& p, const decode::Task& task,
                                                 const decode::Leaf& leaf, float (&s)[2][COLUMNS],
                                                 float scale) {
-  bool finite = true;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = tile::smaller(row_of(r), task.rows - 1);
-    Site at = decode::site_of(task, row, leaf.first_key());
-    const HeadConstants constants = score_head_constants(p, at);
-    float sum = 0;
-    float row_s[1][COLUMNS];
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) row_s[0][n] = s[r][n];
+  float sum[2] = {0, 0};  // of logits, not finite if one of them is not
 #pragma unroll 1
-    for (int column = 0; column < COLUMNS; column += 2) {
+  for (int column = 0; column < COLUMNS; column += 2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Site at = decode::site_of(task, tile::smaller(row_of(r), task.rows - 1), leaf.first_key());
+      const HeadConstants constants = score_head_constants(p, at);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int key = fragment::lane_column() + fragment_tile::Pairs::key_of(column + n);
         at.j = leaf.first_key() + tile::smaller(key, matmul::larger(leaf.keys - 1, 0));
-        row_s[0][n] = score_mod(p, constants, row_s[0][n] * scale, at);
-        sum += row_s[0][n];
+        s[r][n] = score_mod(p, constants, s[r][n] * scale, at);
+        sum[r] += s[r][n];
       }
-      fragment::rotate<2>(row_s);
     }
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) s[r][n] = row_s[0][n];
-    finite = finite && number::is_finite(sum);
+    fragment::rotate<2>(s);
   }
-  return ptx::any_lane(!finite);
+  return ptx::any_lane(!number::is_finite(sum[0]) || !number::is_finite(sum[1]));
 }
 
 }  // namespace decode_scores

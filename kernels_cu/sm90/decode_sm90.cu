@@ -29,8 +29,10 @@ using namespace decode_storage;
 using decode_scores::COLUMNS;
 
 constexpr int COLUMNS_O = D_V / CONSUMERS / 4;  // of a thread, in each of its two rows
-// Registers of a thread of the producers and of the consumers, of which a block has 168 on average.
-constexpr int PRODUCER_REGS = 72, CONSUMER_REGS = 216;
+// Registers of a thread of the producers, which find the classes of leaves, and of the consumers.
+constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 72, CONSUMER_REGS = HAS_MASK ? 208 : 216;
+static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= 65536 / THREADS / 8 * 8 * 3,
+              "more than the block was launched with");
 
 // What a consumer keeps of its unit while it computes tiles.
 struct Unit {
