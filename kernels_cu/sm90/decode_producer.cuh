@@ -89,8 +89,25 @@ __device__ __forceinline__ void copy_keys(const Params& p, const decode::Task& t
             in_vectors(task.k, p.k.row | (PAGED ? p.k_page : 0), p.k.col));
 }
 
-// A warp: finds all tiles of the block by itself, and copies half of those of one stage.
-__device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem) {
+// Issues the TMA loads of a whole leaf, by the lanes of one warp: one box for each tma_rows keys,
+// which in a cache with pages are in one page, and 64 columns.
+__device__ __forceinline__ void load_keys(const Params& p, const decode::Task& task,
+                                          const decode::Leaf& leaf, char* stage_smem,
+                                          const ptx::TensorMap& map, unsigned int barrier) {
+  const int key = ptx::lane_index() * p.tma_rows;
+  if (key >= LEAF) return;
+  warpgroup::TmaHead at(p.k, task.entry(), task.head / p.group);
+  const cache::Place place = cache::place(p, task.b, leaf.first_key() + key);
+  if constexpr (PAGED) at.slow = place.page;
+  warpgroup::tma_load_tile<LEAF, D>(
+      ptx::shared_address(stage_smem) + key * warpgroup::SLAB_ROW_BYTES, map, at, place.row,
+      barrier);
+}
+
+// A warp: finds all tiles of the block by itself, and copies half of those of one stage. Where TMA
+// can load keys, one of the two warps issues the loads of whole leaves.
+__device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem,
+                                         const ptx::TensorMap& k_map) {
   SharedStorage& shared = *smem.storage;
   const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
   const int stage = warp / WARPS_OF_STAGE, first_row = warp % WARPS_OF_STAGE * ptx::WARP_SIZE;
@@ -107,7 +124,11 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     const decode::Task& task = tasks_smem.task[now.place];
     const bool ends = !now.shares_node(next, 1);
     if (n % STAGES == stage) {
+      const unsigned int barrier = shared.pipeline.full_barrier(n);
+      const bool by_tma = p.tma_rows > 0 && now.exists && now.keys == LEAF;
+      const bool issues = by_tma && first_row == 0;
       shared.pipeline.wait_empty(n);
+      if (issues) load_keys(p, task, now, smem.stage(n), k_map, barrier);
       if (now.exists) {
         // 1 load q
         if (loaded != task.number) {
@@ -115,7 +136,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
           if (n > 0) shared.pipeline.wait_released(n - 1);
           copy_queries(p, task, smem.q, first_row);
         }
-        copy_keys(p, task, now, smem.stage(n), first_row);
+        if (!by_tma) copy_keys(p, task, now, smem.stage(n), first_row);
       }
       if (first_row == 0 && ptx::lane_index() == 0) {
         Tile& tile_smem = shared.tile(n);
@@ -127,7 +148,17 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
       }
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();
-      warpgroup::arrive_warp(shared.pipeline.full_barrier(n));
+      if (issues) {
+        __syncwarp();  // the tile, and what all lanes have copied
+        if (ptx::lane_index() == 0) {
+          // Some of the bytes may have come before they are expected.
+          ptx::mbarrier_arrive_expect_tx(barrier, TILE_BYTES);
+        } else if (EACH_LANE_ARRIVES) {
+          ptx::mbarrier_arrive(barrier);
+        }
+      } else {
+        warpgroup::arrive_warp(barrier);
+      }
       if (!now.exists) return;
     }
     if (!now.exists) continue;

@@ -4,7 +4,8 @@
 //
 // A persistent, warp-specialised kernel. A block works on one unit at a time (decode/tasks.cuh): 64
 // rows, the queries of heads that share keys, and tiles of 64 keys at absolute positions. The last
-// warpgroup copies the tiles to two stages of shared memory, each by two of its warps. The others
+// warpgroup loads the tiles to two stages of shared memory, each by two of its warps: by TMA if that
+// can load keys, but for an entry's last leaf if it is not whole; else by cp.async. The others
 // are the consumers, each with half of the columns of o. They take turns to compute the scores and
 // the weights of a tile; the other one gets the weights from the last slab of the tile, which has
 // no values. Each multiplies the weights by its columns of the keys, which are the values, so that
@@ -16,7 +17,8 @@
 // l, pass from one to the other. Larger nodes are merged as everywhere.
 //
 // Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
-// Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64.
+// Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. Behind the
+// parameters comes the tensor map of keys; it is one of no use where tma_rows is 0.
 #include "../common/params.cuh"
 #include "../sm80/fragment_softmax.cuh"
 #include "decode_producer.cuh"
@@ -217,6 +219,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::fence_accumulator(o);
+    ptx::fence_proxy_async();  // weights, before TMA writes to their place
     warpgroup::arrive_warp(shared.pipeline.empty_barrier(n));
     if (ends) {
       store_node(workspace, m, l, o, unit, leaf.unit, rows, opens, c);
@@ -228,14 +231,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
-    KERNEL_NAME(const __grid_constant__ Params p) {
+    KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap k_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
   if (threadIdx.x == 0) smem.storage->init_barriers();
   decode::count_units(p, &smem.storage->schedule);  // which synchronises the block
   if (warpgroup::index() == CONSUMERS) {
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
-    decode_producer::producer(p, smem);
+    decode_producer::producer(p, smem, k_map);
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
     consumer(p, smem);

@@ -6,7 +6,7 @@ from ...arrays import device_arrays
 from . import decode, grid
 from .sm80 import HALVES
 from .sm90 import ARCHITECTURE, CAPABILITY
-from .spec import KernelSpec, Request, Tiles, row_bytes
+from .spec import KernelSpec, Request, Tiles, TmaOperands, row_bytes
 
 D, D_V = 576, 512  # columns of keys; the first of them are the values
 ROWS, THREADS = 64, 384  # of a block: two consumer warpgroups, and producers
@@ -56,5 +56,6 @@ DECODE = KernelSpec(
     obstacle=_obstacle,
     configure=_configure,
     grid=grid.by_units,
+    tma=TmaOperands(("k",), (), lambda tiles: {"k": tiles.block_kv}, optional=True),
     caches=True,
 )
