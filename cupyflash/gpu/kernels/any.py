@@ -17,6 +17,7 @@ RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_
 SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 NODES, SHARED_MEMORY = 64, 48 << 10  # rows that decode_combine keeps at most, and their bytes
+SHARED_BY_MANY = 17 << 10  # of tasks with many rows, each of which has a block
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
@@ -37,7 +38,8 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
     rows = problem.batch * problem.heads * int(np.max(problem.len_q, initial=0))
     threads = 128 if rows >= 4 * request.device.multiprocessors else 512
     row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
-    nodes = min(NODES, SHARED_MEMORY // row)
+    many = request.blocks[0] >= decode.ROWS_OF_BLOCK
+    nodes = min(NODES, (SHARED_BY_MANY if many else SHARED_MEMORY) // row)
     return Tiles(request.blocks[0], 0, threads, nodes * row)
 
 
