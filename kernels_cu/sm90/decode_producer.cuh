@@ -93,15 +93,19 @@ __device__ __forceinline__ void copy_keys(const Params& p, const decode::Task& t
 // which in a cache with pages are in one page, and 64 columns.
 __device__ __forceinline__ void load_keys(const Params& p, const decode::Task& task,
                                           const decode::Leaf& leaf, char* stage_smem,
-                                          const ptx::TensorMap& map, unsigned int barrier) {
+                                          const ptx::TensorMap& map, const SharedStorage& shared,
+                                          int n) {
   const int key = ptx::lane_index() * p.tma_rows;
   if (key >= LEAF) return;
   warpgroup::TmaHead at(p.k, task.entry(), task.head / p.group);
   const cache::Place place = cache::place(p, task.b, leaf.first_key() + key);
   if constexpr (PAGED) at.slow = place.page;
-  warpgroup::tma_load_tile<LEAF, D>(
-      ptx::shared_address(stage_smem) + key * warpgroup::SLAB_ROW_BYTES, map, at, place.row,
-      barrier);
+  const unsigned int to = ptx::shared_address(stage_smem) + key * warpgroup::SLAB_ROW_BYTES;
+#pragma unroll
+  for (int slab = 0; slab < SLABS; ++slab) {
+    ptx::tma_load(to + slab * SLAB_BYTES, map, shared.part_barrier(n, slab / PART_SLABS),
+                  slab * warpgroup::SLAB_COLUMNS, place.row, at.head, at.slow, at.slower);
+  }
 }
 
 // A warp: finds all tiles of the block by itself, and copies half of those of one stage. Where TMA
@@ -124,11 +128,10 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     const decode::Task& task = tasks_smem.task[now.place];
     const bool ends = !now.shares_node(next, 1);
     if (n % STAGES == stage) {
-      const unsigned int barrier = shared.pipeline.full_barrier(n);
       const bool by_tma = p.tma_rows > 0 && now.exists && now.keys == LEAF;
       const bool issues = by_tma && first_row == 0;
       shared.pipeline.wait_empty(n);
-      if (issues) load_keys(p, task, now, smem.stage(n), k_map, barrier);
+      if (issues) load_keys(p, task, now, smem.stage(n), k_map, shared, n);
       if (now.exists) {
         // 1 load q
         if (loaded != task.number) {
@@ -148,16 +151,16 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
       }
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();
-      if (issues) {
-        __syncwarp();  // the tile, and what all lanes have copied
-        if (ptx::lane_index() == 0) {
+      __syncwarp();  // the tile, and what all lanes have copied
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const unsigned int barrier = shared.part_barrier(n, part);
+        if (issues && ptx::lane_index() == 0) {
           // Some of the bytes may have come before they are expected.
-          ptx::mbarrier_arrive_expect_tx(barrier, TILE_BYTES);
-        } else if (EACH_LANE_ARRIVES) {
-          ptx::mbarrier_arrive(barrier);
+          ptx::mbarrier_arrive_expect_tx(barrier, PART_SLABS * SLAB_BYTES);
+        } else {
+          warpgroup::arrive_synchronised(barrier);
         }
-      } else {
-        warpgroup::arrive_warp(barrier);
       }
       if (!now.exists) return;
     }

@@ -136,9 +136,16 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     if (computes) {
       // 2 scores
       float s[2][COLUMNS];
-      ptx::wgmma_fence();
-      warpgroup::multiply<D, LEAF>(
-          s, q, warpgroup::make_smem_desc(ptx::shared_address(stage_smem), 0));
+      const warpgroup::SmemDesc k =
+          warpgroup::make_smem_desc(ptx::shared_address(stage_smem), 0);
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        if (part > 0) shared.wait_part(n, part);
+        ptx::wgmma_fence();
+        warpgroup::multiply<PART_SLABS * warpgroup::SLAB_COLUMNS, LEAF>(
+            s, q + part * PART_SLABS * SLAB_BYTES / 16, k + part * PART_SLABS * SLAB_BYTES / 16,
+            [](int) {}, part > 0);
+      }
       ptx::wgmma_commit();
       if (tile.begins) {
         m[0] = m[1] = -number::infinity();
@@ -186,6 +193,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       ptx::named_barrier_arrive(WEIGHTS + index, BOTH_CONSUMERS);
     } else {
+#pragma unroll
+      for (int part = 1; part < PARTS; ++part) shared.wait_part(n, part);
       ptx::named_barrier_sync(WEIGHTS + (1 - index), BOTH_CONSUMERS);
       const TwoRows m_other = *m_smem, l_other = *l_smem, alpha_other = *alpha_smem;
 #pragma unroll

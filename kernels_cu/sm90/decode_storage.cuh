@@ -15,6 +15,8 @@ constexpr int WARPS_OF_STAGE = PRODUCER_WARPS / STAGES;
 constexpr int SLABS = D / warpgroup::SLAB_COLUMNS, SLABS_V = D_V / warpgroup::SLAB_COLUMNS;
 constexpr int SLAB_BYTES = LEAF * warpgroup::SLAB_ROW_BYTES;
 constexpr int TILE_BYTES = SLABS * SLAB_BYTES;  // of queries, and of keys
+// Keys come in parts: scores are computed from the first one while the others are on their way.
+constexpr int PARTS = 3, PART_SLABS = SLABS / PARTS;
 
 // Named barriers. WEIGHTS + c: the weights that consumer c has computed; the other one waits for
 // them. REPAIR + c: all threads of consumer c, for values that are not finite.
@@ -50,15 +52,32 @@ struct SharedStorage {
   Rows rows;
   Tile tiles[STAGES];
   decode::WarpTasks tasks[PRODUCER_WARPS];
-  warpgroup::Pipeline<STAGES> pipeline;
+  warpgroup::Pipeline<STAGES> pipeline;              // full: with its first part
+  unsigned long long rest_full[STAGES * (PARTS - 1)];  // the other parts
   decode::Schedule schedule;
 
   __device__ __forceinline__ Tile& tile(int n) { return tiles[n % STAGES]; }
+
+  // The mbarrier of a part of tile n, all of which have the phase of the pipeline.
+  __device__ __forceinline__ unsigned int part_barrier(int n, int part) const {
+    if (part == 0) return pipeline.full_barrier(n);
+    return ptx::shared_address(&rest_full[n % STAGES * (PARTS - 1) + part - 1]);
+  }
+  __device__ __forceinline__ void wait_part(int n, int part) const {
+    warpgroup::mbarrier_wait(part_barrier(n, part), pipeline.phase_of(n));
+  }
 
   // Gives each mbarrier the number of arrivals that complete its phase; called by one thread.
   __device__ __forceinline__ void init_barriers() {
     pipeline.init(WARPS_OF_STAGE * warpgroup::ARRIVALS_OF_WARP,
                   BOTH_CONSUMERS / ptx::WARP_SIZE * warpgroup::ARRIVALS_OF_WARP);
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+#pragma unroll
+      for (int part = 1; part < PARTS; ++part) {
+        ptx::mbarrier_init(part_barrier(n, part), WARPS_OF_STAGE * warpgroup::ARRIVALS_OF_WARP);
+      }
+    }
     ptx::fence_mbarrier_init();
   }
 };
@@ -82,6 +101,7 @@ struct alignas(1024) Aligned {
 };
 
 static_assert(IS_16_BIT && CODES == cache::NUMBERS, "16-bit types");
+static_assert(PART_SLABS * PARTS == SLABS, "PARTS");
 static_assert(D == SLABS * warpgroup::SLAB_COLUMNS && D_V == 512, "D, D_V");
 static_assert(BLOCK_Q == warpgroup::WARPGROUP_ROWS && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
 static_assert(THREADS == BOTH_CONSUMERS + warpgroup::WARPGROUP_SIZE, "THREADS");
