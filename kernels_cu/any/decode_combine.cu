@@ -148,8 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (; tree.first(above) < tree.last(above); ++above) {
     const int low = tree.first(above), high = tree.last(above);
 #pragma unroll 1
-    for (int first = tree.first(above + 1); first <= tree.last(above + 1);
-         first += NODES_AT_ONCE) {
+    for (int first = tree.first(above + 1); first <= tree.last(above + 1); first += NODES_AT_ONCE) {
       const int node = first + warp / SHARERS, sharer = warp % SHARERS;
       const bool is_mine = warp < NODES_AT_ONCE * SHARERS && node <= tree.last(above + 1);
       merge::Statistics made = merge::no_keys();

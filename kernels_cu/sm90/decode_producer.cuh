@@ -25,8 +25,7 @@ __device__ __forceinline__ void copy_rows(char* rows_smem, const storage_t* own,
           reinterpret_cast<const storage_t*>(ptx::shuffle(own_address, row)) +
           piece * STORED_VECTOR;
       const int bytes = ptx::shuffle(exists ? 16 : 0, row);
-      const unsigned int to =
-          address + row * warpgroup::SLAB_ROW_BYTES + ((piece ^ row % 8) << 4);
+      const unsigned int to = address + row * warpgroup::SLAB_ROW_BYTES + ((piece ^ row % 8) << 4);
 #pragma unroll
       for (int slab = 0; slab < SLABS; ++slab) {
         ptx::cp_async_partial(to + slab * SLAB_BYTES, source + slab * warpgroup::SLAB_COLUMNS,
@@ -84,9 +83,8 @@ __device__ __forceinline__ void copy_keys(const Params& p, const decode::Task& t
   const bool exists = key < leaf.keys;
   const cache::Place at =
       exists ? cache::place(p, task.b, leaf.first_key() + key) : cache::Place{0, 0};
-  copy_rows(stage_smem + first * warpgroup::SLAB_ROW_BYTES,
-            task.k + at.offset(p.k_page, p.k.row), exists, p.k.col,
-            in_vectors(task.k, p.k.row | (PAGED ? p.k_page : 0), p.k.col));
+  copy_rows(stage_smem + first * warpgroup::SLAB_ROW_BYTES, task.k + at.offset(p.k_page, p.k.row),
+            exists, p.k.col, in_vectors(task.k, p.k.row | (PAGED ? p.k_page : 0), p.k.col));
 }
 
 // Issues the TMA loads of a whole leaf, by the lanes of one warp: one box for each tma_rows keys,

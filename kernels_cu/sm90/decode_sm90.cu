@@ -4,8 +4,8 @@
 //
 // A persistent, warp-specialised kernel. A block works on one unit at a time (decode/tasks.cuh): 64
 // rows, the queries of heads that share keys, and tiles of 64 keys at absolute positions. The last
-// warpgroup loads the tiles to two stages of shared memory, each by two of its warps: by TMA if that
-// can load keys, but for an entry's last leaf if it is not whole; else by cp.async. The others
+// warpgroup loads the tiles to two stages of shared memory, each by two of its warps: by TMA if
+// that can load keys, but for an entry's last leaf if it is not whole; else by cp.async. The others
 // are the consumers, each with half of the columns of o. They take turns to compute the scores and
 // the weights of a tile; the other one gets the weights from the last slab of the tile, which has
 // no values. Each multiplies the weights by its columns of the keys, which are the values, so that
@@ -67,8 +67,8 @@ __device__ __forceinline__ void store_node(const decode::Workspace& workspace, c
 #pragma unroll
       for (int n = 0; n < COLUMNS_O; n += 2) {
         const TwoRows before = columns[2 * n];
-        columns[2 * n] = TwoRows{{factors.apply(before.of[0], o[r][n]),
-                                  factors.apply(before.of[1], o[r][n + 1])}};
+        columns[2 * n] = TwoRows{
+            {factors.apply(before.of[0], o[r][n]), factors.apply(before.of[1], o[r][n + 1])}};
       }
     }
   }
@@ -128,16 +128,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     const bool opens = ptx::shuffle(tile.opens ? 1 : 0, 0) != 0;
     const bool masked =
         ptx::shuffle(leaf.tile_class == PARTIAL || leaf.keys < LEAF ? 1 : 0, 0) != 0;
-    Weights& weights_smem =
-        *reinterpret_cast<Weights*>(stage_smem + (SLABS - 1) * SLAB_BYTES);
+    Weights& weights_smem = *reinterpret_cast<Weights*>(stage_smem + (SLABS - 1) * SLAB_BYTES);
     unsigned int weights[2][COLUMNS / 2];
     float alpha[2];
     const bool computes = ptx::shuffle(n % CONSUMERS, 0) == index;
     if (computes) {
       // 2 scores
       float s[2][COLUMNS];
-      const warpgroup::SmemDesc k =
-          warpgroup::make_smem_desc(ptx::shared_address(stage_smem), 0);
+      const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(stage_smem), 0);
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         if (part > 0) shared.wait_part(n, part);

@@ -52,7 +52,7 @@ struct SharedStorage {
   Rows rows;
   Tile tiles[STAGES];
   decode::WarpTasks tasks[PRODUCER_WARPS];
-  warpgroup::Pipeline<STAGES> pipeline;              // full: with its first part
+  warpgroup::Pipeline<STAGES> pipeline;                // full: with its first part
   unsigned long long rest_full[STAGES * (PARTS - 1)];  // the other parts
   decode::Schedule schedule;
 

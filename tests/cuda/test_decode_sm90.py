@@ -204,9 +204,7 @@ def test_large_nodes():
     """With one block, units are nodes of 4096 keys; the bits stay."""
     lengths = np.array([4096, 8100])
     q, k = draw(2, HEADS, 1, 8192, seed=9)
-    one, many = (
-        Emulator(dataclasses.replace(HOPPER, multiprocessors=n), REVERSE) for n in (1, 60)
-    )
+    one, many = (Emulator(dataclasses.replace(HOPPER, multiprocessors=n), REVERSE) for n in (1, 60))
     got = run(q, k, lengths, emulator=one)
     assert same(got, run(q, k, lengths, emulator=many))
     within_the_bound(q, k, lengths, *got)
@@ -320,9 +318,11 @@ def test_the_workspace_has_room_for_every_unit():
 # -- faults ---------------------------------------------------------------------------------------
 
 KERNEL, PRODUCER = "sm90/decode_sm90.cu", "sm90/decode_producer.cuh"
+OWN_BARRIER = "  ptx::named_barrier_sync(barrier, warpgroup::WARPGROUP_SIZE);  // the values, "
 FAULTS = {
     "keys that wgmma may not see": (PRODUCER, "      ptx::fence_proxy_async();\n", ""),
     "keys that have not come": (PRODUCER, "      ptx::cp_async_wait_all();\n", ""),
+    "keys that are not complete": (KERNEL, "        if (part > 0) shared.wait_part(n, part);\n", ""),
     "queries that are still multiplied": (
         PRODUCER, "if (n > 0) shared.pipeline.wait_released(n - 1);", "",
     ),
@@ -336,10 +336,10 @@ FAULTS = {
         KERNEL, "      ptx::wgmma_wait<0>();\n      ptx::fence_accumulator(s);\n", "",
     ),
     "values that are cleared while others read them": (
-        KERNEL, "  ptx::named_barrier_sync(barrier, warpgroup::WARPGROUP_SIZE);  // the values, read by all threads\n", "",
+        KERNEL, f"{OWN_BARRIER}read by all threads\n", "",
     ),
     "values that are multiplied while others clear them": (
-        KERNEL, "  ptx::named_barrier_sync(barrier, warpgroup::WARPGROUP_SIZE);  // the values, made finite\n", "",
+        KERNEL, f"{OWN_BARRIER}made finite\n", "",
     ),
     "cleared values that wgmma may not see": (KERNEL, "  ptx::fence_proxy_async();\n", ""),
 }  # fmt: skip
