@@ -211,7 +211,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         }
       }
     }
-    // 6 rescale
+    // The node rescales its sums; elsewhere merges stand for that.
     if (ptx::any_lane(alpha[0] != 1.0f || alpha[1] != 1.0f)) {
       fragment_softmax::scale_rows(o, alpha);
     }
