@@ -142,6 +142,10 @@ def cases() -> list[Case]:
         ("forward_sm90", BFLOAT16, (256, 256), "causal", False, "paged"),
     ]:
         found.append(Case(kernel, dtype, own, options, packed, cache))
+    for n, (options, cache) in enumerate([
+        ("plain", "cached"), ("causal", "paged"), ("segments", "cached"), ("alibi", "paged"),
+    ]):  # fmt: skip
+        found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
     # Caches of codes: each format, each type of queries.
     for n, form in enumerate(FORMATS):
         own = (128, 128), "causal" if n % 2 else "plain", n == 3, f"paged {form}"
