@@ -322,7 +322,6 @@ OWN_BARRIER = "  ptx::named_barrier_sync(barrier, warpgroup::WARPGROUP_SIZE);  /
 FAULTS = {
     "keys that wgmma may not see": (PRODUCER, "      ptx::fence_proxy_async();\n", ""),
     "keys that have not come": (PRODUCER, "      ptx::cp_async_wait_all();\n", ""),
-    "keys that are not complete": (KERNEL, "        if (part > 0) shared.wait_part(n, part);\n", ""),
     "queries that are still multiplied": (
         PRODUCER, "if (n > 0) shared.pipeline.wait_released(n - 1);", "",
     ),
