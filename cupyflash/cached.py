@@ -108,7 +108,9 @@ def attention_cached(
         first ``lengths[b]`` are read; the others may contain anything. With `table`, they are in
         pages of any length: (P, Hkv, page, D).
     v : array, shape (B, Hkv, S, Dv)
-        Values. With `table`, they are in pages: (P, Hkv, page, Dv).
+        Values. With `table`, they are in pages: (P, Hkv, page, Dv). They may be columns of `k`, as
+        in multi-head latent attention: ``k[..., :512]`` of keys with 576 columns has a kernel of
+        its own on Hopper.
     lengths : int or array, shape (B,)
         How many positions are in use, as int32 or int64, on the device of `q`. On a GPU, lengths
         are clamped and not read back, so a captured CUDA graph works for all later lengths.

@@ -141,6 +141,8 @@ class CachedRequest(Request):
             return None  # it may be wrong
         if self._shared:
             kind += f" with {self._shared} shared"
+        if all(map(is_device_array, (self._k, self._v))) and (self._k.data.ptr == self._v.data.ptr):
+            kind += " of values in keys"  # which a kernel may rely on
         return launch_cache.signature(kind, named, self._options, written)
 
 

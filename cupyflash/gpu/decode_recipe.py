@@ -51,7 +51,7 @@ def _add_decode(writer: Writer, extent: Extent) -> int:
         # Maxima are scores; logits where scores are changed, and in the portable kernel.
         spec = writer.launches[-1].special.spec
         has_scores = spec.tensor_cores and not writer.generated.functions.has_score
-        fields = dict(decode.fields(grid, keys_of(call)))
+        fields = dict(decode.fields(grid, tiles, keys_of(call)))
         fields["scale"] = abs(call.problem.scale) if has_scores else 1.0
         blocks = tiles.block_q, tiles.block_kv
         writer.add("join", extent, fields, named, blocks=blocks)

@@ -267,8 +267,8 @@ class Writer:
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
         if part == "decode":
-            told |= decode.fields(grid, keys_of(self.call))
-        told["tma_rows"] = next((x.rows for x in tma.maps if request.is_paged(x.name)), 0)
+            told |= decode.fields(grid, tiles, keys_of(self.call))
+        told["tma_rows"] = next((x.rows for x in tma.maps if x.name == "k"), 0)
         if grid.size:
             layout = params.params(functions.num_ints, functions.num_floats, functions.num_tables)
             slots = tuple((layout.place(name), name) for name in addresses)

@@ -3,7 +3,7 @@
 //
 // Each row of a task has a block or, where there are many rows, a warp. It folds units to nodes of
 // the next level, and so on: a warp folds the children of a node in their order, lane n with the
-// statistics of child n, and all lanes with columns.
+// statistics of child n, and all lanes with columns. Several warps share the columns of a wide row.
 //
 // Grid: the rows of all tasks, BLOCK_ROWS to a block. Shared memory: NODES rows for each of them.
 // BLOCK_Q is the decode kernel's. `scale` is the number of logits to the base e per score.
@@ -21,6 +21,9 @@ constexpr int BLOCK_ROWS = THREADS > 2 * ptx::WARP_SIZE ? 1 : decode::WARPS;
 constexpr int SHARE = THREADS / BLOCK_ROWS, ROW_WARPS = SHARE / ptx::WARP_SIZE;  // of a row
 constexpr int NODES = SHARED_BYTES / BLOCK_ROWS / (ROW * static_cast<int>(sizeof(accum_t)));
 constexpr int VECTORS = decode::COLUMNS / VECTOR;
+constexpr int PIECES = (VECTORS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;  // of a row, each a warp's
+constexpr int SHARERS = PIECES < ROW_WARPS ? PIECES : ROW_WARPS;
+constexpr int NODES_AT_ONCE = ROW_WARPS / SHARERS;
 static_assert(NODES > 0, "SHARED_BYTES");
 
 // A row of a task's tree. Nodes of a level are numbered from the first one of all keys.
@@ -49,9 +52,11 @@ struct Tree {
   }
 };
 
-// Folds children in their order, and stores the node. Lane n, of the first CHILDREN, has child n
-// or, where there is none, another one. The node may lie where one of its children does.
-__device__ __forceinline__ void fold(accum_t* child, bool exists, accum_t* node, accum_t c) {
+// Folds children in their order, and stores the columns of one of SHARERS warps; returns the node's
+// statistics. Lane n, of the first CHILDREN, has child n or, where there is none, another one. The
+// node may lie where one of its children does.
+__device__ __forceinline__ merge::Statistics fold(accum_t* child, bool exists, accum_t* node,
+                                                  int sharer, accum_t c) {
   const int lane = ptx::lane_index();
   merge::Statistics mine = decode::statistics_of(child);
   if (!exists) mine = merge::no_keys();
@@ -68,7 +73,7 @@ __device__ __forceinline__ void fold(accum_t* child, bool exists, accum_t* node,
   const long long address = reinterpret_cast<long long>(child + decode::STATISTICS);
   accum_t l = 0;
 #pragma unroll 1
-  for (int first = 0; first < VECTORS; first += ptx::WARP_SIZE) {
+  for (int first = sharer * ptx::WARP_SIZE; first < VECTORS; first += SHARERS * ptx::WARP_SIZE) {
     const int place = first + lane;
     Vector parts[CHILDREN];  // all loaded before the first is added
 #pragma unroll
@@ -90,11 +95,10 @@ __device__ __forceinline__ void fold(accum_t* child, bool exists, accum_t* node,
     __syncwarp();  // the parts, loaded by all lanes before one of them is replaced
     if (place < VECTORS) reinterpret_cast<Vector*>(node + decode::STATISTICS)[place] = sums;
   }
-  top = ptx::shuffle(top, CHILDREN - 1);
-  if (lane == 0) decode::statistics_of(node) = merge::Statistics{top, l};
+  return merge::Statistics{ptx::shuffle(top, CHILDREN - 1), l};
 }
 
-// A barrier of a row's threads: its nodes, folded by all of its warps.
+// A barrier of a row's threads.
 __device__ __forceinline__ void wait_for_row() {
   if constexpr (ROW_WARPS == 1) {
     __syncwarp();
@@ -178,13 +182,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (; tree.first(above) < tree.last(above); ++above) {
     const int low = tree.first(above), high = tree.last(above);
 #pragma unroll 1
-    for (int node = tree.first(above + 1) + warp; node <= tree.last(above + 1); node += ROW_WARPS) {
-      const int wanted = (node << LOG_CHILDREN) + ptx::lane_index() % CHILDREN;
-      const int child = tile::smaller(matmul::larger(wanted, low), high);
-      fold(tree.place(above, child), child == wanted && ptx::lane_index() < CHILDREN,
-           tree.place(above + 1, node), c);
+    for (int first = tree.first(above + 1); first <= tree.last(above + 1); first += NODES_AT_ONCE) {
+      const int node = first + warp / SHARERS, sharer = warp % SHARERS;
+      const bool is_mine = warp < NODES_AT_ONCE * SHARERS && node <= tree.last(above + 1);
+      merge::Statistics made = merge::no_keys();
+      if (is_mine) {
+        const int wanted = (node << LOG_CHILDREN) + ptx::lane_index() % CHILDREN;
+        const int child = tile::smaller(matmul::larger(wanted, low), high);
+        made = fold(tree.place(above, child), child == wanted && ptx::lane_index() < CHILDREN,
+                    tree.place(above + 1, node), sharer, c);
+      }
+      if constexpr (SHARERS > 1) wait_for_row();  // statistics of children, read by all warps
+      if (is_mine && sharer == 0 && ptx::lane_index() == 0) {
+        decode::statistics_of(tree.place(above + 1, node)) = made;
+      }
     }
-    wait_for_row();
+    wait_for_row();  // the nodes, folded by all warps
   }
   results.write(tree.place(above, tree.first(above)), p.out.col, scale);
 }

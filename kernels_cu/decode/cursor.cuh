@@ -29,14 +29,20 @@ struct WarpTasks {
 
 class Cursor {
  public:
-  // All lanes of a warp call its functions together.
+  // All lanes of a warp call its functions together. The block's units are divided into `shares`;
+  // of warps with the same share one keeps records of tasks.
   __device__ __forceinline__ Cursor(const Params& p, const Schedule& schedule,
-                                    const Workspace& workspace, WarpTasks& tasks_smem)
-      : p_(p), workspace_(workspace), tasks_smem_(tasks_smem), level_(schedule.level) {
+                                    const Workspace& workspace, WarpTasks& tasks_smem,
+                                    int share = threadIdx.x / ptx::WARP_SIZE, int shares = WARPS,
+                                    bool keeps_records = true)
+      : p_(p),
+        workspace_(workspace),
+        tasks_smem_(tasks_smem),
+        level_(schedule.level),
+        keeps_records_(keeps_records) {
     const int begin = schedule.begin(blockIdx.x), all = schedule.begin(blockIdx.x + 1) - begin;
-    const int warp = threadIdx.x / ptx::WARP_SIZE;
-    unit_ = begin + all * warp / WARPS;
-    end_ = begin + all * (warp + 1) / WARPS;
+    unit_ = begin + all * share / shares;
+    end_ = begin + all * (share + 1) / shares;
     if (unit_ == end_) return;
     const Found found = schedule.find(unit_);
     index_ = found.index;
@@ -92,7 +98,7 @@ class Cursor {
     leaf_end_ = tile::smaller((static_cast<long long>(node) + 1) << shift, task.last);
     leaf_ = leaf_begin_;
     yielded_ = false;
-    if (index_ == 0 && ptx::lane_index() == 0) {
+    if (keeps_records_ && index_ == 0 && ptx::lane_index() == 0) {
       workspace_.records[task.number] =
           TaskRecord{unit_, task.units(level_), task.first_node(level_), level_};
     }
@@ -139,7 +145,7 @@ class Cursor {
   int leaf_ = 0, leaf_begin_ = 0, leaf_end_ = 0;
   int classified_ = 0;  // leaves before this one have bits, the last 32 of them
   unsigned int some_ = 0, full_ = 0;
-  bool yielded_ = false;
+  bool yielded_ = false, keeps_records_;
 };
 
 }  // namespace decode

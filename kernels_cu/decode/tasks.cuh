@@ -20,6 +20,10 @@ constexpr int WARPS = THREADS / ptx::WARP_SIZE;
 // Units of a block that keep its warps busy enough, the part of its leaves by which a block may
 // have more than others, and most units for each block. Codes need more instructions for each byte.
 constexpr int FILL = 3, FILL_OF_CODES = 7, EVEN = 24, MOST_UNITS = 64;
+// If all of a block works on one unit, this holds instead: the least level, with nodes that are in
+// registers, the largest one, whose nodes are in the workspace, and most units for each block.
+constexpr bool OF_BLOCKS = MOST_ROWS >= 64;
+constexpr int FIRST_OF_BLOCK = 1, LAST_OF_BLOCK = 2, MOST_OF_BLOCK = 16;
 constexpr int MOST_COUNTED = 1 << 30;  // units in all: more are too many anyway
 // Whether all tasks of an entry have equal units: no mask bounds their keys, and no entry its own
 // queries.
@@ -166,18 +170,20 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
 // The level of the units: the largest whose nodes give all blocks work, and nearly equal work; but
 // one whose units have room in the workspace. It changes no bit.
 __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]) {
+  constexpr int FIRST = OF_BLOCKS ? FIRST_OF_BLOCK : 0;
+  constexpr int LAST = OF_BLOCKS ? LAST_OF_BLOCK : LEVELS - 1;
+  constexpr int FEWEST = OF_BLOCKS ? 0 : CODES == cache::NUMBERS ? FILL : FILL_OF_CODES;
+  constexpr int MOST = OF_BLOCKS ? MOST_OF_BLOCK : MOST_UNITS;
   const unsigned int blocks = gridDim.x, leaves = (totals[0] + blocks - 1) / blocks;
-  int level = 0;
+  int level = FIRST;
 #pragma unroll
-  for (int n = 1; n < LEVELS; ++n) {
+  for (int n = FIRST + 1; n <= LAST; ++n) {
     const unsigned int most = (totals[n] + blocks - 1) / blocks << (LOG_CHILDREN * n);
-    if (totals[n] >= (CODES == cache::NUMBERS ? FILL : FILL_OF_CODES) * blocks &&
-        most <= leaves + leaves / EVEN)
-      level = n;
+    if (totals[n] >= FEWEST * blocks && most <= leaves + leaves / EVEN) level = n;
   }
 #pragma unroll
-  for (int n = 0; n < LEVELS - 1; ++n) {
-    if (level == n && totals[n] > MOST_UNITS * blocks) level = n + 1;
+  for (int n = FIRST; n < LAST; ++n) {
+    if (level == n && totals[n] > MOST * blocks) level = n + 1;
   }
   return level;
 }

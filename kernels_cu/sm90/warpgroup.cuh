@@ -43,9 +43,12 @@ __device__ __forceinline__ void mbarrier_wait(unsigned int barrier, int phase) {
 // Arrives at an mbarrier for a warp. One lane does so for all, unless a race checker has to see
 // every lane arrive.
 constexpr int ARRIVALS_OF_WARP = EACH_LANE_ARRIVES ? ptx::WARP_SIZE : 1;
+__device__ __forceinline__ void arrive_synchronised(unsigned int barrier) {
+  if (EACH_LANE_ARRIVES || ptx::lane_index() == 0) ptx::mbarrier_arrive(barrier);
+}
 __device__ __forceinline__ void arrive_warp(unsigned int barrier) {
   __syncwarp();  // what all lanes have read or written
-  if (EACH_LANE_ARRIVES || ptx::lane_index() == 0) ptx::mbarrier_arrive(barrier);
+  arrive_synchronised(barrier);
 }
 
 // Arrives at an mbarrier for a warpgroup. Nothing orders its threads here: the caller has waited
@@ -142,20 +145,20 @@ __device__ __forceinline__ ptx::SmemDesc wgmma_desc(SmemDesc operand) {
   return EIGHT_ROWS << 32 | SWIZZLE_128 | operand;
 }
 
-// Issues c = a b^T for 64 rows of a and KEYS rows of b, WIDTH columns each. The caller fences,
-// commits and waits. `beside(n)` runs after step n was issued.
+// Issues c = a b^T, or c += where `add`, for 64 rows of a and KEYS rows of b, WIDTH columns each.
+// The caller fences, commits and waits. `beside(n)` runs after step n was issued.
 template <int WIDTH, int KEYS, int COLUMNS, class Beside>
 __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
-                                         const Beside& beside) {
+                                         const Beside& beside, bool add = false) {
 #pragma unroll
   for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
     const int line = step / 4 * SLAB_ROW_BYTES / 16, inside = step % 4 * 2;
     const ptx::SmemDesc left = wgmma_desc(a + (line * WARPGROUP_ROWS + inside));
     const ptx::SmemDesc right = wgmma_desc(b + (line * KEYS + inside));
     if constexpr (IS_FLOAT16) {
-      ptx::wgmma_ss_f16(c, left, right, step > 0);
+      ptx::wgmma_ss_f16(c, left, right, add || step > 0);
     } else if constexpr (IS_BFLOAT16) {
-      ptx::wgmma_ss_bf16(c, left, right, step > 0);
+      ptx::wgmma_ss_bf16(c, left, right, add || step > 0);
     } else {
       unknown_element();
     }

@@ -35,6 +35,7 @@ SPILLS = {
     "backward_sm80_bias": 20,
     "backward_f64_dkdv": 216,
     "decode_sm80": 540,
+    "decode_sm90": 1284,  # where NaN and infinities are added one by one
 }
 
 
@@ -50,7 +51,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 210
+    assert len(CASES) <= 214
     for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4

@@ -9,7 +9,7 @@ from recognised import draw, fields
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, cache_update, quantization
 from cupyflash.arrays import device_arrays
-from cupyflash.gpu import params
+from cupyflash.gpu import params, tma
 from cupyflash.problem import cached as cached_calls
 from cupyflash.problem.hadamard import matrix_of
 
@@ -54,6 +54,18 @@ def test_a_length_of_all_entries_is_told_anew(cupy):
         cupyflash.attention_cached(q, k, v, n)
     told = [fields(x, params.params(0, 0, 0))["len_k"] for x in cupy.launches]
     assert told == [7, 7, 8, 8]
+
+
+def test_values_in_keys_are_told_from_others_like_them(cupy, monkeypatch):
+    """A kernel relies on it: it is not launched again where the values lie elsewhere."""
+    monkeypatch.setattr(tma, "encode", lambda *_: bytes(128))
+    (q,) = draw(cupy, (2, 16, 1, 576), np.float16, count=1)
+    k, other = draw(cupy, (2, 1, 64, 576), np.float16, count=2)
+    lengths = cupy.asarray(np.full(2, 7, np.int32))
+    for held in (k, other, k):
+        cupyflash.attention_cached(q, k, held[..., :512], lengths)
+    kernels = [launch.kernel.partition("__")[0] for launch in cupy.launches[::2]]
+    assert kernels == ["decode_sm90", "decode_simt", "decode_sm90"]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -114,6 +114,41 @@ def test_what_entries_share_changes_no_bit(cupy, dtype):
             assert np.array_equal(bits(hinted), bits(out))
 
 
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=lambda x: np.dtype(x).name)
+@pytest.mark.parametrize("heads", [128, 64, 16])
+def test_compressed_keys(cupy, dtype, heads):
+    """On Hopper by a kernel of their own: its numbers, and its bits with pages and drafts."""
+    lengths, room, mask = [5000, 0, 1111], 5120, masks.causal()
+    q, k = map(cupy.asarray, draw(dtype, (3, heads, 2, 576), (3, 1, room, 576)))
+    for b, length in enumerate(lengths):
+        k[b, :, length:] = np.nan
+    arrays = q, k, k[..., :512], cupy.asarray(lengths, cupy.int32)
+    out, lse = cupyflash.attention_cached(*arrays, mask=mask, return_lse=True)
+    if cupy.cuda.Device().compute_capability == "90":
+        assert cupyflash.plan_cached(*arrays, mask=mask).kernel == "decode_sm90"
+    precision = Precision.of(np.dtype(dtype), True)
+    for b, length in enumerate(lengths):
+        keys = k[b : b + 1, :, :length].get()
+        bound = forward_bound(
+            q[b : b + 1].get(), keys, keys[..., :512], precision=precision, block_kv=64, mask=mask
+        )
+        assert rho(out[b : b + 1].get(), *bound.out).value <= 1
+        assert rho(lse[b : b + 1].get(), *bound.lse).value <= 1
+    for page in (5, 16, 64):
+        each = room // page
+        order = np.random.default_rng(page).permutation(3 * each).reshape(3, each)
+        pages = cupy.empty((3 * each, 1, page, 576), dtype)
+        pages[cupy.asarray(order.reshape(-1)), 0] = k.reshape(-1, page, 576)
+        paged = cupyflash.attention_cached(
+            q, pages, pages[..., :512], arrays[3], table=cupy.asarray(order), mask=mask
+        )
+        assert np.array_equal(bits(paged), bits(out))
+    for n in range(2):
+        step = cupyflash.attention_cached(q[:1, :, n : n + 1], *(x[:1] for x in arrays[1:3]),
+                                          lengths[0] - 1 + n)  # fmt: skip
+        assert np.array_equal(bits(step), bits(out[:1, :, n : n + 1]))
+
+
 def test_one_graph_serves_all_lengths(cupy):
     q, k, v = cache(cupy, seed=2)
     lengths = cupy.asarray([10, 20, 30], cupy.int32)

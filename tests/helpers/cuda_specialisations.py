@@ -17,7 +17,7 @@ from cupyflash.gpu.kernels import simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.source import NONE, Specialisation
-from cupyflash.problem import coded, validate
+from cupyflash.problem import cached, coded, validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem
 from cupyflash.problem.formats import FORMATS
@@ -142,6 +142,10 @@ def cases() -> list[Case]:
         ("forward_sm90", BFLOAT16, (256, 256), "causal", False, "paged"),
     ]:
         found.append(Case(kernel, dtype, own, options, packed, cache))
+    for n, (options, cache) in enumerate([
+        ("plain", "cached"), ("causal", "paged"), ("segments", "cached"), ("alibi", "paged"),
+    ]):  # fmt: skip
+        found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
     # Caches of codes: each format, each type of queries.
     for n, form in enumerate(FORMATS):
         own = (128, 128), "causal" if n % 2 else "plain", n == 3, f"paged {form}"
@@ -231,6 +235,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     if case.packed:
         more = {"check": True, "options": Options(**options), "given": given}
         call = validate.varlen_call(q, q, v, [0, 24], [0, 24], **more)
+    elif case.kernel == "decode_sm90":  # only a cache has heads of this size
+        call = cached.call(q[None], q[None], v[None], 24, None, None, Options(**options))
     else:
         call = validate.call(q, q, v, Options(**options), given=given)
     spec, problem, made = SPECS[case.kernel], call.problem, trees(call)

@@ -221,8 +221,8 @@ ON_A_GPU = {
     ),
     "the record of a task is that of its second unit": Fault(
         CURSOR,
-        "if (index_ == 0 && ptx::lane_index() == 0) {",
-        "if (index_ == 1 && ptx::lane_index() == 0) {",
+        "if (keeps_records_ && index_ == 0 && ptx::lane_index() == 0) {",
+        "if (keeps_records_ && index_ == 1 && ptx::lane_index() == 0) {",
         GRID,
         "simt and 3",
     ),

@@ -20,7 +20,7 @@ from cupyflash.gpu import source, strides
 from cupyflash.gpu.kernels import registry
 from cupyflash.gpu.kernels.registry import KERNELS, SPECS
 from cupyflash.gpu.kernels.spec import Extent, Request, Tiles
-from cupyflash.problem import validate
+from cupyflash.problem import cached, validate
 from cupyflash.problem.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,6 +185,10 @@ def test_the_first_that_serves_wins_and_the_plan_says_why():
                 assert choice.spec.how(request.problem) in plan.reason
                 for spec, why in choice.passed_over[-1:]:
                     assert f"not by {spec.name}, because {why}" in plan.reason
+    # Only a cache has keys of 576 columns.
+    q = np.zeros((1, 16, 1, 576), np.float16)
+    call = cached.call(q, q[:, :1], q[:, :1, :, :512], 1, None, None, Options())
+    chosen.add(registry.select("decode", Request.of(call, target_of("sm_90"))).spec)
     # Every kernel has a call that it serves.
     assert chosen == {spec for spec in SPECS.values() if spec.part not in WITH_ARRAYS}
 

@@ -18,6 +18,8 @@ SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 # Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.
 NODES, SHARED_MEMORY, FEW_NODES, ROWS_OF_SM = 64, 48 << 10, 8, 6
+SHARED_BY_MANY = 17 << 10  # bytes for a row of tasks with many rows, each of which has a block
+WARP_ROW = 512  # bytes of o that a warp folds at once
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
@@ -32,16 +34,17 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
     """Return a large block for each of few rows, so that its warps fold all nodes at once.
 
     Blocks are as large as all rows may be and still be computed at the same time; of more rows than
-    that, each has a warp. No bit depends on it.
+    that, each has a warp, which is fast if a row is as wide as a warp. No bit depends on it.
     """
     problem = request.problem
     assert request.blocks is not None  # the rows of a task are those of the decode kernel
     rows = problem.batch * problem.heads * int(np.max(problem.len_q, initial=0))
     row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
     at_once = request.device.multiprocessors
-    if rows > ROWS_OF_SM * at_once:
+    if rows > ROWS_OF_SM * at_once and problem.d_v * problem.accumulator.itemsize <= WARP_ROW:
         return Tiles(request.blocks[0], 0, 64, 2 * FEW_NODES * row)
-    nodes = min(NODES, SHARED_MEMORY // row)
+    many = request.blocks[0] >= decode.ROWS_OF_BLOCK
+    nodes = min(NODES, (SHARED_BY_MANY if many else SHARED_MEMORY) // row)
     return Tiles(request.blocks[0], 0, 512 if rows <= at_once else 128, nodes * row)
 
 

@@ -16,6 +16,8 @@ LEAF = 64  # keys of a leaf; 8 nodes are one of the next level
 MOST_UNITS = 64  # for each block, unless there are more of the largest
 FILL = 3  # units of a block from which on they may be larger nodes
 HELD = 2  # slots of a warp for nodes below its unit
+ROWS_OF_BLOCK = 64  # rows of tasks from which on all of a block works on one unit: most of them
+MOST_OF_BLOCK = 16
 TASK_BYTES, LEVELS = 96, 4  # of a task that a warp has; levels of units
 COLUMNS, STATISTICS_BYTES = 16, 16  # rows of o in slots are multiples of it; their m and l
 MOST_ROWS = 16  # queries of the heads that share a key head, and
@@ -60,13 +62,19 @@ class Slots(NamedTuple):
     held: int
 
 
-def slots(tasks: int, capacity: int, blocks: int) -> Slots:
-    """Return the slots of a launch of so many tasks and blocks, for entries of `capacity` keys."""
+def slots(grid: Grid, tiles: Tiles, capacity: int) -> Slots:
+    """Return the slots of a launch with a task for each of its pieces of work.
+
+    `capacity` is the number of keys of the longest possible entry.
+    """
+    tasks, blocks = grid.work_tiles, grid.size
 
     def units(level: int) -> int:
         keys = LEAF << 3 * level
         return tasks * max(-(-capacity // keys), 1)
 
+    if tiles.block_q >= ROWS_OF_BLOCK:
+        return Slots(min(units(1), max(MOST_OF_BLOCK * blocks, units(2))), 0)
     most = MOST_UNITS * blocks
     large = units(2) >= FILL * blocks or units(1) > most
     return Slots(min(units(0), max(most, units(3))), HELD if large else 0)
@@ -91,7 +99,7 @@ def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capaci
         The longest possible entry.
     """
     heads, queries = rows_of_task(group, tiles.block_q)
-    made = slots(grid.work_tiles, capacity, grid.size)
+    made = slots(grid, tiles, capacity)
     rows = (made.units + grid.size * tiles.threads // 32 * made.held) * heads * queries
     return 16 * grid.work_tiles + rows * row_bytes(d_v, itemsize)
 
@@ -101,7 +109,7 @@ def row_bytes(d_v: int, itemsize: int) -> int:
     return -(-d_v // COLUMNS) * COLUMNS * itemsize + STATISTICS_BYTES
 
 
-def fields(grid: Grid, capacity: int) -> Mapping[str, Any]:
+def fields(grid: Grid, tiles: Tiles, capacity: int) -> Mapping[str, Any]:
     """Return what the kernels are told of their tasks."""
-    made = slots(grid.work_tiles, capacity, grid.size)
+    made = slots(grid, tiles, capacity)
     return {"tasks": grid.work_tiles, "slots": made.units, "held": made.held}

@@ -14,14 +14,14 @@ from ...arrays.cuda_device import OLDEST_CAPABILITY, Target
 from ...errors import ArgumentError
 from ...problem.call import Plan, Problem
 from . import any as all_hardware
-from . import decode, simt, sm80, sm80_f64, sm90, sm90_fp8
+from . import decode, simt, sm80, sm80_f64, sm90, sm90_decode, sm90_fp8
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
     "forward_codes": (sm90_fp8.FORWARD,),
-    "decode": (sm80.DECODE, simt.DECODE),
+    "decode": (sm90_decode.DECODE, sm80.DECODE, simt.DECODE),
     "join": (all_hardware.DECODE_COMBINE,),
     "delta": (all_hardware.DELTA,),
     "sink": (all_hardware.SINK,),

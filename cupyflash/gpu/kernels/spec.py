@@ -212,7 +212,8 @@ class TmaOperands:
     Attributes
     ----------
     loads : tuple of str
-        The arrays that it loads. If TMA cannot load one, the kernel does not serve.
+        The arrays that it loads. If TMA cannot load one, the kernel does not serve, or with
+        `optional` it loads them by itself.
     stores : tuple of str
         The arrays that it stores, if TMA can.
     rows : function
@@ -225,6 +226,7 @@ class TmaOperands:
     stores: tuple[str, ...]
     rows: Callable[[Tiles], Mapping[str, int]]
     has_room: Callable[[Request, Tiles], bool] = _always
+    optional: bool = False
 
 
 def never(_: Request) -> None:

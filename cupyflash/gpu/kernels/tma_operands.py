@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ...arrays import device_arrays
 from .. import tma
@@ -15,6 +15,8 @@ from .spec import Request, Tiles, TmaOperands, TmaUse
 # it as reads of uninitialised memory. For such tools, results are stored without TMA.
 NO_TMA_STORE = os.environ.get("CUPYFLASH_NO_TMA_STORE") == "1"
 FEWEST_PAGE_ROWS = 8  # that TMA loads at a time: the pattern of shared memory repeats after them
+# The map of an array that TMA does not load: it is encoded, and the kernel does not use it.
+NOTHING = tma.TensorMap("workspace", "float16", (tma.LINE, 1, 1, 1, 1), (16, 16, 16, 16), 1)
 _SAID = {"d_out": "do"}  # the callers' names of arrays
 
 
@@ -76,6 +78,13 @@ def can_store(request: Request, names: Iterable[str]) -> bool:
     return obstacle(request, names) is None
 
 
+def _cannot_load(request: Request, loads: Iterable[str], rows: Mapping[str, int]) -> bool:
+    """Return whether TMA cannot load an array of a kernel that then copies it by itself."""
+    pages = filter(request.is_paged, loads)
+    small = any(page_rows(request, rows[name]) < FEWEST_PAGE_ROWS for name in pages)
+    return small or obstacle(request, loads) is not None
+
+
 def use(operands: TmaOperands | None, request: Request, tiles: Tiles) -> TmaUse:
     """Return what a launch copies by TMA. There must be no obstacle to its loads.
 
@@ -84,6 +93,8 @@ def use(operands: TmaOperands | None, request: Request, tiles: Tiles) -> TmaUse:
     if operands is None:
         return TmaUse()
     loads, stores = operands.loads, operands.stores
+    if operands.optional and _cannot_load(request, loads, operands.rows(tiles)):
+        return TmaUse(tuple(NOTHING for _ in loads))
     stored = operands.has_room(request, tiles) and can_store(request, stores)
     dtype, rows = request.problem.dtype.name, dict(operands.rows(tiles))
     for name in filter(request.is_paged, loads):

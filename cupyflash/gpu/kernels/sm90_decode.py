@@ -1,0 +1,61 @@
+"""The kernel of many heads that share compressed keys, on compute capability 9.0: its spec."""
+
+from __future__ import annotations
+
+from ...arrays import device_arrays
+from . import decode, grid
+from .sm80 import HALVES
+from .sm90 import ARCHITECTURE, CAPABILITY
+from .spec import KernelSpec, Request, Tiles, TmaOperands, row_bytes
+
+D, D_V = 576, 512  # columns of keys; the first of them are the values
+ROWS, THREADS = 64, 384  # of a block: two consumer warpgroups, and producers
+STAGES, PRODUCER_WARPS = 2, 4
+# With fewer heads of a key head, most rows of its products would be unused. Their number must not
+# depend on the queries: as many drafts have the bits of single steps.
+FEWEST_HEADS = 16
+_ROW_BYTES = 24  # of a thread: what consumers tell each other of its rows
+_TILE_BYTES = 128 + 32  # what consumers are told of a stage's tile, and barriers
+
+
+def _shared_memory() -> int:
+    storage = _ROW_BYTES * 128 + _TILE_BYTES * STAGES + 2 * decode.TASK_BYTES * PRODUCER_WARPS
+    storage += decode.schedule_bytes(THREADS // 32)
+    return (ROWS + STAGES * decode.LEAF) * row_bytes(D) + -(-storage // 8) * 8
+
+
+def _configure(_: Request) -> Tiles:
+    return Tiles(ROWS, decode.LEAF, THREADS, _shared_memory(), stages=STAGES)
+
+
+def _obstacle(request: Request) -> str | None:
+    problem, call = request.problem, request.call
+    if (problem.d, problem.d_v) != (D, D_V):
+        return f"it is for keys of {D} columns, of which the first {D_V} are the values"
+    if call is None:
+        return "its arrays are not known"
+    if not problem.heads_kv or problem.heads // problem.heads_kv < FEWEST_HEADS:
+        return f"it is for {FEWEST_HEADS} heads or more that share keys"
+    k, v = call.k, call.v
+    if k.strides != v.strides or device_arrays.address(k) != device_arrays.address(v):
+        return f"v is not k[..., :{D_V}], a view of the keys"
+    return None
+
+
+DECODE = KernelSpec(
+    source="sm90/decode_sm90.cu",
+    part="decode",
+    computes="out and log-sum-exp of many heads that share compressed keys",
+    method="multiplies {dtype} by the tensor cores of warpgroups",
+    heads=dict.fromkeys(HALVES, D),
+    capability=CAPABILITY,
+    architecture=ARCHITECTURE,
+    tensor_cores=True,
+    condition=f"D = {D}, and v = k[..., :{D_V}] of the same memory; {FEWEST_HEADS} heads or more "
+    "share keys",
+    obstacle=_obstacle,
+    configure=_configure,
+    grid=grid.by_units,
+    tma=TmaOperands(("k",), (), lambda tiles: {"k": tiles.block_kv}, optional=True),
+    caches=True,
+)

@@ -1,0 +1,110 @@
+// The shared memory of a block of decode_sm90.cu: queries, tiles of keys in their stages, what the
+// producers tell of these, and what consumers tell each other.
+#pragma once
+#include "../decode/cursor.cuh"
+#include "warpgroup.cuh"
+
+namespace decode_storage {
+
+using decode::LEAF;
+
+constexpr int CONSUMERS = 2;  // warpgroups, each with half of the columns of o
+constexpr int STAGES = 2;     // of tiles of keys; each has two producer warps
+constexpr int PRODUCER_WARPS = warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
+constexpr int WARPS_OF_STAGE = PRODUCER_WARPS / STAGES;
+constexpr int SLABS = D / warpgroup::SLAB_COLUMNS, SLABS_V = D_V / warpgroup::SLAB_COLUMNS;
+constexpr int SLAB_BYTES = LEAF * warpgroup::SLAB_ROW_BYTES;
+constexpr int TILE_BYTES = SLABS * SLAB_BYTES;  // of queries, and of keys
+// Keys come in parts: scores are computed from the first one while the others are on their way.
+constexpr int PARTS = 3, PART_SLABS = SLABS / PARTS;
+
+// Named barriers. WEIGHTS + c: the weights that consumer c has computed; the other one waits for
+// them. REPAIR + c: all threads of consumer c, for values that are not finite.
+constexpr int WEIGHTS = 1, REPAIR = WEIGHTS + CONSUMERS;
+constexpr int BOTH_CONSUMERS = CONSUMERS * warpgroup::WARPGROUP_SIZE;  // threads
+
+// A tile: a leaf of a task, and what it is in its node of level 1 and in its unit.
+struct Tile {
+  decode::Task task;
+  decode::Leaf leaf;
+  bool begins, ends;  // its node
+  bool opens;         // its node is the first one of its unit
+};
+
+// Weights of a thread: two rows of its warp, and columns as fragment.cuh says. They take the place
+// of the last slab of keys, which has no values, once the scores are computed.
+struct Weights {
+  ptx::Bytes16 of[4][warpgroup::WARPGROUP_SIZE];
+};
+static_assert(sizeof(Weights) == SLAB_BYTES && SLABS > SLABS_V, "a slab without values");
+
+// The rows of a thread: what is known of them after a tile. Thread t of one consumer writes for
+// thread t of the other one.
+struct alignas(8) TwoRows {
+  float of[2];
+};
+struct Rows {
+  TwoRows m[warpgroup::WARPGROUP_SIZE], l[warpgroup::WARPGROUP_SIZE];
+  TwoRows alpha[warpgroup::WARPGROUP_SIZE];
+};
+
+struct SharedStorage {
+  Rows rows;
+  Tile tiles[STAGES];
+  decode::WarpTasks tasks[PRODUCER_WARPS];
+  warpgroup::Pipeline<STAGES> pipeline;                // full: with its first part
+  unsigned long long rest_full[STAGES * (PARTS - 1)];  // the other parts
+  decode::ScheduleStorage schedule;
+
+  __device__ __forceinline__ Tile& tile(int n) { return tiles[n % STAGES]; }
+
+  // The mbarrier of a part of tile n, all of which have the phase of the pipeline.
+  __device__ __forceinline__ unsigned int part_barrier(int n, int part) const {
+    if (part == 0) return pipeline.full_barrier(n);
+    return ptx::shared_address(&rest_full[n % STAGES * (PARTS - 1) + part - 1]);
+  }
+  __device__ __forceinline__ void wait_part(int n, int part) const {
+    warpgroup::mbarrier_wait(part_barrier(n, part), pipeline.phase_of(n));
+  }
+
+  // Gives each mbarrier the number of arrivals that complete its phase; called by one thread.
+  __device__ __forceinline__ void init_barriers() {
+    pipeline.init(WARPS_OF_STAGE * warpgroup::ARRIVALS_OF_WARP,
+                  BOTH_CONSUMERS / ptx::WARP_SIZE * warpgroup::ARRIVALS_OF_WARP);
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+#pragma unroll
+      for (int part = 1; part < PARTS; ++part) {
+        ptx::mbarrier_init(part_barrier(n, part), WARPS_OF_STAGE * warpgroup::ARRIVALS_OF_WARP);
+      }
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// Where queries and stages lie, and the storage behind them.
+struct SharedMemory {
+  char *q, *stages;
+  SharedStorage* storage;
+
+  __device__ __forceinline__ explicit SharedMemory(char* begin)
+      : q(begin),
+        stages(q + TILE_BYTES),
+        storage(reinterpret_cast<SharedStorage*>(stages + STAGES * TILE_BYTES)) {}
+
+  __device__ __forceinline__ char* stage(int n) const { return stages + n % STAGES * TILE_BYTES; }
+};
+
+// wgmma needs tiles that begin at multiples of 1024 bytes.
+struct alignas(1024) Aligned {
+  char x[1024];
+};
+
+static_assert(IS_16_BIT && CODES == cache::NUMBERS, "16-bit types");
+static_assert(PART_SLABS * PARTS == SLABS, "PARTS");
+static_assert(D == SLABS * warpgroup::SLAB_COLUMNS && D_V == 512, "D, D_V");
+static_assert(BLOCK_Q == warpgroup::WARPGROUP_ROWS && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
+static_assert(THREADS == BOTH_CONSUMERS + warpgroup::WARPGROUP_SIZE, "THREADS");
+static_assert(SHARED_BYTES == (1 + STAGES) * TILE_BYTES + sizeof(SharedStorage), "SHARED_BYTES");
+
+}  // namespace decode_storage
