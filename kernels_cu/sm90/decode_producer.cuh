@@ -140,7 +140,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
         if (!by_tma) copy_keys(p, task, now, smem.stage(n), first_row);
       }
       if (first_row == 0 && ptx::lane_index() == 0) {
-        Tile& tile_smem = shared.tile(n);
+        StagedTile& tile_smem = shared.tile(n);
         if (now.exists) tile_smem.task = task;
         tile_smem.leaf = now;
         tile_smem.begins = begins;

@@ -118,7 +118,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll 1
   for (int n = 0;; ++n) {
     shared.pipeline.wait_full(n);
-    const Tile& tile = shared.tile(n);
+    const StagedTile& tile = shared.tile(n);
     // Shuffles tell the compiler that lanes agree.
     if (ptx::shuffle(tile.leaf.exists ? 1 : 0, 0) == 0) return;
     char* const stage_smem = smem.stage(n);

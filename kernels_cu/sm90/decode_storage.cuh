@@ -24,7 +24,7 @@ constexpr int WEIGHTS = 1, REPAIR = WEIGHTS + CONSUMERS;
 constexpr int BOTH_CONSUMERS = CONSUMERS * warpgroup::WARPGROUP_SIZE;  // threads
 
 // A tile: a leaf of a task, and what it is in its node of level 1 and in its unit.
-struct Tile {
+struct StagedTile {
   decode::Task task;
   decode::Leaf leaf;
   bool begins, ends;  // its node
@@ -43,20 +43,20 @@ static_assert(sizeof(Weights) == SLAB_BYTES && SLABS > SLABS_V, "a slab without 
 struct alignas(8) TwoRows {
   float of[2];
 };
-struct Rows {
+struct RowState {
   TwoRows m[warpgroup::WARPGROUP_SIZE], l[warpgroup::WARPGROUP_SIZE];
   TwoRows alpha[warpgroup::WARPGROUP_SIZE];
 };
 
 struct SharedStorage {
-  Rows rows;
-  Tile tiles[STAGES];
+  RowState rows;
+  StagedTile tiles[STAGES];
   decode::WarpTasks tasks[PRODUCER_WARPS];
   warpgroup::Pipeline<STAGES> pipeline;                // full: with its first part
   unsigned long long rest_full[STAGES * (PARTS - 1)];  // the other parts
   decode::ScheduleStorage schedule;
 
-  __device__ __forceinline__ Tile& tile(int n) { return tiles[n % STAGES]; }
+  __device__ __forceinline__ StagedTile& tile(int n) { return tiles[n % STAGES]; }
 
   // The mbarrier of a part of tile n, all of which have the phase of the pipeline.
   __device__ __forceinline__ unsigned int part_barrier(int n, int part) const {
