@@ -187,6 +187,36 @@ def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocesso
 
 
 @of_one("simt-f32")
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "causal"])
+def test_more_entries_than_lanes(dtype, blocks, masked):
+    """A lane counts several entries, some without keys; a mask makes threads count tasks."""
+    lengths = np.random.default_rng(5).integers(0, 200, 70)
+    lengths[[0, 33, 69]] = 0, 0, 130
+    q, k, v = draw(dtype, (70, 2, 1, 8), (70, 1, 200, 8), (70, 1, 200, 8))
+    options = {"mask": masks.causal()} if masked else {}
+    few = dataclasses.replace(blocks, multiprocessors=3)
+    out, lse = run(q, k, v, lengths, few, **options)
+    for b in range(70):
+        own = run(*(x[b : b + 1] for x in (q, k, v)), lengths[b : b + 1], few, **options)
+        assert same_bits(out[b : b + 1], own[0])
+        assert same_bits(lse[b : b + 1], own[1])
+
+
+@of_one("simt-f32")
+@mostly_thorough("multiprocessors", [1, 2, 12], quick=[2], why="other shares of a row")
+def test_rows_are_joined_by_warps_or_blocks(dtype, blocks, multiprocessors):
+    """Two warps have a row each, and one is left over; or blocks of two sizes have it."""
+    q, k, v = draw(dtype, (1, 6, 5, 8), (1, 2, 900, 8), (1, 2, 900, 8))
+    lengths = np.array([900])
+    few = dataclasses.replace(blocks, multiprocessors=multiprocessors)
+    out, lse = run(q, k, v, lengths, few)
+    within_the_bound(few, q, k, v, lengths, out, lse)
+    one = run(q, k, v, lengths, dataclasses.replace(blocks, multiprocessors=60))
+    assert same_bits(out, one[0])
+    assert same_bits(lse, one[1])
+
+
+@of_one("simt-f32")
 def test_leaves_whose_scores_lie_far_apart(dtype, blocks):
     """A maximum that grows from leaf to leaf: weights by the first one would overflow."""
     blocks = dataclasses.replace(blocks, multiprocessors=1)  # units are nodes of 8 leaves
