@@ -245,14 +245,14 @@ ON_A_GPU = {
         JOIN,
         "reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW, row};",
         "reinterpret_cast<accum_t*>(shared_smem), row};",
-        DECODED + "rows_are_joined",
+        DECODED + "rows_are_joined_by_warps_or_blocks",
         "simt",
     ),
     "both warps of a block join one row": Fault(
         JOIN,
         "blockIdx.x * BLOCK_ROWS + place, rows",
         "blockIdx.x * BLOCK_ROWS, rows",
-        DECODED + "rows_are_joined",
+        DECODED + "rows_are_joined_by_warps_or_blocks",
         "simt",
     ),
     "a node begins with what the one before was": Fault(
