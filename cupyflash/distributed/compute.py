@@ -81,8 +81,8 @@ class _Exchange:
 
     `gradients` are dk and dv of the keys of that step, which return to their owners.
 
-    Where a place computes later than it is asked to, messages are packed beside what it computes
-    next.
+    Where a place computes later than it is asked to, messages are packed and sent beside what it
+    computes next, even if that is asked for before `post`.
     """
 
     def __init__(self, rank: Rank, number: int, gradients: Memory | None = None) -> None:
@@ -108,12 +108,21 @@ class _Exchange:
                 for peer, wanted in before.receives.items()
             ]
         self.travels = bool(self._sends or self._keys or self._gradients)
-        mark = place.mark() if self.travels else None  # all its memory is there
-        with nullcontext() if mark is None else place.beside(mark):
-            self._transfer: Transfer | None = self._posted()
+        self._mark = place.mark() if self.travels else None  # all its memory is there
+        self._transfer: Transfer | None = None
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether messages may be posted behind what they do not wait for."""
+        return self._mark is not None
+
+    def post(self) -> None:
+        """Pack and post the messages."""
+        mark, self._mark = self._mark, None
+        with nullcontext() if mark is None else self._rank.place.beside(mark):
+            self._transfer = self._posted()
 
     def _posted(self) -> Transfer:
-        """Pack and post the messages."""
         receives = [
             (peer, content)
             for peer, _, memory in (*self._keys, *self._gradients)
@@ -147,19 +156,36 @@ class _Exchange:
 def forward(rank: Rank, out: Array, lse: Array) -> None:
     """Write out and lse of the rank's queries."""
     last = {task.rows: task for step in rank.steps for task in step.forward}
+    # Where later tasks have all rows of a run, those of its halves are parts of it.
+    runs = {x: next(y for y in sorted(last, key=len, reverse=True) if _has(y, x)) for x in last}
+    problem = rank.call.problem
     partial = {
-        rows: Partial(rank.place, rank.call.problem, part(out, rows), part_of_statistic(lse, rows))
-        for rows in last
+        rows: Partial(rank.place, problem, part(out, rows), part_of_statistic(lse, rows))
+        for rows in runs.values()
     }
+
+    def compute(task: Task, keys: Two, beside: bool) -> None:
+        own, run = rank.piece(task, keys, beside), runs[task.rows]
+        if run == task.rows:
+            partial[run].compute(own, task.piece.first, task is last[run])
+        else:
+            partial[run].begin(own, range(task.rows.start - run.start, task.rows.stop - run.start))
+
     keys = rank.own
     with rank.place:
         for number, step in enumerate(rank.steps):
             exchange = _Exchange(rank, number + 1)
-            for task in step.forward:
-                own = rank.piece(task, keys, exchange.travels)
-                is_last = task is last[task.rows]
-                partial[task.rows].compute(own, task.piece.first, is_last)
+            ahead = step.ahead if exchange.may_be_late else 0
+            for task in step.forward[:ahead]:
+                compute(task, keys, False)
+            exchange.post()
+            for task in step.forward[ahead:]:
+                compute(task, keys, exchange.travels)
             keys = exchange.wait()
+
+
+def _has(rows: range, others: range) -> bool:
+    return rows.start <= others.start and others.stop <= rows.stop
 
 
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
@@ -176,6 +202,7 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
     with place:
         for n, step in enumerate(rank.steps):
             exchange = _Exchange(rank, n + 1, returned)
+            exchange.post()
             for task in step.backward:
                 piece = rank.piece(task, keys, exchange.travels)
                 aside = None if n else held
@@ -187,6 +214,7 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
             if n + 1 < len(rank.steps):
                 totals = _Totals(rank, rank.steps[n + 1].backward, rank.steps[n + 1].keys)
         exchange = _Exchange(rank, len(rank.steps) + 1, returned)
+        exchange.post()
         for task in begins.later:
             piece = rank.piece(task, rank.own, exchange.travels)
             is_last = task is begins.later[-1]

@@ -153,4 +153,5 @@ def _made(
     if scheme == "heads":
         return Plan(scheme, [], group)
     proofs = (proofs or Proofs(call, layout, layout_k)).of_groups(group)
-    return Plan(scheme, steps(call, proofs, layout.rank // group, scheme), group)
+    own = layout.rank // group
+    return Plan(scheme, steps(call, proofs, own, scheme, nodes[::group]), group)

@@ -39,6 +39,9 @@ class Step(NamedTuple):
         The calls that compute them.
     later : list of Task
         Of own keys, what the backward computes at last, while gradients travel.
+    ahead : int
+        Tasks of the forward that a device is asked for before the messages are posted, so that it
+        does not wait while the host posts them.
     """
 
     sends: dict[int, Runs]
@@ -48,9 +51,10 @@ class Step(NamedTuple):
     forward: list[Task]
     backward: list[Task]
     later: list[Task] = []  # noqa: RUF012, it is never changed
+    ahead: int = 0
 
 
-def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
+def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme, nodes: Sequence[int]) -> list[Step]:
     """Return the steps of a rank: its own keys first, then a step for each round."""
     travel: list[tuple[dict[int, Runs], dict[int, Runs]]] = [({}, {own: proofs.needed(own, own)})]
     for pairs in rounds_of(proofs.pairs(), scheme):
@@ -73,7 +77,27 @@ def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
         own_pieces = proofs.cut_pieces(keys[0]) if call.sink is None else made[0].pieces
         early, later = divided(call, own_pieces, rows, own_keys)
         made[0] = made[0]._replace(backward=early, later=later)
+        peers = {*made[1].sends, *made[1].receives}
+        # From another node, messages take so long that they are better posted first.
+        if call.device is not None and all(nodes[peer] == nodes[own] for peer in peers):
+            made[0] = _ahead(made[0], rows)
     return made
+
+
+def _ahead(step: Step, rows: Runs) -> Step:
+    """Return the step of own keys with a task that is computed ahead of the others, if it can be.
+
+    Where one task has all rows, its halves are those of the backward. Rows of later steps are whole
+    runs, so each half of a run has to have a task here, which begins it.
+    """
+    halves = [*step.backward, *step.later]
+    if len(step.forward) == 1 and len(halves) > 1:
+        parts = sorted((task.rows.start, task.rows.stop) for task in halves)
+        ends = [0, *(stop for _, stop in parts)]
+        if [start for start, _ in parts] == ends[:-1] and ends[-1] == rows.count:
+            begun = [x._replace(piece=x.piece._replace(first=True)) for x in halves]
+            step = step._replace(forward=begun)
+    return step._replace(ahead=int(len(step.forward) > 1))
 
 
 def rounds_of(pairs: Array, scheme: Scheme) -> list[Array]:
