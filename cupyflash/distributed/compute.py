@@ -16,9 +16,10 @@ from ..pieces.place import Place
 from ..pieces.steps import Targets
 from ..problem.call import Array, Call
 from .communication import Exchanger, Transfer
-from .messages import Memory, Packed, Two, joined
+from .messages import Memory, Packed, Several, joined
 from .rounds import Step
 from .runs import Runs
+from .sharded import Lookups
 from .sums import add_over_ranks
 from .tasks import Task
 
@@ -43,6 +44,8 @@ class Rank:
         Where it computes.
     timeout : float
         Seconds to wait for other ranks, each time.
+    lookups : Lookups or None
+        What masks and scores read of divided arrays, if they do.
     """
 
     call: Call
@@ -52,17 +55,23 @@ class Rank:
     comm: Exchanger
     place: Place
     timeout: float
+    lookups: Lookups | None = None
 
     @property
-    def own(self) -> Two:
+    def keys_and_values(self) -> Several:
         """The rank's keys and values."""
         return self.call.k, self.call.v
+
+    @property
+    def own(self) -> Several:
+        """What travels of the rank's arrays."""
+        return *self.keys_and_values, *(() if self.lookups is None else self.lookups.own)
 
     def step(self, number: int) -> Step:
         """Return a step; before the first and after the last, one in which nothing is done."""
         return self.steps[number] if 0 <= number < len(self.steps) else _NOTHING
 
-    def piece(self, task: Task, keys: Two, beside: bool) -> Call:
+    def piece(self, task: Task, keys: Several, beside: bool) -> Call:
         """Return the call of a task, from the keys and values of its step.
 
         `beside` says whether messages travel meanwhile.
@@ -71,9 +80,10 @@ class Rank:
         bias = call.bias
         if bias is not None:
             bias = part_of_bias(call, bias, piece, task.rows, piece.keys)
-        k, v = (part(x, task.keys) for x in keys)
+        k, v = (part(x, task.keys) for x in keys[:2])
         q = part(call.q, task.rows)
-        return call_of(call, piece, q, k, v, bias, task.plain, beside)
+        made = call_of(call, piece, q, k, v, bias, task.plain, beside)
+        return made if self.lookups is None else self.lookups.of_piece(made, task, keys[2:])
 
 
 class _Exchange:
@@ -91,20 +101,20 @@ class _Exchange:
         self._step = rank.step(number)
         before = _NOTHING if gradients is None else rank.step(number - 2)
         self._sends = [
-            (peer, Packed(place, rank.own, rank.keys, wanted, problem.dtype))
+            (peer, Packed(place, rank.own, rank.keys, wanted))
             for peer, wanted in self._step.sends.items()
         ]
         self._keys = [
-            (peer, wanted, Memory(place, rank.own, wanted.count, problem.dtype))
+            (peer, wanted, Memory(place, rank.own, wanted.count))
             for peer, wanted in self._step.receives.items()
         ]
         self._gradients = [
-            (peer, wanted, Memory(place, rank.own, wanted.count, problem.accumulator))
+            (peer, wanted, Memory(place, rank.keys_and_values, wanted.count, problem.accumulator))
             for peer, wanted in before.sends.items()
         ]
         if gradients is not None:
             self._sends += [
-                (peer, Packed(place, gradients.arrays, before.keys, wanted, problem.accumulator))
+                (peer, Packed(place, gradients.arrays, before.keys, wanted))
                 for peer, wanted in before.receives.items()
             ]
         self.travels = bool(self._sends or self._keys or self._gradients)
@@ -133,7 +143,7 @@ class _Exchange:
         sends = [(peer, x) for peer, packed in self._sends for x in packed.contents]
         return self._rank.comm.exchange(sends, receives)
 
-    def wait(self) -> Two:
+    def wait(self) -> Several:
         """Return the keys and values of the step."""
         rank = self._rank
         assert self._transfer is not None
@@ -145,7 +155,7 @@ class _Exchange:
         parts = [(wanted, memory) for _, wanted, memory in self._keys]
         return joined(rank.place, rank.own, parts, self._step.keys)
 
-    def gradients(self) -> Iterator[tuple[Two, range]]:
+    def gradients(self) -> Iterator[tuple[Several, range]]:
         """Yield dk and dv that were waited for, and the rows of own keys that have them."""
         for _, wanted, memory in self._gradients:
             for run in wanted:
@@ -164,7 +174,7 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
         for rows in runs.values()
     }
 
-    def compute(task: Task, keys: Two, beside: bool) -> None:
+    def compute(task: Task, keys: Several, beside: bool) -> None:
         own, run = rank.piece(task, keys, beside), runs[task.rows]
         if run == task.rows:
             partial[run].compute(own, task.piece.first, task is last[run])
@@ -196,8 +206,8 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
     begins = rank.steps[0]
     keys, totals = rank.own, _Totals(rank, [*begins.backward, *begins.later], rank.keys)
     own = totals
-    # Two gradients of the same keys: the second one has more of them, and is written in place.
-    held: list[tuple[Two, range]] | None = [] if begins.later and len(rank.steps) == 2 else None
+    # Several gradients of the same keys: the second one has more of them, and is written in place.
+    held: list[tuple[Several, range]] | None = [] if begins.later and len(rank.steps) == 2 else None
     returned: Memory | None = None
     with place:
         for n, step in enumerate(rank.steps):
@@ -232,7 +242,8 @@ class _Totals:
     """dk and dv of the keys of a step, as sums over tasks."""
 
     def __init__(self, rank: Rank, tasks: Sequence[Task], held: Runs) -> None:
-        self._memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
+        number = rank.call.problem.accumulator
+        self._memory = Memory(rank.place, rank.keys_and_values, held.count, number)
         some = [task.keys for task in tasks if task.piece.keys]
         whole = range(held.count)
         parts = parts_of([whole, *some])
@@ -247,12 +258,12 @@ class _Totals:
         for total in self._totals:
             total.written(at)
 
-    def add(self, computed: Two, at: range) -> None:
+    def add(self, computed: Several, at: range) -> None:
         """Add dk and dv."""
         for summand, total in zip(computed, self._totals, strict=True):
             total.add(summand, at)
 
-    def store(self, targets: Sequence[Array], more: Sequence[tuple[Two, range]]) -> None:
+    def store(self, targets: Sequence[Array], more: Sequence[tuple[Several, range]]) -> None:
         """Write the sums, rounded, with dk and dv that are added last."""
         for n, (total, target) in enumerate(zip(self._totals, targets, strict=True)):
             total.store(target, [(computed[n], at) for computed, at in more])
@@ -266,7 +277,7 @@ class _Totals:
 
 def _compute(
     rank: Rank, task: Task, own: Call, totals: _Totals, sums: Sums, targets: Targets,
-    deterministic: bool, held: list[tuple[Two, range]] | None = None, last: bool = False,
+    deterministic: bool, held: list[tuple[Several, range]] | None = None, last: bool = False,
 ) -> None:  # fmt: skip
     """Compute the gradients of a task, and add them; or leave those of keys to `held`.
 

@@ -231,6 +231,32 @@ def test_what_a_tape_cannot_tell_apart_is_checked_every_time(cupy, played):
     assert not played
 
 
+@pytest.mark.parametrize(("size", "kind"), [(2, "zigzag"), (3, "cyclic")])
+def test_parts_of_look_ups_have_the_bits_of_numpy(size, kind, cupy, played):
+    documents, distances = np.arange(LENGTH) // 19, np.arange(LENGTH, dtype=np.float32) % 7
+    with blocks_of(4):
+        case = Case(size, kind, "rounds", lambda _: {}, check=False)
+        made = []
+        for place in (cupy.asarray, cupy.asarray, np.asarray):
+
+            def work(comm, place=place):
+                layout = case.layouts[comm.rank]
+                own = [place(layout.take(x, axis=-1)) for x in (documents, distances)]
+                of, far = map(distributed.sharded, own)
+                q, k, v, do = (place(np.ascontiguousarray(layout.take(x))) for x in draw(0))
+                out, vjp = distributed.attention_vjp(
+                    q, k, v, comm=comm, layout=layout, scheme="rounds", check=False,
+                    mask=masks.mask(lambda b, h, i, j: of[i] - of[j] <= 1) & masks.causal(),
+                    score_mod=scores.score(lambda s, b, h, i, j: s + far[j]),
+                )  # fmt: skip
+                return out, *vjp(do)[:3]
+
+            made.append([x for of_rank in case.comms.run(work) for x in map(in_host, of_rank)])
+    assert all(map(same_bits, made[0], made[2]))
+    assert all(map(same_bits, made[1], made[2]))
+    assert not played  # what look-ups hold is read every time
+
+
 def test_another_layout_of_the_same_sizes_has_its_own_tape(cupy, played):
     with blocks_of(4):
         first = Case(2, "zigzag", "rounds", OPTIONS["causal"])
