@@ -92,10 +92,13 @@ class _Exchange:
     `gradients` are dk and dv of the keys of that step, which return to their owners.
 
     Where a place computes later than it is asked to, messages are packed and sent beside what it
-    computes next, even if that is asked for before `post`.
+    computes next, even if that is asked for before `post`. What is computed `ahead` of that takes
+    the whole device, so that messages are packed before.
     """
 
-    def __init__(self, rank: Rank, number: int, gradients: Memory | None = None) -> None:
+    def __init__(
+        self, rank: Rank, number: int, gradients: Memory | None = None, ahead: bool = False
+    ) -> None:
         self._rank, place, problem = rank, rank.place, rank.call.problem
         self._what = f"round {min(number, len(rank.steps) - 1)} of {len(rank.steps) - 1}"
         self._step = rank.step(number)
@@ -118,18 +121,22 @@ class _Exchange:
                 for peer, wanted in before.receives.items()
             ]
         self.travels = bool(self._sends or self._keys or self._gradients)
+        self._is_packed = ahead
+        if ahead:
+            self._pack()
         self._mark = place.mark() if self.travels else None  # all its memory is there
         self._transfer: Transfer | None = None
 
-    @property
-    def may_be_late(self) -> bool:
-        """Whether messages may be posted behind what they do not wait for."""
-        return self._mark is not None
+    def _pack(self) -> None:
+        for _, packed in self._sends:
+            packed.pack()
 
     def post(self) -> None:
-        """Pack and post the messages."""
+        """Post the messages, packed."""
         mark, self._mark = self._mark, None
         with nullcontext() if mark is None else self._rank.place.beside(mark):
+            if not self._is_packed:
+                self._pack()
             self._transfer = self._posted()
 
     def _posted(self) -> Transfer:
@@ -138,8 +145,6 @@ class _Exchange:
             for peer, _, memory in (*self._keys, *self._gradients)
             for content in memory.contents
         ]
-        for _, packed in self._sends:
-            packed.pack()
         sends = [(peer, x) for peer, packed in self._sends for x in packed.contents]
         return self._rank.comm.exchange(sends, receives)
 
@@ -184,12 +189,11 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
     keys = rank.own
     with rank.place:
         for number, step in enumerate(rank.steps):
-            exchange = _Exchange(rank, number + 1)
-            ahead = step.ahead if exchange.may_be_late else 0
-            for task in step.forward[:ahead]:
+            exchange = _Exchange(rank, number + 1, ahead=step.ahead > 0)
+            for task in step.forward[: step.ahead]:
                 compute(task, keys, False)
             exchange.post()
-            for task in step.forward[ahead:]:
+            for task in step.forward[step.ahead :]:
                 compute(task, keys, exchange.travels)
             keys = exchange.wait()
 

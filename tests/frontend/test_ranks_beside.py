@@ -81,6 +81,10 @@ class Device(StreamCupy):
             self.asked.append(f"sum of {len(arrays) - 1}")
         super()._convert(*arrays)
 
+    def _copy_rows(self, *x):
+        self.asked.append("copy")
+        super()._copy_rows(*x)
+
     def add(self, a, b, out):
         self.asked.append("add")
         super().add(a, b, out)
@@ -211,12 +215,40 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
             assert asked[-1] == asked[-3]  # made for the first time, and from a tape
     assert any("copy" in each for each in asked) == (kind != "contiguous")
     # Within a node, the device begins before messages are posted, which wait for no piece.
-    begun = [each[: each.index("exchange")].count("piece") for each in asked]
-    assert begun == [int(nodes == 1)] * len(asked)
+    begun = [each[: each.index("exchange")] for each in asked]
+    assert [each.count("piece") for each in begun] == [int(nodes == 1)] * len(asked)
+    assert all("copy" not in each[each.index("piece") :] for each in begun if nodes == 1)
     if size == 2:  # what comes at last is added while the sums are rounded
         ends = [each[-each[::-1].index("piece") :] for each in asked]
         assert not any("add" in each for each in ends)
         assert any(each.count("sum of 2") + each.count("sum of 3") >= 3 for each in ends)
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "is_rows"),
+    [
+        ((2, 3, 8, 5), np.s_[:], True),
+        ((2, 3, 8, 5), np.s_[..., 2:6, :], True),
+        ((1, 3, 8, 1), np.s_[..., 7:, :], False),
+        ((4,), np.s_[1:2], True),
+        ((2, 3, 8, 5), np.s_[..., 1:3], True),
+        ((2, 3, 8, 5), np.s_[:, 1:, 2:, :], False),
+        ((6, 5), np.s_[::-1], False),
+        ((6, 5), np.s_[:0], False),
+    ],
+)
+def test_rows_are_copied_by_the_driver(shape, part, is_rows, install):
+    cupy = install(Device(0))
+    whole = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
+    for dtype, by_driver in ((np.int16, is_rows), (np.float32, False)):
+        for to in (cupy.ndarray(whole[part].shape, dtype), cupy.ndarray(shape, dtype)[part]):
+            source = cupy.asarray(whole)[part]
+            cupy.run_all()
+            cupy.asked.clear()
+            device_arrays.copy(source, to)
+            cupy.run_all()
+            assert same_bits(to.host, whole[part].astype(dtype))
+            assert ("copy" in cupy.asked) == by_driver
 
 
 def test_sums_that_are_rounded_are_one_pass_in_their_order(install):
