@@ -6,6 +6,8 @@ The back end is the CPU's, so that results are those of NumPy arrays, bit by bit
 from __future__ import annotations
 
 import dataclasses
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from cupyflash import dispatch, distributed, masks, scores
 from cupyflash.arrays import tape as tapes
 from cupyflash.backends.gpu import Gpu
 from cupyflash.distributed import DistributedError
+from cupyflash.gpu import jit
 from cupyflash.problem.call import Gradients
 
 LENGTH = 96
@@ -267,6 +270,19 @@ def test_another_layout_of_the_same_sizes_has_its_own_tape(cupy, played):
             ours = second.run(draw(n), cupy.asarray)
             assert all(map(same_bits, ours, second.run(draw(n), np.asarray)))
     assert len(played) == 4
+
+
+def test_devices_of_one_process_load_kernels_at_the_same_time(install, monkeypatch):
+    """One may wait for messages of a rank that has to load a kernel before it sends them."""
+    install(Cupy())
+    both = threading.Barrier(2)
+    monkeypatch.setattr(jit, "source", lambda special: special.name)
+    monkeypatch.setattr(jit, "_compiled", lambda *_: both.wait(10))
+    special = SimpleNamespace(
+        name="a kernel", tiles=SimpleNamespace(shared_memory=0), architecture=None
+    )
+    made = distributed.Threads(2).run(lambda comm: jit.kernel(special, comm.rank))
+    assert sorted(made) == [0, 1]
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(3, "rounds"), (2, "heads")])
