@@ -90,14 +90,17 @@ def viewed(content: Array, begin: int, shape: tuple[int, ...], dtype: np.dtype[A
 
 
 def joined(
-    place: Place, like: Several, parts: Sequence[tuple[Runs, Memory]], keys: Runs
+    place: Place, like: Several, parts: Sequence[tuple[Runs, Runs, Memory]], keys: Runs
 ) -> Several:
-    """Return the arrays of several messages in the order of positions."""
-    if len(parts) == 1:
-        return parts[0][1].arrays
+    """Return the arrays of several messages in the order of positions.
+
+    Of each, the positions that are wanted and those that it has are given.
+    """
+    if len(parts) == 1 and parts[0][0] == parts[0][1]:
+        return parts[0][2].arrays
     whole = Memory(place, like, keys.count).arrays
-    for held, memory in parts:
-        for run in held:
+    for wanted, held, memory in parts:
+        for run in wanted:
             for source, target in zip(memory.arrays, whole, strict=True):
                 place.store(part(source, held.rows(run)), part(target, keys.rows(run)))
     return whole

@@ -15,7 +15,7 @@ from ..problem.call import Array, Call, Problem
 from .layouts import Layout
 from .model import H100, Model
 from .proofs import Proofs
-from .rounds import SCHEMES, Scheme, Step, steps
+from .rounds import SCHEMES, Scheme, Step, ranks_of_a_node, steps
 
 BY_HEADS: tuple[Scheme, ...] = ("heads", "heads x rounds")
 MOST_REMEMBERED = 16  # calls of a layout whose plans it keeps
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     scheme : str
-        "rounds", "gather", "heads" or "heads x rounds".
+        "rounds", "gather", "nodes", "heads" or "heads x rounds".
     steps : list of Step
         What is sent, received and computed between two exchanges of keys. With "heads x rounds",
         those of its group, whose ranks count as one; none with "heads".
@@ -45,6 +45,16 @@ def check_scheme(scheme: object) -> None:
     if scheme not in SCHEMES:
         known = ", ".join(f'"{each}"' for each in SCHEMES)
         raise ArgumentError(f"scheme: got {scheme!r}; expected one of {known}.")
+
+
+def _check_nodes(nodes: Sequence[int]) -> None:
+    """Refuse to relay where that cannot be done."""
+    each = ranks_of_a_node(nodes)
+    if not 1 < each < len(nodes):
+        raise ArgumentError(
+            f'scheme: got "nodes" with ranks on the nodes {list(nodes)}; expected several nodes '
+            'with as many ranks each, two or more, in a row. Pass scheme="rounds".'
+        )
 
 
 def _check_heads(call: Call, ranks: int, scheme: Scheme, group: int) -> None:
@@ -73,9 +83,8 @@ def group_size(call: Call, scheme: Scheme, nodes: Sequence[int]) -> int:
         return ranks
     if scheme != "heads x rounds":
         return 1
-    firsts = np.flatnonzero(np.diff(nodes, prepend=-1))
-    in_node = ranks // len(firsts)
-    if len(set(nodes)) != len(firsts) or np.any(firsts != in_node * np.arange(len(firsts))):
+    in_node = ranks_of_a_node(nodes)
+    if not in_node:
         return 1
     largest = max(n for n in range(1, in_node + 1) if n <= max(heads, 1) and in_node % n == 0)
     return largest if largest < ranks else 1
@@ -84,6 +93,8 @@ def group_size(call: Call, scheme: Scheme, nodes: Sequence[int]) -> int:
 def candidates(call: Call, nodes: Sequence[int], by_heads: bool = True) -> list[Scheme]:
     """Return the schemes that can serve a call; `by_heads` says whether its rows may travel."""
     found: list[Scheme] = ["rounds", "gather"]
+    if 1 < ranks_of_a_node(nodes) < len(nodes):
+        found.append("nodes")
     for scheme in BY_HEADS if len(nodes) > 1 and by_heads else ():
         try:
             _check_heads(call, len(nodes), scheme, group_size(call, scheme, nodes))
@@ -120,6 +131,8 @@ def plan(
             f'scheme: got "{scheme}" with a sharded look-up, which ranks hold in part; expected '
             '"rounds", "gather" or "auto". Pass the whole array, without distributed.sharded.'
         )
+    if scheme == "nodes":
+        _check_nodes(nodes)
     if scheme in BY_HEADS:
         _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
     expr, arrays = (None, ()) if call.mask is None else call.mask.structure

@@ -66,7 +66,7 @@ def sharded(array: Any) -> LookupTable:
     ...     options = {"comm": comm, "layout": layout, "mask": mask}
     ...     return distributed.attention(own, own, own, **options).shape
     >>> distributed.Threads(2).run(work)
-    [(1, 256, 8), (1, 344, 8)]
+    [(1, 344, 8), (1, 256, 8)]
     """
     own = np.asarray(array) if isinstance(array, (list, tuple)) else interop.array(array, "sharded")
     array_type(own, "sharded")

@@ -201,7 +201,8 @@ class Distributed:
         comm = self.comm if tape is None else Written(self.comm, tape)
         call = place.ready(self.call)
         lookups = Lookups(call) if self._reads_parts else None
-        return compute.Rank(call, rows, keys, self.plan.steps, comm, place, timeout, lookups)
+        made, relays = self.plan.steps, self.plan.scheme == "nodes"
+        return compute.Rank(call, rows, keys, made, comm, place, timeout, lookups, relays)
 
     def heads(self, tape: Tape | None = None) -> Heads:
         """Return what this rank computes if rows travel by heads, for one run."""

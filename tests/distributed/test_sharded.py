@@ -75,15 +75,16 @@ def on_ranks(size, kind, options, is_sharded, *, block=4, length=LENGTH, **more)
         return out, lse, *[x for x in made if x is not None]
 
     with blocks_of(block):
-        made = distributed.Threads(size).run(work)
+        made = distributed.Threads(size, 2 if more["scheme"] == "nodes" else 1).run(work)
     return [x for of_rank in made for x in of_rank], np.array(sent)
 
 
 CASES = [(size, kind, scheme, options)
          for size in (1, 2, 3, 4) for kind in ("contiguous", "zigzag", "cyclic")
-         for scheme in ("rounds", "gather") for options in TABLES]  # fmt: skip
+         for scheme in ("rounds", "gather", "nodes") for options in TABLES
+         if scheme != "nodes" or size == 4]  # fmt: skip
 QUICK = [(1, "contiguous", "rounds"), (2, "zigzag", "rounds"), (3, "cyclic", "gather"),
-         (4, "contiguous", "rounds")]  # fmt: skip
+         (4, "contiguous", "rounds"), (4, "zigzag", "nodes")]  # fmt: skip
 
 
 @mostly_thorough(

@@ -182,6 +182,7 @@ def both(arrays, comm, layout, scheme):
         (2, "contiguous", "gather", 1),
         (3, "cyclic", "rounds", 1),
         (3, "cyclic", "gather", 1),
+        (6, "cyclic", "nodes", 3),
     ],
 )
 def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
@@ -191,11 +192,10 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
     shapes = (2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 12), (2, 4, LENGTH, 12)
     whole = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
     with blocks_of(4):
-        comms = distributed.Threads(size)
+        comms = distributed.Threads(size, nodes)
 
         def on_host(comm):
             spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
-            spy.nodes = [rank % nodes for rank in range(size)]
             own = [np.ascontiguousarray(layout.take(x)) for x in whole]
             return spy, own, both(own, spy, layout, scheme)
 

@@ -108,7 +108,7 @@ class Case:
     """A call on some ranks, whose layouts stay."""
 
     def __init__(self, size, kind, scheme, options, check=True):
-        self.comms = distributed.Threads(size)
+        self.comms = distributed.Threads(size, 2 if scheme == "nodes" else 1)
         self.layouts = [distributed.layout(comm, LENGTH, kind=kind) for comm in self.comms.ranks]
         self.scheme, self.options, self.check = scheme, options, check
 
@@ -132,11 +132,18 @@ OPTIONS = {
         "mask": masks.window(20, 3), "score_mod": scores.alibi(place(np.ones(4, np.float32)))
     },
 }  # fmt: skip
-SCHEMES = [(2, "rounds"), (3, "rounds"), (3, "gather"), (2, "heads"), (4, "heads x rounds")]
+SCHEMES = [
+    (2, "rounds"),
+    (3, "rounds"),
+    (3, "gather"),
+    (4, "nodes"),
+    (2, "heads"),
+    (4, "heads x rounds"),
+]
 
 
 QUICK = [("none", 3, "gather"), ("causal", 2, "rounds"), ("dropout", 2, "heads"),
-         ("alibi", 4, "heads x rounds")]  # fmt: skip
+         ("alibi", 4, "heads x rounds"), ("causal", 4, "nodes")]  # fmt: skip
 
 
 @mostly_thorough(
