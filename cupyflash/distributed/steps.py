@@ -266,7 +266,6 @@ class Distributed:
         error: Exception | None = None
         try:
             self._bounded = Extremes(self.call, *self.layouts).bounded(of_ranks)
-            self.__dict__.pop("plan", None)  # elements may have changed since the forward
             if self._bounded.score_mod is not None:  # that of the mask is bound for the plan
                 bind(self._bounded.score_mod.expr, self.call.problem)
             self.plan  # noqa: B018, its faults are told like others

@@ -7,6 +7,7 @@ import pytest
 from placement import same_bits
 from ranks import blocks_of
 
+import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks
 from cupyflash.distributed import DistributedError, plans
 from cupyflash.distributed.rounds import ranks_of_a_node
@@ -72,6 +73,30 @@ def test_a_key_enters_a_node_once_and_so_does_the_sum_of_its_gradients(size, nod
     if mask == "none":  # in rounds, each rank gets its own copy
         rounds, _ = sent_between_nodes(size, nodes, "zigzag", None, "rounds", False)
         assert rounds.sum() == each * sent.sum()
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 2), (8, 4)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_results_are_those_of_one_rank(size, nodes, mask):
+    rng = np.random.default_rng(3)
+    q, k, v, do = (rng.standard_normal((2, 4, LENGTH, 8)) for _ in range(4))
+    out, vjp = cupyflash.attention_vjp(q, k[:, :2], v[:, :2], mask=MASKS[mask])
+    expected = [out, *vjp(do)[:3]]
+    for kind in ("contiguous", "zigzag", "cyclic"):
+        made = [np.full_like(x, np.nan) for x in expected]
+
+        def work(comm, kind=kind, made=made):
+            layout = distributed.layout(comm, LENGTH, kind=kind)
+            options = {"comm": comm, "layout": layout, "mask": MASKS[mask], "scheme": "nodes"}
+            arrays = map(layout.take, (q, k[:, :2], v[:, :2]))
+            out, vjp = distributed.attention_vjp(*arrays, **options)
+            for x, to in zip((out, *vjp(layout.take(do))[:3]), made, strict=True):
+                layout.put(x, to)
+
+        with blocks_of(4):
+            distributed.Threads(size, nodes).run(work)
+        for ours, theirs in zip(made, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_results_do_not_depend_on_what_nodes_keep_back():

@@ -19,13 +19,19 @@ OF_KEY = 2 * 2 * HEADS * 8 * 4  # bytes of a key and its value
 DOCUMENTS = np.arange(LENGTH) // 23
 POSITIONS = RNG.integers(0, 50, LENGTH).astype(np.int16)
 KEPT = RNG.random((HEADS, LENGTH)) < 0.9  # bool, with an axis of heads
+OF_DOCUMENTS = RNG.random((5, LENGTH)) < 0.8  # which is read at what another look-up holds
 WEIGHTS = RNG.standard_normal((2, LENGTH)).astype(np.float16)  # with one of the batch
 
 
 def several_types(parts):
-    documents, positions, kept, weights = map(parts, (DOCUMENTS, POSITIONS, KEPT, WEIGHTS))
+    tables = DOCUMENTS, POSITIONS, KEPT, WEIGHTS, OF_DOCUMENTS
+    documents, positions, kept, weights, seen = map(parts, tables)
     mask = masks.mask(
-        lambda b, h, i, j: (documents[i] == documents[j]) & (kept[h, j] | (positions[j] < 25))
+        lambda b, h, i, j: (
+            (documents[i] == documents[j])
+            & (kept[h, j] | (positions[j] < 25))
+            & seen[documents[i], j]
+        )
     )
     change = scores.score(
         lambda s, b, h, i, j: s + weights[b, j] - 0.01 * abs(positions[i] - positions[j])
@@ -46,7 +52,7 @@ def near_documents(parts):
     return {"mask": masks.causal() & near, "sink": np.linspace(-1, 1, HEADS, dtype=np.float32)}
 
 
-TABLES = {several_types: 8 + 2 + HEADS + 2 * 2, a_score: 2, near_documents: 8}  # bytes of a key
+TABLES = {several_types: 8 + 2 + HEADS + 2 * 2 + 5, a_score: 2, near_documents: 8}  # bytes of a key
 
 
 def on_ranks(size, kind, options, is_sharded, *, block=4, length=LENGTH, **more):
@@ -212,6 +218,11 @@ REFUSED = {
     "too short on one rank": (
         lambda layout: of_segments(part_of(layout) if layout.rank else distributed.sharded([1])),
         {},
+        "rank 0 raised ArgumentError: segments: q_ids: got 1 positions",
+    ),
+    "too short on one rank, without checks": (
+        lambda layout: of_segments(part_of(layout) if layout.rank else distributed.sharded([1])),
+        {"check": False},
         "rank 0 raised ArgumentError: segments: q_ids: got 1 positions",
     ),
     "of other keys": (
