@@ -213,8 +213,8 @@ class _Exchange:
         if before.relayed:
             assert self._of_step_before is not None
             summands[rank.comm.rank] = before.relayed, before.keys, self._of_step_before
-        for x in sorted(summands):
-            wanted, held, memory = summands[x]
+        for peer in sorted(summands):
+            wanted, held, memory = summands[peer]
             for run in wanted:
                 for source, total in zip(memory.arrays, made.arrays, strict=True):
                     place.add(part(source, held.rows(run)), part(total, came.rows(run)))

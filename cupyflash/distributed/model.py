@@ -252,7 +252,7 @@ class Model:
                 near(traffic, n - 1, self._wide, True)
             if self._backward and n > 2:
                 across(traffic, n - 2, self._wide, True)
-            busy = 0.0
+            busy = np.zeros(self._size)
             if n < len(steps):
                 busy = self._compute(proofs, *steps[n][:2], at_once=True)
             begin = np.maximum(begin + busy, traffic.done(begin))

@@ -79,14 +79,12 @@ def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme, nodes: Sequence[
              for each in travel]  # fmt: skip
     rows, own_keys = proofs.own
     there = [own_keys, *keys[1:]]
-    made = [
-        each._replace(keys=held, pieces=pieces)._replace(
-            **dict(zip(("forward", "backward"), tasks(call, pieces, rows, positions), strict=True))
-        )
-        for each, held, pieces, positions in zip(
-            [NOTHING, *travel], keys, proofs.pieces(keys), there, strict=True
-        )
-    ]
+    made = []
+    for n, pieces in enumerate(proofs.pieces(keys)):
+        forward, backward = tasks(call, pieces, rows, there[n])
+        step = travel[n - 1] if n else NOTHING
+        step = step._replace(keys=keys[n], pieces=pieces, forward=forward, backward=backward)
+        made.append(step)
     if len(made) > 1 and not call.problem.packed:
         # A sink belongs to the first piece of a whole run.
         own_pieces = proofs.cut_pieces(keys[0]) if call.sink is None else made[0].pieces

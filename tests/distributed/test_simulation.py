@@ -172,6 +172,15 @@ def test_times_of_what_can_be_worked_out_by_hand(monkeypatch):
     assert apart.seconds("rounds", 1) == pytest.approx(3 * part / 1e9)
     together = modelled(Machine(1e30, 1e30, 1e30, 1e9), nodes=[0, 0, 1, 1])
     assert together.seconds("gather", 1) == pytest.approx(2 * part / 1e9)
+    # By nodes, one part comes from there, and one more from the other rank of the node, twice.
+    assert together.seconds("nodes", 1) == pytest.approx(part / 1e9)
+    inside = modelled(Machine(1e30, 1e30, 1e9, 1e30), nodes=[0, 0, 1, 1])
+    assert inside.seconds("nodes", 1) == pytest.approx(2 * part / 1e9)
+    across = modelled(Machine(1e30, 1e30, 1e30, 1e9), nodes=[0, 0, 1, 1], backward=True)
+    assert across.seconds("nodes", 1) == pytest.approx((part + 2 * part) / 1e9)
+    # Partial results of all rows, once for the rank, for the node, and for the other node.
+    memory = modelled(Machine(1e30, 1e9, 1e30, 1e30), nodes=[0, 0, 1, 1])
+    assert memory.seconds("nodes", 1) == pytest.approx(3 * 2 * 4 * 8 * 128 * 2**13 / 1e9)
 
 
 def test_messages_and_partial_results_take_time(monkeypatch):
