@@ -26,7 +26,7 @@ from ..problem.options import DEFAULTS, Options
 from . import compute
 from .again import Again, Written
 from .agreement import Facts, agree, bias_facts, bias_is_shared, facts_of
-from .communication import Communicator
+from .communication import Communicator, is_communicator
 from .faults import gave_up
 from .heads import Heads
 from .layouts import Layout
@@ -55,12 +55,13 @@ class Ranks:
 
     def communicator(self) -> Communicator:
         """Return the communicator, if it is one; all other faults can be told to other ranks."""
-        if not isinstance(self.comm, Communicator):
+        if not is_communicator(self.comm):
             raise ArgumentTypeError(
                 f"comm: got {type(self.comm).__name__}; expected what distributed.communicator "
                 "returns, as in communicator(MPI.COMM_WORLD)."
             )
-        return self.comm
+        made: Communicator = self.comm
+        return made
 
     def seconds(self) -> float:
         """Return the timeout. A wrong one is refused when the rest is checked."""
