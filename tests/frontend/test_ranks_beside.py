@@ -59,6 +59,7 @@ class Late(Gpu):
             )
             self.cupy.enqueue(lambda: function(own, *hosts[3:]))
             self.asked.append("piece")
+            self.cupy.shares.append(own.beside)
 
         call_arrays = call.q, call.k, call.v
         call = dataclasses.replace(call, q=None, k=None, v=None)  # so that it holds no memory
@@ -73,6 +74,7 @@ class Device(StreamCupy):
     def __init__(self, seed):
         super().__init__(seed)
         self.asked = []
+        self.shares = []  # whether each piece shares the device with messages
 
     def _convert(self, *arrays):
         if self.current:
@@ -207,11 +209,14 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
             layout = distributed.layout(comm, LENGTH, kind=kind)
             for again in range(3):
                 cupy.asked.clear()
+                cupy.shares.clear()
                 results = both(list(map(cupy.asarray, own)), comm, layout, scheme)
                 cupy.run_all()
                 assert all(map(same_bits, map(in_host, results), expected)), again
                 assert all(same_bits(x, like) for x, like in comm.sent)
                 asked.append(list(cupy.asked))
+                assert cupy.shares[0] == (nodes > 1)  # the whole device, ahead of them
+                assert any(cupy.shares)
             assert asked[-1] == asked[-3]  # made for the first time, and from a tape
     assert any("copy" in each for each in asked) == (kind != "contiguous")
     # Within a node, the device begins before messages are posted, which wait for no piece.
