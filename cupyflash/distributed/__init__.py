@@ -10,6 +10,7 @@ from .calls import attention, attention_backward, attention_vjp
 from .communication import Communicator
 from .connect import communicator
 from .layouts import Layout, Price, layout, prices
+from .sharded import sharded
 from .simulation import Simulation
 from .threads import Threads
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
@@ -30,4 +31,5 @@ __all__ = [
     "communicator",
     "layout",
     "prices",
+    "sharded",
 ]

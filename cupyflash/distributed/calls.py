@@ -58,10 +58,12 @@ def attention(
         Which rank holds which positions of the queries, and of the keys unless `layout_k` says so.
     layout_k : Layout, optional
         Which rank holds which keys, if their sequence is another one (cross attention).
-    scheme : {"auto", "rounds", "gather", "heads", "heads x rounds"}
+    scheme : {"auto", "rounds", "gather", "nodes", "heads", "heads x rounds"}
         "rounds": keys and values travel from rank to rank while others are computed, and a rank
         stores those of two ranks besides its own. "gather": each rank gets all that it needs in
-        one exchange. "heads": each rank computes some heads of all positions, so that rows travel
+        one exchange. "nodes": a key goes to another node once, to one rank there, which passes it
+        on; keys of all ranks of a node are computed together. Nodes have as many ranks each, two or
+        more. "heads": each rank computes some heads of all positions, so that rows travel
         to the ranks of their heads, and results back; there must be a key-value head or more for
         each rank. "heads x rounds": ranks of a node, or as many of them as there are heads for,
         divide the heads like that, and keys travel in rounds between such groups. "auto": the one

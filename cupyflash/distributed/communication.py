@@ -78,6 +78,17 @@ class Communicator(Protocol):
         ...
 
 
+_kinds: set[type] = set()  # of communicators that were seen: to look at all attributes takes time
+
+
+def is_communicator(value: object) -> bool:
+    """Whether a value is a communicator."""
+    kind = type(value)
+    if kind not in _kinds and isinstance(value, Communicator):
+        _kinds.add(kind)
+    return kind in _kinds
+
+
 class Some:
     """Some of the ranks of a communicator, for sums and messages between them.
 

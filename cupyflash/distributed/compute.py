@@ -6,9 +6,12 @@ accumulator's type, in the order of the steps and, within a step, of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ..pieces.compute import Partial, Sums, Total, parts_of
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
@@ -16,13 +19,12 @@ from ..pieces.place import Place
 from ..pieces.steps import Targets
 from ..problem.call import Array, Call
 from .communication import Exchanger, Transfer
-from .messages import Memory, Packed, Two, joined
-from .rounds import Step
+from .messages import Memory, Packed, Several, joined
+from .rounds import NOTHING, Step
 from .runs import Runs
+from .sharded import Lookups
 from .sums import add_over_ranks
 from .tasks import Task
-
-_NOTHING = Step({}, {}, Runs(()), [], [], [])
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Rank:
         Where it computes.
     timeout : float
         Seconds to wait for other ranks, each time.
+    lookups : Lookups or None
+        What masks and scores read of divided arrays, if they do.
+    relays : bool
+        Whether ranks pass on what comes from other nodes.
     """
 
     call: Call
@@ -52,17 +58,24 @@ class Rank:
     comm: Exchanger
     place: Place
     timeout: float
+    lookups: Lookups | None = None
+    relays: bool = False
 
     @property
-    def own(self) -> Two:
+    def keys_and_values(self) -> Several:
         """The rank's keys and values."""
         return self.call.k, self.call.v
 
+    @property
+    def own(self) -> Several:
+        """What travels of the rank's arrays."""
+        return *self.keys_and_values, *(() if self.lookups is None else self.lookups.own)
+
     def step(self, number: int) -> Step:
         """Return a step; before the first and after the last, one in which nothing is done."""
-        return self.steps[number] if 0 <= number < len(self.steps) else _NOTHING
+        return self.steps[number] if 0 <= number < len(self.steps) else NOTHING
 
-    def piece(self, task: Task, keys: Two, beside: bool) -> Call:
+    def piece(self, task: Task, keys: Several, beside: bool) -> Call:
         """Return the call of a task, from the keys and values of its step.
 
         `beside` says whether messages travel meanwhile.
@@ -71,74 +84,146 @@ class Rank:
         bias = call.bias
         if bias is not None:
             bias = part_of_bias(call, bias, piece, task.rows, piece.keys)
-        k, v = (part(x, task.keys) for x in keys)
+        k, v = (part(x, task.keys) for x in keys[:2])
         q = part(call.q, task.rows)
-        return call_of(call, piece, q, k, v, bias, task.plain, beside)
+        made = call_of(call, piece, q, k, v, bias, task.plain, beside)
+        return made if self.lookups is None else self.lookups.of_piece(made, task, keys[2:])
+
+
+class _Relay:
+    """What a rank has got from other nodes, or of its own node, to pass on.
+
+    Attributes
+    ----------
+    keys : dict of int to Memory
+        The keys and values of a step, from another node.
+    sums : dict of int to Memory
+        The sums over the node of the gradients of those of a step.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Memory] = {}
+        self.sums: dict[int, Memory] = {}
 
 
 class _Exchange:
-    """The keys and values of a step, and the gradients of those of the step two before it.
+    """The keys and values of a step, and in the backward gradients.
 
-    `gradients` are dk and dv of the keys of that step, which return to their owners.
+    These are those of the step two before it. `gradients` are dk and dv of its keys, which return
+    to their owners. If keys are relayed, those of the next step come from other nodes, and the
+    gradients of the step before these two return there as sums over the node.
 
-    Where a place computes later than it is asked to, messages are packed beside what it computes
-    next.
+    Where a place computes later than it is asked to, messages are packed and sent beside what it
+    computes next, even if that is asked for before `post`. What is computed `ahead` of that takes
+    the whole device, so that messages are packed before.
     """
 
-    def __init__(self, rank: Rank, number: int, gradients: Memory | None = None) -> None:
-        self._rank, place, problem = rank, rank.place, rank.call.problem
+    def __init__(
+        self, rank: Rank, number: int, relay: _Relay, backward: bool = False,
+        gradients: Memory | None = None, ahead: bool = False,
+    ) -> None:  # fmt: skip
+        self._rank, self._number, self._relay = rank, number, relay
+        place = rank.place
         self._what = f"round {min(number, len(rank.steps) - 1)} of {len(rank.steps) - 1}"
-        self._step = rank.step(number)
-        before = _NOTHING if gradients is None else rank.step(number - 2)
-        self._sends = [
-            (peer, Packed(place, rank.own, rank.keys, wanted, problem.dtype))
-            for peer, wanted in self._step.sends.items()
-        ]
-        self._keys = [
-            (peer, wanted, Memory(place, rank.own, wanted.count, problem.dtype))
-            for peer, wanted in self._step.receives.items()
-        ]
-        self._gradients = [
-            (peer, wanted, Memory(place, rank.own, wanted.count, problem.accumulator))
-            for peer, wanted in before.sends.items()
-        ]
+        step, far = rank.step(number), rank.step(number + 1)
+        before, earlier = (rank.step(number - n) if backward else NOTHING for n in (2, 3))
+        self._step, self._before, self._of_step_before = step, before, gradients
+        self._sends: list[tuple[int, Packed]] = []
+        self._send(step.sends, *self._source(number))
+        self._send(far.sends_far, rank.own, rank.keys)
+        self._keys = self._room(step.receives, rank.own)
+        self._far_keys = self._room(far.receives_far, rank.own)
         if gradients is not None:
-            self._sends += [
-                (peer, Packed(place, gradients.arrays, before.keys, wanted, problem.accumulator))
-                for peer, wanted in before.receives.items()
-            ]
-        self.travels = bool(self._sends or self._keys or self._gradients)
-        mark = place.mark() if self.travels else None  # all its memory is there
-        with nullcontext() if mark is None else place.beside(mark):
-            self._transfer: Transfer | None = self._posted()
+            self._send(before.receives, gradients.arrays, before.keys)
+        for peer, came in earlier.receives_far.items():
+            self._send({peer: came}, relay.sums.pop(number - 3).arrays, came)
+        number_type = rank.call.problem.accumulator
+        self._gradients, self._far_gradients = (
+            self._room(senders, rank.keys_and_values, number_type)
+            for senders in (before.sends, earlier.sends_far)
+        )
+        comes = self._keys, self._far_keys, self._gradients, self._far_gradients
+        self._comes = [x for each in comes for x in each]
+        self.travels = bool(self._sends or self._comes)
+        self._is_packed = ahead
+        if ahead:
+            self._pack()
+        self._mark = place.mark() if self.travels else None  # all its memory is there
+        self._transfer: Transfer | None = None
 
-    def _posted(self) -> Transfer:
-        """Pack and post the messages."""
-        receives = [
-            (peer, content)
-            for peer, _, memory in (*self._keys, *self._gradients)
-            for content in memory.contents
-        ]
+    def _source(self, number: int) -> tuple[Several, Runs]:
+        """Return the arrays with the keys that are sent for a step, and their positions."""
+        self._came: tuple[Runs, Memory] | None = None
+        for came in self._step.receives_far.values():
+            self._came = came, self._relay.keys.pop(number)
+            return self._came[1].arrays, came
+        return self._rank.own, self._rank.keys
+
+    def _send(self, wanted: Mapping[int, Runs], arrays: Several, held: Runs) -> None:
+        place = self._rank.place
+        self._sends += [(x, Packed(place, arrays, held, runs)) for x, runs in wanted.items()]
+
+    def _room(
+        self, wanted: Mapping[int, Runs], like: Several, dtype: np.dtype[Any] | None = None
+    ) -> list[tuple[int, Runs, Memory]]:
+        place = self._rank.place
+        return [(x, runs, Memory(place, like, runs.count, dtype)) for x, runs in wanted.items()]
+
+    def _pack(self) -> None:
         for _, packed in self._sends:
             packed.pack()
-        sends = [(peer, x) for peer, packed in self._sends for x in packed.contents]
-        return self._rank.comm.exchange(sends, receives)
 
-    def wait(self) -> Two:
+    def post(self) -> None:
+        """Post the messages, packed."""
+        mark, self._mark = self._mark, None
+        with nullcontext() if mark is None else self._rank.place.beside(mark):
+            if not self._is_packed:
+                self._pack()
+            receives = [(x, content) for x, _, room in self._comes for content in room.contents]
+            sends = [(x, content) for x, packed in self._sends for content in packed.contents]
+            self._transfer = self._rank.comm.exchange(sends, receives)
+
+    def wait(self) -> Several:
         """Return the keys and values of the step."""
-        rank = self._rank
+        rank, relay = self._rank, self._relay
         assert self._transfer is not None
         self._transfer.wait(rank.timeout, self._what)
         self._transfer = None
         self._sends.clear()  # what was sent may be let go, and what was packed
-        if not self._keys:
+        for _, _, memory in self._far_keys:
+            relay.keys[self._number + 1] = memory
+        for came in self._before.receives_far.values():
+            relay.sums[self._number - 2] = self._sums(came)
+        parts = [(wanted, wanted, memory) for _, wanted, memory in self._keys]
+        if self._came is not None and self._step.relayed:
+            parts.append((self._step.relayed, *self._came))
+        self._came = None
+        if not parts:
             return rank.own  # no task has keys
-        parts = [(wanted, memory) for _, wanted, memory in self._keys]
         return joined(rank.place, rank.own, parts, self._step.keys)
 
-    def gradients(self) -> Iterator[tuple[Two, range]]:
+    def _sums(self, came: Runs) -> Memory:
+        """Return the sums over the node of dk and dv of some keys, added in the order of ranks."""
+        rank, before = self._rank, self._before
+        place, number_type = rank.place, rank.call.problem.accumulator
+        made = Memory(place, rank.keys_and_values, came.count, number_type)
+        for x in made.arrays:
+            place.clear(x)
+        summands = {x: (runs, runs, memory) for x, runs, memory in self._gradients}
+        if before.relayed:
+            assert self._of_step_before is not None
+            summands[rank.comm.rank] = before.relayed, before.keys, self._of_step_before
+        for peer in sorted(summands):
+            wanted, held, memory = summands[peer]
+            for run in wanted:
+                for source, total in zip(memory.arrays, made.arrays, strict=True):
+                    place.add(part(source, held.rows(run)), part(total, came.rows(run)))
+        return made
+
+    def gradients(self) -> Iterator[tuple[Several, range]]:
         """Yield dk and dv that were waited for, and the rows of own keys that have them."""
-        for _, wanted, memory in self._gradients:
+        direct = [] if self._before.receives_far else self._gradients
+        for _, wanted, memory in (*direct, *self._far_gradients):
             for run in wanted:
                 dk, dv = (part(x, wanted.rows(run)) for x in memory.arrays)
                 yield (dk, dv), self._rank.keys.rows(run)
@@ -147,19 +232,35 @@ class _Exchange:
 def forward(rank: Rank, out: Array, lse: Array) -> None:
     """Write out and lse of the rank's queries."""
     last = {task.rows: task for step in rank.steps for task in step.forward}
+    # Where later tasks have all rows of a run, those of its halves are parts of it.
+    runs = {x: next(y for y in sorted(last, key=len, reverse=True) if _has(y, x)) for x in last}
+    problem = rank.call.problem
     partial = {
-        rows: Partial(rank.place, rank.call.problem, part(out, rows), part_of_statistic(lse, rows))
-        for rows in last
+        rows: Partial(rank.place, problem, part(out, rows), part_of_statistic(lse, rows))
+        for rows in runs.values()
     }
-    keys = rank.own
+
+    def compute(task: Task, keys: Several, beside: bool) -> None:
+        own, run = rank.piece(task, keys, beside), runs[task.rows]
+        if run == task.rows:
+            partial[run].compute(own, task.piece.first, task is last[run])
+        else:
+            partial[run].begin(own, range(task.rows.start - run.start, task.rows.stop - run.start))
+
+    keys, relay = rank.own, _Relay()
     with rank.place:
         for number, step in enumerate(rank.steps):
-            exchange = _Exchange(rank, number + 1)
-            for task in step.forward:
-                own = rank.piece(task, keys, exchange.travels)
-                is_last = task is last[task.rows]
-                partial[task.rows].compute(own, task.piece.first, is_last)
+            exchange = _Exchange(rank, number + 1, relay, ahead=step.ahead > 0)
+            for task in step.forward[: step.ahead]:
+                compute(task, keys, False)
+            exchange.post()
+            for task in step.forward[step.ahead :]:
+                compute(task, keys, exchange.travels)
             keys = exchange.wait()
+
+
+def _has(rows: range, others: range) -> bool:
+    return rows.start <= others.start and others.stop <= rows.stop
 
 
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
@@ -170,12 +271,14 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
     begins = rank.steps[0]
     keys, totals = rank.own, _Totals(rank, [*begins.backward, *begins.later], rank.keys)
     own = totals
-    # Two gradients of the same keys: the second one has more of them, and is written in place.
-    held: list[tuple[Two, range]] | None = [] if begins.later and len(rank.steps) == 2 else None
+    # Several gradients of the same keys: the second one has more of them, and is written in place.
+    held: list[tuple[Several, range]] | None = [] if begins.later and len(rank.steps) == 2 else None
     returned: Memory | None = None
+    relay = _Relay()
     with place:
         for n, step in enumerate(rank.steps):
-            exchange = _Exchange(rank, n + 1, returned)
+            exchange = _Exchange(rank, n + 1, relay, True, returned)
+            exchange.post()
             for task in step.backward:
                 piece = rank.piece(task, keys, exchange.travels)
                 aside = None if n else held
@@ -186,17 +289,24 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
                 own.add(computed, at)
             if n + 1 < len(rank.steps):
                 totals = _Totals(rank, rank.steps[n + 1].backward, rank.steps[n + 1].keys)
-        exchange = _Exchange(rank, len(rank.steps) + 1, returned)
+        exchange = _Exchange(rank, len(rank.steps) + 1, relay, True, returned)
+        exchange.post()
         for task in begins.later:
             piece = rank.piece(task, rank.own, exchange.travels)
             is_last = task is begins.later[-1]
             _compute(rank, task, piece, own, sums, targets, deterministic, None, is_last)
         exchange.wait()
+        returned_last = list(exchange.gradients())
+        if rank.relays:
+            exchange = _Exchange(rank, len(rank.steps) + 2, relay, True)
+            exchange.post()
+            exchange.wait()
+            returned_last += exchange.gradients()
         if bias_is_shared and sums.dbias is not None:
             add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
         if sums.dsink is not None:
             add_over_ranks(rank.comm, place, sums.dsink, rank.timeout)
-        own.store(targets.gradients[1:3], [*(held or ()), *exchange.gradients()])
+        own.store(targets.gradients[1:3], [*(held or ()), *returned_last])
         sums.store()
 
 
@@ -204,7 +314,8 @@ class _Totals:
     """dk and dv of the keys of a step, as sums over tasks."""
 
     def __init__(self, rank: Rank, tasks: Sequence[Task], held: Runs) -> None:
-        self._memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
+        number = rank.call.problem.accumulator
+        self._memory = Memory(rank.place, rank.keys_and_values, held.count, number)
         some = [task.keys for task in tasks if task.piece.keys]
         whole = range(held.count)
         parts = parts_of([whole, *some])
@@ -219,12 +330,12 @@ class _Totals:
         for total in self._totals:
             total.written(at)
 
-    def add(self, computed: Two, at: range) -> None:
+    def add(self, computed: Several, at: range) -> None:
         """Add dk and dv."""
         for summand, total in zip(computed, self._totals, strict=True):
             total.add(summand, at)
 
-    def store(self, targets: Sequence[Array], more: Sequence[tuple[Two, range]]) -> None:
+    def store(self, targets: Sequence[Array], more: Sequence[tuple[Several, range]]) -> None:
         """Write the sums, rounded, with dk and dv that are added last."""
         for n, (total, target) in enumerate(zip(self._totals, targets, strict=True)):
             total.store(target, [(computed[n], at) for computed, at in more])
@@ -238,7 +349,7 @@ class _Totals:
 
 def _compute(
     rank: Rank, task: Task, own: Call, totals: _Totals, sums: Sums, targets: Targets,
-    deterministic: bool, held: list[tuple[Two, range]] | None = None, last: bool = False,
+    deterministic: bool, held: list[tuple[Several, range]] | None = None, last: bool = False,
 ) -> None:  # fmt: skip
     """Compute the gradients of a task, and add them; or leave those of keys to `held`.
 

@@ -15,26 +15,30 @@ from ..pieces.place import Place
 from ..problem.call import Array
 from .runs import Runs
 
-Two = tuple[Array, Array]  # k and v, or dk and dv
+# k and v, and what look-ups read at their positions; or dk and dv.
+Several = tuple[Array, ...]
 
 
 class Memory:
-    """Memory for two messages.
+    """Memory for several messages, in the dtypes of the arrays that they are like, or in another.
 
     Attributes
     ----------
-    arrays : tuple of 2 array
+    arrays : tuple of array
         Arrays in C order.
     """
 
-    def __init__(self, place: Place, like: Two, rows: int, dtype: np.dtype[Any]) -> None:
-        first, second = (place.empty((*x.shape[:-2], rows, x.shape[-1]), dtype) for x in like)
-        self.arrays: Two = first, second
+    def __init__(
+        self, place: Place, like: Several, rows: int, dtype: np.dtype[Any] | None = None
+    ) -> None:
+        self.arrays: Several = tuple(
+            place.empty((*x.shape[:-2], rows, x.shape[-1]), dtype or x.dtype) for x in like
+        )
 
     @property
-    def contents(self) -> Two:
+    def contents(self) -> Several:
         """The messages: the same bytes."""
-        return bytes_of(self.arrays[0]), bytes_of(self.arrays[1])
+        return tuple(map(bytes_of, self.arrays))
 
 
 class Packed:
@@ -42,20 +46,18 @@ class Packed:
 
     Attributes
     ----------
-    contents : tuple of 2 array
+    contents : tuple of array
         The messages, after `pack`.
     """
 
-    def __init__(
-        self, place: Place, arrays: Two, held: Runs, wanted: Runs, dtype: np.dtype[Any]
-    ) -> None:
+    def __init__(self, place: Place, arrays: Several, held: Runs, wanted: Runs) -> None:
         self._place, self._arrays, self._held, self._wanted = place, arrays, held, wanted
         self._memory: Memory | None = None
         if wanted != held or not all(x.flags.c_contiguous for x in arrays):
-            self._memory = Memory(place, arrays, wanted.count, dtype)
+            self._memory = Memory(place, arrays, wanted.count)
             self.contents = self._memory.contents
         else:
-            self.contents = bytes_of(arrays[0]), bytes_of(arrays[1])
+            self.contents = tuple(map(bytes_of, arrays))
 
     def pack(self) -> None:
         """Copy the rows to the messages, if these are not the arrays themselves."""
@@ -87,13 +89,18 @@ def viewed(content: Array, begin: int, shape: tuple[int, ...], dtype: np.dtype[A
     return own
 
 
-def joined(place: Place, like: Two, parts: Sequence[tuple[Runs, Memory]], keys: Runs) -> Two:
-    """Return the arrays of several messages in the order of positions."""
-    if len(parts) == 1:
-        return parts[0][1].arrays
-    whole = Memory(place, like, keys.count, like[0].dtype).arrays
-    for held, memory in parts:
-        for run in held:
+def joined(
+    place: Place, like: Several, parts: Sequence[tuple[Runs, Runs, Memory]], keys: Runs
+) -> Several:
+    """Return the arrays of several messages in the order of positions.
+
+    Of each, the positions that are wanted and those that it has are given.
+    """
+    if len(parts) == 1 and parts[0][0] == parts[0][1]:
+        return parts[0][2].arrays
+    whole = Memory(place, like, keys.count).arrays
+    for wanted, held, memory in parts:
+        for run in wanted:
             for source, target in zip(memory.arrays, whole, strict=True):
                 place.store(part(source, held.rows(run)), part(target, keys.rows(run)))
     return whole

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..problem.call import Array, Call
 from .proofs import Proofs
-from .rounds import Scheme, rounds_of
+from .rounds import Scheme, ranks_of_a_node, rounds_of
 
 MESSAGE = 15e-6  # seconds of a short message: measured between two H100 by NCCL
 
@@ -136,12 +136,18 @@ class Model:
     def _traffic(self) -> Traffic:
         return Traffic(self._size, self._nodes, self._machine)
 
-    def _compute(self, proofs: Proofs, owners: Array, users: Array) -> Array:
-        """Return the seconds that each rank computes with the keys of some others."""
+    def _compute(self, proofs: Proofs, owners: Array, users: Array, at_once: bool = False) -> Array:
+        """Return the seconds that each rank computes with the keys of some others.
+
+        `at_once` says that one kernel takes the keys of all of them.
+        """
         at, size = (owners, users), proofs.size
         pairs = np.bincount(users, proofs.work[at], size)
         some = proofs.work[at] > 0
         rows = np.bincount(users[some], proofs.rows[at][some], size)
+        if at_once:
+            rows[:] = 0
+            np.maximum.at(rows, users[some], proofs.rows[at][some])
         moved = 2 * rows * self._of_row  # partial results are read and written
         if self._backward:  # gradients are written, and added to the sums
             keys = np.bincount(users, proofs.keys[at], size)
@@ -160,6 +166,8 @@ class Model:
             begin = self._travel(begin, share, there=True)
         if scheme == "heads":
             begin = begin + self._proofs.work.sum() * self._of_pair * share
+        elif scheme == "nodes":
+            begin = self._by_nodes(begin)
         else:
             begin = self._rounds(begin, scheme, share)
         if scheme in ("heads", "heads x rounds"):
@@ -200,6 +208,54 @@ class Model:
             traffic = self._traffic()
             returned(traffic, len(steps) - 1)
             begin = traffic.done(begin)
+        return begin
+
+    def _by_nodes(self, begin: Array) -> Array:
+        """Return when each rank is done if keys cross the network once for a node."""
+        proofs, size = self._proofs, ranks_of_a_node(self._nodes.tolist())
+        own, mates = np.arange(proofs.size), np.arange(size)
+        of_nodes = proofs.keys_of_groups(size)
+
+        def pairs(nodes: Array) -> tuple[Array, Array, Array]:
+            """Return all owners and users of pairs of nodes, and who relays between them."""
+            owners, users = (x[:, None] * size + mates for x in nodes.T)
+            relays = np.repeat(users[:, :, None], size, axis=2)
+            both = np.broadcast_arrays(owners[:, :, None], users[:, None, :], relays)
+            owner, user, relay = (x.reshape(-1) for x in both)
+            return owner, user, relay
+
+        groups = np.arange(proofs.size // size)
+        owner, user, _ = pairs(np.stack([groups, groups], axis=1))
+        others = owner != user
+        inside = owner[others], user[others], owner[others]
+        rounds = rounds_of(proofs.of_groups(size).pairs(), "rounds")
+        nothing = np.zeros((0, 2), np.int64)
+        steps = [(own, own, own), inside, *map(pairs, rounds)]
+        far = [nothing, nothing, *rounds, nothing]
+
+        def near(traffic: Traffic, n: int, item: int, back: bool) -> None:
+            owner, user, relay = steps[n]
+            ends = (user, relay) if back else (relay, user)
+            traffic.add(*ends, proofs.keys[owner, user] * self.kv * item)
+
+        def across(traffic: Traffic, n: int, item: int, back: bool) -> None:
+            owners, users = (x[:, None] * size + mates for x in far[n].T)
+            count = of_nodes[owners, far[n][:, 1:]] * self.kv * item
+            traffic.add(*((users, owners) if back else (owners, users)), count)
+
+        for n in range(len(steps) + (2 if self._backward else 0)):
+            traffic = self._traffic()
+            if n + 1 < len(steps):
+                near(traffic, n + 1, self._item, False)
+                across(traffic, n + 2, self._item, False)
+            if self._backward and 1 < n <= len(steps):
+                near(traffic, n - 1, self._wide, True)
+            if self._backward and n > 2:
+                across(traffic, n - 2, self._wide, True)
+            busy = np.zeros(self._size)
+            if n < len(steps):
+                busy = self._compute(proofs, *steps[n][:2], at_once=True)
+            begin = np.maximum(begin + busy, traffic.done(begin))
         return begin
 
     def _travel(self, begin: Array, share: Array, there: bool) -> Array:

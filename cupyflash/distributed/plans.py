@@ -15,7 +15,7 @@ from ..problem.call import Array, Call, Problem
 from .layouts import Layout
 from .model import H100, Model
 from .proofs import Proofs
-from .rounds import SCHEMES, Scheme, Step, steps
+from .rounds import SCHEMES, Scheme, Step, ranks_of_a_node, steps
 
 BY_HEADS: tuple[Scheme, ...] = ("heads", "heads x rounds")
 MOST_REMEMBERED = 16  # calls of a layout whose plans it keeps
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     scheme : str
-        "rounds", "gather", "heads" or "heads x rounds".
+        "rounds", "gather", "nodes", "heads" or "heads x rounds".
     steps : list of Step
         What is sent, received and computed between two exchanges of keys. With "heads x rounds",
         those of its group, whose ranks count as one; none with "heads".
@@ -45,6 +45,16 @@ def check_scheme(scheme: object) -> None:
     if scheme not in SCHEMES:
         known = ", ".join(f'"{each}"' for each in SCHEMES)
         raise ArgumentError(f"scheme: got {scheme!r}; expected one of {known}.")
+
+
+def _check_nodes(nodes: Sequence[int]) -> None:
+    """Refuse to relay where that cannot be done."""
+    each = ranks_of_a_node(nodes)
+    if not 1 < each < len(nodes):
+        raise ArgumentError(
+            f'scheme: got "nodes" with ranks on the nodes {list(nodes)}; expected several nodes '
+            'with as many ranks each, two or more, in a row. Pass scheme="rounds".'
+        )
 
 
 def _check_heads(call: Call, ranks: int, scheme: Scheme, group: int) -> None:
@@ -73,18 +83,19 @@ def group_size(call: Call, scheme: Scheme, nodes: Sequence[int]) -> int:
         return ranks
     if scheme != "heads x rounds":
         return 1
-    firsts = np.flatnonzero(np.diff(nodes, prepend=-1))
-    in_node = ranks // len(firsts)
-    if len(set(nodes)) != len(firsts) or np.any(firsts != in_node * np.arange(len(firsts))):
+    in_node = ranks_of_a_node(nodes)
+    if not in_node:
         return 1
     largest = max(n for n in range(1, in_node + 1) if n <= max(heads, 1) and in_node % n == 0)
     return largest if largest < ranks else 1
 
 
-def candidates(call: Call, nodes: Sequence[int]) -> list[Scheme]:
-    """Return the schemes that can serve a call."""
+def candidates(call: Call, nodes: Sequence[int], by_heads: bool = True) -> list[Scheme]:
+    """Return the schemes that can serve a call; `by_heads` says whether its rows may travel."""
     found: list[Scheme] = ["rounds", "gather"]
-    for scheme in BY_HEADS if len(nodes) > 1 else ():
+    if 1 < ranks_of_a_node(nodes) < len(nodes):
+        found.append("nodes")
+    for scheme in BY_HEADS if len(nodes) > 1 and by_heads else ():
         try:
             _check_heads(call, len(nodes), scheme, group_size(call, scheme, nodes))
         except ArgumentError:
@@ -93,27 +104,40 @@ def candidates(call: Call, nodes: Sequence[int]) -> list[Scheme]:
     return found
 
 
-def cheapest(call: Call, proofs: Proofs, nodes: Sequence[int]) -> Scheme:
+def cheapest(call: Call, proofs: Proofs, nodes: Sequence[int], by_heads: bool = True) -> Scheme:
     """Return the scheme that takes the least time for the forward, by the model of H100s."""
     model = Model(call, proofs, nodes, H100, backward=False)
     return min(
-        candidates(call, nodes),
+        candidates(call, nodes, by_heads),
         key=lambda scheme: model.seconds(scheme, group_size(call, scheme, nodes)),
     )
 
 
 def plan(
-    call: Call, layout: Layout, layout_k: Layout, scheme: Scheme, nodes: Sequence[int]
+    call: Call,
+    layout: Layout,
+    layout_k: Layout,
+    scheme: Scheme,
+    nodes: Sequence[int],
+    by_heads: bool = True,
 ) -> Plan:
     """Return the plan of this rank, whose peers are on these nodes.
 
     A mask that reads arrays is examined in every call, because their elements may have changed.
+    `by_heads` says whether rows may travel to the ranks of their heads: divided look-ups do not.
     """
+    if scheme in BY_HEADS and not by_heads:
+        raise ArgumentError(
+            f'scheme: got "{scheme}" with a sharded look-up, which ranks hold in part; expected '
+            '"rounds", "gather" or "auto". Pass the whole array, without distributed.sharded.'
+        )
+    if scheme == "nodes":
+        _check_nodes(nodes)
     if scheme in BY_HEADS:
         _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
     expr, arrays = (None, ()) if call.mask is None else call.mask.structure
-    if arrays:
-        return _made(call, layout, layout_k, scheme, nodes)
+    if arrays or not by_heads:
+        return _made(call, layout, layout_k, scheme, nodes, by_heads)
     problem = call.problem
     sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
     facts = problem.lead, problem.heads, problem.heads_kv, sizes, bool(problem.dropout)
@@ -124,7 +148,7 @@ def plan(
     if known is None or known[0] is not layout_k:
         while len(layout.remembered) >= MOST_REMEMBERED:
             del layout.remembered[next(iter(layout.remembered))]
-        known = layout_k, _made(call, layout, layout_k, scheme, nodes)
+        known = layout_k, _made(call, layout, layout_k, scheme, nodes, by_heads)
         layout.remembered[key] = known
     made: Plan = known[1]
     return made
@@ -143,14 +167,20 @@ def _offsets(problem: Problem) -> bytes | None:
 
 
 def _made(
-    call: Call, layout: Layout, layout_k: Layout, scheme: Scheme, nodes: Sequence[int]
+    call: Call,
+    layout: Layout,
+    layout_k: Layout,
+    scheme: Scheme,
+    nodes: Sequence[int],
+    by_heads: bool,
 ) -> Plan:
     proofs: Proofs | None = None
     if scheme == "auto":
         proofs = Proofs(call, layout, layout_k)
-        scheme = cheapest(call, proofs, nodes)
+        scheme = cheapest(call, proofs, nodes, by_heads)
     group = group_size(call, scheme, nodes)
     if scheme == "heads":
         return Plan(scheme, [], group)
     proofs = (proofs or Proofs(call, layout, layout_k)).of_groups(group)
-    return Plan(scheme, steps(call, proofs, layout.rank // group, scheme), group)
+    own = layout.rank // group
+    return Plan(scheme, steps(call, proofs, own, scheme, nodes[::group]), group)

@@ -107,6 +107,17 @@ class Proofs:
         np.add.at(made, (self._keys.rank[cells], users), self._keys.cells.size[cells])
         return made
 
+    def keys_of_groups(self, size: int) -> Array:
+        """Return how many keys of each rank some of so many ranks in a row need, (owners, groups).
+
+        A key that several of them need counts once.
+        """
+        made = np.zeros((self.size, self.size // size), np.int64)
+        used = np.logical_or.reduceat(self._used, np.arange(0, self.size, size), axis=0)
+        groups, cells = np.nonzero(used)
+        np.add.at(made, (self._keys.rank[cells], groups), self._keys.cells.size[cells])
+        return made
+
     @functools.cached_property
     def work(self) -> Array:
         """The pairs that each rank computes with the keys of each, (owners, users).
@@ -152,8 +163,12 @@ class Proofs:
 
     def needed(self, user: int, owner: int) -> Runs:
         """Return the positions of one rank's keys that another rank needs."""
+        return self.needed_by_any(range(user, user + 1), owner)
+
+    def needed_by_any(self, users: range, owner: int) -> Runs:
+        """Return the positions of one rank's keys that any of some ranks in a row needs."""
         cells = self._of_owners[owner]
-        cells = cells[self._used[user, cells]]
+        cells = cells[self._used[users.start : users.stop, cells].any(axis=0)]
         start, stop = self._keys.cells.start[cells], self._keys.cells.stop[cells]
         if not cells.size:
             return Runs(())

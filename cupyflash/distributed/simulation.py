@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from .layouts import BLOCK, Layout, cheapest_layout
 from .model import Machine, Model
 from .plans import BY_HEADS, candidates, cheapest, group_size
 from .proofs import Proofs
-from .rounds import Scheme, rounds_of
+from .rounds import Scheme, ranks_of_a_node, rounds_of
 
 MOST_BLOCKS = 2**26  # pairs of blocks that are examined
 
@@ -104,7 +104,7 @@ def simulate(
         model = Model(call, proofs, of_ranks, machine, backward)
         one_rank = model.one_rank
         seconds = {each: model.seconds(each, group_size(call, each, of_ranks)) for each in known}
-    amounts = _Amounts(call, proofs, group_size(call, scheme, of_ranks), backward)
+    amounts = _Amounts(call, proofs, group_size(call, scheme, of_ranks), of_ranks, backward)
     return Simulation(
         ranks=ranks,
         nodes=nodes,
@@ -148,8 +148,10 @@ def _blocks(layout: Layout, size: int) -> tuple[list[range], Array]:
 class _Amounts:
     """Bytes that travel, and that a rank allocates."""
 
-    def __init__(self, call: Call, proofs: Proofs, group: int, backward: bool) -> None:
-        problem = call.problem
+    def __init__(
+        self, call: Call, proofs: Proofs, group: int, nodes: Sequence[int], backward: bool
+    ) -> None:
+        problem, self._of_node = call.problem, ranks_of_a_node(nodes)
         self._group, self._of_groups = group, proofs.of_groups(group)
         self._proofs, self._backward, self._problem = proofs, backward, problem
         self._item: int = problem.dtype.itemsize
@@ -176,11 +178,27 @@ class _Amounts:
 
     def rounds(self, scheme: Scheme) -> int:
         """Return the exchanges."""
+        if scheme == "nodes":
+            inside, across = self._by_nodes()
+            between = rounds_of(self._proofs.of_groups(self._of_node).pairs(), "rounds")
+            return int(inside > 0 or across > 0) + len(between)
         travels = 2 if scheme in BY_HEADS and self._group > 1 else 0
         return travels + len(rounds_of(self._of_groups.pairs(), scheme))
 
+    def _by_nodes(self) -> tuple[int, int]:
+        """Return the keys that travel inside of nodes, and those between them."""
+        size, keys = self._of_node, self._proofs.keys
+        owner, user = np.indices(keys.shape)
+        is_relay = (owner % size == user % size) & (owner // size != user // size)
+        inside = int(keys[(owner != user) & ~is_relay].sum())
+        of_nodes = self._proofs.keys_of_groups(size)
+        owner, node = np.indices(of_nodes.shape)
+        return inside, int(of_nodes[owner // size != node].sum())
+
     def moved(self, scheme: Scheme) -> int:
         """Return the bytes that all ranks send."""
+        if scheme == "nodes":
+            return self.of_keys(sum(self._by_nodes()))
         keys = self._of_groups.keys
         in_rounds = self.of_keys(int(keys.sum() - np.trace(keys)))
         if scheme not in BY_HEADS:
@@ -204,10 +222,13 @@ class _Amounts:
         if scheme == "gather":
             needed = self._proofs.keys.sum(axis=0) - np.diag(self._proofs.keys)
             keys = int(needed.max())
-        of_rounds = self._wide * self._o * rows + 3 * self._item * width * keys
+        here, there = 3, 5  # as many times all keys of a step, and their gradients
+        if scheme == "nodes":
+            here, there = 3 * self._of_node + 2, 3 * self._of_node + 2
+        of_rounds = self._wide * self._o * rows + here * self._item * width * keys
         if self._backward:
             of_rounds = 2 * self._wide * self._q * rows
-            of_rounds += (3 * self._item + 5 * self._wide) * width * keys
+            of_rounds += (here * self._item + there * self._wide) * width * keys
         if scheme == "heads x rounds":
             results = width * keys + self._q * rows if self._backward else self._o * rows
             return max(3 * of_heads, of_heads + self._item * results + of_rounds)

@@ -16,20 +16,22 @@ from ..arrays.device_arrays import is_device_array
 from ..arrays.tape import Tape
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..execute import Vjp, check_flag
+from ..expr.bind import bind
 from ..pieces import steps as pieces_steps
 from ..pieces.device import Device
 from ..pieces.place import Host, Place
 from ..problem import validate
 from ..problem.call import Call, Gradients
-from ..problem.options import Options
+from ..problem.options import DEFAULTS, Options
 from . import compute
 from .again import Again, Written
 from .agreement import Facts, agree, bias_facts, bias_is_shared, facts_of
-from .communication import Communicator
+from .communication import Communicator, is_communicator
 from .faults import gave_up
 from .heads import Heads
 from .layouts import Layout
 from .plans import BY_HEADS, Plan, check_scheme, plan
+from .sharded import Extremes, Lookups, placed, reads_parts
 
 T = TypeVar("T")
 
@@ -53,12 +55,13 @@ class Ranks:
 
     def communicator(self) -> Communicator:
         """Return the communicator, if it is one; all other faults can be told to other ranks."""
-        if not isinstance(self.comm, Communicator):
+        if not is_communicator(self.comm):
             raise ArgumentTypeError(
                 f"comm: got {type(self.comm).__name__}; expected what distributed.communicator "
                 "returns, as in communicator(MPI.COMM_WORLD)."
             )
-        return self.comm
+        made: Communicator = self.comm
+        return made
 
     def seconds(self) -> float:
         """Return the timeout. A wrong one is refused when the rest is checked."""
@@ -110,6 +113,8 @@ class Distributed:
         self._options, self._ranks = options, ranks
         self.comm = ranks.communicator()
         self._bias_is_shared = False
+        self._reads_parts = reads_parts(options)
+        self._bounded: Call | None = None  # for proofs, if look-ups are divided
         self.facts: Facts = {}
 
     @property
@@ -140,7 +145,10 @@ class Distributed:
         # A bias has this rank's rows, and columns for all keys.
         problem = replace(given.problem, len_k=layout_k.length)
         arrays = given.q, given.k, given.v
-        call = validate.with_options(problem, *arrays, given.were_matrices, self._options)
+        options = self._options
+        if self._reads_parts:
+            options = placed(options, replace(problem, len_q=layout.length), layout, layout_k)
+        call = validate.with_options(problem, *arrays, given.were_matrices, options)
         return replace(call, problem=replace(call.problem, len_q=layout.length))
 
     def _check_counts(self, given: Call) -> None:
@@ -155,7 +163,9 @@ class Distributed:
     @functools.cached_property
     def plan(self) -> Plan:
         """The scheme, and what this rank sends, receives and computes."""
-        return plan(self.call, *self.layouts, self._ranks.scheme, self.comm.nodes)
+        call = self.call if self._bounded is None else self._bounded
+        by_heads = not self._reads_parts
+        return plan(call, *self.layouts, self._ranks.scheme, self.comm.nodes, by_heads)
 
     def again(
         self,
@@ -190,13 +200,18 @@ class Distributed:
         place: Place = Host(dispatch.CPU) if device is None else Device(dispatch.GPU, device)
         timeout = self._ranks.seconds()
         comm = self.comm if tape is None else Written(self.comm, tape)
-        return compute.Rank(
-            place.ready(self.call), rows, keys, self.plan.steps, comm, place, timeout
-        )
+        call = place.ready(self.call)
+        lookups = Lookups(call) if self._reads_parts else None
+        made, relays = self.plan.steps, self.plan.scheme == "nodes"
+        return compute.Rank(call, rows, keys, made, comm, place, timeout, lookups, relays)
 
     def heads(self, tape: Tape | None = None) -> Heads:
         """Return what this rank computes if rows travel by heads, for one run."""
         return Heads(self.rank(tape), self.layouts, self.plan.group, self._bias_is_shared)
+
+    @property
+    def _how_looked_up(self) -> str:
+        return "in parts" if self._reads_parts else "whole"
 
     @property
     def bias_is_shared(self) -> bool:
@@ -219,17 +234,22 @@ class Distributed:
             # A rank with one row cannot know whether others have the same row of the bias.
             unsure = bias is not None and any(runs.count == 1 for runs in layout.runs)
             tells = bool(self._ranks.check) or (unsure and not self.has_whole_bias)
+            tells |= self._reads_parts
             self._bias_is_shared = bias is not None and (
                 self.has_whole_bias or bias.ndim < 2 or bias.shape[-2] == 1
             )
             if tells:
-                more = {"function": name, "scheme": self.plan.scheme, **more}
+                scheme = self._ranks.scheme if self._reads_parts else self.plan.scheme
+                more = {"function": name, "look-ups": self._how_looked_up, "scheme": scheme, **more}
                 facts = facts_of(self.call, layout, layout_k, more)
                 facts |= bias_facts(bias, None if self.has_whole_bias else rows)
-            self.plan  # noqa: B018, its faults are told like others
+            if self._reads_parts:
+                facts |= Extremes(self.call, layout, layout_k).facts()
+            else:
+                self.plan  # noqa: B018, its faults are told like others
         except Exception as raised:  # noqa: BLE001, every rank raises it
             error = raised
-            tells = self._ranks.check is not False
+            tells = self._ranks.check is not False or self._reads_parts
         if not tells:
             if error is not None:
                 raise error
@@ -238,7 +258,21 @@ class Distributed:
         of_ranks = agree(self.comm, facts, error, self._ranks.seconds())
         if self.call.bias is not None:
             self._bias_is_shared = bias_is_shared(of_ranks)
+        if self._reads_parts:
+            self._plan_by(of_ranks)
         return made
+
+    def _plan_by(self, of_ranks: list[Facts]) -> None:
+        """Find the plan, given what all ranks tell of their parts of look-ups."""
+        error: Exception | None = None
+        try:
+            self._bounded = Extremes(self.call, *self.layouts).bounded(of_ranks)
+            if self._bounded.score_mod is not None:  # that of the mask is bound for the plan
+                bind(self._bounded.score_mod.expr, self.call.problem)
+            self.plan  # noqa: B018, its faults are told like others
+        except Exception as raised:  # noqa: BLE001, every rank raises it
+            error = raised
+        agree(self.comm, {}, error, self._ranks.seconds())
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -275,10 +309,17 @@ class Packed(Distributed):
 
     def _validated(self) -> Call:
         layout, layout_k = self.layouts
-        call = validate.varlen_call(
-            self._q, self._k, self._v, *self._offsets, True, self._options,
-            totals=(layout.length, layout_k.length),
-        )  # fmt: skip
+
+        def validated(options: Options) -> Call:
+            return validate.varlen_call(
+                self._q, self._k, self._v, *self._offsets, True, options,
+                totals=(layout.length, layout_k.length),
+            )  # fmt: skip
+
+        options = self._options
+        if self._reads_parts:
+            options = placed(options, validated(DEFAULTS).problem, layout, layout_k)
+        call = validated(options)
         self._check_counts(call)
         return call
 

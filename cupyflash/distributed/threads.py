@@ -26,6 +26,8 @@ class Threads:
     ----------
     size : int
         The number of ranks.
+    nodes : int
+        How many machines they are taken to be on, as many ranks on each.
 
     Attributes
     ----------
@@ -33,12 +35,16 @@ class Threads:
         The ranks. Each is used by one thread at a time.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, nodes: int = 1) -> None:
         if isinstance(size, bool) or not isinstance(size, int):
             raise ArgumentTypeError(f"Threads: got {size!r}; expected a number of ranks.")
         if size < 1:
             raise ArgumentError(f"Threads: got {size} ranks; expected 1 or more.")
-        shared = _Shared()
+        if isinstance(nodes, bool) or not isinstance(nodes, int):
+            raise ArgumentTypeError(f"nodes: got {nodes!r}; expected a number of machines.")
+        if nodes < 1 or size % nodes:
+            raise ArgumentError(f"nodes: got {nodes} for {size} ranks; expected a divisor.")
+        shared = _Shared(tuple(rank * nodes // size for rank in range(size)))
         self.ranks = tuple(_Rank(rank, size, shared) for rank in range(size))
 
     def run(self, function: Callable[[Any], T]) -> list[T]:
@@ -77,7 +83,8 @@ class Threads:
 class _Shared:
     """What the ranks of a process share."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self.nodes = nodes
         self.changed = threading.Condition()
         # By sender, receiver and the number of the exchange; what ranks tell each other has none.
         self.boxes: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
@@ -91,7 +98,7 @@ class _Rank:
 
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
         self.rank, self.size = rank, size
-        self.nodes: Sequence[int] = (0,) * size
+        self.nodes = shared.nodes
         self.shared = shared
         self._exchanges = 0
 

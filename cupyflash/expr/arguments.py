@@ -14,6 +14,7 @@ from ..arrays.device_arrays import is_device_array
 from ..errors import ArgumentError, ArgumentTypeError, TraceError
 from .bind import Alignment, aligned
 from .nodes import Expr, LookupTable, as_expr
+from .sharded import check_whole
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
@@ -42,6 +43,7 @@ def number_or_per_batch(value: Any, argument: str) -> Expr:
         return value
     if isinstance(value, LookupTable):
         value = value.array
+        check_whole(value, argument)  # it has no axis of positions
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
     if hasattr(value, "__dlpack__"):

@@ -29,6 +29,7 @@ from .nodes import (
     symbol,
     walk,
 )
+from .sharded import HeldArray, check_whole
 
 _B = POSITIONS[0]
 
@@ -115,7 +116,9 @@ def bind(root: Expr, sizes: Sizes) -> Expr:
     """
 
     def resolved(node: Expr) -> Expr | None:
-        return _resolve(node.value, sizes) if node.op == "aligned" else None
+        if node.op == "lookup":
+            check_whole(node.value[0], "lookup")
+        return resolve(node.value, sizes) if node.op == "aligned" else None
 
     bound = rebuild(root, resolved)
     prove(bound, sizes)
@@ -168,6 +171,8 @@ def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
         if node.op not in ("lookup", "aligned"):
             return None
         array = node.value[0] if node.op == "lookup" else node.value.array
+        if isinstance(array, HeldArray):
+            return None  # pieces have its elements
         if id(array) not in copies:
             copies[id(array)] = copy(array)
         mine = copies[id(array)]
@@ -192,8 +197,10 @@ def _ends(value: Any) -> tuple[int, int]:
     return (int(value.min()), int(value.max())) if value.size else (0, 0)
 
 
-def _resolve(alignment: Alignment, sizes: Sizes) -> Expr:
+def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
+    """Return the look-up that reads an aligned array in a problem of these sizes."""
     array, axes = alignment.array, alignment.axes
+    check_whole(array, alignment.argument)
     shape = tuple(array.shape)
     packed = alignment.packed and sizes.packed
     wanted = tuple(

@@ -8,6 +8,7 @@ native code, so there is one warning if others can write to it.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import Any
 
 from . import disk_cache
@@ -18,7 +19,9 @@ from .source import Specialisation, source
 OPTIONS = ("-std=c++17",)
 _DEFAULT_SHARED_MEMORY = 48 * 1024  # what a block may have without a request
 
-_lock = threading.Lock()
+# To load a kernel may wait for what the device does, such as messages that wait for another device:
+# its thread must be able to load a kernel meanwhile.
+_locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 _kernels: dict[tuple[int, str], Any] = {}
 
 
@@ -36,7 +39,7 @@ def kernel(special: Specialisation, device: int) -> Any:
     key = (device, text)
     found = _kernels.get(key)
     if found is None:
-        with _lock:
+        with _locks[device]:
             found = _kernels.get(key)
             if found is None:
                 shared_memory = special.tiles.shared_memory

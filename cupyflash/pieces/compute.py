@@ -105,6 +105,12 @@ class Partial:
         out, lse = (self._place.empty(x.shape, self._number) for x in self._results)
         return out, lse
 
+    def begin(self, piece: Call, rows: range) -> None:
+        """Compute the first piece of some of the queries; it is not their last one."""
+        out, lse = self._wide
+        wide = part(out, rows), part_of_statistic(lse, rows)
+        self._place.backend.forward_piece(piece, wide, True)
+
     def compute(self, piece: Call, first: bool, last: bool) -> None:
         """Compute a piece."""
         backend, results = self._place.backend, self._results

@@ -136,7 +136,7 @@ class Device:
                 to[...] = computed.astype(to.dtype, copy=False)
         elif is_device_array(to):
             with cuda_device.current(self._device):
-                device_arrays.convert(computed, to)
+                device_arrays.copy(computed, to)
         else:
             rounded = computed
             if computed.dtype != to.dtype:

@@ -16,6 +16,7 @@ from ..arrays.device_arrays import is_device_array
 from ..arrays.interop import array, floats, one_home, outputs
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.nodes import Expr, LookupTable, walk
+from ..expr.sharded import HeldArray, check_whole
 from ..masks import Mask, dense
 from ..scores import Score, chain
 from . import coded, device_args, scalars
@@ -334,16 +335,18 @@ def read_arrays(request: Call) -> dict[str, Array]:
             named |= request.cache.codes.scales
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
         nodes = walk(made.expr) if made is not None else ()
-        looked_up = [x for node in nodes for x in _looked_up(node)]
+        looked_up = [x for node in nodes for x in _looked_up(node, name)]
         named |= {f"array {n} of {name}": x for n, x in enumerate(looked_up)}
     return named
 
 
-def _looked_up(node: Expr) -> tuple[Any, ...]:
+def _looked_up(node: Expr, name: str) -> tuple[Any, ...]:
     """Return the array that a node reads, if it reads one."""
-    if node.op == "lookup":
-        return (node.value[0],)
-    return (node.value.array,) if node.op == "aligned" else ()
+    if node.op not in ("lookup", "aligned"):
+        return ()
+    array = node.value[0] if node.op == "lookup" else node.value.array
+    check_whole(array, name)
+    return (array.own if isinstance(array, HeldArray) else array,)
 
 
 _ORIGINS = {

@@ -24,7 +24,7 @@ from cupyflash.problem.options import Options
 from cupyflash.testing import problem
 
 KEYS_TRAVEL = ("rounds", "gather")
-SCHEMES = (*KEYS_TRAVEL, "heads", "heads x rounds")
+SCHEMES = (*KEYS_TRAVEL, "nodes", "heads", "heads x rounds")
 BY_DTYPE = mostly_thorough(
     "dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str
 )
@@ -79,8 +79,9 @@ def draw(*shapes, dtype=np.float32, seed=0):
 
 
 @mostly_thorough(
-    ("kind", "scheme"), [(kind, scheme) for kind in KINDS for scheme in KEYS_TRAVEL],
-    quick=[("contiguous", "gather"), ("zigzag", "rounds")], why="the same order of sums elsewhere",
+    ("kind", "scheme"), [(kind, scheme) for kind in KINDS for scheme in (*KEYS_TRAVEL, "nodes")],
+    quick=[("contiguous", "gather"), ("zigzag", "rounds"), ("zigzag", "nodes")],
+    why="the same order of sums elsewhere",
 )  # fmt: skip
 def test_repeats_are_bitwise_equal(kind, scheme):
     q, k, v, do = draw((3, 2, 50, 16), (3, 1, 70, 16), (3, 1, 70, 16), (3, 2, 50, 16))
@@ -159,7 +160,7 @@ def test_queries_without_keys_have_the_sink_alone(scheme):
     q, k, do, sink, dlse = draw((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8), (2,), (1, 2, 40))
     options = {"mask": masks.lengths(np.array([9]), np.array([13])), "sink": sink}
     out, vjp = cupyflash.attention_vjp(q, k, k, **options)
-    over = OverRanks({"heads": 2, "heads x rounds": 4}.get(scheme, 5), scheme=scheme)
+    over = OverRanks({"heads": 2, "heads x rounds": 4, "nodes": 6}.get(scheme, 5), scheme=scheme)
     with blocks_of(4):
         ours, our_lse = over.attention(q, k, k, return_lse=True, **options)
         gradients = over.attention_backward(do, q, k, k, ours, our_lse, dlse=dlse, **options)
@@ -264,12 +265,16 @@ def test_arguments_that_a_function_does_not_have_are_explained():
 
 
 @mostly_thorough(
-    "scheme", ["rounds", "heads", "heads x rounds"], quick=["rounds"], why="schemes by one formula"
+    "scheme",
+    ["rounds", "nodes", "heads", "heads x rounds"],
+    quick=["rounds"],
+    why="schemes by one formula",
 )
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_is_what_the_page_says(backward, scheme):
     """Ranks that are threads have a copy of every message in addition."""
-    ranks, heads = (4, 2) if scheme == "heads x rounds" else (3, 3)
+    ranks, heads = {"heads x rounds": (4, 2), "nodes": (6, 3)}.get(scheme, (3, 3))
+    nodes = 3 if scheme == "nodes" else 1
     c, dim, size = 1024, 64, 4  # positions of a rank; bytes of an element
     x = np.zeros((heads, ranks * c, dim), np.float32)
 
@@ -281,13 +286,15 @@ def test_memory_is_what_the_page_says(backward, scheme):
         if backward:
             distributed.attention_backward(out, own, own, own, out, lse, **options)
 
-    distributed.Threads(ranks).run(work)  # compiles
+    distributed.Threads(ranks, nodes).run(work)  # compiles
     tracemalloc.start()
-    distributed.Threads(ranks).run(work)
+    distributed.Threads(ranks, nodes).run(work)
     peak = tracemalloc.get_traced_memory()[1] / ranks
     tracemalloc.stop()
     rows, keys = size * heads * dim * c, 2 * size * heads * dim * c
     said = (2 * rows + 8 * keys) if backward else (rows + 3 * keys)
+    if scheme == "nodes":
+        said = (2 * rows + 16 * keys) if backward else (rows + 8 * keys)
     if scheme == "heads":
         said = 3 * (rows + keys + (2 * rows if backward else 0))
     elif scheme == "heads x rounds":

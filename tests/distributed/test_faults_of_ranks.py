@@ -105,7 +105,7 @@ RAISED = {
     "dropout": (with_options(dropout=0.5), "dropout: got 0.5 without a seed"),
     "the scheme": (
         with_options(scheme="ring"),
-        'scheme: got \'ring\'; expected one of "auto", "rounds", "gather", "heads"',
+        'scheme: got \'ring\'; expected one of "auto", "rounds", "gather", "nodes"',
     ),
     "the timeout": (with_options(timeout=-3.0), "timeout: got -3.0; expected seconds"),
     "no layout": (with_options(layout=None), "layout: got NoneType; expected what distributed"),
@@ -261,7 +261,7 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
-@pytest.mark.parametrize("scheme", ["rounds", "gather"])
+@pytest.mark.parametrize("scheme", ["rounds", "gather", "nodes"])
 @pytest.mark.parametrize("broken_piece", [1, 2])
 def test_a_rank_that_raises_in_the_middle_ends_all(function, scheme, broken_piece, monkeypatch):
     name = "forward_piece" if function is distributed.attention else "backward"
@@ -274,9 +274,10 @@ def test_a_rank_that_raises_in_the_middle_ends_all(function, scheme, broken_piec
         return compute(self, piece, *args, **options)
 
     work = partial(call, function=function, scheme=scheme)
-    expected = outcomes(work)
+    size = (4, 2) if scheme == "nodes" else (SIZE,)
+    expected = outcomes(work, distributed.Threads(*size))
     monkeypatch.setattr(Cpu, name, broken)
-    threads = distributed.Threads(SIZE)
+    threads = distributed.Threads(*size)
     found = outcomes(work, threads)
     assert isinstance(found[1], DistributedError)
     assert isinstance(found[1].__cause__, MemoryError)
@@ -321,10 +322,11 @@ def test_without_checks_wrong_sizes_are_found_where_they_arrive():
 
 
 @BOTH
-@pytest.mark.parametrize("scheme", ["rounds", "gather"])
+@pytest.mark.parametrize("scheme", ["rounds", "gather", "nodes"])
 @mostly_thorough("lost", range(12), quick=[0, 3], why="other messages are lost the same way")
 def test_a_lost_message_ends_all_and_makes_no_wrong_result(lost, function, scheme, monkeypatch):
-    threads = distributed.Threads(SIZE)
+    size = (4, 2) if scheme == "nodes" else (SIZE,)
+    threads = distributed.Threads(*size)
     kind, count = type(threads.ranks[0]), []
     exchange = kind.exchange
 
@@ -337,12 +339,13 @@ def test_a_lost_message_ends_all_and_makes_no_wrong_result(lost, function, schem
         return exchange(comm, kept, receives)
 
     work = partial(call, function=function, scheme=scheme, timeout=0.2)
-    expected = outcomes(work)
+    expected = outcomes(work, distributed.Threads(*size))
     monkeypatch.setattr(kind, "exchange", leaky)
     found = outcomes(work, threads)
     sent = count.count(0)
     if lost >= sent:
-        assert sent == (4 if function is distributed.attention else 12)
+        of_forward = 6 if scheme == "nodes" else 4  # k and v, and as a relay those of another node
+        assert sent == (of_forward if function is distributed.attention else 12)
         return
     monkeypatch.undo()
     # Whose time is up first waits for rank 0, or for a rank that waits for it.

@@ -21,7 +21,7 @@ from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 from cupyflash.testing import problem
 
-SCHEMES = ("rounds", "gather", "heads", "heads x rounds")
+SCHEMES = ("rounds", "gather", "nodes", "heads", "heads x rounds")
 
 
 @mostly_thorough("dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str)

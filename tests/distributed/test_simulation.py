@@ -23,7 +23,7 @@ from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "distributed.md"
-SCHEMES = ("rounds", "gather", "heads", "heads x rounds")
+SCHEMES = ("rounds", "gather", "nodes", "heads", "heads x rounds")
 LENGTH, HEADS, HEADS_KV, DIM, DIM_V = 320, 6, 3, 8, 16
 MASKS = {
     "none": None,
@@ -33,7 +33,7 @@ MASKS = {
 }
 
 
-def said(mask, ranks, backward, scheme):
+def said(mask, ranks, backward, scheme, nodes=1):
     """What is said of a call that takes a scheme."""
     q, k, v = (
         fake_array((heads, LENGTH, dim), np.dtype(np.float32))
@@ -42,12 +42,12 @@ def said(mask, ranks, backward, scheme):
     call = validate.call(q, k, v, Options(mask=mask))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulation, "cheapest", lambda *_: scheme)
-        return simulation.simulate(call, ranks, 1, backward, H100)
+        return simulation.simulate(call, ranks, nodes, backward, H100)
 
 
-def sent(mask, ranks, backward, scheme, monkeypatch):
+def sent(mask, ranks, backward, scheme, monkeypatch, nodes=1):
     """The bytes that ranks really send, and the exchanges with messages."""
-    threads, counts, exchanges = distributed.Threads(ranks), [], set()
+    threads, counts, exchanges = distributed.Threads(ranks, nodes), [], set()
     kind = type(threads.ranks[0])
     exchange = kind.exchange
 
@@ -84,14 +84,15 @@ def sent(mask, ranks, backward, scheme, monkeypatch):
     ("name", "scheme", "backward"),
     [(x, y, z) for x in MASKS for y in SCHEMES for z in (False, True)],
     quick=[("causal", "heads x rounds", True), ("causal", "rounds", True),
-           ("documents", "gather", False), ("causal", "heads", True), ("none", "heads", False)],
+           ("documents", "gather", False), ("causal", "heads", True), ("none", "heads", False),
+           ("causal", "nodes", True), ("window", "nodes", False), ("documents", "nodes", False)],
     why="the same amounts under other masks",
 )  # fmt: skip
 def test_bytes_and_rounds_are_those_that_ranks_send(name, scheme, backward, monkeypatch):
-    ranks = 4 if scheme == "heads x rounds" else 3
+    ranks, nodes = {"heads x rounds": (4, 1), "nodes": (6, 3)}.get(scheme, (3, 1))
     with blocks_of(16, chunks=4):
-        made = said(MASKS[name], ranks, backward, scheme)
-        moved, exchanges = sent(MASKS[name], ranks, backward, scheme, monkeypatch)
+        made = said(MASKS[name], ranks, backward, scheme, nodes)
+        moved, exchanges = sent(MASKS[name], ranks, backward, scheme, monkeypatch, nodes)
     assert made.moved == moved
     if not backward or scheme == "heads":
         assert made.rounds == exchanges
@@ -171,6 +172,15 @@ def test_times_of_what_can_be_worked_out_by_hand(monkeypatch):
     assert apart.seconds("rounds", 1) == pytest.approx(3 * part / 1e9)
     together = modelled(Machine(1e30, 1e30, 1e30, 1e9), nodes=[0, 0, 1, 1])
     assert together.seconds("gather", 1) == pytest.approx(2 * part / 1e9)
+    # By nodes, one part comes from there, and one more from the other rank of the node, twice.
+    assert together.seconds("nodes", 1) == pytest.approx(part / 1e9)
+    inside = modelled(Machine(1e30, 1e30, 1e9, 1e30), nodes=[0, 0, 1, 1])
+    assert inside.seconds("nodes", 1) == pytest.approx(2 * part / 1e9)
+    across = modelled(Machine(1e30, 1e30, 1e30, 1e9), nodes=[0, 0, 1, 1], backward=True)
+    assert across.seconds("nodes", 1) == pytest.approx((part + 2 * part) / 1e9)
+    # Partial results of all rows, once for the rank, for the node, and for the other node.
+    memory = modelled(Machine(1e30, 1e9, 1e30, 1e30), nodes=[0, 0, 1, 1])
+    assert memory.seconds("nodes", 1) == pytest.approx(3 * 2 * 4 * 8 * 128 * 2**13 / 1e9)
 
 
 def test_messages_and_partial_results_take_time(monkeypatch):
@@ -202,7 +212,7 @@ def test_explain_has_it_with_ranks_only():
     assert told["schemes"]["heads"] == made.over_ranks.schemes["heads"]
     assert set(made.over_ranks.schemes) == {"rounds", "gather", "heads"}
     more = explained(masks.causal(), 16, 2**14).over_ranks.schemes
-    assert set(more) == {"rounds", "gather", "heads x rounds"}
+    assert set(more) == {"rounds", "gather", "nodes", "heads x rounds"}
     best = min(made.over_ranks.schemes.values())
     assert made.over_ranks.seconds == best == made.over_ranks.schemes[made.over_ranks.scheme]
 
@@ -268,7 +278,7 @@ def rows():
     found = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in PAGES_MASKS and len(cells) == 8:
+        if cells[0] in PAGES_MASKS and len(cells) == 9:
             found.append((cells[0], *(int(x.replace(",", "")) for x in cells[1:3]), line))
     return found
 

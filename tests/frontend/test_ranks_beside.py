@@ -59,6 +59,7 @@ class Late(Gpu):
             )
             self.cupy.enqueue(lambda: function(own, *hosts[3:]))
             self.asked.append("piece")
+            self.cupy.shares.append(own.beside)
 
         call_arrays = call.q, call.k, call.v
         call = dataclasses.replace(call, q=None, k=None, v=None)  # so that it holds no memory
@@ -73,6 +74,7 @@ class Device(StreamCupy):
     def __init__(self, seed):
         super().__init__(seed)
         self.asked = []
+        self.shares = []  # whether each piece shares the device with messages
 
     def _convert(self, *arrays):
         if self.current:
@@ -80,6 +82,10 @@ class Device(StreamCupy):
         elif len(arrays) > 2:
             self.asked.append(f"sum of {len(arrays) - 1}")
         super()._convert(*arrays)
+
+    def _copy_rows(self, *x):
+        self.asked.append("copy")
+        super()._copy_rows(*x)
 
     def add(self, a, b, out):
         self.asked.append("add")
@@ -171,22 +177,24 @@ def both(arrays, comm, layout, scheme):
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "scheme"),
+    ("size", "kind", "scheme", "nodes"),
     [
-        (2, "zigzag", "rounds"),
-        (2, "contiguous", "gather"),
-        (3, "cyclic", "rounds"),
-        (3, "cyclic", "gather"),
+        (2, "zigzag", "rounds", 1),
+        (2, "zigzag", "rounds", 2),
+        (2, "contiguous", "gather", 1),
+        (3, "cyclic", "rounds", 1),
+        (3, "cyclic", "gather", 1),
+        (6, "cyclic", "nodes", 3),
     ],
 )
 def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
-    size, kind, scheme, install, monkeypatch
+    size, kind, scheme, nodes, install, monkeypatch
 ):
     rng = np.random.default_rng(0)
     shapes = (2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 12), (2, 4, LENGTH, 12)
     whole = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
     with blocks_of(4):
-        comms = distributed.Threads(size)
+        comms = distributed.Threads(size, nodes)
 
         def on_host(comm):
             spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
@@ -201,18 +209,51 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
             layout = distributed.layout(comm, LENGTH, kind=kind)
             for again in range(3):
                 cupy.asked.clear()
+                cupy.shares.clear()
                 results = both(list(map(cupy.asarray, own)), comm, layout, scheme)
                 cupy.run_all()
                 assert all(map(same_bits, map(in_host, results), expected)), again
                 assert all(same_bits(x, like) for x, like in comm.sent)
                 asked.append(list(cupy.asked))
+                assert cupy.shares[0] == (nodes > 1)  # the whole device, ahead of them
+                assert any(cupy.shares)
             assert asked[-1] == asked[-3]  # made for the first time, and from a tape
     assert any("copy" in each for each in asked) == (kind != "contiguous")
-    assert all("piece" not in each[: each.index("exchange")] for each in asked)
+    # Within a node, the device begins before messages are posted, which wait for no piece.
+    begun = [each[: each.index("exchange")] for each in asked]
+    assert [each.count("piece") for each in begun] == [int(nodes == 1)] * len(asked)
+    assert all("copy" not in each[each.index("piece") :] for each in begun if nodes == 1)
     if size == 2:  # what comes at last is added while the sums are rounded
         ends = [each[-each[::-1].index("piece") :] for each in asked]
         assert not any("add" in each for each in ends)
         assert any(each.count("sum of 2") + each.count("sum of 3") >= 3 for each in ends)
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "is_rows"),
+    [
+        ((2, 3, 8, 5), np.s_[:], True),
+        ((2, 3, 8, 5), np.s_[..., 2:6, :], True),
+        ((1, 3, 8, 1), np.s_[..., 7:, :], False),
+        ((4,), np.s_[1:2], True),
+        ((2, 3, 8, 5), np.s_[..., 1:3], True),
+        ((2, 3, 8, 5), np.s_[:, 1:, 2:, :], False),
+        ((6, 5), np.s_[::-1], False),
+        ((6, 5), np.s_[:0], False),
+    ],
+)
+def test_rows_are_copied_by_the_driver(shape, part, is_rows, install):
+    cupy = install(Device(0))
+    whole = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
+    for dtype, by_driver in ((np.int16, is_rows), (np.float32, False)):
+        for to in (cupy.ndarray(whole[part].shape, dtype), cupy.ndarray(shape, dtype)[part]):
+            source = cupy.asarray(whole)[part]
+            cupy.run_all()
+            cupy.asked.clear()
+            device_arrays.copy(source, to)
+            cupy.run_all()
+            assert same_bits(to.host, whole[part].astype(dtype))
+            assert ("copy" in cupy.asked) == by_driver
 
 
 def test_sums_that_are_rounded_are_one_pass_in_their_order(install):

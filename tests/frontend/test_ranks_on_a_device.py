@@ -6,6 +6,8 @@ The back end is the CPU's, so that results are those of NumPy arrays, bit by bit
 from __future__ import annotations
 
 import dataclasses
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from cupyflash import dispatch, distributed, masks, scores
 from cupyflash.arrays import tape as tapes
 from cupyflash.backends.gpu import Gpu
 from cupyflash.distributed import DistributedError
+from cupyflash.gpu import jit
 from cupyflash.problem.call import Gradients
 
 LENGTH = 96
@@ -105,7 +108,7 @@ class Case:
     """A call on some ranks, whose layouts stay."""
 
     def __init__(self, size, kind, scheme, options, check=True):
-        self.comms = distributed.Threads(size)
+        self.comms = distributed.Threads(size, 2 if scheme == "nodes" else 1)
         self.layouts = [distributed.layout(comm, LENGTH, kind=kind) for comm in self.comms.ranks]
         self.scheme, self.options, self.check = scheme, options, check
 
@@ -129,11 +132,18 @@ OPTIONS = {
         "mask": masks.window(20, 3), "score_mod": scores.alibi(place(np.ones(4, np.float32)))
     },
 }  # fmt: skip
-SCHEMES = [(2, "rounds"), (3, "rounds"), (3, "gather"), (2, "heads"), (4, "heads x rounds")]
+SCHEMES = [
+    (2, "rounds"),
+    (3, "rounds"),
+    (3, "gather"),
+    (4, "nodes"),
+    (2, "heads"),
+    (4, "heads x rounds"),
+]
 
 
 QUICK = [("none", 3, "gather"), ("causal", 2, "rounds"), ("dropout", 2, "heads"),
-         ("alibi", 4, "heads x rounds")]  # fmt: skip
+         ("alibi", 4, "heads x rounds"), ("causal", 4, "nodes")]  # fmt: skip
 
 
 @mostly_thorough(
@@ -231,6 +241,32 @@ def test_what_a_tape_cannot_tell_apart_is_checked_every_time(cupy, played):
     assert not played
 
 
+@pytest.mark.parametrize(("size", "kind"), [(2, "zigzag"), (3, "cyclic")])
+def test_parts_of_look_ups_have_the_bits_of_numpy(size, kind, cupy, played):
+    documents, distances = np.arange(LENGTH) // 19, np.arange(LENGTH, dtype=np.float32) % 7
+    with blocks_of(4):
+        case = Case(size, kind, "rounds", lambda _: {}, check=False)
+        made = []
+        for place in (cupy.asarray, cupy.asarray, np.asarray):
+
+            def work(comm, place=place):
+                layout = case.layouts[comm.rank]
+                own = [place(layout.take(x, axis=-1)) for x in (documents, distances)]
+                of, far = map(distributed.sharded, own)
+                q, k, v, do = (place(np.ascontiguousarray(layout.take(x))) for x in draw(0))
+                out, vjp = distributed.attention_vjp(
+                    q, k, v, comm=comm, layout=layout, scheme="rounds", check=False,
+                    mask=masks.mask(lambda b, h, i, j: of[i] - of[j] <= 1) & masks.causal(),
+                    score_mod=scores.score(lambda s, b, h, i, j: s + far[j]),
+                )  # fmt: skip
+                return out, *vjp(do)[:3]
+
+            made.append([x for of_rank in case.comms.run(work) for x in map(in_host, of_rank)])
+    assert all(map(same_bits, made[0], made[2]))
+    assert all(map(same_bits, made[1], made[2]))
+    assert not played  # what look-ups hold is read every time
+
+
 def test_another_layout_of_the_same_sizes_has_its_own_tape(cupy, played):
     with blocks_of(4):
         first = Case(2, "zigzag", "rounds", OPTIONS["causal"])
@@ -241,6 +277,19 @@ def test_another_layout_of_the_same_sizes_has_its_own_tape(cupy, played):
             ours = second.run(draw(n), cupy.asarray)
             assert all(map(same_bits, ours, second.run(draw(n), np.asarray)))
     assert len(played) == 4
+
+
+def test_devices_of_one_process_load_kernels_at_the_same_time(install, monkeypatch):
+    """One may wait for messages of a rank that has to load a kernel before it sends them."""
+    install(Cupy())
+    both = threading.Barrier(2)
+    monkeypatch.setattr(jit, "source", lambda special: special.name)
+    monkeypatch.setattr(jit, "_compiled", lambda *_: both.wait(10))
+    special = SimpleNamespace(
+        name="a kernel", tiles=SimpleNamespace(shared_memory=0), architecture=None
+    )
+    made = distributed.Threads(2).run(lambda comm: jit.kernel(special, comm.rank))
+    assert sorted(made) == [0, 1]
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(3, "rounds"), (2, "heads")])

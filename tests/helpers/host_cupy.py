@@ -197,6 +197,7 @@ class HostCupy(ModuleType):
                 getDeviceProperties=properties,
                 driverGetVersion=lambda: self.driver_version,
                 memsetAsync=lambda place, value, size, _: ctypes.memset(place, value, size),
+                memcpy2DAsync=lambda *x: copy_rows(*x[:6]),
             ),
         )
 
@@ -234,6 +235,13 @@ class HostCupy(ModuleType):
                 module.device = self.before
 
         return Device
+
+
+def copy_rows(to, pitch_to, source, pitch, width, count):
+    """Copy what `cudaMemcpy2D` copies."""
+    assert width <= min(pitch, pitch_to)
+    for n in range(count):
+        ctypes.memmove(to + n * pitch_to, source + n * pitch, width)
 
 
 def _aligned(size):

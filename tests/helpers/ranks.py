@@ -63,6 +63,8 @@ def served(p: Any, size: int, scheme: str) -> tuple[int, str]:
     heads = p.k.shape[-3] if p.k.ndim > 2 else 1
     if scheme == "heads":
         return max(1, min(size, heads)), scheme
+    if scheme == "nodes":
+        return 2 * max(2, size // 2), scheme
     if scheme == "heads x rounds":
         return (4 if heads == 3 else 2 * heads, scheme) if heads > 1 else (size, "rounds")
     return size, scheme
@@ -78,13 +80,13 @@ class OverRanks:
     kind, kind_k : str
         The layouts of queries and of keys.
     more : keywords
-        Further arguments of every call, as scheme.
+        Further arguments of every call, as scheme. With "nodes", every other rank begins a node.
     """
 
     def __init__(
         self, size: int, kind: str = "contiguous", kind_k: str = "contiguous", **more: Any
     ) -> None:
-        self.threads = distributed.Threads(size)
+        self.threads = distributed.Threads(size, size // 2 if more.get("scheme") == "nodes" else 1)
         self.kinds = kind, kind_k
         self.more = {"timeout": TIMEOUT, **more}
 

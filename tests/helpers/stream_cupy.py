@@ -15,7 +15,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
-from host_cupy import HostCupy, MemoryPointer
+from host_cupy import HostCupy, MemoryPointer, copy_rows
 
 
 class Pinned(np.ndarray):
@@ -101,6 +101,7 @@ class StreamCupy(HostCupy):
         self.cuda.get_current_stream = lambda: Stream(module.current)
         self.cuda.alloc_pinned_memory = lambda size: np.zeros(size, np.uint8).view(Pinned)
         self.cuda.runtime.memcpyAsync = copy
+        self.cuda.runtime.memcpy2DAsync = self._copy_rows
         place = SimpleNamespace(devicePointer=int(pinned), hostPointer=int(pinned))
         self.cuda.runtime.pointerGetAttributes = lambda _: place
         self.ElementwiseKernel = lambda *_: self._convert
@@ -116,6 +117,11 @@ class StreamCupy(HostCupy):
     def _convert(self, *arrays):
         *summands, to = (x.host for x in arrays)
         self._later(lambda: _write(to, functools.reduce(np.add, summands)))
+
+    def _copy_rows(self, *x):
+        *where, kind, stream = x
+        assert kind == 3
+        self.enqueue(lambda: copy_rows(*where), stream)
 
     def add(self, a, b, out):
         self._later(lambda x, y, z: np.add(x, y, out=z), a.host, b.host, out.host)

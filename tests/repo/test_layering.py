@@ -69,7 +69,7 @@ INSIDE = {
         ["communication", "faults", "runs"],
         ["layouts", "messages", "mpi", "nccl", "threads"],
         ["agreement", "connect", "proofs", "sums", "tasks"],
-        ["again", "rounds"],
+        ["again", "rounds", "sharded"],
         ["model"],
         ["plans"],
         ["compute"],
