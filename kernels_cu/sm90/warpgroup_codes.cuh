@@ -79,36 +79,49 @@ __device__ __forceinline__ unsigned int nonfinite_bytes(unsigned int codes) {
 }
 
 // Transposes a tile of KEYS rows to ROWS rows, of which a warp has every WARPS-th 16. Returns
-// whether the thread met codes that are not finite.
+// whether the thread met codes that are not finite. Several loads are under way before the first of
+// them is stored: one by one, their latencies would add up to more than the time of a tile.
 template <int KEYS, int ROWS, int WARPS>
 __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned int to, int warp) {
+  constexpr int BLOCKS = KEYS / 32, AT_ONCE = BLOCKS > 4 ? BLOCKS / 2 : BLOCKS;
+  static_assert(BLOCKS % AT_ONCE == 0, "KEYS");
   const int lane = ptx::lane_index(), matrix = lane / 8;
   const unsigned int key_address = tile_address + lane * warpgroup::SLAB_ROW_BYTES;
-  const int first_row = 2 * (lane % 8) + matrix % 2;
+  // A matrix that is stored has even columns of one half and odd ones of the other, because rows of
+  // a slab that are eight apart share banks.
+  const unsigned int even = lane < 16 ? 0x6420 : 0x7531, odd = lane < 16 ? 0x7531 : 0x6420;
+  const int first_row = 2 * (lane % 8) + (matrix % 2 ^ lane % 8 / 4);
   unsigned int found = 0;
-#pragma unroll 2
+#pragma unroll 1
   for (int group = warp; group < ROWS / 16; group += WARPS) {
     const unsigned int from = key_address + group / 8 * (KEYS * warpgroup::SLAB_ROW_BYTES) +
                               ((group % 8 ^ lane % 8) << 4);
     const unsigned int row_address = to + (16 * group + first_row) * warpgroup::SLAB_ROW_BYTES;
 #pragma unroll
-    for (int block = 0; block < KEYS / 32; ++block) {
-      // Of 32 keys and 16 columns: a word has two keys and two columns.
-      unsigned int words[4];
-      ptx::ldmatrix_x4_trans(words, from + block * 32 * warpgroup::SLAB_ROW_BYTES);
-      if constexpr (codes_storage::CHECK_FINITE) {
+    for (int begin = 0; begin < BLOCKS; begin += AT_ONCE) {
+      // Each of 32 keys and 16 columns: a word has two keys and two columns.
+      unsigned int words[AT_ONCE][4];
 #pragma unroll
-        for (int x = 0; x < 4; ++x) found |= nonfinite_bytes(words[x]);
+      for (int n = 0; n < AT_ONCE; ++n) {
+        ptx::ldmatrix_x4_trans(words[n], from + (begin + n) * 32 * warpgroup::SLAB_ROW_BYTES);
       }
-      const unsigned int transposed[4] = {
-          ptx::select_bytes(words[0], words[1], 0x6420),
-          ptx::select_bytes(words[0], words[1], 0x7531),
-          ptx::select_bytes(words[2], words[3], 0x6420),
-          ptx::select_bytes(words[2], words[3], 0x7531),
-      };
-      const int piece = (2 * (block % 4) + matrix / 2) ^ first_row % 8;
-      ptx::stmatrix_x4(row_address + block / 4 * codes_storage::SLAB_BYTES + 16 * piece,
-                       transposed);
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) {
+        const unsigned int(&own)[4] = words[n];
+        if constexpr (codes_storage::CHECK_FINITE) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) found |= nonfinite_bytes(own[x]);
+        }
+        const unsigned int transposed[4] = {
+            ptx::select_bytes(own[0], own[1], even),
+            ptx::select_bytes(own[0], own[1], odd),
+            ptx::select_bytes(own[2], own[3], even),
+            ptx::select_bytes(own[2], own[3], odd),
+        };
+        const int block = begin + n, piece = (2 * (block % 4) + matrix / 2) ^ first_row % 8;
+        ptx::stmatrix_x4(row_address + block / 4 * codes_storage::SLAB_BYTES + 16 * piece,
+                         transposed);
+      }
     }
   }
   return found != 0;
