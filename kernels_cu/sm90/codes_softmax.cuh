@@ -16,37 +16,54 @@ constexpr float SHIFT = 8, UNSHIFTED = 1.0f / 256;
 template <int COLUMNS>
 __device__ __forceinline__ void raise_max(const float (&s)[2][COLUMNS], float (&m)[2],
                                           float (&l)[2], float (&alpha)[2], const float (&c)[2]) {
+  // Halves of both rows: four chains of comparisons hide each other's latency.
+  float largest[2][2];
+#pragma unroll
+  for (int n = 0; n < COLUMNS / 2; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float old = n > 0 ? largest[r][half] : m[r];
+        largest[r][half] = fmax(old, s[r][half * COLUMNS / 2 + n]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) largest[r][0] = fmax(largest[r][0], largest[r][1]);
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r][0] = fmax(largest[r][0], ptx::shuffle_xor(largest[r][0], lanes));
+    }
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float largest = m[r];
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) largest = fmax(largest, s[r][n]);
-#pragma unroll
-    for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
-    }
-    const bool moves = largest > m[r] && m[r] != -number::infinity();
-    alpha[r] = moves ? power::exp2((m[r] - largest) * c[r]) : 1.0f;
+    const bool moves = largest[r][0] > m[r] && m[r] != -number::infinity();
+    alpha[r] = moves ? power::exp2((m[r] - largest[r][0]) * c[r]) : 1.0f;
     l[r] *= alpha[r];
-    m[r] = largest;
+    m[r] = largest[r][0];
   }
 }
 
-// s becomes 2^((s - m) c + SHIFT), and l grows by its row sums. With `masked`, a score of -inf
-// becomes the weight of a masked pair.
-template <int COLUMNS>
+// In rows BEGIN to END - 1, s becomes 2^((s - m) c + SHIFT), and l grows by its row sums. With
+// `masked`, a score of -inf becomes the weight of a masked pair. `beside()` runs before the
+// exponentials, behind a vote: across it the compiler moves none of those that came before.
+template <int BEGIN, int END, int COLUMNS, class Beside>
 __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float (&m)[2],
-                                             float (&l)[2], const float (&c)[2], bool masked) {
+                                             float (&l)[2], const float (&c)[2], bool masked,
+                                             const Beside& beside) {
   float offset[2];
   bool large = false;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = BEGIN; r < END; ++r) {
     offset[r] = m[r] != -number::infinity() ? m[r] * c[r] : 0.0f;
     large = large || !(fabs(offset[r]) <= fragment_softmax::LARGEST_OFFSET);
   }
   if (ptx::any_lane(large)) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = BEGIN; r < END; ++r) {
       // Decided for each row by itself, so that no bit of a row depends on its neighbours.
       const bool inexact = !(fabs(offset[r]) <= fragment_softmax::LARGEST_OFFSET);
 #pragma unroll
@@ -54,11 +71,12 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float
       if (inexact) offset[r] = 0;
     }
   }
+  beside();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) offset[r] = SHIFT - offset[r];
+  for (int r = BEGIN; r < END; ++r) offset[r] = SHIFT - offset[r];
   if (masked) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = BEGIN; r < END; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         const bool unmasked = s[r][n] != -number::infinity();
@@ -69,7 +87,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float
     }
   } else {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = BEGIN; r < END; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         s[r][n] = power::exp2(fma(s[r][n], c[r], offset[r]));

@@ -79,9 +79,9 @@ __device__ __forceinline__ unsigned int nonfinite_bytes(unsigned int codes) {
 }
 
 // Transposes a tile of KEYS rows to ROWS rows, of which a warp has every WARPS-th 16. Returns
-// whether the thread met codes that are not finite. Several loads are under way before the first of
+// whether the thread met codes that are not finite, if it CHECKS them. Several loads are under way before the first of
 // them is stored: one by one, their latencies would add up to more than the time of a tile.
-template <int KEYS, int ROWS, int WARPS>
+template <bool CHECKS, int KEYS, int ROWS, int WARPS>
 __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned int to, int warp) {
   constexpr int BLOCKS = KEYS / 32, AT_ONCE = BLOCKS > 4 ? BLOCKS / 2 : BLOCKS;
   static_assert(BLOCKS % AT_ONCE == 0, "KEYS");
@@ -108,7 +108,7 @@ __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned in
 #pragma unroll
       for (int n = 0; n < AT_ONCE; ++n) {
         const unsigned int(&own)[4] = words[n];
-        if constexpr (codes_storage::CHECK_FINITE) {
+        if constexpr (CHECKS) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) found |= nonfinite_bytes(own[x]);
         }

@@ -12,7 +12,7 @@ LINE = 128  # codes in a row of a slab
 # Largest head -> queries and keys of a tile of forward_sm90_fp8.cu. A word has the bits of a row's
 # masked pairs, so tiles have at most 128 keys where pairs may be masked.
 TILES: dict[str, dict[int, tuple[int, int]]] = {
-    "plain": {64: (192, 128), 128: (128, 192), 256: (128, 128)},
+    "plain": {64: (192, 128), 128: (128, 128), 256: (128, 128)},
     "masks": {64: (192, 128), 128: (128, 128), 256: (128, 128)},
 }
 # In addition to work tiles: barriers, what is found of a stage's values, and scales of rows.
