@@ -60,11 +60,25 @@ __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[2][16], const unsigned 
       : WGMMA_32(0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[2][32], const unsigned int (&a)[4],
+                                              SmemDesc b, bool add) {
+  asm volatile(
+      WGMMA_CODES_RS("m64n128k32", "e4m3.e4m3", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
+      : WGMMA_32(0), WGMMA_32(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_rs_e5m2(float (&d)[2][16], const unsigned int (&a)[4],
                                               SmemDesc b, bool add) {
   asm volatile(
       WGMMA_CODES_RS("m64n64k32", "e4m3.e5m2", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
       : WGMMA_32(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_rs_e5m2(float (&d)[2][32], const unsigned int (&a)[4],
+                                              SmemDesc b, bool add) {
+  asm volatile(
+      WGMMA_CODES_RS("m64n128k32", "e4m3.e5m2", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
+      : WGMMA_32(0), WGMMA_32(16)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 

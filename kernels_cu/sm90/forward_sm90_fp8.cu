@@ -34,8 +34,9 @@ constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is e
 constexpr int SCORE_COLUMNS = fragment_tile::columns_at_once(COLUMNS);
 constexpr int COLUMNS_V = V_ROWS / 4;
 constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;  // of one warp
-// The product of a tile's weights and values is computed in parts of 64 columns.
-constexpr int PART_ROWS = 64, PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
+// The product of a tile's weights and values is computed in parts of so many columns.
+constexpr int PART_ROWS = V_ROWS == 128 ? 128 : 64;
+constexpr int PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
 // Whether the tensor cores compute that product while the scores of the next tile become weights.
 // With wide heads there are no registers for all of its parts beside these scores.
 constexpr bool OVERLAPS = D_V <= 128;

@@ -157,7 +157,7 @@ def product(form: str, name: str, columns: int, whole: bool) -> Case:
     )
 
 
-WIDTHS = {"ss": (96, 128, 192), "rs": (64,)}
+WIDTHS = {"ss": (96, 128, 192), "rs": (64, 128)}
 PRODUCTS = [
     product(form, name, columns, whole)
     for form, widths in WIDTHS.items()
