@@ -38,8 +38,9 @@ constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES; 
 constexpr int PART_ROWS = V_ROWS == 128 ? 128 : 64;
 constexpr int PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
 // Whether the tensor cores compute that product while the scores of the next tile become weights.
-// With wide heads there are no registers for all of its parts beside these scores.
-constexpr bool OVERLAPS = D_V <= 128;
+// With wide heads there are no registers for all of its parts beside these scores. It follows its
+// own weights there, and consumers issue products whenever they can: to take turns was slower.
+constexpr bool OVERLAPS = D_V <= 128, TAKE_TURNS = OVERLAPS;
 constexpr int BUFFERS = OVERLAPS ? PARTS : 2;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
@@ -67,7 +68,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const unsigned int out_address =  // of the warp's 16 rows
       ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * OUT_ROW_BYTES;
   const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
-  if (next_consumer == 0) {
+  if (TAKE_TURNS && next_consumer == 0) {
     ptx::named_barrier_arrive(PING_PONG, TWO_CONSUMERS);  // the first turn is consumer 0's
   }
 
@@ -318,7 +319,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         const int tile = next_code / 2;
         const bool masked = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
         shared.k_pipeline.wait_full(n);
-        ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
+        if constexpr (TAKE_TURNS) {
+          ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
+        }
         ptx::wgmma_fence();
         issue_qk(n);
         float of_tile = 1;
@@ -330,7 +333,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
           for (int x = 0; x < PARTS; ++x) issue_pv(n - 1, x);
         }
-        ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
+        if constexpr (TAKE_TURNS) {
+          ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
+        }
         if (HAS_EDGES && tile > run) {
           next_code -= 2;
         } else {
@@ -413,7 +418,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     tile::count_tiles(p, kv_uses - first_kv_use);
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }
-  if (index == 0) {
+  if (TAKE_TURNS && index == 0) {
     ptx::named_barrier_sync(PING_PONG, TWO_CONSUMERS);  // the last turn, which nobody takes
   }
   // Shared memory outlives the stores that read it.
