@@ -11,39 +11,33 @@ namespace codes_softmax {
 
 constexpr float SHIFT = 8, UNSHIFTED = 1.0f / 256;
 
-// Raises the maxima to those of the tile, ignoring NaN, and rescales l; the output must be
-// multiplied by `alpha`.
-template <int COLUMNS>
+// In rows BEGIN to END - 1, raises the maxima to those of the tile, ignoring NaN, and rescales l;
+// the output must be multiplied by `alpha`.
+template <int BEGIN, int END, int COLUMNS>
 __device__ __forceinline__ void raise_max(const float (&s)[2][COLUMNS], float (&m)[2],
                                           float (&l)[2], float (&alpha)[2], const float (&c)[2]) {
-  // Halves of both rows: four chains of comparisons hide each other's latency.
-  float largest[2][2];
+  // Four chains of comparisons in each row hide each other's latency.
+  constexpr int CHAINS = 4;
 #pragma unroll
-  for (int n = 0; n < COLUMNS / 2; ++n) {
+  for (int r = BEGIN; r < END; ++r) {
+    float largest[CHAINS];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float old = n > 0 ? largest[r][half] : m[r];
-        largest[r][half] = fmax(old, s[r][half * COLUMNS / 2 + n]);
-      }
+    for (int n = 0; n < COLUMNS; ++n) {
+      largest[n % CHAINS] = fmax(n < CHAINS ? m[r] : largest[n % CHAINS], s[r][n]);
     }
-  }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) largest[r][0] = fmax(largest[r][0], largest[r][1]);
+    for (int chains = CHAINS / 2; chains > 0; chains /= 2) {
 #pragma unroll
-  for (int lanes = 1; lanes <= 2; lanes *= 2) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      largest[r][0] = fmax(largest[r][0], ptx::shuffle_xor(largest[r][0], lanes));
+      for (int n = 0; n < chains; ++n) largest[n] = fmax(largest[n], largest[n + chains]);
     }
-  }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const bool moves = largest[r][0] > m[r] && m[r] != -number::infinity();
-    alpha[r] = moves ? power::exp2((m[r] - largest[r][0]) * c[r]) : 1.0f;
+    for (int lanes = 1; lanes <= 2; lanes *= 2) {
+      largest[0] = fmax(largest[0], ptx::shuffle_xor(largest[0], lanes));
+    }
+    const bool moves = largest[0] > m[r] && m[r] != -number::infinity();
+    alpha[r] = moves ? power::exp2((m[r] - largest[0]) * c[r]) : 1.0f;
     l[r] *= alpha[r];
-    m[r] = largest[r][0];
+    m[r] = largest[0];
   }
 }
 

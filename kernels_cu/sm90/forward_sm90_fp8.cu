@@ -223,13 +223,15 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       return hides;
     };
     // Turns the scores of a tile into weights, which are not rounded yet.
-    // Where products overlap, `beside()` runs between the rows: what it waits for has the time of
-    // the first row's exponentials, and what it computes is beside those of the second one.
+    // Where products overlap, the second row's maximum is found beside the exponentials of the
+    // first one. `beside()` comes next: what it waits for has had that time, and what it computes
+    // is beside the exponentials of the second row.
     const auto weigh = [&](int n, int tile, bool masked, bool hides, const auto& beside) {
       const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
-      codes_softmax::raise_max(s, m, l, next_alpha, c);
+      codes_softmax::raise_max<0, OVERLAPS ? 1 : 2>(s, m, l, next_alpha, c);
       if constexpr (OVERLAPS) {
         codes_softmax::exponentiate<0, 1>(s, m, l, c, hides, [] {});
+        codes_softmax::raise_max<1, 2>(s, m, l, next_alpha, c);
         codes_softmax::exponentiate<1, 2>(s, m, l, c, hides, beside);
       } else {
         codes_softmax::exponentiate<0, 2>(s, m, l, c, hides, [] {});
