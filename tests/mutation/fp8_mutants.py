@@ -45,20 +45,6 @@ FAULTS = {
     "fp8: parts of wide heads are the first one": Fault(
         KERNEL, "x * PART_ROWS * LINE", "0 * PART_ROWS * LINE", EDGES, "1-256 and e4m3"
     ),
-    "fp8: transposed keys of the second slab are in the first one": Fault(
-        PRODUCTS,
-        "block / 4 * codes_storage::SLAB_BYTES",
-        "0 * codes_storage::SLAB_BYTES",
-        EDGES,
-        "1-128 and e4m3",
-    ),
-    "fp8: weights of the second slab meet the first one": Fault(
-        PRODUCTS,
-        "k / 8 * codes_storage::SLAB_BYTES",
-        "0 * codes_storage::SLAB_BYTES",
-        EDGES,
-        "1-128 and e4m3",
-    ),
     "fp8: the output is not rescaled": Fault(
         KERNEL, "fma(sum, alpha[r],", "fma(sum, 1.0f,", EDGES, "1-64 and e4m3"
     ),

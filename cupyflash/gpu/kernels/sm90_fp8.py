@@ -29,7 +29,7 @@ def _helpers(block_q: int) -> int:
 
 
 def _bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
-    q, v, transposed = _lines(d), _lines(d_v), -(-d_v // 64) * 64 * _lines(block_kv)
+    q, v, transposed = _lines(d), _lines(d_v), -(-d_v // 64) * 64 * LINE
     v_stages = sm90.KV_STAGES if d_v <= LINE else 1
     held = block_q * q + sm90.KV_STAGES * (block_kv * q + transposed) + v_stages * block_kv * v
     storage = sm90.SCHEDULER_BYTES + _STORAGE_BYTES + 16 * (v_stages + _helpers(block_q))
