@@ -53,7 +53,7 @@ __device__ __forceinline__ void stage_scales(const Params& p, const ScheduledTil
   if (ptx::lane_index() == 0) shared.v_scale[stage] = __uint_as_float(exponent << 23);
 }
 
-// TRANSPOSERS warps: transpose the values of every tile, and check whether those of masked tiles are
+// Two warps: transpose the values of every tile, and check whether those of masked tiles are
 // finite.
 __device__ __forceinline__ void transposer_warps(const Params& p, const SharedMemory& smem,
                                                  int warp) {
@@ -80,9 +80,7 @@ __device__ __forceinline__ void transposer_warps(const Params& p, const SharedMe
         warpgroup_codes::transpose<false, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
       }
       warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
-      if (warp == 0 ? K_SCALE_ROWS : V_SCALE_ROWS && warp == 1) {
-        stage_scales(p, work, tile, shared, stage, warp);
-      }
+      if (warp == 0 ? K_SCALE_ROWS : V_SCALE_ROWS) stage_scales(p, work, tile, shared, stage, warp);
       if (checks) {
         const bool has_nonfinite = ptx::any_lane(found);
         if (ptx::lane_index() == 0) shared.has_nonfinite[stage][warp] = has_nonfinite ? 1 : 0;

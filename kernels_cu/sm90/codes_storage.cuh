@@ -17,11 +17,7 @@ using tile_scheduler::TileScheduler;
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::WARPGROUP_ROWS;  // warpgroups of 64 queries each
 constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
-// The last warps of the block transpose values: two of the producer's, or, where registers are left
-// for one more warpgroup, all four of that: one in each quarter of a multiprocessor, lest the
-// consumers' warps beside them are late.
-constexpr int HELPERS = CONSUMERS == 2 ? 2 : 1;  // warpgroups, of which the first is the producer
-constexpr int TRANSPOSERS = 2 * HELPERS;         // warps
+constexpr int TRANSPOSERS = 2;  // warps
 constexpr int KV_STAGES = 2;
 constexpr int V_STAGES = D_V <= 128 ? 2 : 1;  // of values as they come
 constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and the next one
@@ -65,7 +61,7 @@ struct SharedStorage {
   KvPipeline transposed_pipeline;  // of transposed values, and of what is found with them:
   RowScales scales[KV_STAGES];
   float v_scale[KV_STAGES];                  // that power of two
-  unsigned int has_nonfinite[KV_STAGES][TRANSPOSERS];  // of masked tiles, by each of these warps
+  unsigned int has_nonfinite[KV_STAGES][2];  // of masked tiles, by each of the two warps
   unsigned long long q_full[CONSUMERS], q_empty[CONSUMERS];
   WorkPipeline work_pipeline;
 
@@ -121,8 +117,7 @@ struct alignas(1024) Aligned {
 };
 
 static_assert(IS_16_BIT, "the type of the output, or with WIDE_RESULT any of 16 bits");
-static_assert(THREADS == CONSUMER_THREADS + HELPERS * warpgroup::WARPGROUP_SIZE &&
-                  fragment::WARP_ROWS == 16,
+static_assert(THREADS == CONSUMER_THREADS + warpgroup::WARPGROUP_SIZE && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV <= LINE, "BLOCK_KV");

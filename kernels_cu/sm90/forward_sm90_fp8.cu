@@ -42,11 +42,11 @@ constexpr int PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
 // own weights there, and consumers issue products whenever they can: to take turns was slower.
 constexpr bool OVERLAPS = D_V <= 128, TAKE_TURNS = OVERLAPS;
 constexpr int BUFFERS = OVERLAPS ? PARTS : 2;
-// Registers of a thread of the helpers and of the consumers. With more than the block was launched
+// Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
-constexpr int HELPER_REGS = 32, CONSUMER_REGS = CONSUMERS == 2 ? 224 : 160;
-static_assert(HELPERS * HELPER_REGS + CONSUMERS * CONSUMER_REGS <=
-                  65536 / THREADS / 8 * 8 * (CONSUMERS + HELPERS),
+constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 160;
+static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
+                  65536 / THREADS / 8 * 8 * (CONSUMERS + 1),
               "registers");
 
 // Factors of scores that are outside are multiplied by the scores: negative ones, 0, NaN, and those
@@ -258,12 +258,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // by one, without pairs that take no part, and sets them to 0 in v.
     const auto repair_nonfinite = [&](int n, int tile) {
       shared.transposed_pipeline.wait_full(n);
-      unsigned int found = 0;
-#pragma unroll
-      for (int x = 0; x < TRANSPOSERS; ++x) {
-        found |= shared.has_nonfinite[KvPipeline::stage_of(n)][x];
-      }
-      if (found == 0) return;
+      const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(n)];
+      if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return;
       char* const tile_smem = smem.transposed + KvPipeline::stage_of(n) * TRANSPOSED_BYTES;
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, unsigned int weight) {
@@ -443,15 +439,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (threadIdx.x == 0) smem.storage->init_barriers();
   __syncthreads();  // the mbarriers, initialised
 
-  if (warpgroup::index() >= CONSUMERS) {
-    ptx::setmaxnreg_dec<HELPER_REGS>();
-    constexpr int FIRST_TRANSPOSER = THREADS / ptx::WARP_SIZE - TRANSPOSERS;
-    const int warp = threadIdx.x / ptx::WARP_SIZE;
-    if (warp == CONSUMER_WARPS + 1) {
+  if (warpgroup::index() == CONSUMERS) {
+    ptx::setmaxnreg_dec<PRODUCER_REGS>();
+    const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
+    if (warp == 1) {
       tile_scheduler::publish_work_tiles(p, *smem.storage);
-    } else if (warp >= FIRST_TRANSPOSER) {
-      codes_producer::transposer_warps(p, smem, warp - FIRST_TRANSPOSER);
-    } else if (threadIdx.x == CONSUMER_THREADS) {
+    } else if (warp > 1) {
+      codes_producer::transposer_warps(p, smem, warp - 2);
+    } else if (threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
       codes_producer::producer(smem, q_map, k_map, v_map);
     }
   } else {

@@ -16,7 +16,7 @@ TILES: dict[str, dict[int, tuple[int, int]]] = {
     "masks": {64: (192, 128), 128: (128, 128), 256: (128, 128)},
 }
 # In addition to work tiles: barriers, what is found of a stage's values, and scales of rows.
-_STORAGE_BYTES = 64 + 8
+_STORAGE_BYTES = 64 + 24
 _QUERY_BYTES, _SCALE_BYTES = 16, 16  # barriers of a consumer; scales of a key's stages
 
 
@@ -24,15 +24,11 @@ def _lines(columns: int) -> int:
     return -(-columns // LINE) * LINE
 
 
-def _helpers(block_q: int) -> int:
-    return 2 if block_q == 128 else 1  # warpgroups beside the consumers
-
-
 def _bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
     q, v, transposed = _lines(d), _lines(d_v), -(-d_v // 64) * 64 * LINE
     v_stages = sm90.KV_STAGES if d_v <= LINE else 1
     held = block_q * q + sm90.KV_STAGES * (block_kv * q + transposed) + v_stages * block_kv * v
-    storage = sm90.SCHEDULER_BYTES + _STORAGE_BYTES + 16 * (v_stages + _helpers(block_q))
+    storage = sm90.SCHEDULER_BYTES + _STORAGE_BYTES + 16 * v_stages
     return held + storage + _QUERY_BYTES * (block_q // 64) + _SCALE_BYTES * block_kv
 
 
@@ -41,8 +37,7 @@ def tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     least = _bytes(block_q, block_kv, d, d_v)
     whole = least + block_q * row_bytes(d_v)
     shared = whole if whole <= sm90.SHARED_MEMORY else least
-    threads = 2 * block_q + 128 * _helpers(block_q)
-    return Tiles(block_q, block_kv, threads, shared, stages=sm90.KV_STAGES)
+    return Tiles(block_q, block_kv, 2 * block_q + 128, shared, stages=sm90.KV_STAGES)
 
 
 def fit(d: int, d_v: int, masks: bool = False) -> Tiles:
