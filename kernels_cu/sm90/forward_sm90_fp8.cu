@@ -37,10 +37,12 @@ constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES; 
 // The product of a tile's weights and values is computed in parts of so many columns.
 constexpr int PART_ROWS = V_ROWS == 128 ? 128 : 64;
 constexpr int PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
-// Whether the tensor cores compute that product while the scores of the next tile become weights.
-// With wide heads there are no registers for all of its parts beside these scores. It follows its
-// own weights there, and consumers issue products whenever they can: to take turns was slower.
-constexpr bool OVERLAPS = D_V <= 128, TAKE_TURNS = OVERLAPS;
+// When a tile's product is computed. Of three consumers, which have few registers, each has its
+// turn: it computes the product of the tile before and issues the next scores, while the scores of
+// the others become weights. Of two, the product OVERLAPS with the weights of the next tile. With
+// wide heads there are no registers for this, and it follows its own weights. Two consumers issue
+// products whenever they can: with turns they were slower.
+constexpr bool IN_TURN = CONSUMERS == 3, OVERLAPS = !IN_TURN && D_V <= 128;
 constexpr int BUFFERS = OVERLAPS ? PARTS : 2;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
@@ -68,7 +70,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const unsigned int out_address =  // of the warp's 16 rows
       ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * OUT_ROW_BYTES;
   const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
-  if (TAKE_TURNS && next_consumer == 0) {
+  if (IN_TURN && next_consumer == 0) {
     ptx::named_barrier_arrive(PING_PONG, TWO_CONSUMERS);  // the first turn is consumer 0's
   }
 
@@ -310,20 +312,20 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // 6 rescale
       warpgroup_codes::narrow(s, weights);
       if (HAS_SCORE || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
-      if constexpr (!OVERLAPS) accumulate_pv(kv_uses);
+      if constexpr (!IN_TURN && !OVERLAPS) accumulate_pv(kv_uses);
 
       ++kv_uses;
-      // The other tiles: the scores of each are issued behind the output of the tile before. In its
-      // turn, a consumer has the tensor cores, while the scores of the others become weights.
+      // The other tiles.
 #pragma unroll 1
       for (; next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0); ++kv_uses) {
         const int n = kv_uses;
         const int tile = next_code / 2;
         const bool masked = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
-        shared.k_pipeline.wait_full(n);
-        if constexpr (TAKE_TURNS) {
+        if constexpr (IN_TURN) {
           ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
+          accumulate_pv(n - 1);
         }
+        shared.k_pipeline.wait_full(n);
         ptx::wgmma_fence();
         issue_qk(n);
         float of_tile = 1;
@@ -335,7 +337,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
           for (int x = 0; x < PARTS; ++x) issue_pv(n - 1, x);
         }
-        if constexpr (TAKE_TURNS) {
+        if constexpr (IN_TURN) {
           ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
         }
         if (HAS_EDGES && tile > run) {
@@ -354,9 +356,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         });
         warpgroup_codes::narrow(s, weights);
         if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
-        if constexpr (!OVERLAPS) accumulate_pv(n);
+        if constexpr (!IN_TURN && !OVERLAPS) accumulate_pv(n);
       }
-      if constexpr (OVERLAPS) accumulate_pv(kv_uses - 1);
+      if constexpr (IN_TURN || OVERLAPS) accumulate_pv(kv_uses - 1);
       more_tiles = HAS_EDGES && next_code >= 0;
     }
 
@@ -420,7 +422,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     tile::count_tiles(p, kv_uses - first_kv_use);
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }
-  if (TAKE_TURNS && index == 0) {
+  if (IN_TURN && index == 0) {
     ptx::named_barrier_sync(PING_PONG, TWO_CONSUMERS);  // the last turn, which nobody takes
   }
   // Shared memory outlives the stores that read it.
