@@ -40,9 +40,9 @@ constexpr int PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
 // When a tile's product is computed. Of three consumers, which have few registers, each has its
 // turn: it computes the product of the tile before and issues the next scores, while the scores of
 // the others become weights. Of two, the product OVERLAPS with the weights of the next tile. With
-// wide heads there are no registers for this, and it follows its own weights. Two consumers issue
-// products whenever they can: with turns they were slower.
-constexpr bool IN_TURN = CONSUMERS == 3, OVERLAPS = !IN_TURN && D_V <= 128;
+// wide heads or score changes there are no registers for this, and it follows its own weights. Two
+// consumers issue products whenever they can: with turns they were slower.
+constexpr bool IN_TURN = CONSUMERS == 3, OVERLAPS = !IN_TURN && D_V <= 128 && !HAS_SCORE;
 constexpr int BUFFERS = OVERLAPS ? PARTS : 2;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
