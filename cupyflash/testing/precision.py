@@ -33,10 +33,10 @@ LEAST_LARGEST = 2.0**7
 # Hopper's tensor cores add 32 products of codes of 8 bits to a sum at a time. These 33 terms are
 # cut off at 2**-13 of the largest of them, and so is their sum. Weights are multiplied by 2**8 and
 # rounded to float8_e4m3fn, whose spacing is 2**-9 below its normal range. The sums over the keys of
-# a tile, at most 192, are taken up in float32 after at most 6 such steps.
+# a tile, at most 128, are taken up in float32 after at most 4 such steps.
 CODE_UNIT, CODE_TERMS = 2.0**-13, 33
 E4M3_UNIT, E4M3_UNDERFLOW = 2.0**-4, 2.0**-10 / 2**8
-CODE_STEPS = 6
+CODE_STEPS = 4
 
 # Kernels for tensor cores of 16-bit types keep an old maximum as long as no weight exceeds 2^8.
 LAG = 8 * math.log(2)

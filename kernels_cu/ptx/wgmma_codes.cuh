@@ -10,9 +10,6 @@
 
 namespace ptx {
 
-#define WGMMA_NAMES_48 \
-  WGMMA_NAMES_40       \
-  ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_CODES_SS(SHAPE, TYPE, NAMES, A, B, ADD)                                              \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1;\n}"
@@ -21,34 +18,14 @@ namespace ptx {
   ".f32." TYPES " {" NAMES "}, {" A "}, " B ", p, 1, 1;\n}"
 
 // d = a b^T, or d += where `add`, of one format.
-__device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[2][24], SmemDesc a, SmemDesc b, bool add) {
-  asm volatile(WGMMA_CODES_SS("m64n96k32", "e4m3", WGMMA_NAMES_48, "%48", "%49", "%50")
-               : WGMMA_32(0), WGMMA_16(16)
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
 __device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_CODES_SS("m64n128k32", "e4m3", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[2][48], SmemDesc a, SmemDesc b, bool add) {
-  asm volatile(WGMMA_CODES_SS("m64n192k32", "e4m3", WGMMA_NAMES_96, "%96", "%97", "%98")
-               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-__device__ __forceinline__ void wgmma_ss_e5m2(float (&d)[2][24], SmemDesc a, SmemDesc b, bool add) {
-  asm volatile(WGMMA_CODES_SS("m64n96k32", "e5m2", WGMMA_NAMES_48, "%48", "%49", "%50")
-               : WGMMA_32(0), WGMMA_16(16)
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
 __device__ __forceinline__ void wgmma_ss_e5m2(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_CODES_SS("m64n128k32", "e5m2", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-__device__ __forceinline__ void wgmma_ss_e5m2(float (&d)[2][48], SmemDesc a, SmemDesc b, bool add) {
-  asm volatile(WGMMA_CODES_SS("m64n192k32", "e5m2", WGMMA_NAMES_96, "%96", "%97", "%98")
-               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
@@ -60,11 +37,25 @@ __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[2][16], const unsigned 
       : WGMMA_32(0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[2][32], const unsigned int (&a)[4],
+                                              SmemDesc b, bool add) {
+  asm volatile(
+      WGMMA_CODES_RS("m64n128k32", "e4m3.e4m3", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
+      : WGMMA_32(0), WGMMA_32(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_rs_e5m2(float (&d)[2][16], const unsigned int (&a)[4],
                                               SmemDesc b, bool add) {
   asm volatile(
       WGMMA_CODES_RS("m64n64k32", "e4m3.e5m2", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
       : WGMMA_32(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_rs_e5m2(float (&d)[2][32], const unsigned int (&a)[4],
+                                              SmemDesc b, bool add) {
+  asm volatile(
+      WGMMA_CODES_RS("m64n128k32", "e4m3.e5m2", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
+      : WGMMA_32(0), WGMMA_32(16)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 

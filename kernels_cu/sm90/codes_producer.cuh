@@ -70,12 +70,18 @@ __device__ __forceinline__ void transposer_warps(const Params& p, const SharedMe
       const int stage = KvPipeline::stage_of(n);
       shared.v_pipeline.wait_full(n);
       shared.transposed_pipeline.wait_empty(n);
-      const bool found = warpgroup_codes::transpose<BLOCK_KV, V_ROWS, TRANSPOSERS>(
-          v_address + VPipeline::stage_of(n) * V_TILE_BYTES,
-          transposed_address + stage * TRANSPOSED_BYTES, warp);
+      const unsigned int from = v_address + VPipeline::stage_of(n) * V_TILE_BYTES,
+                         to = transposed_address + stage * TRANSPOSED_BYTES;
+      const bool checks = CHECK_FINITE && (HAS_SCORE || work.is_masked(tile));
+      bool found = false;
+      if (checks) {
+        found = warpgroup_codes::transpose<true, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
+      } else {
+        warpgroup_codes::transpose<false, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
+      }
       warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
       if (warp == 0 ? K_SCALE_ROWS : V_SCALE_ROWS) stage_scales(p, work, tile, shared, stage, warp);
-      if constexpr (CHECK_FINITE) {
+      if (checks) {
         const bool has_nonfinite = ptx::any_lane(found);
         if (ptx::lane_index() == 0) shared.has_nonfinite[stage][warp] = has_nonfinite ? 1 : 0;
       }

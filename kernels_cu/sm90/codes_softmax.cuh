@@ -11,42 +11,53 @@ namespace codes_softmax {
 
 constexpr float SHIFT = 8, UNSHIFTED = 1.0f / 256;
 
-// Raises the maxima to those of the tile, ignoring NaN, and rescales l; the output must be
-// multiplied by `alpha`.
-template <int COLUMNS>
+// In rows BEGIN to END - 1, raises the maxima to those of the tile, ignoring NaN, and rescales l;
+// the output must be multiplied by `alpha`.
+template <int BEGIN, int END, int COLUMNS>
 __device__ __forceinline__ void raise_max(const float (&s)[2][COLUMNS], float (&m)[2],
                                           float (&l)[2], float (&alpha)[2], const float (&c)[2]) {
+  // Four chains of comparisons in each row hide each other's latency.
+  constexpr int CHAINS = 4;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = m[r];
+  for (int r = BEGIN; r < END; ++r) {
+    float largest[CHAINS];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) largest = fmax(largest, s[r][n]);
+    for (int n = 0; n < COLUMNS; ++n) {
+      largest[n % CHAINS] = fmax(n < CHAINS ? m[r] : largest[n % CHAINS], s[r][n]);
+    }
+#pragma unroll
+    for (int chains = CHAINS / 2; chains > 0; chains /= 2) {
+#pragma unroll
+      for (int n = 0; n < chains; ++n) largest[n] = fmax(largest[n], largest[n + chains]);
+    }
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
+      largest[0] = fmax(largest[0], ptx::shuffle_xor(largest[0], lanes));
     }
-    const bool moves = largest > m[r] && m[r] != -number::infinity();
-    alpha[r] = moves ? power::exp2((m[r] - largest) * c[r]) : 1.0f;
+    const bool moves = largest[0] > m[r] && m[r] != -number::infinity();
+    alpha[r] = moves ? power::exp2((m[r] - largest[0]) * c[r]) : 1.0f;
     l[r] *= alpha[r];
-    m[r] = largest;
+    m[r] = largest[0];
   }
 }
 
-// s becomes 2^((s - m) c + SHIFT), and l grows by its row sums. With `masked`, a score of -inf
-// becomes the weight of a masked pair.
-template <int COLUMNS>
+// In rows BEGIN to END - 1, s becomes 2^((s - m) c + SHIFT), and l grows by its row sums. With
+// `masked`, a score of -inf becomes the weight of a masked pair. `beside()` runs before the
+// exponentials, behind a vote: across it the compiler moves none of those that came before.
+template <int BEGIN, int END, int COLUMNS, class Beside>
 __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float (&m)[2],
-                                             float (&l)[2], const float (&c)[2], bool masked) {
+                                             float (&l)[2], const float (&c)[2], bool masked,
+                                             const Beside& beside) {
   float offset[2];
   bool large = false;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = BEGIN; r < END; ++r) {
     offset[r] = m[r] != -number::infinity() ? m[r] * c[r] : 0.0f;
     large = large || !(fabs(offset[r]) <= fragment_softmax::LARGEST_OFFSET);
   }
   if (ptx::any_lane(large)) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = BEGIN; r < END; ++r) {
       // Decided for each row by itself, so that no bit of a row depends on its neighbours.
       const bool inexact = !(fabs(offset[r]) <= fragment_softmax::LARGEST_OFFSET);
 #pragma unroll
@@ -54,11 +65,12 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float
       if (inexact) offset[r] = 0;
     }
   }
+  beside();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) offset[r] = SHIFT - offset[r];
+  for (int r = BEGIN; r < END; ++r) offset[r] = SHIFT - offset[r];
   if (masked) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = BEGIN; r < END; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         const bool unmasked = s[r][n] != -number::infinity();
@@ -69,7 +81,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float
     }
   } else {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = BEGIN; r < END; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         s[r][n] = power::exp2(fma(s[r][n], c[r], offset[r]));

@@ -32,8 +32,7 @@ constexpr int D_LINES = (D + LINE - 1) / LINE, V_LINES = (D_V + LINE - 1) / LINE
 constexpr int V_ROWS = matmul::round_up(D_V, 64);                         // of transposed values
 constexpr int Q_TILE_BYTES = warpgroup::WARPGROUP_ROWS * D_LINES * LINE;  // of one consumer
 constexpr int K_TILE_BYTES = BLOCK_KV * D_LINES * LINE, V_TILE_BYTES = BLOCK_KV * V_LINES * LINE;
-constexpr int SLAB_BYTES = V_ROWS * LINE;  // of transposed values, for 128 keys
-constexpr int TRANSPOSED_BYTES = (BLOCK_KV + LINE - 1) / LINE * SLAB_BYTES;
+constexpr int TRANSPOSED_BYTES = V_ROWS * LINE;  // a line for the keys of a column
 constexpr int OUT_ROW_BYTES = fragment::row_bytes(D_V), OUT_BYTES = BLOCK_Q * OUT_ROW_BYTES;
 constexpr int TILES_BYTES = CONSUMERS * Q_TILE_BYTES +
                             KV_STAGES * (K_TILE_BYTES + TRANSPOSED_BYTES) + V_STAGES * V_TILE_BYTES;
@@ -121,7 +120,7 @@ static_assert(IS_16_BIT, "the type of the output, or with WIDE_RESULT any of 16 
 static_assert(THREADS == CONSUMER_THREADS + warpgroup::WARPGROUP_SIZE && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
-static_assert(BLOCK_KV % 32 == 0, "BLOCK_KV");
+static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV <= LINE, "BLOCK_KV");
 static_assert(SHARED_BYTES == TILES_BYTES + OUT_BYTES + SHARED_STORAGE_BYTES ||
                   (SHARED_BYTES == TILES_BYTES + SHARED_STORAGE_BYTES && !TMA_STORE),
               "SHARED_BYTES");

@@ -34,12 +34,16 @@ constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is e
 constexpr int SCORE_COLUMNS = fragment_tile::columns_at_once(COLUMNS);
 constexpr int COLUMNS_V = V_ROWS / 4;
 constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;  // of one warp
-// The product of a tile's weights and values is computed in parts of 64 columns.
-constexpr int PART_ROWS = 64, PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
-constexpr int BUFFERS = PARTS > 1 ? 2 : 1;
-// Whether a consumer computes that product in its turn, before the next scores. With wide heads the
-// weights would take registers that the parts need.
-constexpr bool PV_IN_TURN = D_V <= 128;
+// The product of a tile's weights and values is computed in parts of so many columns.
+constexpr int PART_ROWS = V_ROWS == 128 ? 128 : 64;
+constexpr int PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
+// When a tile's product is computed. Of three consumers, which have few registers, each has its
+// turn: it computes the product of the tile before and issues the next scores, while the scores of
+// the others become weights. Of two, the product OVERLAPS with the weights of the next tile. With
+// wide heads or score changes there are no registers for this, and it follows its own weights. Two
+// consumers issue products whenever they can: with turns they were slower.
+constexpr bool IN_TURN = CONSUMERS == 3, OVERLAPS = !IN_TURN && D_V <= 128 && !HAS_SCORE;
+constexpr int BUFFERS = OVERLAPS ? PARTS : 2;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
 constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 160;
@@ -66,7 +70,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const unsigned int out_address =  // of the warp's 16 rows
       ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * OUT_ROW_BYTES;
   const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
-  if (next_consumer == 0) {
+  if (IN_TURN && next_consumer == 0) {
     ptx::named_barrier_arrive(PING_PONG, TWO_CONSUMERS);  // the first turn is consumer 0's
   }
 
@@ -115,7 +119,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     }
     const auto unit = [&](int r) { return direct ? factor[r] : 1.0f; };
 
-    float alpha[2] = {1, 1};  // the factor of the output when the weights are multiplied
+    // The factor of the output when the weights are multiplied; and where that is behind the
+    // maxima of the next tile, its own.
+    float alpha[2] = {1, 1}, next_alpha[2];
     float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
     unsigned int weights[2][COLUMNS / 4];
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
@@ -149,6 +155,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           sum = fma(sum, alpha[r], V_SCALE_ROWS ? own * of_tile : own);
         }
       }
+    };
+    // acc = alpha acc + parts, which are issued already.
+    const auto absorb_all = [&](int n, float of_tile) {
+      ptx::wgmma_wait<0>();
+#pragma unroll
+      for (int x = 0; x < PARTS; ++x) absorb(x, of_tile);
+      warpgroup::arrive_warpgroup(shared.transposed_pipeline.empty_barrier(n));
     };
     // acc = alpha acc + weights v.
     const auto accumulate_pv = [&](int n) {
@@ -212,10 +225,21 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       return hides;
     };
     // Turns the scores of a tile into weights, which are not rounded yet.
-    const auto weigh = [&](int n, int tile, bool masked, bool hides) {
+    // Where products overlap, the second row's maximum is found beside the exponentials of the
+    // first one. `beside()` comes next: what it waits for has had that time, and what it computes
+    // is beside the exponentials of the second row.
+    const auto weigh = [&](int n, int tile, bool masked, bool hides, const auto& beside) {
       const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
-      codes_softmax::raise_max(s, m, l, alpha, c);
-      codes_softmax::exponentiate(s, m, l, c, hides);
+      codes_softmax::raise_max<0, OVERLAPS ? 1 : 2>(s, m, l, next_alpha, c);
+      if constexpr (OVERLAPS) {
+        codes_softmax::exponentiate<0, 1>(s, m, l, c, hides, [] {});
+        codes_softmax::raise_max<1, 2>(s, m, l, next_alpha, c);
+        codes_softmax::exponentiate<1, 2>(s, m, l, c, hides, beside);
+      } else {
+        codes_softmax::exponentiate<0, 2>(s, m, l, c, hides, [] {});
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) alpha[r] = next_alpha[r];
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
       if constexpr (V_SCALE_ROWS) {
         const float* const of_values =
@@ -284,44 +308,57 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // 4 mask
       const bool hides = change_scores(kv_uses, first, first_masked, warpgroup::Bool<true>());
       // 5 row max
-      weigh(kv_uses, first, first_masked, hides);
+      weigh(kv_uses, first, first_masked, hides, [] {});
       // 6 rescale
       warpgroup_codes::narrow(s, weights);
       if (HAS_SCORE || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
-      if constexpr (!PV_IN_TURN) accumulate_pv(kv_uses);
+      if constexpr (!IN_TURN && !OVERLAPS) accumulate_pv(kv_uses);
 
       ++kv_uses;
-      // The other tiles: the scores of each are issued behind the output of the tile before. In its
-      // turn, a consumer has the tensor cores, while the scores of the others become weights.
+      // The other tiles.
 #pragma unroll 1
       for (; next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0); ++kv_uses) {
         const int n = kv_uses;
         const int tile = next_code / 2;
         const bool masked = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
-        ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
-        // 7 accumulate p v
-        if constexpr (PV_IN_TURN) accumulate_pv(n - 1);
+        if constexpr (IN_TURN) {
+          ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
+          accumulate_pv(n - 1);
+        }
         shared.k_pipeline.wait_full(n);
         ptx::wgmma_fence();
         issue_qk(n);
-        ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
+        float of_tile = 1;
+        if constexpr (OVERLAPS) {
+          // 7 accumulate p v
+          shared.transposed_pipeline.wait_full(n - 1);
+          of_tile = factor_of(n - 1);
+          ptx::wgmma_fence();  // again: the compiler sees a branch behind the first
+#pragma unroll
+          for (int x = 0; x < PARTS; ++x) issue_pv(n - 1, x);
+        }
+        if constexpr (IN_TURN) {
+          ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
+        }
         if (HAS_EDGES && tile > run) {
           next_code -= 2;
         } else {
           advance(tile);
         }
         evaluate_mask(tile, masked);
-        ptx::wgmma_wait<0>();  // the scores
+        ptx::wgmma_wait<OVERLAPS ? PARTS : 0>();  // the scores
         ptx::fence_accumulator(s);
         warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
         if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
         const bool hides = change_scores(n, tile, masked, warpgroup::Bool<false>());
-        weigh(n, tile, masked, hides);
+        weigh(n, tile, masked, hides, [&] {
+          if constexpr (OVERLAPS) absorb_all(n - 1, of_tile);
+        });
         warpgroup_codes::narrow(s, weights);
         if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
-        if constexpr (!PV_IN_TURN) accumulate_pv(n);
+        if constexpr (!IN_TURN && !OVERLAPS) accumulate_pv(n);
       }
-      if constexpr (PV_IN_TURN) accumulate_pv(kv_uses - 1);
+      if constexpr (IN_TURN || OVERLAPS) accumulate_pv(kv_uses - 1);
       more_tiles = HAS_EDGES && next_code >= 0;
     }
 
@@ -385,7 +422,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     tile::count_tiles(p, kv_uses - first_kv_use);
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }
-  if (index == 0) {
+  if (IN_TURN && index == 0) {
     ptx::named_barrier_sync(PING_PONG, TWO_CONSUMERS);  // the last turn, which nobody takes
   }
   // Shared memory outlives the stores that read it.

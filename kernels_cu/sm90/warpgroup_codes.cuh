@@ -46,8 +46,7 @@ __device__ __forceinline__ void multiply_weights(float (&c)[2][COLUMNS],
 #pragma unroll
   for (int k = 0; k < WORDS; k += 2) {
     const unsigned int left[4] = {a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]};
-    const ptx::SmemDesc right =
-        warpgroup::wgmma_desc(b + (k / 8 * codes_storage::SLAB_BYTES / 16 + k % 8));
+    const ptx::SmemDesc right = warpgroup::wgmma_desc(b + k);
     if constexpr (IS_E4M3) {
       ptx::wgmma_rs_e4m3(c, left, right, k > 0);
     } else {
@@ -79,36 +78,44 @@ __device__ __forceinline__ unsigned int nonfinite_bytes(unsigned int codes) {
 }
 
 // Transposes a tile of KEYS rows to ROWS rows, of which a warp has every WARPS-th 16. Returns
-// whether the thread met codes that are not finite.
-template <int KEYS, int ROWS, int WARPS>
+// whether the thread met codes that are not finite, if it CHECKS them. Several loads are under way before the first of
+// them is stored: one by one, their latencies would add up to more than the time of a tile.
+template <bool CHECKS, int KEYS, int ROWS, int WARPS>
 __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned int to, int warp) {
+  constexpr int BLOCKS = KEYS / 32;
   const int lane = ptx::lane_index(), matrix = lane / 8;
   const unsigned int key_address = tile_address + lane * warpgroup::SLAB_ROW_BYTES;
-  const int first_row = 2 * (lane % 8) + matrix % 2;
+  // A matrix that is stored has even columns of one half and odd ones of the other, because rows of
+  // a slab that are eight apart share banks.
+  const unsigned int even = lane < 16 ? 0x6420 : 0x7531, odd = lane < 16 ? 0x7531 : 0x6420;
+  const int first_row = 2 * (lane % 8) + (matrix % 2 ^ lane % 8 / 4);
   unsigned int found = 0;
-#pragma unroll 2
+#pragma unroll 1
   for (int group = warp; group < ROWS / 16; group += WARPS) {
     const unsigned int from = key_address + group / 8 * (KEYS * warpgroup::SLAB_ROW_BYTES) +
                               ((group % 8 ^ lane % 8) << 4);
     const unsigned int row_address = to + (16 * group + first_row) * warpgroup::SLAB_ROW_BYTES;
+    // Each of 32 keys and 16 columns: a word has two keys and two columns.
+    unsigned int words[BLOCKS][4];
 #pragma unroll
-    for (int block = 0; block < KEYS / 32; ++block) {
-      // Of 32 keys and 16 columns: a word has two keys and two columns.
-      unsigned int words[4];
-      ptx::ldmatrix_x4_trans(words, from + block * 32 * warpgroup::SLAB_ROW_BYTES);
-      if constexpr (codes_storage::CHECK_FINITE) {
+    for (int block = 0; block < BLOCKS; ++block) {
+      ptx::ldmatrix_x4_trans(words[block], from + block * 32 * warpgroup::SLAB_ROW_BYTES);
+    }
 #pragma unroll
-        for (int x = 0; x < 4; ++x) found |= nonfinite_bytes(words[x]);
+    for (int block = 0; block < BLOCKS; ++block) {
+      const unsigned int(&own)[4] = words[block];
+      if constexpr (CHECKS) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) found |= nonfinite_bytes(own[x]);
       }
       const unsigned int transposed[4] = {
-          ptx::select_bytes(words[0], words[1], 0x6420),
-          ptx::select_bytes(words[0], words[1], 0x7531),
-          ptx::select_bytes(words[2], words[3], 0x6420),
-          ptx::select_bytes(words[2], words[3], 0x7531),
+          ptx::select_bytes(own[0], own[1], even),
+          ptx::select_bytes(own[0], own[1], odd),
+          ptx::select_bytes(own[2], own[3], even),
+          ptx::select_bytes(own[2], own[3], odd),
       };
-      const int piece = (2 * (block % 4) + matrix / 2) ^ first_row % 8;
-      ptx::stmatrix_x4(row_address + block / 4 * codes_storage::SLAB_BYTES + 16 * piece,
-                       transposed);
+      const int piece = (2 * block + matrix / 2) ^ first_row % 8;
+      ptx::stmatrix_x4(row_address + 16 * piece, transposed);
     }
   }
   return found != 0;
@@ -116,8 +123,7 @@ __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned in
 
 // The place of the code of a column of v and of a key, by its byte among those of 16 keys.
 __device__ __forceinline__ int transposed_offset(int column, int group, int byte) {
-  return group / 8 * codes_storage::SLAB_BYTES + column * warpgroup::SLAB_ROW_BYTES +
-         ((group % 8 ^ column % 8) << 4) + byte;
+  return column * warpgroup::SLAB_ROW_BYTES + ((group ^ column % 8) << 4) + byte;
 }
 
 // Sets to 0 what is not finite in a transposed tile of ROWS rows, by THREAD_COUNT threads.

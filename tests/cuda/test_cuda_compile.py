@@ -28,7 +28,7 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 SPILLS = {
     "forward_sm80": 80,
     "forward_sm90": 160,
-    "forward_sm90_fp8": 88,
+    "forward_sm90_fp8": 78,
     "forward_sm90_tf32": 136,
     "backward_sm80_dkdv": 116,
     "backward_sm80_dq": 4,

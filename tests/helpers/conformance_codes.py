@@ -157,13 +157,13 @@ def product(form: str, name: str, columns: int, whole: bool) -> Case:
     )
 
 
-WIDTHS = {"ss": (96, 128, 192), "rs": (64,)}
+WIDTHS = {"ss": (128,), "rs": (64, 128)}
 PRODUCTS = [
     product(form, name, columns, whole)
     for form, widths in WIDTHS.items()
     for name in TYPES
     for columns in widths
-    for whole in ((True, False) if columns in (64, 128) else (True,))
+    for whole in (True, False)
 ]
 CASES = [
     Case(

@@ -24,15 +24,18 @@ SPOILT, EDGES = (
 
 FAULTS = {
     "fp8: columns of a word are swapped": Fault(
-        PRODUCTS, "words[0], words[1], 0x6420", "words[0], words[1], 0x7531", EDGES, "1-64 and e4m3"
+        PRODUCTS, "own[0], own[1], even", "own[0], own[1], odd", EDGES, "1-64 and e4m3"
     ),
     "fp8: keys of a word are not in the order of weights": Fault(
-        PRODUCTS, "words[2], words[3], 0x6420", "words[2], words[3], 0x6240", EDGES, "1-64 and e4m3"
+        PRODUCTS, "own[2], own[3], even", "own[2], own[3], even ^ 0x0660", EDGES, "1-64 and e4m3"
+    ),
+    "fp8: even and odd columns are not exchanged in the second half": Fault(
+        PRODUCTS, "matrix % 2 ^ lane % 8 / 4", "matrix % 2", EDGES, "1-64 and e4m3"
     ),
     "fp8: transposed rows without the swizzle": Fault(
         PRODUCTS,
-        "(2 * (block % 4) + matrix / 2) ^ first_row % 8",
-        "2 * (block % 4) + matrix / 2",
+        "(2 * block + matrix / 2) ^ first_row % 8",
+        "2 * block + matrix / 2",
         EDGES,
         "1-64 and e4m3",
     ),
@@ -42,22 +45,21 @@ FAULTS = {
     "fp8: parts of wide heads are the first one": Fault(
         KERNEL, "x * PART_ROWS * LINE", "0 * PART_ROWS * LINE", EDGES, "1-256 and e4m3"
     ),
-    "fp8: transposed keys of the second slab are in the first one": Fault(
-        PRODUCTS,
-        "block / 4 * codes_storage::SLAB_BYTES",
-        "0 * codes_storage::SLAB_BYTES",
-        EDGES,
-        "1-128 and e4m3",
-    ),
-    "fp8: weights of the second slab meet the first one": Fault(
-        PRODUCTS,
-        "k / 8 * codes_storage::SLAB_BYTES",
-        "0 * codes_storage::SLAB_BYTES",
-        EDGES,
-        "1-128 and e4m3",
-    ),
     "fp8: the output is not rescaled": Fault(
         KERNEL, "fma(sum, alpha[r],", "fma(sum, 1.0f,", EDGES, "1-64 and e4m3"
+    ),
+    "fp8: the output is rescaled with the next tile's factor": Fault(
+        KERNEL, "fma(sum, alpha[r],", "fma(sum, next_alpha[r],", EDGES, "1-128 and e4m3"
+    ),
+    "fp8: the transposed values of the tile before are not waited for": Fault(
+        KERNEL,
+        "          shared.transposed_pipeline.wait_full(n - 1);\n",
+        "",
+        EDGES,
+        "1-128 and e4m3",
+    ),
+    "fp8: masked tiles are not checked for values that are not finite": Fault(
+        PRODUCER, "HAS_SCORE || work.is_masked(tile)", "HAS_SCORE", UNSEEN, "e4m3 and row"
     ),
     "fp8: weights are as large as the row's sum": Fault(
         KERNEL, "l[r] *= codes_softmax::UNSHIFTED;", "", EDGES, "1-64 and e4m3"

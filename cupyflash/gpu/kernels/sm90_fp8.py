@@ -10,11 +10,8 @@ from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 LINE = 128  # codes in a row of a slab
 # Largest head -> queries and keys of a tile of forward_sm90_fp8.cu. A word has the bits of a row's
-# masked pairs, so tiles have at most 128 keys where pairs may be masked.
-TILES: dict[str, dict[int, tuple[int, int]]] = {
-    "plain": {64: (192, 128), 128: (128, 192), 256: (128, 128)},
-    "masks": {64: (192, 128), 128: (128, 128), 256: (128, 128)},
-}
+# masked pairs, and a line the keys of a transposed column: tiles have at most 128 keys.
+TILES = {64: (192, 128), 128: (128, 128), 256: (128, 128)}
 # In addition to work tiles: barriers, what is found of a stage's values, and scales of rows.
 _STORAGE_BYTES = 64 + 24
 _QUERY_BYTES, _SCALE_BYTES = 16, 16  # barriers of a consumer; scales of a key's stages
@@ -25,7 +22,7 @@ def _lines(columns: int) -> int:
 
 
 def _bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
-    q, v, transposed = _lines(d), _lines(d_v), -(-d_v // 64) * 64 * _lines(block_kv)
+    q, v, transposed = _lines(d), _lines(d_v), -(-d_v // 64) * 64 * LINE
     v_stages = sm90.KV_STAGES if d_v <= LINE else 1
     held = block_q * q + sm90.KV_STAGES * (block_kv * q + transposed) + v_stages * block_kv * v
     storage = sm90.SCHEDULER_BYTES + _STORAGE_BYTES + 16 * v_stages
@@ -40,16 +37,13 @@ def tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared, stages=sm90.KV_STAGES)
 
 
-def fit(d: int, d_v: int, masks: bool = False) -> Tiles:
-    """Return the tiles of forward_sm90_fp8.cu; `masks`: whether masks or scores are evaluated."""
-    return tiles(*at_head(TILES["masks" if masks else "plain"], d, d_v), d, d_v)
+def fit(d: int, d_v: int) -> Tiles:
+    """Return the tiles of forward_sm90_fp8.cu that are chosen."""
+    return tiles(*at_head(TILES, d, d_v), d, d_v)
 
 
 def _configure(request: Request) -> Tiles:
-    call, problem = request.call, request.problem
-    assert call is not None
-    changes = call.mask, call.score_mod, call.bias
-    return fit(problem.d, problem.d_v, any(x is not None for x in changes))
+    return fit(request.problem.d, request.problem.d_v)
 
 
 def results_have_room(made: Tiles, problem: Problem) -> bool:
