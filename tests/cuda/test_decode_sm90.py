@@ -293,7 +293,7 @@ def test_it_is_chosen_by_heads_and_not_by_queries():
         q, k = draw(1, 15, len_q, 64)
         choice = chosen(q, k, k[..., :D_V])
         assert choice.spec.name == "decode_simt"
-        assert choice.passed_over[0] == (
+        assert choice.passed_over[-1] == (
             sm90_decode.DECODE, "it is for 16 heads or more that share keys",
         )  # fmt: skip
         q, k = draw(1, 16, len_q, 64)
