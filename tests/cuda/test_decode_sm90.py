@@ -302,17 +302,20 @@ def test_it_is_chosen_by_heads_and_not_by_queries():
 
 def test_the_workspace_has_room_for_every_unit():
     """Nodes of 512 keys up to MOST_OF_BLOCK for each block, and nodes of 4096 without limit."""
-    target = target_of("sm_90")
-    grid = {"tasks": 4, "blocks": target.multiprocessors}
     text = source.read("decode/tasks.cuh").replace(",", ";")
     found = dict(re.findall(r"(?:constexpr int|;) (\w+) = (\d+)", text))
     assert int(found["MOST_OF_BLOCK"]) == decode.MOST_OF_BLOCK
-    for capacity, units in ((1000, 8), (1 << 20, max(4 * 2048 // 8, 0))):
+    target = dataclasses.replace(target_of("sm_90"), multiprocessors=10)
+    tasks = 2 * 2  # entries, and 64 heads each
+    for capacity, units in (
+        (1000, tasks * 2),
+        (1 << 16, 10 * decode.MOST_OF_BLOCK),
+        (1 << 20, tasks * 256),
+    ):
         q, k = np.zeros((2, 128, 1, D), F16), np.broadcast_to(F16.type(0), (2, 1, capacity, D))
         call = cached.call(q, k, k[..., :D_V], 0, None, None, Options())
-        most = max(min(units * (8 if capacity > 1000 else 1), 16 * grid["blocks"]), units)
-        rows = 64 * (D_V * 4 + 16)
-        assert decode_recipe.workspace_size(call, target) == 16 * grid["tasks"] + most * rows
+        row = 4 * D_V + 16
+        assert decode_recipe.workspace_size(call, target) == 16 * tasks + units * 64 * row
 
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -361,6 +364,26 @@ def test_faults_are_reported(name):
     emulator = Emulator(dataclasses.replace(HOPPER, multiprocessors=1), REVERSE, read=read)
     with pytest.raises(Fault):
         run(q, k, np.array([260, 200]), emulator=emulator, mask=mask)
+
+
+@pytest.mark.thorough("a mutant; that the emulator reports faults is quick")
+def test_a_part_of_the_keys_that_has_not_come_is_reported():
+    """By a schedule in which the first part lands before another one: few do that."""
+    wait = "        if (part > 0) shared.wait_part(n, part);\n"
+    assert source.read(KERNEL).count(wait) == 1
+
+    def read(asked):
+        return build.read(asked).replace(wait, "")
+
+    q, k = draw(1, HEADS, 1, 260, seed=15)
+    one = dataclasses.replace(HOPPER, multiprocessors=1)
+
+    def run_in_many_ways():
+        for seed in range(40):
+            run(q, k, 260, emulator=Emulator(one, randomly(seed), read=read))
+
+    with pytest.raises(Fault, match="has not finished"):
+        run_in_many_ways()
 
 
 WRONG = {
