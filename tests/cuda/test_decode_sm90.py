@@ -127,7 +127,7 @@ def test_a_bias_and_a_mask_as_arrays():
     within_the_bound(q, k, lengths, *got, of_entry)
 
 
-@pytest.mark.parametrize("junk", [np.nan, np.inf])
+@mostly_thorough("junk", [np.inf, np.nan], quick=[np.inf], why="other numbers, the same code")
 def test_what_is_masked_may_hold_anything(junk):
     """Also where one query sees what another one does not."""
     q, k = draw(1, HEADS, 2, 200, seed=4)
@@ -178,6 +178,7 @@ def test_no_bit_depends_on_the_batch_or_the_capacity():
         assert same(run(*own, int(lengths[b])), (out[b : b + 1], lse[b : b + 1]))
 
 
+@pytest.mark.thorough("drafts are quick")
 def test_no_bit_depends_on_leaves_that_others_see():
     """Each of the queries sees leaves that no other one does, and so do the tiles of a block."""
     q, k = draw(1, HEADS, 3, 520, seed=20)
@@ -248,6 +249,7 @@ def test_any_strides(step):
     assert same(run(np.asfortranarray(q), views, 190), want)
 
 
+@pytest.mark.thorough("a quick test of the other kernels shows it")
 def test_lengths_and_tables_of_a_device_are_held_in_range(monkeypatch):
     """They are not read before the kernel runs, and lead nowhere outside of the cache."""
     q, k = draw(3, HEADS, 1, 16, seed=13)
@@ -260,6 +262,7 @@ def test_lengths_and_tables_of_a_device_are_held_in_range(monkeypatch):
     assert same(got, want)
 
 
+@pytest.mark.thorough("a quick test of the other kernels shows it")
 def test_a_workspace_may_hold_anything_and_serves_again():
     q, k = draw(2, HEADS, 1, 1100, seed=14)
     want = run(q, k, 1100)
