@@ -56,7 +56,9 @@ def explain_cached(
         Shape of the queries: (B, Hq, Lq, D).
     k, v : tuple of int
         Shape of the keys and values in numbers, also if they are codes or in pages: (B, Hkv, S, D)
-        and (B, Hkv, S, Dv), with room for S positions of each entry. By default, v is like k.
+        and (B, Hkv, S, Dv), with room for S positions of each entry. By default, v is like k. If
+        keys have 576 columns and values 512, the values are taken for the first columns of the
+        keys, ``k[..., :512]``.
     lengths : int or sequence of int, optional
         How many positions are in use, of each entry or of all. Default: all S.
     page : int, optional
@@ -196,6 +198,8 @@ def _call(
         raise ArgumentError(
             f"v: got {shapes.v} with k of {shapes.k}; expected as many entries and positions."
         )
+    if form is None and tuple(columns) == decode.COMPRESSED and shapes.v[1] == shapes.k[1]:
+        v = k[..., : columns[1]]
     q = fake_array(shapes.q, dtype)
     return cached_calls.call(q, k, v, lengths, table, None, options, given, shared)
 

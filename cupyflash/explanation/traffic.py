@@ -69,6 +69,8 @@ class Sizes:
                     x.shape[-1] * x.itemsize + scale.shape[-1] * scale.itemsize
                     for x, scale in zip((call.k, call.v), cache.codes.scales.values(), strict=True)
                 )
+            elif decode.values_in_keys(call):
+                self.value_row = 0  # they are read as keys
             own = sum(max(length - cache.shared, 0) for length in lengths)
             rows = problem.heads_kv * (min(cache.shared, max(lengths)) + own)
             self.k, self.v = rows * self.key_row, rows * self.value_row

@@ -293,3 +293,16 @@ def test_the_command_takes_a_length_of_each_entry(capsys):
     with pytest.raises(SystemExit):
         main(["explain", *words, "--lengths", "1,x"])
     assert "--lengths: got '1,x'; expected the positions in use" in capsys.readouterr().err
+
+
+def test_values_that_are_columns_of_keys_are_read_once():
+    shapes = (2, 128, 1, 576), (2, 1, 4096, 576), (2, 1, 4096, 512)
+    made = explain(*shapes, device="H200")
+    assert made.main.name == "decode_sm90"
+    assert made.least.reads["k"] == 2 * 4096 * 576 * 2
+    assert not made.least.reads.get("v")
+    other = explain(*shapes, device="H200", dtype="float32")
+    assert other.main.name == "decode_simt"
+    few = explain((2, 15, 1, 576), *shapes[1:], device="H200")
+    assert few.main.name == "decode_simt"
+    assert "not by decode_sm90, because it is for 16 heads or more" in few.reason

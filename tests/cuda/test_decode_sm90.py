@@ -127,7 +127,7 @@ def test_a_bias_and_a_mask_as_arrays():
     within_the_bound(q, k, lengths, *got, of_entry)
 
 
-@pytest.mark.parametrize("junk", [np.nan, np.inf])
+@mostly_thorough("junk", [np.inf, np.nan], quick=[np.inf], why="other numbers, the same code")
 def test_what_is_masked_may_hold_anything(junk):
     """Also where one query sees what another one does not."""
     q, k = draw(1, HEADS, 2, 200, seed=4)
@@ -178,6 +178,7 @@ def test_no_bit_depends_on_the_batch_or_the_capacity():
         assert same(run(*own, int(lengths[b])), (out[b : b + 1], lse[b : b + 1]))
 
 
+@pytest.mark.thorough("drafts are quick")
 def test_no_bit_depends_on_leaves_that_others_see():
     """Each of the queries sees leaves that no other one does, and so do the tiles of a block."""
     q, k = draw(1, HEADS, 3, 520, seed=20)
@@ -248,6 +249,7 @@ def test_any_strides(step):
     assert same(run(np.asfortranarray(q), views, 190), want)
 
 
+@pytest.mark.thorough("a quick test of the other kernels shows it")
 def test_lengths_and_tables_of_a_device_are_held_in_range(monkeypatch):
     """They are not read before the kernel runs, and lead nowhere outside of the cache."""
     q, k = draw(3, HEADS, 1, 16, seed=13)
@@ -260,6 +262,7 @@ def test_lengths_and_tables_of_a_device_are_held_in_range(monkeypatch):
     assert same(got, want)
 
 
+@pytest.mark.thorough("a quick test of the other kernels shows it")
 def test_a_workspace_may_hold_anything_and_serves_again():
     q, k = draw(2, HEADS, 1, 1100, seed=14)
     want = run(q, k, 1100)
@@ -293,7 +296,7 @@ def test_it_is_chosen_by_heads_and_not_by_queries():
         q, k = draw(1, 15, len_q, 64)
         choice = chosen(q, k, k[..., :D_V])
         assert choice.spec.name == "decode_simt"
-        assert choice.passed_over[0] == (
+        assert choice.passed_over[-1] == (
             sm90_decode.DECODE, "it is for 16 heads or more that share keys",
         )  # fmt: skip
         q, k = draw(1, 16, len_q, 64)
@@ -302,17 +305,20 @@ def test_it_is_chosen_by_heads_and_not_by_queries():
 
 def test_the_workspace_has_room_for_every_unit():
     """Nodes of 512 keys up to MOST_OF_BLOCK for each block, and nodes of 4096 without limit."""
-    target = target_of("sm_90")
-    grid = {"tasks": 4, "blocks": target.multiprocessors}
     text = source.read("decode/tasks.cuh").replace(",", ";")
     found = dict(re.findall(r"(?:constexpr int|;) (\w+) = (\d+)", text))
     assert int(found["MOST_OF_BLOCK"]) == decode.MOST_OF_BLOCK
-    for capacity, units in ((1000, 8), (1 << 20, max(4 * 2048 // 8, 0))):
+    target = dataclasses.replace(target_of("sm_90"), multiprocessors=10)
+    tasks = 2 * 2  # entries, and 64 heads each
+    for capacity, units in (
+        (1000, tasks * 2),
+        (1 << 16, 10 * decode.MOST_OF_BLOCK),
+        (1 << 20, tasks * 256),
+    ):
         q, k = np.zeros((2, 128, 1, D), F16), np.broadcast_to(F16.type(0), (2, 1, capacity, D))
         call = cached.call(q, k, k[..., :D_V], 0, None, None, Options())
-        most = max(min(units * (8 if capacity > 1000 else 1), 16 * grid["blocks"]), units)
-        rows = 64 * (D_V * 4 + 16)
-        assert decode_recipe.workspace_size(call, target) == 16 * grid["tasks"] + most * rows
+        row = 4 * D_V + 16
+        assert decode_recipe.workspace_size(call, target) == 16 * tasks + units * 64 * row
 
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -361,6 +367,26 @@ def test_faults_are_reported(name):
     emulator = Emulator(dataclasses.replace(HOPPER, multiprocessors=1), REVERSE, read=read)
     with pytest.raises(Fault):
         run(q, k, np.array([260, 200]), emulator=emulator, mask=mask)
+
+
+@pytest.mark.thorough("a mutant; that the emulator reports faults is quick")
+def test_a_part_of_the_keys_that_has_not_come_is_reported():
+    """By a schedule in which the first part lands before another one: few do that."""
+    wait = "        if (part > 0) shared.wait_part(n, part);\n"
+    assert source.read(KERNEL).count(wait) == 1
+
+    def read(asked):
+        return build.read(asked).replace(wait, "")
+
+    q, k = draw(1, HEADS, 1, 260, seed=15)
+    one = dataclasses.replace(HOPPER, multiprocessors=1)
+
+    def run_in_many_ways():
+        for seed in range(40):
+            run(q, k, 260, emulator=Emulator(one, randomly(seed), read=read))
+
+    with pytest.raises(Fault, match="has not finished"):
+        run_in_many_ways()
 
 
 WRONG = {

@@ -64,6 +64,8 @@ class Blocks:
                 continue
             if spec.precisions.get(dtype) not in (None, problem.precision):
                 continue
+            if spec.only not in (None, (problem.d, problem.d_v)):
+                continue
             if max(problem.d, problem.d_v) > spec.heads[dtype] or spec.obstacle(request):
                 continue
             tiles = self.tiles_of(spec, request)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...problem.call import Problem
+from ...arrays import device_arrays
+from ...problem.call import Call, Problem
 from .spec import Grid, Tiles
 
 LEAF = 64  # keys of a leaf; 8 nodes are one of the next level
@@ -22,7 +23,14 @@ TASK_BYTES, LEVELS = 96, 4  # of a task that a warp has; levels of units
 COLUMNS, STATISTICS_BYTES = 16, 16  # rows of o in slots are multiples of it; their m and l
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
+COMPRESSED = 576, 512  # columns of keys, the first of which are the values
 MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single steps
+
+
+def values_in_keys(call: Call) -> bool:
+    """Return whether the values are the first columns of the keys, in the same memory."""
+    k, v = call.k, call.v
+    return bool(k.strides == v.strides and device_arrays.address(k) == device_arrays.address(v))
 
 
 def wanted(problem: Problem) -> bool:

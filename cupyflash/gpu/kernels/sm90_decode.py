@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ...arrays import device_arrays
 from . import decode, grid
 from .sm80 import HALVES
 from .sm90 import ARCHITECTURE, CAPABILITY
 from .spec import KernelSpec, Request, Tiles, TmaOperands, row_bytes
 
-D, D_V = 576, 512  # columns of keys; the first of them are the values
+D, D_V = decode.COMPRESSED
 ROWS, THREADS = 64, 384  # of a block: two consumer warpgroups, and producers
 STAGES, PRODUCER_WARPS = 2, 4
 # With fewer heads of a key head, most rows of its products would be unused. Their number must not
@@ -30,14 +29,11 @@ def _configure(_: Request) -> Tiles:
 
 def _obstacle(request: Request) -> str | None:
     problem, call = request.problem, request.call
-    if (problem.d, problem.d_v) != (D, D_V):
-        return f"it is for keys of {D} columns, of which the first {D_V} are the values"
     if call is None:
         return "its arrays are not known"
     if not problem.heads_kv or problem.heads // problem.heads_kv < FEWEST_HEADS:
         return f"it is for {FEWEST_HEADS} heads or more that share keys"
-    k, v = call.k, call.v
-    if k.strides != v.strides or device_arrays.address(k) != device_arrays.address(v):
+    if not decode.values_in_keys(call):
         return f"v is not k[..., :{D_V}], a view of the keys"
     return None
 
@@ -48,6 +44,7 @@ DECODE = KernelSpec(
     computes="out and log-sum-exp of many heads that share compressed keys",
     method="multiplies {dtype} by the tensor cores of warpgroups",
     heads=dict.fromkeys(HALVES, D),
+    only=decode.COMPRESSED,
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,

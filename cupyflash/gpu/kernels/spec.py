@@ -250,6 +250,8 @@ class KernelSpec:
         stand for words that depend on the type.
     heads : mapping of str to int
         Storage types that it serves -> the largest head.
+    only : tuple of int, optional
+        The head sizes D and Dv of the calls that it is for, if it is for no others.
     capability : tuple of int
         The oldest compute capability; with an `architecture` the only one.
     configure : function
@@ -299,6 +301,7 @@ class KernelSpec:
     capability: tuple[int, int] = OLDEST_CAPABILITY
     architecture: str | None = None
     tensor_cores: bool = False
+    only: tuple[int, int] | None = None
     precisions: Mapping[str, str] = field(default_factory=dict)
     condition: str = ""
     obstacle: Callable[[Request], str | None] = never
@@ -322,12 +325,14 @@ class KernelSpec:
         return posixpath.splitext(posixpath.basename(self.source))[0]
 
     def is_for(self, problem: Problem, device: Target) -> bool:
-        """Return whether it is for the problem's types and for the device at all.
+        """Return whether it is for the problem's types and heads and for the device at all.
 
         If it is not, nobody asks why it does not serve.
         """
         dtype = problem.dtype.name
         if self.architecture is not None and device.capability != self.capability:
+            return False
+        if self.only not in (None, (problem.d, problem.d_v)):
             return False
         wanted = self.precisions.get(dtype)
         return dtype in self.heads and wanted in (None, problem.precision)
