@@ -78,8 +78,9 @@ __device__ __forceinline__ unsigned int nonfinite_bytes(unsigned int codes) {
 }
 
 // Transposes a tile of KEYS rows to ROWS rows, of which a warp has every WARPS-th 16. Returns
-// whether the thread met codes that are not finite, if it CHECKS them. Several loads are under way before the first of
-// them is stored: one by one, their latencies would add up to more than the time of a tile.
+// whether the thread met codes that are not finite, if it CHECKS them. Several loads are under way
+// before the first of them is stored: one by one, their latencies would add up to more than the
+// time of a tile.
 template <bool CHECKS, int KEYS, int ROWS, int WARPS>
 __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned int to, int warp) {
   constexpr int BLOCKS = KEYS / 32;
@@ -103,7 +104,7 @@ __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned in
     }
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
-      const unsigned int(&own)[4] = words[block];
+      const unsigned int (&own)[4] = words[block];
       if constexpr (CHECKS) {
 #pragma unroll
         for (int x = 0; x < 4; ++x) found |= nonfinite_bytes(own[x]);

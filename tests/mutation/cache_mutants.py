@@ -34,14 +34,13 @@ class Fault(NamedTuple):
 MERGE, CACHE, ROTARY = (f"kernels_cu/common/{x}.cuh" for x in ("merge", "cache", "rotary"))
 TASKS, CURSOR = (f"kernels_cu/decode/{x}.cuh" for x in ("tasks", "cursor"))
 JOIN = "kernels_cu/any/decode_combine.cu"
-SIMT, TENSOR = "kernels_cu/simt/decode_simt.cu", "kernels_cu/sm80/decode_sm80.cu"
-ROWS = "kernels_cu/sm80/decode_rows.cuh"
+SIMT, ROWS = "kernels_cu/simt/decode_simt.cu", "kernels_cu/sm80/decode_rows.cuh"
 APPEND = "kernels_cu/any/append.cu"
 DECODED, APPENDED = "cuda/test_decode.py::test_", "cuda/test_append.py::test_"
 IN_RANGE = DECODED + "lengths_and_tables_of_a_device_are_held_in_range"
 WITHIN = DECODED + "every_entry_is_attention_over_what_it_holds"
 GRID = DECODED + "no_bit_depends_on_the_grid_or_the_schedule"
-OPTIONS, MANY = DECODED + "masks_and_scores", DECODED + "more_entries_than_lanes"
+OPTIONS = DECODED + "masks_and_scores"
 LOOPS, NO_ROOM = APPENDED + "a_step_is_what_loops_write", APPENDED + "nothing_is_written_where"
 
 ON_A_GPU = {
@@ -212,62 +211,6 @@ ON_A_GPU = {
                          (above > 0);""",
         GRID,
         "simt and 40",
-    ),
-    "entries of lanes before are not passed over": Fault(
-        TASKS,
-        "rest = unit - (lane > 0 ? before : 0);",
-        "rest = unit;",
-        MANY,
-        "simt and plain",
-    ),
-    "a lane counts one entry less": Fault(
-        TASKS,
-        "for (int b = begin; b < begin + each_ && b < p.batch; ++b) {",
-        "for (int b = begin; b + 1 < begin + each_ && b < p.batch; ++b) {",
-        MANY,
-        "simt and plain",
-    ),
-    "sums of lanes reach half of the warp": Fault(
-        TASKS,
-        "for (int lanes = 1; lanes < ptx::WARP_SIZE; lanes *= 2) {",
-        "for (int lanes = 1; lanes < ptx::WARP_SIZE / 2; lanes *= 2) {",
-        MANY,
-        "simt and plain",
-    ),
-    "warps before are not counted": Fault(
-        TASKS,
-        "sums[n] += other < warp ? of_warp : 0;",
-        "sums[n] += 0;",
-        MANY,
-        "simt and causal",
-    ),
-    "rows of a block have one place": Fault(
-        JOIN,
-        "reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW, row};",
-        "reinterpret_cast<accum_t*>(shared_smem), row};",
-        DECODED + "rows_are_joined_by_warps_or_blocks",
-        "simt",
-    ),
-    "both warps of a block join one row": Fault(
-        JOIN,
-        "blockIdx.x * BLOCK_ROWS + place, rows",
-        "blockIdx.x * BLOCK_ROWS, rows",
-        DECODED + "rows_are_joined_by_warps_or_blocks",
-        "simt",
-    ),
-    "a node begins with what the one before was": Fault(
-        TENSOR,
-        "        clear(node);\n",
-        "",
-        GRID,
-        "sm80 and 3",
-    ),
-    "queries of a later task are those of the first": Fault(
-        TENSOR,
-        "      decode_rows::begin_queries(p, task, q_smem);\n      ptx::cp_async_wait_all();",
-        "      ptx::cp_async_wait_all();",
-        GRID,
-        "sm80 and 1",
     ),
     "shared memory for one node less": Fault(
         JOIN,

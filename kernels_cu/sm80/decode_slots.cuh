@@ -1,0 +1,157 @@
+// What a warp of decode_sm80.cu knows of nodes: states in its registers, and in slots of the
+// workspace. Part of the twin of reference/cpu/decode_nodes.py.
+#pragma once
+#include "../decode/cursor.cuh"
+#include "fragment.cuh"
+#include "fragment_codes.cuh"
+
+namespace decode_slots {
+
+using fragment_codes::ResultColumns;
+constexpr int ROWS = 2;  // of a thread
+constexpr int COLUMNS_V = ResultColumns::elements(D_V);
+
+// A warp's rows: their statistics, and their part of o.
+struct State {
+  merge::Statistics row[ROWS];
+  accum_t o[ROWS][COLUMNS_V];
+};
+
+// Elements n and n + 1 of a thread's row of o, n even, are at columns ResultColumns::column(n) and
+// on.
+struct alignas(8) Pair {
+  accum_t x, y;
+};
+
+// Whether a slot has the columns of elements n and n + 1.
+__device__ __forceinline__ bool has_room(int n) {
+  return 4 * COLUMNS_V <= decode::COLUMNS || ResultColumns::column(n) < decode::COLUMNS;
+}
+
+// Stores a state in a slot.
+__device__ __forceinline__ void store_slot(const decode::Workspace& workspace, long long slot,
+                                           const State& state, int rows) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::lane_row() + 8 * r;
+    if (row >= rows) continue;
+    accum_t* const to = workspace.row(slot, row);
+    accum_t* const sums = to + decode::STATISTICS;
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; n += 2) {
+      if (!has_room(n)) continue;
+      *reinterpret_cast<Pair*>(sums + ResultColumns::column(n)) =
+          Pair{state.o[r][n], state.o[r][n + 1]};
+    }
+    if (ptx::lane_index() % 4 == 0) decode::statistics_of(to) = state.row[r];
+  }
+}
+
+__device__ __forceinline__ void load_slot(const decode::Workspace& workspace, long long slot,
+                                          State& state, int rows) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::lane_row() + 8 * r;
+    if (row >= rows) continue;
+    accum_t* const from = workspace.row(slot, row);
+    state.row[r] = decode::statistics_of(from);
+    const accum_t* const sums = from + decode::STATISTICS;
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; n += 2) {
+      if (!has_room(n)) continue;
+      const Pair pair = *reinterpret_cast<const Pair*>(sums + ResultColumns::column(n));
+      state.o[r][n] = pair.x;
+      state.o[r][n + 1] = pair.y;
+    }
+  }
+  __syncwarp();  // the slot, read by all lanes before it is written again
+}
+
+// Merges `other` into `own`. Where one of the two has no keys its o is 0, and needs no selection.
+__device__ __forceinline__ void merge_states(State& own, const State& other, accum_t c) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const merge::Factors factors = merge::statistics(own.row[r], other.row[r], c);
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; ++n) own.o[r][n] = factors.sum(own.o[r][n], other.o[r][n]);
+  }
+}
+
+// Merges a state into a slot, some columns after the others, because two states would need more
+// registers than there are.
+__device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
+                                                const State& state, int rows, accum_t c) {
+  constexpr int AT_ONCE = COLUMNS_V < 16 ? COLUMNS_V : 16;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::lane_row() + 8 * r;
+    const bool exists = row < rows;
+    accum_t* const held = workspace.row(slot, exists ? row : 0);
+    merge::Statistics own = decode::statistics_of(held);
+    const merge::Factors factors = merge::statistics(own, state.row[r], c);
+    __syncwarp();  // the statistics, read by all lanes of their row
+    if (!exists) continue;
+    if (ptx::lane_index() % 4 == 0) decode::statistics_of(held) = own;
+    accum_t* const sums = held + decode::STATISTICS;
+#pragma unroll
+    for (int first = 0; first < COLUMNS_V; first += AT_ONCE) {
+      Pair pairs[AT_ONCE / 2];  // all loaded before the first is stored
+#pragma unroll
+      for (int n = 0; n < AT_ONCE / 2; ++n) {
+        if (!has_room(first + 2 * n)) continue;
+        pairs[n] = *reinterpret_cast<Pair*>(sums + ResultColumns::column(first + 2 * n));
+      }
+#pragma unroll
+      for (int n = 0; n < AT_ONCE / 2; ++n) {
+        const int at = first + 2 * n;
+        if (!has_room(at)) continue;
+        pairs[n].x = factors.apply(pairs[n].x, state.o[r][at]);
+        pairs[n].y = factors.apply(pairs[n].y, state.o[r][at + 1]);
+        *reinterpret_cast<Pair*>(sums + ResultColumns::column(at)) = pairs[n];
+      }
+    }
+  }
+  __syncwarp();  // the slot, written by all lanes
+}
+
+__device__ __forceinline__ void clear(State& state) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) state.row[r] = merge::no_keys();
+  matmul::clear(state.o);
+}
+
+// Where a warp's nodes that are not in registers are: in slots, those of level n, from 1 on, until
+// they are whole, and that of the unit.
+struct Nodes {
+  const Params& p;
+  const decode::Workspace& workspace;
+  int unit_level;
+  unsigned int fresh;  // bit n: nothing is in the node of level n
+
+  // Merges a whole node, of the leaves up to `now`, into that of `level`, and that one, if it is
+  // whole, into the next. Of `state` nothing remains.
+  __device__ __forceinline__ void add(State& state, int level, const decode::Leaf& now,
+                                      const decode::Leaf& next, int rows, accum_t c) {
+    bool whole = true;
+#pragma unroll 1
+    while (whole) {
+      const bool is_unit = level >= unit_level;
+      const long long slot = is_unit ? now.unit : workspace.held(p, level);
+      if ((fresh >> level & 1) != 0) {
+        store_slot(workspace, slot, state, rows);
+        fresh &= ~(1u << level);
+      } else {
+        merge_into_slot(workspace, slot, state, rows, c);
+      }
+      whole = !is_unit && !now.shares_node(next, level);
+      if (whole) {
+        load_slot(workspace, slot, state, rows);
+        fresh |= 1u << level;
+      }
+      ++level;
+    }
+    if (!next.exists || next.unit != now.unit) fresh = ~0u;
+  }
+};
+
+}  // namespace decode_slots

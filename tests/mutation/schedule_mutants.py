@@ -1,0 +1,72 @@
+"""Faults of how units are counted, begun and joined on a GPU, each with the test that is for it.
+
+See `cache_mutants` for what a fault is.
+"""
+
+from __future__ import annotations
+
+from .cache_mutants import DECODED, GRID, JOIN, TASKS, Fault
+
+TENSOR = "kernels_cu/sm80/decode_sm80.cu"
+MANY, JOINED = DECODED + "more_entries_than_lanes", DECODED + "rows_are_joined_by_warps_or_blocks"
+
+_FAULTS = {
+    "entries of lanes before are not passed over": Fault(
+        TASKS,
+        "rest = unit - (lane > 0 ? before : 0);",
+        "rest = unit;",
+        MANY,
+        "simt and plain",
+    ),
+    "a lane counts one entry less": Fault(
+        TASKS,
+        "for (int b = begin; b < begin + each_ && b < p.batch; ++b) {",
+        "for (int b = begin; b + 1 < begin + each_ && b < p.batch; ++b) {",
+        MANY,
+        "simt and plain",
+    ),
+    "sums of lanes reach half of the warp": Fault(
+        TASKS,
+        "for (int lanes = 1; lanes < ptx::WARP_SIZE; lanes *= 2) {",
+        "for (int lanes = 1; lanes < ptx::WARP_SIZE / 2; lanes *= 2) {",
+        MANY,
+        "simt and plain",
+    ),
+    "warps before are not counted": Fault(
+        TASKS,
+        "sums[n] += other < warp ? of_warp : 0;",
+        "sums[n] += 0;",
+        MANY,
+        "simt and causal",
+    ),
+    "rows of a block have one place": Fault(
+        JOIN,
+        "reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW, row};",
+        "reinterpret_cast<accum_t*>(shared_smem), row};",
+        JOINED,
+        "simt",
+    ),
+    "both warps of a block join one row": Fault(
+        JOIN,
+        "blockIdx.x * BLOCK_ROWS + place, rows",
+        "blockIdx.x * BLOCK_ROWS, rows",
+        JOINED,
+        "simt",
+    ),
+    "a node begins with what the one before was": Fault(
+        TENSOR,
+        "        decode_slots::clear(node);\n",
+        "",
+        GRID,
+        "sm80 and 3",
+    ),
+    "queries of a later task are those of the first": Fault(
+        TENSOR,
+        "      decode_rows::begin_queries(p, task, q_smem);\n      ptx::cp_async_wait_all();",
+        "      ptx::cp_async_wait_all();",
+        GRID,
+        "sm80 and 1",
+    ),
+}
+
+FAULTS = {f"gpu: {name}": x for name, x in _FAULTS.items()}
