@@ -189,6 +189,21 @@ REGISTERS = Case(
     only=HOPPER,
 )
 
+# -- grids ----------------------------------------------------------------------------------------
+
+# On a GPU the launch does not ask for an early begin, and the two let everything be as it is.
+GRIDS = Case(
+    "wait_for_grids launch_dependents",
+    """
+      const unsigned int sum = in[0] + in[1];
+      ptx::wait_for_grids();
+      ptx::launch_dependents();
+      out[0] = sum * in[1];
+    """,
+    lambda: _any_words(2, 2),
+    lambda given: (given[:, :1] + given[:, 1:]) * given[:, 1:],
+)
+
 # -- products -------------------------------------------------------------------------------------
 
 LANES = np.arange(THREADS)
@@ -435,4 +450,4 @@ PRODUCTS = [
 PRODUCTS += [product(form, name, 128, False) for form in WIDTHS for name in TYPES]
 PRODUCTS += [product_of_floats(columns, whole) for columns in (64, 128) for whole in (True, False)]
 
-CASES = [PHASES, NUMBERED, VOTES, COPY, STORE, REGISTERS, *PRODUCTS]
+CASES = [PHASES, NUMBERED, VOTES, COPY, STORE, REGISTERS, GRIDS, *PRODUCTS]
