@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from caches import results
 from coded_arrays import Coded
 from emulator import build
 from emulator.calls import Blocks, Emulator
@@ -18,7 +19,7 @@ from emulator.probe import Probe
 import cupyflash.kernels_cu
 from cupyflash import masks
 from cupyflash.gpu import source
-from cupyflash.problem import coded, validate
+from cupyflash.problem import cached, coded, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.hadamard import transform
 from cupyflash.problem.options import Options
@@ -323,7 +324,9 @@ def _everything(emulator):
     for dtype in (np.float16, np.float32):
         for lead in ((), (3,)):
             q, k = draw(*lead, 2, 1, 8).astype(dtype), draw(*lead, 1, 1300, 8).astype(dtype)
-            emulator.forward(validate.call(q, k, k), np.empty_like(q), draw(*lead, 2, 1))
+            for options in (Options(), Options(mask=masks.causal())):  # tasks are alike, or not
+                call = validate.call(q, k, k, options)
+                emulator.forward(call, np.empty_like(q), draw(*lead, 2, 1))
 
     # Rows that are transformed by several passes, and by a small matrix after them.
     for columns in (256, 4096, 640):
@@ -358,6 +361,11 @@ def _everything(emulator):
     given = coded.Given(*held.scales, held.form, "float32")
     call = validate.call(*held.arrays, Options(), given=given)
     warpgroups.forward(call, draw(1, 70, 64), draw(1, 70))
+
+    # Compressed keys of a cache, whose first columns are the values.
+    q, k = draw(1, 16, 1, 576).astype(np.float16), draw(1, 1, 130, 576).astype(np.float16)
+    call = cached.call(q, k, k[..., :512], np.array([130]), None, None, Options())
+    warpgroups.forward(call, *results(call))
 
     # Rows of the output are longer than those of the queries, whose place they take.
     q, k, v = draw(1, 70, 72), draw(1, 200, 72), draw(1, 200, 128)
