@@ -71,7 +71,9 @@ __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, lo
 __device__ __forceinline__ void merge_states(State& own, const State& other, accum_t c) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const merge::Factors factors = merge::statistics(own.row[r], other.row[r], c);
+    merge::Factors factors = merge::statistics(own.row[r], other.row[r], c);
+    if (factors.replaces) factors.own = 0;  // instead of NaN, if c is 0
+    if (factors.keeps) factors.other = 0;
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; ++n) own.o[r][n] = factors.sum(own.o[r][n], other.o[r][n]);
   }
