@@ -10,18 +10,18 @@
 // Shared memory: SharedStorage; of every warp its stages and its queries. BLOCK_Q is 16,
 // BLOCK_KV 64.
 #include "../common/params.cuh"
+#include "decode_scores.cuh"
 #include "decode_slots.cuh"
 #include "decode_rows.cuh"
 #include "fragment_softmax.cuh"
-#include "fragment_tile.cuh"
 
 namespace {
 
 using decode::LEAF;
+using decode_scores::COLUMNS;
 using decode_slots::COLUMNS_V;
 using decode_slots::ROWS;
 using decode_slots::State;
-constexpr int COLUMNS = LEAF / 4;
 using fragment_codes::HAS_CODES;
 constexpr int K_BYTES = fragment::row_bytes(fragment_codes::units(D));
 constexpr int V_BYTES = fragment::row_bytes(fragment_codes::units(D_V));
@@ -86,72 +86,6 @@ __device__ __forceinline__ void for_steps(const Function& function) {
     function(Step<N>());
     for_steps<N + 1, END>(function);
   }
-}
-
-// The mask bits of a thread's pairs, as fragment_tile::evaluate_mask has them.
-__device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Task& task,
-                                              const decode::Leaf& leaf,
-                                              unsigned int (&mask)[ROWS]) {
-  const int lane_column = fragment::lane_column();
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = fragment::lane_row() + 8 * r;
-    int low = 0, high = row < task.rows ? leaf.keys - 1 - lane_column : -1;
-    const int nearest = row < task.rows ? row : task.rows - 1;
-    if constexpr (HAS_RANGE) {
-      if (leaf.tile_class == PARTIAL) {
-        const KeyRange range = mask_range(p, decode::site_of(task, nearest, leaf.first_key()));
-        high = tile::smaller(fragment_tile::distance(range.high, leaf.first_key()) - lane_column,
-                             high);
-        low = fragment_tile::distance(range.low, leaf.first_key()) - lane_column;
-      }
-    }
-    mask[r] = fragment_tile::columns_to(high) & ~fragment_tile::columns_to(low - 1);
-    if constexpr (HAS_MASK && !HAS_RANGE) {
-      if (leaf.tile_class == PARTIAL && leaf.keys > 0) {
-#pragma unroll 1
-        for (int n = 0; n < COLUMNS; ++n) {
-          const int key =
-              tile::smaller(lane_column + fragment_tile::Pairs::key_of(n), leaf.keys - 1);
-          if (!mask_allows(p, decode::site_of(task, nearest, leaf.first_key() + key))) {
-            mask[r] &= ~(1u << n);
-          }
-        }
-      }
-    }
-  }
-}
-
-// Turns a thread's scores into logits. Returns whether any of the warp's may be -inf.
-__device__ __forceinline__ bool apply_score_mod(const Params& p, const decode::Task& task,
-                                                const decode::Leaf& leaf,
-                                                accum_t (&s)[ROWS][COLUMNS], accum_t scale) {
-  bool finite = true;
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = tile::smaller(fragment::lane_row() + 8 * r, task.rows - 1);
-    Site at = decode::site_of(task, row, leaf.first_key());
-    const HeadConstants constants = score_head_constants(p, at);
-    accum_t sum = 0;
-    accum_t row_s[1][COLUMNS];
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) row_s[0][n] = s[r][n];
-#pragma unroll 1
-    for (int column = 0; column < COLUMNS; column += 2) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int key = fragment::lane_column() + fragment_tile::Pairs::key_of(column + n);
-        at.j = leaf.first_key() + tile::smaller(key, matmul::larger(leaf.keys - 1, 0));
-        row_s[0][n] = score_mod(p, constants, row_s[0][n] * scale, at);
-        sum += row_s[0][n];
-      }
-      fragment::rotate<2>(row_s);
-    }
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) s[r][n] = row_s[0][n];
-    finite = finite && number::is_finite(sum);
-  }
-  return ptx::any_lane(!finite);
 }
 
 // The scales of a leaf's keys and values, if these are codes.
@@ -297,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
     unsigned int mask[ROWS];
-    if (MAY_MASK && masked) evaluate_mask(p, task, now, mask);
+    if (MAY_MASK && masked) decode_scores::evaluate_mask(p, task, now, fragment::lane_row(), mask);
     // 2 scores
     accum_t s[ROWS][COLUMNS];
     for_steps<0, STEPS>([&](auto step) {
@@ -325,7 +259,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 3 score mod
     bool has_masked = masked;
     if constexpr (HAS_SCORE) {
-      has_masked = apply_score_mod(p, task, now, s, scale) || masked;
+      has_masked =
+          decode_scores::apply_score_mod(p, task, now, fragment::lane_row(), s, scale) || masked;
     }
     // 4 mask
     if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);

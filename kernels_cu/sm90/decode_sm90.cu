@@ -20,9 +20,9 @@
 // Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. Behind the
 // parameters comes the tensor map of keys; it is one of no use where tma_rows is 0.
 #include "../common/params.cuh"
+#include "../sm80/decode_scores.cuh"
 #include "../sm80/fragment_softmax.cuh"
 #include "decode_producer.cuh"
-#include "decode_scores.cuh"
 #include "warpgroup_rows.cuh"
 
 namespace {
@@ -35,6 +35,12 @@ constexpr int COLUMNS_O = D_V / CONSUMERS / 4;  // of a thread, in each of its t
 constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 72, CONSUMER_REGS = HAS_MASK ? 208 : 216;
 static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= 65536 / THREADS / 8 * 8 * 3,
               "more than the block was launched with");
+
+// The first row of a thread; the other one is 8 behind it.
+__device__ __forceinline__ int first_row() {
+  const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
+  return warp * fragment::WARP_ROWS + fragment::lane_row();
+}
 
 // What a consumer keeps of its unit while it computes tiles.
 struct Unit {
@@ -55,7 +61,7 @@ __device__ __forceinline__ void store_node(const decode::Workspace& workspace, c
     if (opens) unit.row[r] = merge::no_keys();
     const merge::Factors factors = merge::statistics(unit.row[r], own, c);
     if (opens) unit.row[r] = own;
-    const int row = decode_scores::row_of(r);
+    const int row = first_row() + 8 * r;
     if (row >= rows) continue;
     float* const to = workspace.row(slot, row);
     if (first_column == 0) decode::statistics_of(to) = unit.row[r];
@@ -157,7 +163,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         }
       }
       unsigned int mask[2];
-      if (MAY_MASK && masked) decode_scores::evaluate_mask(p, tile.task, leaf, mask);
+      if (MAY_MASK && masked) decode_scores::evaluate_mask(p, tile.task, leaf, first_row(), mask);
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
       if (!HAS_SCORE && scale < 0) {
@@ -170,7 +176,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // 3 score mod
       bool has_masked = masked;
       if constexpr (HAS_SCORE) {
-        has_masked = decode_scores::apply_score_mod(p, tile.task, leaf, s, scale) || masked;
+        has_masked =
+            decode_scores::apply_score_mod(p, tile.task, leaf, first_row(), s, scale) || masked;
       }
       // 4 mask
       if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);

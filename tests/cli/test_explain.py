@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, cases, runs_on, specialisation
 from halves import mostly_thorough
-from host_cupy import HostCupy
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, analysis, masks, scores
@@ -24,8 +23,6 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.commands.main import main
 from cupyflash.explanation.occupancy import LIMITS, occupancy
 from cupyflash.explanation.registers import UnknownError, registers
-from cupyflash.gpu import driver, launch_cache, tma
-from cupyflash.gpu import jit as compiler
 from cupyflash.gpu.kernels.spec import Tiles
 
 SHAPE = (2, 4, 1000, 64)
@@ -75,22 +72,6 @@ def test_kernels(device, options, kernels):
     assert [kernel.name for kernel in made.kernels] == kernels
     assert made.main.shared_memory <= 1024 * 227
     assert f"{made.main.block_q} x {made.main.block_kv} tiles take" in made.reason
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """A CuPy in host memory, of an H200, that writes down launches."""
-    module = HostCupy()
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(compiler, "_kernels", {})
-    monkeypatch.setattr(launch_cache, "_entries", {})
-    monkeypatch.setattr(driver, "_thread", driver._Thread())
-    monkeypatch.setattr(tma, "encode", lambda *_: bytes(128))
-    for cached in (driver.queue, cuda_device.of):
-        cached.cache_clear()
-    yield module
-    for cached in (driver.queue, cuda_device.of):
-        cached.cache_clear()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

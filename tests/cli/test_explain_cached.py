@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import pytest
-from host_cupy import HostCupy
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
-from cupyflash.arrays import cuda_device
 from cupyflash.backends.cpu import Cpu
 from cupyflash.commands.main import main
-from cupyflash.gpu import driver, launch_cache, tma
-from cupyflash.gpu import jit as compiler
 from cupyflash.problem import cached as cached_calls
 from cupyflash.problem.options import Options
 
@@ -29,22 +24,6 @@ def explain(q=Q, k=K, v=None, lengths=None, **options):
 
 
 # What runs
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """A CuPy in host memory, of an H200, that writes down launches."""
-    module = HostCupy()
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(compiler, "_kernels", {})
-    monkeypatch.setattr(launch_cache, "_entries", {})
-    monkeypatch.setattr(driver, "_thread", driver._Thread())
-    monkeypatch.setattr(tma, "encode", lambda *_: bytes(128))
-    for kept in (driver.queue, cuda_device.of):
-        kept.cache_clear()
-    yield module
-    for kept in (driver.queue, cuda_device.of):
-        kept.cache_clear()
 
 
 def arrays_of(xp, q, k, v, dtype, page, kv_dtype):

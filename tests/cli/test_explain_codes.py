@@ -9,14 +9,10 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cupy import HostCupy
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, analysis, masks
-from cupyflash.arrays import cuda_device
 from cupyflash.commands.main import main
-from cupyflash.gpu import driver, launch_cache, tma
-from cupyflash.gpu import jit as compiler
 
 FP8 = "float8_e4m3fn"
 
@@ -24,22 +20,6 @@ FP8 = "float8_e4m3fn"
 def explain(*shapes, **options):
     options = {"device": "H200", "compile": False, "dtype": FP8} | options
     return cupyflash.explain(*shapes, **options)
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """A CuPy in host memory, of an H200, that writes down launches."""
-    module = HostCupy()
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(compiler, "_kernels", {})
-    monkeypatch.setattr(launch_cache, "_entries", {})
-    monkeypatch.setattr(driver, "_thread", driver._Thread())
-    monkeypatch.setattr(tma, "encode", lambda *_: bytes(128))
-    for kept in (driver.queue, cuda_device.of):
-        kept.cache_clear()
-    yield module
-    for kept in (driver.queue, cuda_device.of):
-        kept.cache_clear()
 
 
 def coded(xp, *shapes):

@@ -1,27 +1,24 @@
-// The scores of a leaf of decode_sm90.cu before the softmax: masks and score mods. The twin of
-// reference/cpu/tile.py for its warpgroups.
+// The scores of a leaf before the softmax, for decode kernels on tensor cores: masks and score
+// mods. The twin of reference/cpu/tile.py.
+//
+// A thread has two rows of a task, `first_row` and the one 8 behind it, and COLUMNS of a leaf.
 #pragma once
-#include "decode_storage.cuh"
-#include "../sm80/fragment_tile.cuh"
+#include "../decode/cursor.cuh"
+#include "fragment_tile.cuh"
 
 namespace decode_scores {
 
 using decode::LEAF;
 constexpr int COLUMNS = LEAF / 4;  // of a thread, in each of its two rows
 
-// The row of a task that is row r of the thread's.
-__device__ __forceinline__ int row_of(int r) {
-  const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
-  return warp * fragment::WARP_ROWS + 8 * r + fragment::lane_row();
-}
-
 // The mask bits of a thread's pairs, as fragment_tile::evaluate_mask has them.
 __device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Task& task,
-                                              const decode::Leaf& leaf, unsigned int (&mask)[2]) {
+                                              const decode::Leaf& leaf, int first_row,
+                                              unsigned int (&mask)[2]) {
   const int lane_column = fragment::lane_column();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = row_of(r);
+    const int row = first_row + 8 * r;
     int low = 0, high = row < task.rows ? leaf.keys - 1 - lane_column : -1;
     const int nearest = row < task.rows ? row : task.rows - 1;
     if constexpr (HAS_RANGE) {
@@ -50,14 +47,15 @@ __device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Tas
 
 // Turns a thread's scores into logits. Returns whether any of the warp's may be -inf.
 __device__ __forceinline__ bool apply_score_mod(const Params& p, const decode::Task& task,
-                                                const decode::Leaf& leaf, float (&s)[2][COLUMNS],
-                                                float scale) {
-  float sum[2] = {0, 0};  // of logits, not finite if one of them is not
+                                                const decode::Leaf& leaf, int first_row,
+                                                accum_t (&s)[2][COLUMNS], accum_t scale) {
+  accum_t sum[2] = {0, 0};  // of logits, not finite if one of them is not
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += 2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      Site at = decode::site_of(task, tile::smaller(row_of(r), task.rows - 1), leaf.first_key());
+      Site at =
+          decode::site_of(task, tile::smaller(first_row + 8 * r, task.rows - 1), leaf.first_key());
       const HeadConstants constants = score_head_constants(p, at);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
