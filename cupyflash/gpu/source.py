@@ -49,6 +49,9 @@ class Specialisation:
     packed, cached, paged : bool
         Whether sequences are packed, whether keys and values are those of a cache, and whether it
         has pages.
+    page_rows : int
+        Of a cache in pages, neighbouring positions that are known to lie in the same page: those
+        from a multiple of it on.
     dropout, count_tiles, atomic_dq, tma_store : bool
         Whether pairs are dropped, whether tiles are counted, whether the kernel that computes dk
         and dv also adds its share of dq to memory, and whether results are stored by TMA.
@@ -71,6 +74,7 @@ class Specialisation:
     packed: bool = False
     cached: bool = False
     paged: bool = False
+    page_rows: int = 1
     dropout: bool = False
     count_tiles: bool = False
     functions: Functions = NONE
@@ -115,6 +119,8 @@ class Specialisation:
             flags[self.codes.name] = True
         sizes = {"d": self.d, "dv": self.d_v}
         blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
+        if self.page_rows > 1:
+            blocks["page"] = self.page_rows
         parts = [
             self.kernel,
             "_".join(
@@ -146,6 +152,7 @@ def prelude(special: Specialisation) -> str:
             "NUM_HEAD_CONSTANTS": max(has.num_given, 1),
             "MASK_STEPS": has.mask_steps,
             "SCORE_STEPS": has.score_steps,
+            "PAGE_ROWS": special.page_rows,
             "CODES": -1 if special.codes is None else special.codes.code,
         },
         "bool": {

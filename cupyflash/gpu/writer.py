@@ -24,7 +24,7 @@ from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Cache, Call, Codes, Plan, Problem, scale_steps
 from . import params, strides
 from .kernels import decode, registry, tma_operands
-from .kernels.spec import Extent, Grid, Request, Tiles
+from .kernels.spec import Extent, Grid, KernelSpec, Request, Tiles
 from .params import KINDS, Operand
 from .source import NONE, Specialisation
 from .strides import Lead, lead_of
@@ -252,8 +252,9 @@ class Writer:
             d_v=problem.d_v if "d_v" in spec.sizes else 0,
             tiles=tiles,
             packed=problem.packed,
-            cached=self.call.cache is not None,
-            paged=self.call.cache is not None and self.call.cache.table is not None,
+            cached=cache is not None,
+            paged=cache is not None and cache.table is not None,
+            page_rows=_page_rows(self.call, spec),
             dropout=spec.scores and problem.dropout > 0,
             count_tiles=spec.scores and "tiles_visited" in self.named,
             functions=functions,
@@ -286,6 +287,12 @@ class Writer:
             return Extent(*totals, heads, 1, problem.batch, sms)
         lengths = self.told["len_q"], self.told["len_k"]
         return Extent(*lengths, heads, math.prod(entries), 0, sms, differ=self.call.beside)
+
+
+def _page_rows(call: Call, spec: KernelSpec) -> int:
+    """Return the neighbouring positions of a cache that lie in the same page, for a kernel."""
+    in_pages = call.cache is not None and call.cache.table is not None
+    return spec.page_rows if in_pages and call.k.shape[-2] % spec.page_rows == 0 else 1
 
 
 def _scales(codes: Codes, paged: bool) -> dict[str, Any]:

@@ -10,16 +10,23 @@ namespace cache {
 
 constexpr int NUMBERS = -1;  // CODES of a cache without codes
 
-// Element `index` of an array of 32-bit or 64-bit integers.
+// Element `index` of an array of 32-bit or 64-bit integers. `NOW`: as it is in global memory at
+// this moment, whatever this multiprocessor has read before.
+template <bool NOW = false>
 __device__ __forceinline__ long long integer(const char* data, int kind, long long index) {
+  if constexpr (NOW) {
+    if (kind == KIND_INT32) return reinterpret_cast<const volatile int*>(data)[index];
+    return reinterpret_cast<const volatile long long*>(data)[index];
+  }
   if (kind == KIND_INT32) return reinterpret_cast<const int*>(data)[index];
   return reinterpret_cast<const long long*>(data)[index];
 }
 
 // How many positions of an entry are held.
+template <bool NOW = false>
 __device__ __forceinline__ long long length(const Params& p, long long b) {
   if (p.lengths == nullptr) return p.len_k;
-  return layout::clamp(integer(p.lengths, p.kind_lengths, b * p.length_step), 0, p.len_k);
+  return layout::clamp(integer<NOW>(p.lengths, p.kind_lengths, b * p.length_step), 0, p.len_k);
 }
 
 // A position's page, and its row there; without a table page 0 and the position.
@@ -32,11 +39,13 @@ struct Place {
   }
 };
 
+template <bool NOW = false>
 __device__ __forceinline__ Place place(const Params& p, long long b, long long position) {
   const unsigned int j = static_cast<unsigned int>(position);
   if constexpr (!PAGED) return Place{0, static_cast<int>(j)};
   const unsigned int size = static_cast<unsigned int>(p.page_size), number = j / size;
-  const long long page = integer(p.table, p.kind_table, b * p.table_batch + number * p.table_step);
+  const long long page =
+      integer<NOW>(p.table, p.kind_table, b * p.table_batch + number * p.table_step);
   return Place{static_cast<int>(layout::clamp(page, 0, p.pages - 1)),
                static_cast<int>(j - number * size)};
 }

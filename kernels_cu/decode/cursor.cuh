@@ -31,23 +31,39 @@ class Cursor {
  public:
   // All lanes of a warp call its functions together. The block's units are divided into `shares`;
   // of warps with the same share one keeps records of tasks.
-  __device__ __forceinline__ Cursor(const Params& p, const Schedule& schedule,
-                                    const Workspace& workspace, WarpTasks& tasks_smem,
-                                    int share = threadIdx.x / ptx::WARP_SIZE, int shares = WARPS,
-                                    bool keeps_records = true)
+  __device__ __forceinline__ Cursor(const Params& p, const Workspace& workspace,
+                                    WarpTasks& tasks_smem, int share = threadIdx.x / ptx::WARP_SIZE,
+                                    int shares = WARPS, bool keeps_records = true)
       : p_(p),
         workspace_(workspace),
         tasks_smem_(tasks_smem),
-        level_(schedule.level),
-        keeps_records_(keeps_records) {
-    const int begin = schedule.begin(blockIdx.x), all = schedule.begin(blockIdx.x + 1) - begin;
-    unit_ = begin + all * share / shares;
-    end_ = begin + all * (share + 1) / shares;
-    if (unit_ == end_) return;
-    const Found found = schedule.find(unit_);
-    index_ = found.index;
-    begin_task(found.task);
-    begin_unit();
+        share_(share),
+        shares_(shares),
+        keeps_records_(keeps_records) {}
+
+  // Begins with the warp's first unit.
+  __device__ __forceinline__ void begin(const Schedule& schedule) {
+    find_first(schedule);
+    if (unit_ < end_) keep_record();
+  }
+
+  // Waits for the grids ahead, and counts units and begins: before the wait, if the schedule may be
+  // early, and again if those grids changed the lengths. `prefetch(task, leaf)` is called before
+  // the wait with the first leaf.
+  template <class Prefetch>
+  __device__ __forceinline__ void begin_early(Schedule& schedule, const Prefetch& prefetch) {
+    bool early = schedule.may_be_early();
+    if (!early) ptx::wait_for_grids();
+#pragma unroll 1
+    do {
+      schedule.count_units();
+      find_first(schedule);
+      if (!early) break;
+      if (unit_ < end_) prefetch(tasks_smem_.task[place_], leaf_);
+      ptx::wait_for_grids();
+      early = false;
+    } while (schedule.is_outdated());
+    if (unit_ < end_) keep_record();
   }
 
   __device__ __forceinline__ Leaf next() {
@@ -78,11 +94,24 @@ class Cursor {
         begin_task(following);
       }
       begin_unit();
+      keep_record();
     }
     return Leaf{unit_, 0, 0, EMPTY, place_, false};
   }
 
  private:
+  __device__ __forceinline__ void find_first(const Schedule& schedule) {
+    level_ = schedule.level;
+    const int begin = schedule.begin(blockIdx.x), all = schedule.begin(blockIdx.x + 1) - begin;
+    unit_ = begin + all * share_ / shares_;
+    end_ = begin + all * (share_ + 1) / shares_;
+    if (unit_ == end_) return;
+    const Found found = schedule.find(unit_);
+    index_ = found.index;
+    begin_task(found.task);
+    begin_unit();
+  }
+
   __device__ __forceinline__ void begin_task(const Task& task) {
     place_ ^= 1;
     __syncwarp();  // the task that had this place, read by all lanes
@@ -98,7 +127,12 @@ class Cursor {
     leaf_end_ = tile::smaller((static_cast<long long>(node) + 1) << shift, task.last);
     leaf_ = leaf_begin_;
     yielded_ = false;
+  }
+
+  // Keeps the record of a task that begins.
+  __device__ __forceinline__ void keep_record() const {
     if (keeps_records_ && index_ == 0 && ptx::lane_index() == 0) {
+      const Task& task = tasks_smem_.task[place_];
       workspace_.records[task.number] =
           TaskRecord{unit_, task.units(level_), task.first_node(level_), level_};
     }
@@ -141,7 +175,8 @@ class Cursor {
   const Workspace& workspace_;
   WarpTasks& tasks_smem_;
   int unit_ = 0, end_ = 0;  // its unit's slot, and the end of the warp's
-  int level_, index_ = 0, place_ = 0;
+  int level_ = 0, index_ = 0, place_ = 0;
+  int share_, shares_;
   int leaf_ = 0, leaf_begin_ = 0, leaf_end_ = 0;
   int classified_ = 0;  // leaves before this one have bits, the last 32 of them
   unsigned int some_ = 0, full_ = 0;

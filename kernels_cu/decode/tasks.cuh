@@ -28,6 +28,8 @@ constexpr int MOST_COUNTED = 1 << 30;  // units in all: more are too many anyway
 // Whether all tasks of an entry have equal units: no mask bounds their keys, and no entry its own
 // queries.
 constexpr bool EQUAL_TASKS = !HAS_RANGE && !PACKED;
+// Entries of which a lane remembers the lengths.
+constexpr int REMEMBERED = 4;
 
 // A task's heads, and the queries of its block.
 __device__ __forceinline__ int heads_of_task(const Params& p) {
@@ -92,7 +94,8 @@ struct Division {
   }
 };
 
-__device__ __forceinline__ Task task_of(const Params& p, int number) {
+// Task `number`; `len_k` is its entry's number of keys where that is known.
+__device__ __forceinline__ Task task_of(const Params& p, int number, int len_k = -1) {
   Task task;
   layout::Entry entry;
   const int heads = heads_of_task(p), queries = queries_of_task(p);
@@ -118,7 +121,7 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
     }
   }
   layout::complete(p, entry);
-  if constexpr (CACHED) entry.len_k = cache::length(p, entry.b);
+  if constexpr (CACHED) entry.len_k = len_k < 0 ? cache::length(p, entry.b) : len_k;
   task.b = static_cast<int>(entry.b);
   task.start_q = entry.start_q;
   task.len_q = static_cast<int>(entry.len_q);
@@ -223,17 +226,34 @@ class Schedule {
  public:
   int level, total;
 
-  // All threads of the block call it together.
   __device__ __forceinline__ Schedule(const Params& p, ScheduleStorage* storage_smem)
-      : p_(p), storage_smem_(storage_smem) {
+      : p_(p), storage_smem_(storage_smem) {}
+
+  // Whether units may be counted before the grids ahead have ended, which may write the lengths:
+  // `is_outdated` then tells whether they did.
+  __device__ __forceinline__ bool may_be_early() const { return EQUAL_TASKS && remembers(); }
+  __device__ __forceinline__ bool is_outdated() const {
+    int now[REMEMBERED];
+    remember(now);
+    bool same = true;
+#pragma unroll
+    for (int n = 0; n < REMEMBERED; ++n) same = same && now[n] == keys_[n];
+    return ptx::any_lane(!same);
+  }
+
+  // All threads of the block call it together.
+  __device__ __forceinline__ void count_units() {
+    const Params& p = p_;
     int counts[LEVELS] = {};
     if constexpr (EQUAL_TASKS) {
       tasks_ = head_blocks(p) * p.heads_kv * static_cast<int>(p.blocks);
       each_ = static_cast<int>((p.batch + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE);
       const int begin = ptx::lane_index() * each_;
+      const bool knows = remembers();
+      if (knows) remember(keys_);
 #pragma unroll 1
       for (int b = begin; b < begin + each_ && b < p.batch; ++b) {
-        const int leaves = leaves_of_entry(b);
+        const int leaves = leaves_of(knows ? remembered(b - begin) : keys_of_entry(b));
 #pragma unroll
         for (int n = 0; n < LEVELS; ++n) {
           const long long units = units_of(0, leaves, n);
@@ -259,14 +279,15 @@ class Schedule {
     }
     if constexpr (!EQUAL_TASKS) add_warps(counts, totals);
     level = choose_level(totals);
+    sum_ = counts[0];
+    total = static_cast<int>(totals[0]);
 #pragma unroll
-    for (int n = 0; n < LEVELS; ++n) {
-      if (n != level) continue;
-      sum_ = counts[n];
-      total = static_cast<int>(totals[n]);
+    for (int n = 1; n < LEVELS; ++n) {  // with == the compiler would make it an index in memory
+      sum_ = level >= n ? counts[n] : sum_;
+      total = level >= n ? static_cast<int>(totals[n]) : total;
     }
     if constexpr (!EQUAL_TASKS) {
-      storage_smem->sums[threadIdx.x] = sum_;
+      storage_smem_->sums[threadIdx.x] = sum_;
       __syncthreads();  // the sums of all threads
     }
   }
@@ -284,15 +305,21 @@ class Schedule {
       const int lane = __ffs(static_cast<int>(ptx::ballot(sum_ > unit))) - 1;
       const int before = ptx::shuffle(sum_, matmul::larger(lane - 1, 0));
       int b = lane * each_, rest = unit - (lane > 0 ? before : 0);
-      int units = units_of(0, leaves_of_entry(b), level);
+      const bool knows = remembers();
+      const auto keys_of = [&](int n) {
+        return knows ? ptx::shuffle(remembered(n), lane) : keys_of_entry(b + n);
+      };
+      int n = 0, keys = keys_of(0), units = units_of(0, leaves_of(keys), level);
 #pragma unroll 1
       while (rest >= units * tasks_) {
         rest -= units * tasks_;
-        units = units_of(0, leaves_of_entry(++b), level);
+        keys = keys_of(++n);
+        units = units_of(0, leaves_of(keys), level);
       }
+      b += n;
       const Division at(rest, units);
       found.index = static_cast<int>(at.remainder);
-      found.task = task_of(p_, b * tasks_ + static_cast<int>(at.quotient));
+      found.task = task_of(p_, b * tasks_ + static_cast<int>(at.quotient), keys);
       return found;
     } else {
       int low = 0, high = THREADS - 1;  // the first thread whose sum is beyond the unit
@@ -318,9 +345,29 @@ class Schedule {
   }
 
  private:
-  __device__ __forceinline__ int leaves_of_entry(int b) const {
-    const long long keys = CACHED ? cache::length(p_, b) : p_.len_k;
-    return static_cast<int>((keys + LEAF - 1) >> LOG_LEAF);
+  __device__ __forceinline__ bool remembers() const {
+    return p_.batch <= REMEMBERED * ptx::WARP_SIZE;
+  }
+  // The lengths of the lane's entries, all loaded at a time; 0 beyond the last one.
+  __device__ __forceinline__ void remember(int (&keys)[REMEMBERED]) const {
+    const int each = static_cast<int>((p_.batch + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE);
+    const int begin = ptx::lane_index() * each;
+#pragma unroll
+    for (int n = 0; n < REMEMBERED; ++n) {
+      keys[n] = n < each && begin + n < p_.batch ? keys_of_entry(begin + n) : 0;
+    }
+  }
+  __device__ __forceinline__ int remembered(int n) const {
+    int keys = keys_[0];
+#pragma unroll
+    for (int other = 1; other < REMEMBERED; ++other) keys = n == other ? keys_[other] : keys;
+    return keys;
+  }
+  __device__ __forceinline__ int keys_of_entry(int b) const {
+    return static_cast<int>(CACHED ? cache::length<true>(p_, b) : p_.len_k);
+  }
+  __device__ __forceinline__ static int leaves_of(int keys) {
+    return static_cast<int>((static_cast<unsigned int>(keys) + (LEAF - 1)) >> LOG_LEAF);
   }
 
   // Adds to a thread's sums those of the warps before its own, and to the totals of its warp those
@@ -347,9 +394,10 @@ class Schedule {
 
   const Params& p_;
   ScheduleStorage* const storage_smem_;
-  int tasks_;  // of an entry, if they are alike
-  int each_;   // entries of a lane, or tasks of a thread
-  int sum_;    // units of the lanes, or threads, up to this one
+  int tasks_;             // of an entry, if they are alike
+  int each_;              // entries of a lane, or tasks of a thread
+  int sum_;               // units of the lanes, or threads, up to this one
+  int keys_[REMEMBERED];  // the lengths of the lane's entries, if they are so few
 };
 
 }  // namespace decode

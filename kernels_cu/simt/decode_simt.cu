@@ -103,12 +103,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int warp = threadIdx.x / ptx::WARP_SIZE, lane = ptx::lane_index();
   WarpStorage& own_smem = storage_smem->warps[warp];
 
-  ptx::wait_for_grids();
-  ptx::launch_dependents();
-  const decode::Schedule schedule(p, &storage_smem->schedule);
+  decode::Schedule schedule(p, &storage_smem->schedule);
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
-  decode::Cursor cursor(p, schedule, workspace, tasks_smem);
+  decode::Cursor cursor(p, workspace, tasks_smem);
+  cursor.begin_early(schedule, [](const decode::Task&, int) {});
+  ptx::launch_dependents();
 
   const accum_t scale = static_cast<accum_t>(p.scale);
   constexpr accum_t C = static_cast<accum_t>(1.4426950408889634);  // scores are logits here

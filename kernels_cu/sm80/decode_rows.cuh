@@ -4,6 +4,7 @@
 #include "../decode/cursor.cuh"
 #include "fragment.cuh"
 #include "fragment_codes.cuh"
+#include "../ptx/prefetch.cuh"
 
 namespace decode_rows {
 
@@ -12,16 +13,28 @@ struct LeafPlaces {
   int first;
   cache::Place at[PAGED ? 2 : 1];
 
-  __device__ __forceinline__ LeafPlaces(const Params& p, const decode::Leaf& leaf, long long b)
-      : first(static_cast<int>(leaf.first_key())) {
+  // Of a leaf from position `first` on, with so many keys of entry b. `NOW`: as the table is at
+  // this moment.
+  template <bool NOW = false>
+  __device__ __forceinline__ void find(const Params& p, int first_key, int keys, long long b) {
+    first = first_key;
     if constexpr (PAGED) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
-        at[half] =
-            key < leaf.keys ? cache::place(p, b, leaf.first_key() + key) : cache::Place{0, 0};
+        at[half] = cache::Place{0, 0};
+        if (key < keys) at[half] = cache::place<NOW>(p, b, static_cast<long long>(first) + key);
       }
     }
+  }
+  // Whether a lane has other places. All lanes call it together.
+  __device__ __forceinline__ bool differ(const LeafPlaces& other) const {
+    bool same = first == other.first;
+#pragma unroll
+    for (int half = 0; PAGED && half < 2; ++half) {
+      same = same && at[half].page == other.at[half].page && at[half].row == other.at[half].row;
+    }
+    return ptx::any_lane(!same);
   }
   // Elements before the row of the lane's own key of a half of the leaf. Without pages lanes need
   // none.
@@ -47,6 +60,30 @@ struct Source {
            reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
   }
 };
+
+// Brings a leaf's keys and values to the L2 cache. All lanes call it together.
+__device__ __forceinline__ void prefetch_leaf(const Params& p, const decode::Task& task,
+                                              const LeafPlaces& places, int keys) {
+  constexpr int ROWS = PAGED ? PAGE_ROWS : 16;  // neighbours in memory, if rows are contiguous
+  const auto prefetch_rows = [&](const Source& from, int width) {
+    constexpr int NUMBER_BYTES = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;
+    const long long row_bytes = from.row * NUMBER_BYTES;
+    const int bytes = 2 * fragment_codes::units(width) & ~15;
+    if (!from.vectors(16 / NUMBER_BYTES)) return;
+    const int rows = row_bytes == bytes ? ROWS : 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
+      const long long row =
+          PAGED ? places.own(half, from.page, from.row) : (places.first + key) * from.row;
+      if (key % rows != 0 || key >= keys) continue;
+      ptx::prefetch_once(reinterpret_cast<const char*>(from.data) + NUMBER_BYTES * row,
+                         bytes * tile::smaller(keys - key, rows));
+    }
+  };
+  prefetch_rows(Source{task.k, p.k_page, p.k.row, p.k.col}, D);
+  prefetch_rows(Source{task.v, p.v_page, p.v.row, p.v.col}, D_V);
+}
 
 // The lanes of a warp that copy a row of `WIDTH` columns 16 bytes each, and the rows at a time.
 template <int WIDTH>
@@ -83,7 +120,10 @@ __device__ __forceinline__ void copy_vectors(unsigned int stage_address, const S
       if (ROW == 0 || KEY % ptx::WARP_SIZE == 0) {
         own = places.own(KEY / ptx::WARP_SIZE, from.page, from.row);
       }
-      source = from.data + places.of(KEY + lanes.row, own, from.row) + STORED_VECTOR * lanes.piece;
+      if (ROW == 0 || KEY % PAGE_ROWS == 0) {
+        source =
+            from.data + places.of(KEY + lanes.row, own, from.row) + STORED_VECTOR * lanes.piece;
+      }
     }
     if (Lanes<WIDTH>::EACH == Lanes<WIDTH>::PIECES || lanes.piece < Lanes<WIDTH>::PIECES) {
       ptx::cp_async_once(stage_address + lanes.at(ROW), source, ROW < left ? bytes : 0);

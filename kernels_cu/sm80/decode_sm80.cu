@@ -164,12 +164,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       reinterpret_cast<char*>(shared_smem) + SHARED_STORAGE_BYTES + warp * WARP_BYTES;
   char* const q_smem = warp_smem + STAGES * STAGE_BYTES;
 
-  ptx::wait_for_grids();
-  ptx::launch_dependents();
-  const decode::Schedule schedule(p, &storage_smem->schedule);
+  decode::Schedule schedule(p, &storage_smem->schedule);
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
-  decode::Cursor cursor(p, schedule, workspace, tasks_smem);
+  decode::Cursor cursor(p, workspace, tasks_smem);
+  // The places of the first leaf, perhaps as they were before the grids ahead had ended.
+  decode_rows::LeafPlaces places{};
+  bool guessed = false;
+  cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
+    const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
+    places.find<true>(p, first, keys, task.b);
+    decode_rows::prefetch_leaf(p, task, places, keys);
+    guessed = PAGED;
+  });
+  ptx::launch_dependents();
 
   const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `logit_scale` times a score; scores are negated if the scale is negative.
@@ -182,9 +190,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return tasks_smem.task[leaf.place];
   };
   const auto places_of = [&](const decode::Leaf& leaf) {
-    return decode_rows::LeafPlaces(p, leaf, leaf.exists ? task_of(leaf).b : 0);
+    decode_rows::LeafPlaces found{};
+    if (leaf.exists) found.find(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
+    return found;
   };
-  decode_rows::LeafPlaces places = places_of(now), next_places = places_of(next);
+  decode_rows::LeafPlaces next_places;
+  if (!guessed) places = places_of(now);
   Producer producer{p, warp_smem, 0};
   // Starts step N of the leaf `now`, or of the one behind it.
   const auto copy_step = [&](auto step, int ahead) {
@@ -201,7 +212,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     loaded = task_of(now).number;
     decode_rows::begin_queries(p, task_of(now), q_smem);
   }
-  for_steps<0, STAGES - 1>([&](auto step) { copy_step(step, decltype(step)::value); });
+  while (true) {
+    for_steps<0, STAGES - 1>([&](auto step) { copy_step(step, decltype(step)::value); });
+    if (!guessed) break;
+    // The table is looked at again while keys are on their way.
+    const decode_rows::LeafPlaces found = places_of(now);
+    if (!places.differ(found)) break;
+    places = found;
+    ptx::cp_async_wait_all();
+    __syncwarp();  // the stages, copied by all lanes before they are copied again
+  }
+  next_places = places_of(next);
   // Waits for the stage of step N, and starts the copy of the step that takes the one before.
   const auto wait_for_step = [&](auto step) {
     ptx::cp_async_wait<STAGES - 2>();

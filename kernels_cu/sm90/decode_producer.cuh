@@ -116,7 +116,8 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
   const int stage = warp / WARPS_OF_STAGE, first_row = warp % WARPS_OF_STAGE * ptx::WARP_SIZE;
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = shared.tasks[warp];
-  decode::Cursor cursor(p, schedule, workspace, tasks_smem, 0, 1, warp == 0);
+  decode::Cursor cursor(p, workspace, tasks_smem, 0, 1, warp == 0);
+  cursor.begin(schedule);
   decode::Leaf now = cursor.next();
   decode::Leaf next = now.exists ? cursor.next() : now;
   bool begins = true, opens = true;

@@ -249,7 +249,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
   if (threadIdx.x == 0) smem.storage->init_barriers();
-  const decode::Schedule schedule(p, &smem.storage->schedule);
+  decode::Schedule schedule(p, &smem.storage->schedule);
+  schedule.count_units();
   __syncthreads();  // the barriers, initialised by one thread
   if (warpgroup::index() == CONSUMERS) {
     ptx::setmaxnreg_dec<PRODUCER_REGS>();

@@ -67,12 +67,13 @@ def run(
     offsets_q=None,
     schedule=REVERSE,
     workspace=None,
+    late=(),
     **options,
 ):
     """Compute out and lse over a cache, into memory that holds NaN."""
     call = cached.call(q, k, v, lengths, table, offsets_q, Options(**options))
     out, lse = results(call)
-    Emulator(blocks, schedule).forward(call, out, lse, workspace=workspace)
+    Emulator(blocks, schedule, late=late).forward(call, out, lse, workspace=workspace)
     return out, lse
 
 
@@ -172,6 +173,43 @@ def test_pages_change_no_bit(dtype, blocks, page):
     wide = run(q, *split, lengths.astype(np.int32), blocks, table.astype(np.int64),
                mask=masks.causal())  # fmt: skip
     assert same_bits(wide[0], want[0])
+
+
+LATE = {
+    "nothing": ((600, 131), False),
+    "a length": ((599, 131), False),
+    "lengths": ((0, 640), False),
+    "the table": ((600, 131), True),
+    "both": ((640, 1), True),
+}
+
+
+@of_one("sm80-f16")
+@mostly_thorough("masked", [False, True], quick=[False], why="masks have their units counted later")
+@mostly_thorough("page", [None, 3, 16], quick=[None, 16], why="pages of another size")
+@pytest.mark.parametrize("name", LATE)
+def test_what_the_grid_ahead_writes_at_its_end_is_read(dtype, blocks, masked, page, name):
+    """A kernel that begins early counts units of the lengths before, and looks up their pages."""
+    lengths, rng = np.array([600, 131]), np.random.default_rng(3)
+    before, moves = LATE[name]
+    q, k, v = draw(dtype, (2, 4, 2, 32), (2, 2, 640, 32), (2, 2, 640, 40), seed=5)
+    options = {"mask": masks.causal()} if masked else {}
+    want = run(q, k, v, lengths, blocks, **options)
+    table = None
+    if page is not None:
+        paged, table = in_pages(np.concatenate([k, v], -1), page, rng)
+        k, v = paged[..., :32], paged[..., 32:]
+    held = np.array(before)
+    late = [(held, lengths), (q, q.copy())]
+    if table is not None:
+        late.append((table, table.copy()))
+        if moves:
+            table[...] = rng.integers(0, len(k), table.shape)
+    q[...] = np.nan
+    got = run(q, k, v, held, blocks, table, late=tuple(late), **options)
+    assert np.array_equal(held, lengths)
+    assert same_bits(got[0], want[0])
+    assert same_bits(got[1], want[1])
 
 
 @of_one("sm80-f16")

@@ -212,6 +212,8 @@ class Emulator:
         Returns the files of `kernels_cu`, perhaps changed.
     deterministic : bool
         Whether gradients have to be.
+    late : tuple of pairs of arrays
+        Arrays that the grid ahead of the first launch writes, and what it writes there, at its end.
     runs : function
         Whether a kernel is run; what another one would write stays as it was.
     """
@@ -221,6 +223,7 @@ class Emulator:
     flavour: str = "races"
     read: Read = build.read
     deterministic: bool = False
+    late: tuple[tuple[Array, Array], ...] = ()
     runs: Callable[[Specialisation], bool] = lambda special: True
 
     def forward(
@@ -339,6 +342,9 @@ class Emulator:
             kernel = machine(launch.special, self.flavour, self.read)
             maps = [encode(each, addresses[each.name]) for each in launch.maps]
             packed = launch.packed(addresses) + b"".join(maps)
+            for array, values in self.late:
+                if not np.array_equal(array, values):
+                    kernel.write_late(array, values)
             kernel.launch(launch.grid, packed, self.schedule)
 
         return SimpleNamespace(start=start)

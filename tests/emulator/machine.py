@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from cupyflash.gpu.source import Specialisation
+from cupyflash.problem.call import Array
 
 from . import build
 
@@ -77,6 +80,16 @@ class Machine:
         self._library.emulator_launch.restype = ctypes.c_bool
         weakref.finalize(self, _ctypes.dlclose, self._library._handle)
         self._params_bytes = _Kernel.in_dll(self._library, "emulated_kernel").params_bytes
+
+    def write_late(self, array: Array, values: Array) -> None:
+        """Let the grid ahead of the next launch write values when a thread waits for it."""
+        given = np.ascontiguousarray(values, array.dtype)
+        assert array.flags.c_contiguous and given.shape == array.shape
+        self._library.emulator_write_late(
+            ctypes.c_void_p(array.ctypes.data),
+            ctypes.c_void_p(given.ctypes.data),
+            ctypes.c_ulonglong(given.nbytes),
+        )
 
     def launch(self, blocks: int, packed: bytearray, schedule: Schedule = FORWARD) -> None:
         """Run every block, each thread with a copy of the parameters.

@@ -471,6 +471,21 @@ void cp_async_wait_all() {
   cp_async_wait(0);
 }
 
+namespace {
+struct LateWrite {
+  void* to;
+  std::vector<char> bytes;
+};
+std::vector<LateWrite> late_writes;
+}  // namespace
+
+void end_grids() {
+  for (const LateWrite& write : late_writes) {
+    std::memcpy(write.to, write.bytes.data(), write.bytes.size());
+  }
+  late_writes.clear();
+}
+
 }  // namespace emulator
 
 // Runs every block; returns whether there was no fault.
@@ -498,4 +513,9 @@ EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int or
   _mm_setcsr(control);
   release();
   return !failed;
+}
+
+// What the grid ahead of the next one writes late.
+EMULATOR_EXPORT void emulator_write_late(void* to, const char* from, unsigned long long size) {
+  emulator::late_writes.push_back({to, {from, from + size}});
 }

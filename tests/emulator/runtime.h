@@ -56,6 +56,9 @@ unsigned int vote(const char* what, Where where, unsigned int mask, bool conditi
 // waited for, as the schedule says; until then nobody may touch its place.
 void begin_copy(void* to, const void* from, unsigned int bytes, unsigned int wanted);
 
+// Ends the grids ahead of this one: what they write late is in memory now.
+void end_grids();
+
 // Makes a group of the copies that this thread began since the last one.
 void cp_async_commit();
 

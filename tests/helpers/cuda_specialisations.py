@@ -70,7 +70,7 @@ class Case(NamedTuple):
     sizes: tuple[int, int]
     options: str
     packed: bool
-    # "cached", or "paged" where it lies in pages, and the format of its codes if it has some. Of
+    # "cached", or "paged" where it lies in pages, "paged16" of a multiple of 16, and the format of its codes if it has some. Of
     # codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
     cache: str = ""
 
@@ -146,6 +146,7 @@ def cases() -> list[Case]:
         ("plain", "cached"), ("causal", "paged"), ("segments", "cached"), ("alibi", "paged"),
     ]):  # fmt: skip
         found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
+    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "paged16"))
     # Caches of codes: each format, each type of queries.
     for n, form in enumerate(FORMATS):
         own = (128, 128), "causal" if n % 2 else "plain", n == 3, f"paged {form}"
@@ -260,6 +261,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         packed=case.packed,
         cached=held != "",
         paged=held.startswith("paged"),
+        page_rows=16 if held == "paged16" else 1,
         codes=FORMATS.get(form),
         wide_result=wide,
         k_rows=case.cache.startswith("rows"),

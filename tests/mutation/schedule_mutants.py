@@ -8,9 +8,42 @@ from __future__ import annotations
 from .cache_mutants import DECODED, GRID, JOIN, TASKS, Fault
 
 TENSOR = "kernels_cu/sm80/decode_sm80.cu"
+CURSOR, ROWS = "kernels_cu/decode/cursor.cuh", "kernels_cu/sm80/decode_rows.cuh"
+LATE = DECODED + "what_the_grid_ahead_writes_at_its_end_is_read"
 MANY, JOINED = DECODED + "more_entries_than_lanes", DECODED + "rows_are_joined_by_warps_or_blocks"
 
 _FAULTS = {
+    "units of lengths that are no more": Fault(
+        CURSOR, "if (!schedule.is_outdated()) break;", "break;", LATE, "simt and lengths"
+    ),
+    "one entry is not looked at again": Fault(
+        TASKS,
+        "keys[n] = n < each && begin + n < p_.batch ?",
+        "keys[n] = n < each && begin + n < p_.batch - 1 ?",
+        LATE,
+        "simt and length",
+    ),
+    "a length that changes within its leaf is not seen": Fault(
+        TASKS,
+        "now[n] == keys_[n];",
+        "leaves_of(now[n]) == leaves_of(keys_[n]);",
+        LATE,
+        "simt and length",
+    ),
+    "keys of pages that are no more": Fault(
+        TENSOR, "if (!places.differ(found)) break;", "break;", LATE, "sm80 and 16 and table"
+    ),
+    "pages of half of the leaf are not looked at again": Fault(
+        ROWS,
+        "for (int half = 0; PAGED && half < 2; ++half) {\n      same",
+        "for (int half = 0; PAGED && half < 1; ++half) {\n      same",
+        LATE,
+        "sm80 and 16 and table",
+    ),
+    "the grids ahead are not waited for": Fault(
+        CURSOR, "        ptx::wait_for_grids();\n        early = false;",
+        "        early = false;", LATE, "simt and lengths",
+    ),
     "entries of lanes before are not passed over": Fault(
         TASKS,
         "rest = unit - (lane > 0 ? before : 0);",

@@ -231,6 +231,7 @@ DECODE = KernelSpec(
     configure=_configure_decode,
     grid=grid.by_units,
     caches=True,
+    page_rows=16,
     codes=True,
     overlaps=True,
 )

@@ -275,6 +275,8 @@ class KernelSpec:
         The arrays that it copies by TMA.
     caches : bool
         Whether it reads a cache: lengths and pages that the device knows.
+    page_rows : int
+        Neighbouring positions that it copies together where pages are a multiple of them.
     codes : bool
         Whether keys and values may be codes of 8 or 4 bits.
     scores : bool
@@ -308,6 +310,7 @@ class KernelSpec:
     chooses_tiles: bool = False
     tma: TmaOperands | None = None
     caches: bool = False
+    page_rows: int = 1
     codes: bool = False
     scores: bool = True
     slope: bool = False

@@ -1,0 +1,8 @@
+// The twin of kernels_cu/ptx/prefetch.cuh in C++.
+#pragma once
+
+namespace ptx {
+
+inline void prefetch_once(const void*, int) {}
+
+}  // namespace ptx
