@@ -61,28 +61,23 @@ struct Source {
   }
 };
 
-// Brings a leaf's keys and values to the L2 cache. All lanes call it together.
-__device__ __forceinline__ void prefetch_leaf(const Params& p, const decode::Task& task,
-                                              const LeafPlaces& places, int keys) {
-  constexpr int ROWS = PAGED ? PAGE_ROWS : 16;  // neighbours in memory, if rows are contiguous
-  const auto prefetch_rows = [&](const Source& from, int width) {
-    constexpr int NUMBER_BYTES = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;
-    const long long row_bytes = from.row * NUMBER_BYTES;
-    const int bytes = 2 * fragment_codes::units(width) & ~15;
-    if (!from.vectors(16 / NUMBER_BYTES)) return;
-    const int rows = row_bytes == bytes ? ROWS : 1;
+// Brings a leaf's keys to the L2 cache, the first that are read. All lanes call it together.
+__device__ __forceinline__ void prefetch_keys(const Source& from, const LeafPlaces& places,
+                                              int keys) {
+  constexpr int RUN = PAGED ? PAGE_ROWS : 16;  // neighbours in memory, if rows are contiguous
+  constexpr int STEP = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;  // bytes
+  constexpr int BYTES = 2 * fragment_codes::units(D) & ~15;
+  if (BYTES == 0 || !from.vectors(16 / STEP)) return;
+  const int run = from.row * STEP == BYTES ? RUN : 1;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
-      const long long row =
-          PAGED ? places.own(half, from.page, from.row) : (places.first + key) * from.row;
-      if (key % rows != 0 || key >= keys) continue;
-      ptx::prefetch_once(reinterpret_cast<const char*>(from.data) + NUMBER_BYTES * row,
-                         bytes * tile::smaller(keys - key, rows));
-    }
-  };
-  prefetch_rows(Source{task.k, p.k_page, p.k.row, p.k.col}, D);
-  prefetch_rows(Source{task.v, p.v_page, p.v.row, p.v.col}, D_V);
+  for (int half = 0; half < 2; ++half) {
+    const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
+    const long long row =
+        PAGED ? places.own(half, from.page, from.row) : (places.first + key) * from.row;
+    if (key % run != 0 || key >= keys) continue;
+    ptx::prefetch_once(reinterpret_cast<const char*>(from.data) + STEP * row,
+                       BYTES * tile::smaller(keys - key, run));
+  }
 }
 
 // The lanes of a warp that copy a row of `WIDTH` columns 16 bytes each, and the rows at a time.

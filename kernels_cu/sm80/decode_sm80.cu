@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
     const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
     places.find<true>(p, first, keys, task.b);
-    decode_rows::prefetch_leaf(p, task, places, keys);
+    decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
     guessed = PAGED;
   });
   ptx::launch_dependents();

@@ -170,6 +170,49 @@ def test_one_graph_serves_all_lengths(cupy):
         assert np.array_equal(bits(out), bits(cupyflash.attention_cached(q, k, v, lengths)))
 
 
+@pytest.mark.parametrize("page", [16, 5])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_what_is_written_just_before_is_read(cupy, page, captured):
+    """Kernels begin before those ahead have ended: lengths, pages, keys and queries may be new."""
+    steps, batch = 30, 3
+    rng = np.random.default_rng(page)
+    (all_q,) = draw(np.float16, (steps, batch, 8, 1, 64))
+    pools = draw(np.float16, (200, 2, page, 64), (200, 2, page, 64), seed=1)
+    new = [cupy.asarray(x) for x in draw(np.float16, *[(batch, 2, 1, 64)] * 2, seed=2)]
+    all_q, k, v = (cupy.asarray(x) for x in (all_q, *pools))
+    lengths_of = cupy.asarray(rng.integers(1, 40 * page + 1, (steps, batch)), cupy.int32)
+    orders = [rng.permutation(200)[: batch * 40].reshape(batch, 40) for _ in range(steps)]
+    tables = cupy.asarray(np.stack(orders), cupy.int32)
+    q, lengths, table = all_q[0].copy(), lengths_of[0].copy(), tables[0].copy()
+    workspace = cupy.empty(cupyflash.workspace_size_cached(q, k, v, table=table), cupy.uint8)
+    outs = cupy.empty_like(all_q)
+
+    def run(wait):
+        for n in range(steps):
+            q[...], lengths[...], table[...] = all_q[n], lengths_of[n], tables[n]
+            wait()
+            cupyflash.append(*new, k, v, lengths, table=table)
+            wait()
+            cupyflash.attention_cached(
+                q, k, v, lengths, table=table, out=outs[n], workspace=workspace
+            )
+            wait()
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    held = k.copy(), v.copy()
+    with stream:
+        run(stream.synchronize)
+        want, outs[...] = bits(outs), 0
+        k[...], v[...] = held
+        if captured:
+            stream.begin_capture()
+        run(lambda: None)
+        if captured:
+            stream.end_capture().launch(stream)
+        stream.synchronize()
+    assert np.array_equal(bits(outs), want)
+
+
 def test_a_graph_needs_a_workspace(cupy):
     q, k, v = cache(cupy)
     lengths = cupy.asarray([10, 20, 30], cupy.int32)

@@ -41,8 +41,11 @@ _FAULTS = {
         "sm80 and 16 and table",
     ),
     "the grids ahead are not waited for": Fault(
-        CURSOR, "        ptx::wait_for_grids();\n        early = false;",
-        "        early = false;", LATE, "simt and lengths",
+        CURSOR,
+        "        ptx::wait_for_grids();\n        early = false;",
+        "        early = false;",
+        LATE,
+        "simt and lengths",
     ),
     "entries of lanes before are not passed over": Fault(
         TASKS,
