@@ -292,9 +292,11 @@ class Schedule {
     }
   }
 
-  // The first unit of a block.
+  // The first unit of a block. The last blocks, which may be the last to begin, have none too many.
   __device__ __forceinline__ int begin(int block) const {
-    return static_cast<int>(static_cast<long long>(block) * total / gridDim.x);
+    const Division each(total, gridDim.x);
+    return block * static_cast<int>(each.quotient) +
+           tile::smaller(block, static_cast<int>(each.remainder));
   }
 
   // Finds a unit's task: among the counted sums, then task by task. All lanes of a warp call it

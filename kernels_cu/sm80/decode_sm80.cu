@@ -57,7 +57,7 @@ struct Producer {
     const int n = stage + ahead;
     return stages_smem + (n < STAGES ? n : n - STAGES) * STAGE_BYTES;
   }
-  // Copies step N of a leaf, of 2 STEPS, to the stage `ahead` of the next one.
+  // Begins to copy step N of a leaf, of 2 STEPS, to the stage `ahead` of the next one.
   template <int N>
   __device__ __forceinline__ void copy(const decode::Leaf& leaf, const decode::Task& task,
                                        const decode_rows::LeafPlaces& places, int ahead) const {
@@ -71,7 +71,6 @@ struct Producer {
                                                                          leaf.keys);
       }
     }
-    ptx::cp_async_commit();
   }
 };
 
@@ -184,8 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
   const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
 
-  decode::Leaf now = cursor.next();
-  decode::Leaf next = now.exists ? cursor.next() : now;
+  decode::Leaf now = cursor.next(), next = now;
   const auto task_of = [&](const decode::Leaf& leaf) -> const decode::Task& {
     return tasks_smem.task[leaf.place];
   };
@@ -206,14 +204,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       producer.copy<N - 2 * STEPS>(next, task_of(next), next_places, ahead);
     }
   };
-  // The first queries are ahead of the first keys, and in the same group.
+  // The first keys are on their way as early as possible; the queries are in their group.
   int loaded = -1;  // the number of the task whose queries are loaded
-  if (now.exists) {
-    loaded = task_of(now).number;
-    decode_rows::begin_queries(p, task_of(now), q_smem);
-  }
   while (true) {
-    for_steps<0, STAGES - 1>([&](auto step) { copy_step(step, decltype(step)::value); });
+    for_steps<0, STAGES - 1>([&](auto step) {
+      copy_step(step, decltype(step)::value);
+      if (decltype(step)::value == 0 && now.exists && loaded < 0) {
+        loaded = task_of(now).number;
+        decode_rows::begin_queries(p, task_of(now), q_smem);
+      }
+      ptx::cp_async_commit();
+    });
     if (!guessed) break;
     // The table is looked at again while keys are on their way.
     const decode_rows::LeafPlaces found = places_of(now);
@@ -222,12 +223,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::cp_async_wait_all();
     __syncwarp();  // the stages, copied by all lanes before they are copied again
   }
+  if (now.exists) next = cursor.next();
   next_places = places_of(next);
   // Waits for the stage of step N, and starts the copy of the step that takes the one before.
   const auto wait_for_step = [&](auto step) {
     ptx::cp_async_wait<STAGES - 2>();
     __syncwarp();  // the stage, copied by all lanes, and the one before, read by all
     copy_step(Step<decltype(step)::value + STAGES - 1>(), STAGES - 1);
+    ptx::cp_async_commit();
     char* const stage_smem = producer.at(0);
     producer.stage = producer.stage + 1 < STAGES ? producer.stage + 1 : 0;
     return stage_smem;
