@@ -39,15 +39,27 @@ struct Place {
   }
 };
 
+// What the table says of a position, which may be no page at all, and its row there.
+struct Entry {
+  long long page;
+  int row;
+
+  __device__ __forceinline__ Place place(const Params& p) const {
+    return Place{static_cast<int>(layout::clamp(page, 0, p.pages - 1)), row};
+  }
+};
+
 template <bool NOW = false>
-__device__ __forceinline__ Place place(const Params& p, long long b, long long position) {
+__device__ __forceinline__ Entry look_up(const Params& p, long long b, long long position) {
   const unsigned int j = static_cast<unsigned int>(position);
-  if constexpr (!PAGED) return Place{0, static_cast<int>(j)};
+  if constexpr (!PAGED) return Entry{0, static_cast<int>(j)};
   const unsigned int size = static_cast<unsigned int>(p.page_size), number = j / size;
-  const long long page =
-      integer<NOW>(p.table, p.kind_table, b * p.table_batch + number * p.table_step);
-  return Place{static_cast<int>(layout::clamp(page, 0, p.pages - 1)),
+  return Entry{integer<NOW>(p.table, p.kind_table, b * p.table_batch + number * p.table_step),
                static_cast<int>(j - number * size)};
+}
+__device__ __forceinline__ Place place(const Params& p, long long b, long long position) {
+  const Entry entry = look_up(p, b, position);
+  return PAGED ? entry.place(p) : Place{0, entry.row};
 }
 
 // Whether an entry of packed queries is one of a decode kernel, which has those with few.

@@ -8,24 +8,37 @@
 
 namespace decode_rows {
 
+// What the table says of the rows of a leaf: lane n looks up those of keys n and 32 + n.
+struct LeafEntries {
+  int first, keys;
+  cache::Entry at[PAGED ? 2 : 1];
+
+  // Of so many keys of entry b from position `first_key` on. `NOW`: as the table is at this moment.
+  template <bool NOW = false>
+  __device__ __forceinline__ void look_up(const Params& p, int first_key, int held, long long b) {
+    first = first_key;
+    keys = held;
+    if constexpr (PAGED) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
+        at[half] = cache::Entry{0, 0};
+        if (key < keys) at[half] = cache::look_up<NOW>(p, b, static_cast<long long>(first) + key);
+      }
+    }
+  }
+};
+
 // Where the rows of a leaf lie; of a cache in pages lane n knows those of keys n and 32 + n.
 struct LeafPlaces {
   int first;
   cache::Place at[PAGED ? 2 : 1];
 
-  // Of a leaf from position `first` on, with so many keys of entry b. `NOW`: as the table is at
-  // this moment.
-  template <bool NOW = false>
-  __device__ __forceinline__ void find(const Params& p, int first_key, int keys, long long b) {
-    first = first_key;
-    if constexpr (PAGED) {
+  LeafPlaces() = default;
+  __device__ __forceinline__ LeafPlaces(const Params& p, const LeafEntries& entries)
+      : first(entries.first) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
-        at[half] = cache::Place{0, 0};
-        if (key < keys) at[half] = cache::place<NOW>(p, b, static_cast<long long>(first) + key);
-      }
-    }
+    for (int half = 0; PAGED && half < 2; ++half) at[half] = entries.at[half].place(p);
   }
   // Whether a lane has other places. All lanes call it together.
   __device__ __forceinline__ bool differ(const LeafPlaces& other) const {
@@ -68,15 +81,15 @@ __device__ __forceinline__ void prefetch_keys(const Source& from, const LeafPlac
   constexpr int STEP = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;  // bytes
   constexpr int BYTES = 2 * fragment_codes::units(D) & ~15;
   if (BYTES == 0 || !from.vectors(16 / STEP)) return;
-  const int run = from.row * STEP == BYTES ? RUN : 1;
+  if (RUN == 1 || from.row * STEP != BYTES) return;  // too many pieces to be worth it
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
     const long long row =
         PAGED ? places.own(half, from.page, from.row) : (places.first + key) * from.row;
-    if (key % run != 0 || key >= keys) continue;
+    if (key % RUN != 0 || key >= keys) continue;
     ptx::prefetch_once(reinterpret_cast<const char*>(from.data) + STEP * row,
-                       BYTES * tile::smaller(keys - key, run));
+                       BYTES * tile::smaller(keys - key, RUN));
   }
 }
 

@@ -172,7 +172,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   bool guessed = false;
   cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
     const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
-    places.find<true>(p, first, keys, task.b);
+    decode_rows::LeafEntries entries;
+    entries.look_up<true>(p, first, keys, task.b);
+    places = decode_rows::LeafPlaces(p, entries);
     decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
     guessed = PAGED;
   });
@@ -187,13 +189,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto task_of = [&](const decode::Leaf& leaf) -> const decode::Task& {
     return tasks_smem.task[leaf.place];
   };
-  const auto places_of = [&](const decode::Leaf& leaf) {
-    decode_rows::LeafPlaces found{};
-    if (leaf.exists) found.find(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
-    return found;
+  const auto look_up = [&](const decode::Leaf& leaf) {
+    decode_rows::LeafEntries entries{};
+    if (leaf.exists) entries.look_up(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
+    return entries;
   };
-  decode_rows::LeafPlaces next_places;
-  if (!guessed) places = places_of(now);
+  decode_rows::LeafPlaces next_places{};
+  if (!guessed) places = decode_rows::LeafPlaces(p, look_up(now));
   Producer producer{p, warp_smem, 0};
   // Starts step N of the leaf `now`, or of the one behind it.
   const auto copy_step = [&](auto step, int ahead) {
@@ -217,14 +219,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     });
     if (!guessed) break;
     // The table is looked at again while keys are on their way.
-    const decode_rows::LeafPlaces found = places_of(now);
+    const decode_rows::LeafPlaces found(p, look_up(now));
     if (!places.differ(found)) break;
     places = found;
     ptx::cp_async_wait_all();
     __syncwarp();  // the stages, copied by all lanes before they are copied again
   }
   if (now.exists) next = cursor.next();
-  next_places = places_of(next);
+  decode_rows::LeafEntries next_entries = look_up(next);
   // Waits for the stage of step N, and starts the copy of the step that takes the one before.
   const auto wait_for_step = [&](auto step) {
     ptx::cp_async_wait<STAGES - 2>();
@@ -240,12 +242,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   State node;  // of level 1, if it is in registers
   decode_slots::clear(node);
   Scales scales = load_scales(p, now, task_of(now), places);
-  Scales next_scales = load_scales(p, next, task_of(next), next_places);
+  Scales next_scales{};
+  // The table's answers are waited for when the first keys of the next leaf are copied.
+  constexpr bool NEXT_BEHIND_KEYS = STAGES - 1 <= STEPS;
+  const auto find_next = [&] {
+    next_places = decode_rows::LeafPlaces(p, next_entries);
+    next_scales = load_scales(p, next, task_of(next), next_places);
+  };
   decode_slots::Nodes nodes{p, workspace, schedule.level, ~0u};
 
 #pragma unroll 1
   while (now.exists) {
     const decode::Task& task = task_of(now);
+    if constexpr (!NEXT_BEHIND_KEYS) find_next();
     // 1 load q
     if (loaded != task.number) {
       loaded = task.number;
@@ -304,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) leaf.row[r] = merge::Statistics{m_new[r], l[r]};
     const Weights<> p_of_leaf(s);
+    if constexpr (NEXT_BEHIND_KEYS) find_next();
     // 7 accumulate p v
     matmul::clear(leaf.o);
     for_steps<STEPS, 2 * STEPS>([&](auto step) {
@@ -326,8 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     scales = next_scales;
     if (now.exists) {
       next = cursor.next();
-      next_places = places_of(next);
-      next_scales = load_scales(p, next, task_of(next), next_places);
+      next_entries = look_up(next);
     }
   }
 }
