@@ -40,7 +40,7 @@ struct Place {
 };
 
 // What the table says of a position, which may be no page at all, and its row there.
-struct Entry {
+struct TableEntry {
   long long page;
   int row;
 
@@ -50,15 +50,15 @@ struct Entry {
 };
 
 template <bool NOW = false>
-__device__ __forceinline__ Entry look_up(const Params& p, long long b, long long position) {
+__device__ __forceinline__ TableEntry look_up(const Params& p, long long b, long long position) {
   const unsigned int j = static_cast<unsigned int>(position);
-  if constexpr (!PAGED) return Entry{0, static_cast<int>(j)};
+  if constexpr (!PAGED) return TableEntry{0, static_cast<int>(j)};
   const unsigned int size = static_cast<unsigned int>(p.page_size), number = j / size;
-  return Entry{integer<NOW>(p.table, p.kind_table, b * p.table_batch + number * p.table_step),
-               static_cast<int>(j - number * size)};
+  return TableEntry{integer<NOW>(p.table, p.kind_table, b * p.table_batch + number * p.table_step),
+                    static_cast<int>(j - number * size)};
 }
 __device__ __forceinline__ Place place(const Params& p, long long b, long long position) {
-  const Entry entry = look_up(p, b, position);
+  const TableEntry entry = look_up(p, b, position);
   return PAGED ? entry.place(p) : Place{0, entry.row};
 }
 

@@ -13,7 +13,8 @@ __device__ __forceinline__ void launch_dependents() {
 }
 
 // Waits until the grids before this one have ended, and what they wrote can be read. Before it, a
-// kernel reads parameters only, or what was written before the grid that let it begin.
+// kernel reads parameters only, or what was written before the grid that let it begin, or takes
+// what it reads for a guess. All lanes of a warp call it together.
 __device__ __forceinline__ void wait_for_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

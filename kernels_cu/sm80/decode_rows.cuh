@@ -11,7 +11,7 @@ namespace decode_rows {
 // What the table says of the rows of a leaf: lane n looks up those of keys n and 32 + n.
 struct LeafEntries {
   int first, keys;
-  cache::Entry at[PAGED ? 2 : 1];
+  cache::TableEntry at[PAGED ? 2 : 1];
 
   // Of so many keys of entry b from position `first_key` on. `NOW`: as the table is at this moment.
   template <bool NOW = false>
@@ -22,7 +22,7 @@ struct LeafEntries {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
-        at[half] = cache::Entry{0, 0};
+        at[half] = cache::TableEntry{0, 0};
         if (key < keys) at[half] = cache::look_up<NOW>(p, b, static_cast<long long>(first) + key);
       }
     }

@@ -67,16 +67,22 @@ def test_what_may_begin_early_waits(spec):
     """A kernel reads what the grid before wrote behind its wait, and wakes the next one."""
     text = source.read(spec.source)
     body = text[text.index("KERNEL_NAME(") :]
-    waits, wakes = (
-        body.count(f"ptx::{name}();") for name in ("wait_for_grids", "launch_dependents")
-    )
-    assert (waits > 0, wakes) == (spec.overlaps, int(spec.overlaps))
+    waits = list(re.finditer(r"ptx::wait_for_grids\(\);|cursor\.begin_early\(", body))
+    wakes = body.count("ptx::launch_dependents();")
+    assert (len(waits) > 0, wakes) == (spec.overlaps, int(spec.overlaps))
     if spec.overlaps:
-        before, _, after = body.rpartition("ptx::wait_for_grids();")
-        for written in ("records[", "Cursor cursor", "Schedule schedule(", "p.k_new"):
+        before, after = body[: waits[-1].start()], body[waits[-1].end() :]
+        for written in ("records[", "cursor.next()", "begin_queries(", "p.k_new"):
             assert written not in before
         # It lets the next grid begin when it may read itself what the one before has read.
         assert "ptx::launch_dependents();" in (before if spec.part == "join" else after)
+
+
+def test_a_cursor_that_begins_early_waits_before_it_writes():
+    text = source.read("decode/cursor.cuh")
+    body = text[text.index("void begin_early(") : text.index("Leaf next() {")]
+    assert body.count("ptx::wait_for_grids();") == 2  # at once, or behind the first unit
+    assert body.rindex("ptx::wait_for_grids();") < body.index("keep_record();")
 
 
 def test_a_symbol_says_what_it_is_for():

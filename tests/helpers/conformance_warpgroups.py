@@ -204,6 +204,17 @@ GRIDS = Case(
     lambda given: (given[:, :1] + given[:, 1:]) * given[:, 1:],
 )
 
+# A prefetch changes nothing that can be read.
+PREFETCH = Case(
+    "prefetch_once",
+    """
+      ptx::prefetch_once(in, 16);
+      out[0] = in[0] + in[1];
+    """,
+    lambda: _any_words(4, 4),
+    lambda given: given[:, :1] + given[:, 1:2],
+)
+
 # -- products -------------------------------------------------------------------------------------
 
 LANES = np.arange(THREADS)
@@ -450,4 +461,4 @@ PRODUCTS = [
 PRODUCTS += [product(form, name, 128, False) for form in WIDTHS for name in TYPES]
 PRODUCTS += [product_of_floats(columns, whole) for columns in (64, 128) for whole in (True, False)]
 
-CASES = [PHASES, NUMBERED, VOTES, COPY, STORE, REGISTERS, GRIDS, *PRODUCTS]
+CASES = [PHASES, NUMBERED, VOTES, COPY, STORE, REGISTERS, GRIDS, PREFETCH, *PRODUCTS]

@@ -46,8 +46,8 @@ LOOPS, NO_ROOM = APPENDED + "a_step_is_what_loops_write", APPENDED + "nothing_is
 ON_A_GPU = {
     "lengths are not clamped": Fault(
         CACHE,
-        "layout::clamp(integer(p.lengths, p.kind_lengths, b * p.length_step), 0, p.len_k)",
-        "integer(p.lengths, p.kind_lengths, b * p.length_step)",
+        "layout::clamp(integer<NOW>(p.lengths, p.kind_lengths, b * p.length_step), 0, p.len_k)",
+        "integer<NOW>(p.lengths, p.kind_lengths, b * p.length_step)",
         IN_RANGE,
         "simt",
     ),

@@ -14,7 +14,7 @@ MANY, JOINED = DECODED + "more_entries_than_lanes", DECODED + "rows_are_joined_b
 
 _FAULTS = {
     "units of lengths that are no more": Fault(
-        CURSOR, "if (!schedule.is_outdated()) break;", "break;", LATE, "simt and lengths"
+        CURSOR, "while (schedule.is_outdated());", "while (false);", LATE, "simt and lengths"
     ),
     "one entry is not looked at again": Fault(
         TASKS,
@@ -42,8 +42,8 @@ _FAULTS = {
     ),
     "the grids ahead are not waited for": Fault(
         CURSOR,
-        "        ptx::wait_for_grids();\n        early = false;",
-        "        early = false;",
+        "      ptx::wait_for_grids();\n      early = false;",
+        "      early = false;",
         LATE,
         "simt and lengths",
     ),
