@@ -176,11 +176,13 @@ def test_pages_change_no_bit(dtype, blocks, page):
 
 
 LATE = {
-    "nothing": ((600, 131), False),
-    "a length": ((599, 131), False),
-    "lengths": ((0, 640), False),
-    "the table": ((600, 131), True),
-    "both": ((640, 1), True),
+    "nothing": ((600, 131), None),
+    "the first length": ((599, 131), None),
+    "the last length": ((600, 70), None),
+    "all lengths": ((0, 640), None),
+    "the table": ((600, 131), slice(None)),
+    "a page": ((600, 131), 40),  # of this position
+    "both": ((640, 1), slice(None)),
 }
 
 
@@ -203,8 +205,9 @@ def test_what_the_grid_ahead_writes_at_its_end_is_read(dtype, blocks, masked, pa
     late = [(held, lengths), (q, q.copy())]
     if table is not None:
         late.append((table, table.copy()))
-        if moves:
-            table[...] = rng.integers(0, len(k), table.shape)
+        if moves is not None:
+            moved = moves if isinstance(moves, slice) else moves // page
+            table[:, moved] = (table[:, moved] + 1) % len(k)
     q[...] = np.nan
     few = dataclasses.replace(blocks, multiprocessors=2)  # so that the first warp has work
     late = {"late": tuple(late), "schedule": FORWARD}

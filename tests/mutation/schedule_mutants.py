@@ -18,8 +18,8 @@ _FAULTS = {
     ),
     "one entry is not looked at again": Fault(
         TASKS,
-        "keys[n] = n < each && begin + n < p_.batch ?",
-        "keys[n] = n < each && begin + n < p_.batch - 1 ?",
+        "return ptx::any_lane(!same);",
+        "return ptx::any_lane(!same && ptx::lane_index() == 0);",
         LATE,
         "simt and length",
     ),
@@ -38,7 +38,7 @@ _FAULTS = {
         "for (int half = 0; PAGED && half < 2; ++half) {\n      same",
         "for (int half = 0; PAGED && half < 1; ++half) {\n      same",
         LATE,
-        "sm80 and 16 and table",
+        "sm80 and 16 and page",
     ),
     "the grids ahead are not waited for": Fault(
         CURSOR,
