@@ -84,7 +84,8 @@ class Machine:
     def write_late(self, array: Array, values: Array) -> None:
         """Let the grid ahead of the next launch write values when a thread waits for it."""
         given = np.ascontiguousarray(values, array.dtype)
-        assert array.flags.c_contiguous and given.shape == array.shape
+        assert array.flags.c_contiguous
+        assert given.shape == array.shape
         self._library.emulator_write_late(
             ctypes.c_void_p(array.ctypes.data),
             ctypes.c_void_p(given.ctypes.data),

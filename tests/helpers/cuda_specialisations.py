@@ -70,8 +70,9 @@ class Case(NamedTuple):
     sizes: tuple[int, int]
     options: str
     packed: bool
-    # "cached", or "paged" where it lies in pages, "paged16" of a multiple of 16, and the format of its codes if it has some. Of
-    # codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
+    # "cached", or "paged" where it lies in pages, "paged16" where these have a multiple of 16 rows,
+    # and the format of its codes if it has some. Of codes without a cache "rows", if rows have
+    # scales, and their format; dtype is the result's.
     cache: str = ""
 
 
