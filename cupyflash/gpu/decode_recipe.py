@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ..arrays.cuda_device import Target
 from ..problem.call import Array, Call, Plan
-from .kernels import decode, registry
+from .kernels import decode, registry, sm80
 from .kernels.spec import Extent, Grid, Request, Tiles
 from .workspace import ArraySpec
 from .writer import Recipe, Writer, group_of, keys_of
@@ -44,18 +45,52 @@ def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> 
 
 
 def _add_decode(writer: Writer, extent: Extent) -> int:
-    """Add the kernel of few queries and the one that joins its pieces; return their workspace."""
+    """Add the kernels of few queries and the one that joins their pieces; return their workspace."""
     call, named = writer.call, ("workspace",)
-    grid, tiles = writer.add("decode", extent, named=named)
+    choice = registry.select("decode", Request(call.problem, writer.facts, call))
+    spec, tiles = choice.spec, choice.tiles
+    grid, nodes = spec.grid(extent, tiles), shared_nodes(call, writer.facts)
+    fields = dict(decode.fields(grid, tiles, keys_of(call), nodes))
+    if nodes:
+        writer.add("shared", extent, fields, named, team=_team(call, writer.facts))
+    writer.add("decode", extent, fields, named, shared=nodes > 0)
     if grid.size:
         # Maxima are scores; logits where scores are changed, and in the portable kernel.
-        spec = writer.launches[-1].special.spec
         has_scores = spec.tensor_cores and not writer.generated.functions.has_score
-        fields = dict(decode.fields(grid, tiles, keys_of(call)))
         fields["scale"] = abs(call.problem.scale) if has_scores else 1.0
         blocks = tiles.block_q, tiles.block_kv
-        writer.add("join", extent, fields, named, blocks=blocks)
-    return _decode_bytes(call, grid, tiles)
+        writer.add("join", extent, fields, named, blocks=blocks, shared=nodes > 0)
+    return _decode_bytes(call, writer.facts, grid, tiles)
+
+
+def shared_nodes(call: Call, facts: Target) -> int:
+    """Return how many nodes of 512 keys are read once for all entries of a call over a cache.
+
+    No bit depends on it. Where a kernel of other arithmetic serves, or where little is saved, each
+    entry reads all of its keys.
+    """
+    problem, cache = call.problem, call.cache
+    if cache is None or cache.shared < decode.NODE or problem.packed or not problem.heads_kv:
+        return 0
+    request = Request(problem, facts, call)
+    if registry.select("decode", request).spec is not sm80.DECODE:
+        return 0
+    if not sm80.SHARED.is_for(problem, facts) or sm80.SHARED.serves(request) is not None:
+        return 0
+    nodes = cache.shared // decode.NODE
+    row = sum(math.prod(x.shape[-1:]) * x.itemsize for x in (call.k, call.v))
+    saved = (problem.batch - 1) * nodes * decode.NODE * problem.heads_kv * row
+    return nodes if saved >= decode.FEWEST_SHARED_BYTES else 0
+
+
+def _team(call: Call, facts: Target) -> int:
+    """Return how many warps of the kernel of shared keys read the same ones."""
+    problem, group = call.problem, group_of(call.problem)
+    tiles = registry.select("shared", Request(problem, facts, call)).tiles
+    heads, queries = decode.rows_of_task(group, tiles.block_q)
+    entries = tiles.block_q // (heads * min(int(problem.len_q), queries))
+    warps = -(-problem.batch // entries) * -(-group // heads) * -(-int(problem.len_q) // queries)
+    return sm80.team_of(tiles, warps)
 
 
 def _prefills(call: Call, facts: Target) -> bool:
@@ -84,7 +119,11 @@ def plan(call: Call, facts: Target) -> Plan:
         why = f"{other} serves entries whose heads that share keys have more than {most} queries"
         made = replace(made, reason=f"{made.reason}; {why}")
     if call.cache is not None and call.cache.shared:
+        nodes = shared_nodes(call, facts) if few else 0
         why = f"each entry reads the first {call.cache.shared} positions by itself"
+        if nodes:
+            most = nodes * decode.NODE
+            why = f"{sm80.SHARED.name} reads the first {most} positions once for all entries"
         made = replace(made, reason=f"{made.reason}; {why}")
     return made
 
@@ -96,10 +135,10 @@ def _extent_of_tasks(call: Call, facts: Target) -> Extent:
     return Extent(*sizes, facts.multiprocessors, group_of(problem))
 
 
-def _decode_bytes(call: Call, grid: Grid, tiles: Tiles) -> int:
+def _decode_bytes(call: Call, facts: Target, grid: Grid, tiles: Tiles) -> int:
     problem = call.problem
     sizes = group_of(problem), problem.d_v, problem.accumulator.itemsize, keys_of(call)
-    return decode.nbytes(grid, tiles, *sizes)
+    return decode.nbytes(grid, tiles, *sizes, shared_nodes(call, facts))
 
 
 def workspace_size(call: Call, facts: Target) -> int:
@@ -108,4 +147,4 @@ def workspace_size(call: Call, facts: Target) -> int:
         return 0
     choice = registry.select("decode", Request(call.problem, facts, call))
     grid = choice.spec.grid(_extent_of_tasks(call, facts), choice.tiles)
-    return _decode_bytes(call, grid, choice.tiles)
+    return _decode_bytes(call, facts, grid, choice.tiles)

@@ -243,14 +243,17 @@ __device__ __forceinline__ const storage_t* query_row(const Params& p, const dec
          task.query_of(held) * p.q.row;
 }
 
-// Starts the copy of a task's queries to 16 rows of shared memory that only this warp uses. Rows
-// that do not exist become 0. All lanes call it together.
-__device__ __forceinline__ void begin_queries(const Params& p, const decode::Task& task,
-                                              char* q_smem) {
+// Starts the copy of a warp's queries, of one task or of several, to 16 rows of shared memory that
+// only this warp uses. Rows that do not exist become 0. `entries` is the distance of the entries,
+// if there are several. All lanes call it together.
+template <class Rows>
+__device__ __forceinline__ void begin_queries(const Params& p, const Rows& task, char* q_smem,
+                                              long long entries = 0) {
   using Row = Lanes<fragment_codes::columns(D)>;
   const Row lanes;
   const storage_t* const first = query_row(p, task, 0);
-  const bool vectors = Source{first, 0, p.q.row | p.q.head, p.q.col}.vectors() && D % 8 == 0;
+  const long long steps = p.q.row | p.q.head | entries;
+  const bool vectors = Source{first, 0, steps, p.q.col}.vectors() && D % 8 == 0;
   const bool has_piece = lanes.piece < Row::PIECES;
   const auto source = [&](int row) {
     const bool exists = row < task.rows && has_piece && STORED_VECTOR * lanes.piece < D;

@@ -28,22 +28,25 @@ __device__ __forceinline__ bool has_room(int n) {
   return 4 * COLUMNS_V <= decode::COLUMNS || ResultColumns::column(n) < decode::COLUMNS;
 }
 
+// Stores a thread's row r of a state.
+__device__ __forceinline__ void store_row(accum_t* to, const State& state, int r) {
+  accum_t* const sums = to + decode::STATISTICS;
+#pragma unroll
+  for (int n = 0; n < COLUMNS_V; n += 2) {
+    if (!has_room(n)) continue;
+    *reinterpret_cast<Pair*>(sums + ResultColumns::column(n)) =
+        Pair{state.o[r][n], state.o[r][n + 1]};
+  }
+  if (ptx::lane_index() % 4 == 0) decode::statistics_of(to) = state.row[r];
+}
+
 // Stores a state in a slot.
 __device__ __forceinline__ void store_slot(const decode::Workspace& workspace, long long slot,
                                            const State& state, int rows) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = fragment::lane_row() + 8 * r;
-    if (row >= rows) continue;
-    accum_t* const to = workspace.row(slot, row);
-    accum_t* const sums = to + decode::STATISTICS;
-#pragma unroll
-    for (int n = 0; n < COLUMNS_V; n += 2) {
-      if (!has_room(n)) continue;
-      *reinterpret_cast<Pair*>(sums + ResultColumns::column(n)) =
-          Pair{state.o[r][n], state.o[r][n + 1]};
-    }
-    if (ptx::lane_index() % 4 == 0) decode::statistics_of(to) = state.row[r];
+    if (row < rows) store_row(workspace.row(slot, row), state, r);
   }
 }
 

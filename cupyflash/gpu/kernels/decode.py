@@ -20,6 +20,9 @@ HELD = 2  # slots of a warp for nodes below its unit
 ROWS_OF_BLOCK = 64  # rows of tasks from which on all of a block works on one unit: most of them
 MOST_OF_BLOCK = 16
 TASK_BYTES, LEVELS = 96, 4  # of a task that a warp has; levels of units
+NODE = 512  # keys of a node of level 1
+# A launch and what it leaves for others take as long as reading so many bytes.
+FEWEST_SHARED_BYTES = 16 << 20
 COLUMNS, STATISTICS_BYTES = 16, 16  # rows of o in slots are multiples of it; their m and l
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
@@ -88,7 +91,9 @@ def slots(grid: Grid, tiles: Tiles, capacity: int) -> Slots:
     return Slots(min(units(0), max(most, units(3))), HELD if large else 0)
 
 
-def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capacity: int) -> int:
+def nbytes(
+    grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capacity: int, shared: int
+) -> int:
     """Return the bytes of a launch's workspace.
 
     Parameters
@@ -105,10 +110,12 @@ def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capaci
         Bytes of the accumulator's type.
     capacity : int
         The longest possible entry.
+    shared : int
+        Nodes of level 1 that entries share.
     """
     heads, queries = rows_of_task(group, tiles.block_q)
     made = slots(grid, tiles, capacity)
-    rows = (made.units + grid.size * tiles.threads // 32 * made.held) * heads * queries
+    rows = (_slots_of_tasks(grid, tiles, made) + grid.work_tiles * shared) * heads * queries
     return 16 * grid.work_tiles + rows * row_bytes(d_v, itemsize)
 
 
@@ -117,7 +124,18 @@ def row_bytes(d_v: int, itemsize: int) -> int:
     return -(-d_v // COLUMNS) * COLUMNS * itemsize + STATISTICS_BYTES
 
 
-def fields(grid: Grid, tiles: Tiles, capacity: int) -> Mapping[str, Any]:
+def fields(grid: Grid, tiles: Tiles, capacity: int, shared: int) -> Mapping[str, Any]:
     """Return what the kernels are told of their tasks."""
     made = slots(grid, tiles, capacity)
-    return {"tasks": grid.work_tiles, "slots": made.units, "held": made.held}
+    return {
+        "tasks": grid.work_tiles,
+        "slots": made.units,
+        "held": made.held,
+        "shared": shared,
+        "shared_slots": _slots_of_tasks(grid, tiles, made),
+    }
+
+
+def _slots_of_tasks(grid: Grid, tiles: Tiles, made: Slots) -> int:
+    """Return how many slots there are for what tasks have alone."""
+    return made.units + grid.size * tiles.threads // 32 * made.held

@@ -22,6 +22,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
     "forward_codes": (sm90_fp8.FORWARD,),
     "decode": (sm80.DECODE, sm90_decode.DECODE, simt.DECODE),  # the first two: for other heads
+    "shared": (sm80.SHARED,),
     "join": (all_hardware.DECODE_COMBINE,),
     "delta": (all_hardware.DELTA,),
     "sink": (all_hardware.SINK,),
