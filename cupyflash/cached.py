@@ -214,6 +214,7 @@ def workspace_size_cached(
     k_scale: DLPackArray | None = None,
     v_scale: DLPackArray | None = None,
     kv_dtype: Any = None,
+    shared: SupportsIndex = 0,
 ) -> int:
     """Return how many bytes of workspace `attention_cached` needs at most for these shapes.
 
@@ -223,6 +224,8 @@ def workspace_size_cached(
         As in `attention_cached`.
     kv_dtype : str or dtype_like, optional
         As in `attention_cached`.
+    shared : int
+        As in `attention_cached`: a call with fewer shared positions needs no more.
 
     Returns
     -------
@@ -235,6 +238,6 @@ def workspace_size_cached(
         As in `attention_cached`.
     """
     given = Given(k_scale, v_scale, kv_dtype)
-    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q, given)
+    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q, given, shared)
     call = request.call
     return dispatch.backend_of(call.q).workspace_size_cached(call)

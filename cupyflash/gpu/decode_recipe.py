@@ -45,7 +45,7 @@ def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> 
 
 
 def _add_decode(writer: Writer, extent: Extent) -> int:
-    """Add the kernels of few queries and the one that joins their pieces; return their workspace."""
+    """Add the kernels of few queries and the one that joins; return their workspace."""
     call, named = writer.call, ("workspace",)
     choice = registry.select("decode", Request(call.problem, writer.facts, call))
     spec, tiles = choice.spec, choice.tiles
@@ -88,7 +88,7 @@ def _team(call: Call, facts: Target) -> int:
     problem, group = call.problem, group_of(call.problem)
     tiles = registry.select("shared", Request(problem, facts, call)).tiles
     heads, queries = decode.rows_of_task(group, tiles.block_q)
-    entries = tiles.block_q // (heads * min(int(problem.len_q), queries))
+    entries = tiles.block_q // decode.most_rows(group, tiles.block_q, int(problem.len_q))
     warps = -(-problem.batch // entries) * -(-group // heads) * -(-int(problem.len_q) // queries)
     return sm80.team_of(tiles, warps)
 
@@ -137,7 +137,10 @@ def _extent_of_tasks(call: Call, facts: Target) -> Extent:
 
 def _decode_bytes(call: Call, facts: Target, grid: Grid, tiles: Tiles) -> int:
     problem = call.problem
-    sizes = group_of(problem), problem.d_v, problem.accumulator.itemsize, keys_of(call)
+    # All numbers of packed queries have the same workspace.
+    longest = int(call.q.shape[-2])
+    rows = decode.most_rows(group_of(problem), tiles.block_q, longest)
+    sizes = rows, problem.d_v, problem.accumulator.itemsize, keys_of(call)
     return decode.nbytes(grid, tiles, *sizes, shared_nodes(call, facts))
 
 

@@ -34,7 +34,8 @@ struct Tree {
   decode::TaskRecord units;
   accum_t* nodes_smem;
   int number, row;
-  int shared;         // nodes of level 1, as far as they make whole nodes of the units' level
+  int own;            // the level of its units
+  int shared;         // nodes of level 1, as many as make whole nodes of that level
   int lowest, joins;  // the level of its first nodes; the one from which on no kind is alone
   int made, base;     // the level of the first nodes that are made here, and the first of them
   bool has_room;      // for all nodes of that level in shared memory
@@ -47,28 +48,29 @@ struct Tree {
         nodes_smem(nodes_smem),
         number(task.number),
         row(row),
-        shared(task.shared(p, units.level) >> LOG_CHILDREN) {
-    lowest = shared > 0 && units.level > 1 ? 1 : units.level;
-    joins = shared > 0 && units.level == 0 ? 1 : units.level;
+        own(SHARED ? units.level : 0),  // levels matter to shared nodes only
+        shared(task.shared(p, own) >> LOG_CHILDREN) {
+    lowest = shared > 0 && own > 1 ? 1 : own;
+    joins = shared > 0 && own == 0 ? 1 : own;
     made = lowest + 1;
     base = shared > 0 ? 0 : first(made);
-    const int above = matmul::larger(units.level, made);
+    const int above = matmul::larger(own, made);
     const int end = (last(above) + 1) << (LOG_CHILDREN * (above - made));
     has_room = end - base <= NODES;
   }
   // The first and the last node of a level.
   __device__ __forceinline__ int first(int level) const {
     if (shared > 0 && level > 0) return 0;
-    return units.first_node >> (LOG_CHILDREN * (level - units.level));
+    return units.first_node >> (LOG_CHILDREN * (level - own));
   }
   __device__ __forceinline__ int last(int level) const {
-    if (level < units.level) return (shared >> (LOG_CHILDREN * (level - 1))) - 1;
-    return (units.first_node + units.units - 1) >> (LOG_CHILDREN * (level - units.level));
+    if (SHARED && level < own) return (shared >> (LOG_CHILDREN * (level - 1))) - 1;
+    return (units.first_node + units.units - 1) >> (LOG_CHILDREN * (level - own));
   }
   // The place of a node: that of its first child, which is in shared memory if there is room.
   __device__ __forceinline__ accum_t* place(int level, int node) const {
-    const bool is_shared = level > 0 && node << (LOG_CHILDREN * (level - 1)) < shared;
-    if (level > (is_shared ? 1 : units.level) && has_room) {
+    const bool is_shared = SHARED && level > 0 && node << (LOG_CHILDREN * (level - 1)) < shared;
+    if (level > (is_shared ? 1 : own) && has_room) {
       const int child = node << (LOG_CHILDREN * (level - made));
       return nodes_smem + ROW * matmul::larger(child - base, 0);
     }
@@ -76,7 +78,7 @@ struct Tree {
       const int child = node << (LOG_CHILDREN * (level - 1));
       return workspace.row(decode::Workspace::shared(p, number, child), row);
     }
-    const int child = node << (LOG_CHILDREN * (level - units.level));
+    const int child = node << (LOG_CHILDREN * (level - own));
     return workspace.row(units.slot + matmul::larger(child - units.first_node, 0), row);
   }
 };

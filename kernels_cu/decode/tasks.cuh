@@ -76,16 +76,20 @@ struct Task {
   __device__ __forceinline__ long long query_of(int row) const {
     return i0 + static_cast<unsigned int>(row) / heads;
   }
-  // The leaves that its units at a level begin behind, because they are shared.
+  // The leaves at its start that are shared, in whole nodes of a level.
   __device__ __forceinline__ int shared(const Params& p, int level) const {
     return shared_leaves(p, (len_k + LEAF - 1) >> LOG_LEAF, level);
   }
+  // The first visible leaf of its units at a level.
+  __device__ __forceinline__ int first_leaf(const Params& p, int level) const {
+    return SHARED ? matmul::larger(first, shared(p, level)) : first;
+  }
   // The node of its first unit at a level, and how many units it has.
   __device__ __forceinline__ int first_node(const Params& p, int level) const {
-    return matmul::larger(first, shared(p, level)) >> (LOG_CHILDREN * level);
+    return first_leaf(p, level) >> (LOG_CHILDREN * level);
   }
   __device__ __forceinline__ int units(const Params& p, int level) const {
-    return heads == 0 ? 0 : units_of(matmul::larger(first, shared(p, level)), last, level);
+    return heads == 0 ? 0 : units_of(first_leaf(p, level), last, level);
   }
 };
 static_assert(MAX_LEAD == 4, "Task::entry");

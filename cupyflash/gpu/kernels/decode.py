@@ -53,9 +53,15 @@ def schedule_bytes(warps: int) -> int:
 
 
 def rows_of_task(group: int, block_q: int) -> tuple[int, int]:
-    """Return the heads and the queries of a task's rows."""
+    """Return the heads and the most queries of a task's rows."""
     heads = min(group, block_q)
     return heads, block_q // heads
+
+
+def most_rows(group: int, block_q: int, len_q: int) -> int:
+    """Return the most rows that a task has; no entry has more than `len_q` queries."""
+    heads, queries = rows_of_task(group, block_q)
+    return heads * min(queries, len_q)
 
 
 class Slots(NamedTuple):
@@ -92,7 +98,7 @@ def slots(grid: Grid, tiles: Tiles, capacity: int) -> Slots:
 
 
 def nbytes(
-    grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capacity: int, shared: int
+    grid: Grid, tiles: Tiles, rows: int, d_v: int, itemsize: int, capacity: int, shared: int
 ) -> int:
     """Return the bytes of a launch's workspace.
 
@@ -102,8 +108,8 @@ def nbytes(
         The grid, with one piece of work for each task.
     tiles : Tiles
         The kernel's.
-    group : int
-        Query heads that share a key head.
+    rows : int
+        The most rows of a task.
     d_v : int
         Head size of the values.
     itemsize : int
@@ -113,9 +119,8 @@ def nbytes(
     shared : int
         Nodes of level 1 that entries share.
     """
-    heads, queries = rows_of_task(group, tiles.block_q)
     made = slots(grid, tiles, capacity)
-    rows = (_slots_of_tasks(grid, tiles, made) + grid.work_tiles * shared) * heads * queries
+    rows *= _slots_of_tasks(grid, tiles, made) + grid.work_tiles * shared
     return 16 * grid.work_tiles + rows * row_bytes(d_v, itemsize)
 
 
