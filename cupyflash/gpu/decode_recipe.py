@@ -70,7 +70,9 @@ def shared_nodes(call: Call, facts: Target) -> int:
     entry reads all of its keys.
     """
     problem, cache = call.problem, call.cache
-    if cache is None or cache.shared < decode.NODE or problem.packed or not problem.heads_kv:
+    if cache is None or cache.shared < decode.NODE or problem.batch < 2:
+        return 0
+    if problem.packed or not problem.heads_kv:
         return 0
     request = Request(problem, facts, call)
     if registry.select("decode", request).spec is not sm80.DECODE:
