@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from ..arrays.cuda_device import Target
 from ..problem.call import Array, Call, Plan
-from .kernels import decode, registry, sm80
+from .kernels import decode, registry
 from .kernels.spec import Extent, Grid, Request, Tiles
 from .workspace import ArraySpec
 from .writer import Recipe, Writer, group_of, keys_of
@@ -49,50 +48,48 @@ def _add_decode(writer: Writer, extent: Extent) -> int:
     call, named = writer.call, ("workspace",)
     choice = registry.select("decode", Request(call.problem, writer.facts, call))
     spec, tiles = choice.spec, choice.tiles
-    grid, nodes = spec.grid(extent, tiles), shared_nodes(call, writer.facts)
-    fields = dict(decode.fields(grid, tiles, keys_of(call), nodes))
-    if nodes:
-        writer.add("shared", extent, fields, named, team=_team(call, writer.facts))
-    writer.add("decode", extent, fields, named, shared=nodes > 0)
+    grid, shared = spec.grid(extent, tiles), shared_of(call, writer.facts)
+    fields = dict(decode.fields(grid, tiles, keys_of(call), shared.nodes))
+    if shared.nodes:
+        writer.add("shared", extent, fields, named, team=shared.team)
+    writer.add("decode", extent, fields, named, shared=shared.nodes > 0)
     if grid.size:
         # Maxima are scores; logits where scores are changed, and in the portable kernel.
         has_scores = spec.tensor_cores and not writer.generated.functions.has_score
         fields["scale"] = abs(call.problem.scale) if has_scores else 1.0
         blocks = tiles.block_q, tiles.block_kv
-        writer.add("join", extent, fields, named, blocks=blocks, shared=nodes > 0)
+        writer.add("join", extent, fields, named, blocks=blocks, shared=shared.nodes > 0)
     return _decode_bytes(call, writer.facts, grid, tiles)
 
 
-def shared_nodes(call: Call, facts: Target) -> int:
-    """Return how many nodes of 512 keys are read once for all entries of a call over a cache.
+def shared_of(call: Call, facts: Target) -> decode.Shared:
+    """Return what is read once for all entries of a call over a cache.
 
     No bit depends on it. Where a kernel of other arithmetic serves, or where little is saved, each
     entry reads all of its keys.
     """
     problem, cache = call.problem, call.cache
     if cache is None or cache.shared < decode.NODE or problem.batch < 2:
-        return 0
-    if problem.packed or not problem.heads_kv:
-        return 0
-    request = Request(problem, facts, call)
-    if registry.select("decode", request).spec is not sm80.DECODE:
-        return 0
-    if not sm80.SHARED.is_for(problem, facts) or sm80.SHARED.serves(request) is not None:
-        return 0
+        return decode.NOT_SHARED
+    if problem.packed or not problem.heads_kv or not problem.len_q:
+        return decode.NOT_SHARED
+    choice = registry.shares(Request(problem, facts, call))
+    if choice is None:
+        return decode.NOT_SHARED
     nodes = cache.shared // decode.NODE
-    row = sum(math.prod(x.shape[-1:]) * x.itemsize for x in (call.k, call.v))
-    saved = (problem.batch - 1) * nodes * decode.NODE * problem.heads_kv * row
-    return nodes if saved >= decode.FEWEST_SHARED_BYTES else 0
-
-
-def _team(call: Call, facts: Target) -> int:
-    """Return how many warps of the kernel of shared keys read the same ones."""
-    problem, group = call.problem, group_of(call.problem)
-    tiles = registry.select("shared", Request(problem, facts, call)).tiles
-    heads, queries = decode.rows_of_task(group, tiles.block_q)
-    entries = tiles.block_q // decode.most_rows(group, tiles.block_q, int(problem.len_q))
-    warps = -(-problem.batch // entries) * -(-group // heads) * -(-int(problem.len_q) // queries)
-    return sm80.team_of(tiles, warps)
+    keys = problem.heads_kv * nodes * decode.NODE
+    saved = (problem.batch - 1) * keys * sum(x.shape[-1] * x.itemsize for x in (call.k, call.v))
+    if saved < decode.FEWEST_SHARED_BYTES:
+        return decode.NOT_SHARED
+    group, queries = group_of(problem), int(problem.len_q)
+    tiles = choice.tiles
+    heads, most = decode.rows_of_task(group, tiles.block_q)
+    entries = tiles.block_q // decode.most_rows(group, tiles.block_q, queries)
+    warps = -(-problem.batch // entries) * -(-group // heads) * -(-queries // most)
+    team = decode.team_of(tiles, warps)
+    return decode.Shared(
+        choice.spec.name, nodes, team, -(-warps // team), warps * tiles.block_q * keys
+    )
 
 
 def _prefills(call: Call, facts: Target) -> bool:
@@ -121,11 +118,11 @@ def plan(call: Call, facts: Target) -> Plan:
         why = f"{other} serves entries whose heads that share keys have more than {most} queries"
         made = replace(made, reason=f"{made.reason}; {why}")
     if call.cache is not None and call.cache.shared:
-        nodes = shared_nodes(call, facts) if few else 0
+        shared = shared_of(call, facts)
         why = f"each entry reads the first {call.cache.shared} positions by itself"
-        if nodes:
-            most = nodes * decode.NODE
-            why = f"{sm80.SHARED.name} reads the first {most} positions once for all entries"
+        if few and shared.nodes:
+            most = shared.nodes * decode.NODE
+            why = f"{shared.kernel} reads the first {most} positions once for all entries"
         made = replace(made, reason=f"{made.reason}; {why}")
     return made
 
@@ -143,7 +140,7 @@ def _decode_bytes(call: Call, facts: Target, grid: Grid, tiles: Tiles) -> int:
     longest = int(call.q.shape[-2])
     rows = decode.most_rows(group_of(problem), tiles.block_q, longest)
     sizes = rows, problem.d_v, problem.accumulator.itemsize, keys_of(call)
-    return decode.nbytes(grid, tiles, *sizes, shared_nodes(call, facts))
+    return decode.nbytes(grid, tiles, *sizes, shared_of(call, facts).nodes)
 
 
 def workspace_size(call: Call, facts: Target) -> int:

@@ -92,7 +92,8 @@ __device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspa
     const int row = fragment::lane_row() + 8 * r;
     const bool exists = row < rows;
     accum_t* const held = workspace.row(slot, exists ? row : 0);
-    merge::Statistics own = decode::statistics_of(held);
+    merge::Statistics own = merge::no_keys();
+    if (exists) own = decode::statistics_of(held);
     const merge::Factors factors = merge::statistics(own, state.row[r], c);
     __syncwarp();  // the statistics, read by all lanes of their row
     if (!exists) continue;

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
   const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
 
-  Producer producer(p, stages_smem, index, first_unit, distance, units);
+  Producer producer{p, stages_smem, index, first_unit, distance, units};
 #pragma unroll
   for (int n = 0; n < STAGES; ++n) {
     if (n < STAGES - 1 || index < TEAM - 1) producer.copy_next();

@@ -21,6 +21,7 @@ from placement import same_bits
 from cupyflash import masks, scores
 from cupyflash.gpu import decode_recipe, recipe
 from cupyflash.gpu.kernels import decode, sm80
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.gpu.workspace import ArraySpec
 from cupyflash.problem import cached
 from cupyflash.problem.codes import NONE, Given
@@ -137,7 +138,7 @@ def test_teams_of_any_size(batch, group, len_q, team):
     lengths = rng.integers(513, 700, batch)
     case = Entries.draw(lengths, 512, group=group, len_q=len_q, heads_kv=2)
     call = cached.call(case.q, case.k, case.v, lengths, case.table, shared=512)
-    assert decode_recipe._team(call, target_of("sm_90")) == team
+    assert decode_recipe.shared_of(call, target_of("sm_90")).team == team
     expected = case.run()
     assert same(case.poisoned().run(512), expected)
     precision = Precision.of(F16, True)
@@ -277,7 +278,7 @@ def test_little_is_not_shared(monkeypatch):
 @pytest.mark.parametrize(("warps", "team"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (100, 8)])
 def test_a_team_has_as_many_warps_as_share_keys(warps, team):
     call = cached.call(*(np.zeros((2, 2, 512, 64), F16),) * 3, 512, shared=512)
-    tiles = sm80.SHARED.configure(decode_recipe.Request(call.problem, target_of("sm_90"), call))
-    assert sm80.team_of(tiles, warps) == team
+    tiles = sm80.SHARED.configure(Request.of(call, target_of("sm_90")))
+    assert decode.team_of(tiles, warps) == team
     six = dataclasses.replace(tiles, threads=192)
-    assert sm80.team_of(six, warps) == {1: 1, 2: 2, 3: 3}.get(warps, 6)
+    assert decode.team_of(six, warps) == {1: 1, 2: 2, 3: 3}.get(warps, 6)

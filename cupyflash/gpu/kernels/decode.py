@@ -64,6 +64,33 @@ def most_rows(group: int, block_q: int, len_q: int) -> int:
     return heads * min(queries, len_q)
 
 
+class Shared(NamedTuple):
+    """Keys that a kernel of its own reads for all entries.
+
+    Attributes
+    ----------
+    kernel : str
+        The kernel.
+    nodes : int
+        Their nodes of `NODE` keys.
+    team : int
+        Warps of a block that read the same keys, each with other rows.
+    teams : int
+        Teams that read them, for each key head.
+    pairs : int
+        Pairs of a query and a key that its products have.
+    """
+
+    kernel: str
+    nodes: int
+    team: int
+    teams: int
+    pairs: int
+
+
+NOT_SHARED = Shared("", 0, 0, 0, 0)
+
+
 class Slots(NamedTuple):
     """Places for results that a launch keeps.
 
@@ -77,6 +104,12 @@ class Slots(NamedTuple):
 
     units: int
     held: int
+
+
+def team_of(tiles: Tiles, warps: int) -> int:
+    """Return how many warps of a block read the same keys, if `warps` have rows for them."""
+    most = tiles.threads // 32
+    return next(n for n in range(1, most + 1) if most % n == 0 and (n >= warps or n == most))
 
 
 def slots(grid: Grid, tiles: Tiles, capacity: int) -> Slots:

@@ -93,6 +93,18 @@ def select(part: str, request: Request) -> Choice:
     )
 
 
+def shares(request: Request) -> Choice | None:
+    """Return the kernel of keys that entries share, if one goes with that of the other keys."""
+    served_by = select("decode", request).spec.name
+    for spec in KERNELS["shared"]:
+        is_for = spec.is_for(request.problem, request.device)
+        if spec.beside == served_by and is_for and spec.serves(request) is None:
+            tiles = spec.configure(request)
+            if tiles is not None:
+                return Choice(spec, tiles)
+    return None
+
+
 def widens(request: Request) -> str | None:
     """Return None, or in words why codes have to become numbers before they are multiplied."""
     problem, device = request.problem, request.device

@@ -180,12 +180,6 @@ def _configure_shared(request: Request) -> Tiles | None:
     return None
 
 
-def team_of(tiles: Tiles, warps: int) -> int:
-    """Return how many warps of decode_sm80_shared.cu share keys, of `warps` that could."""
-    most = tiles.threads // 32
-    return next(n for n in range(1, most + 1) if most % n == 0 and (n >= warps or n == most))
-
-
 _METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 HALVES = ("float16", "bfloat16")
 _HEADS = dict.fromkeys(HALVES, 256)
@@ -269,4 +263,5 @@ SHARED = KernelSpec(
     caches=True,
     codes=True,
     overlaps=True,
+    beside=DECODE.name,
 )
