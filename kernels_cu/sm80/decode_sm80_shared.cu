@@ -30,7 +30,6 @@ constexpr int LEAF_STEPS = 2 * STEPS;
 static_assert(BLOCK_Q == 16 && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
 static_assert(SHARED_BYTES == decode::WARPS * (QUERY_BYTES + STAGES * STAGE_BYTES), "SHARED_BYTES");
 static_assert(STAGES >= 2 && decode::TEAMS * TEAM == decode::WARPS, "STAGES, TEAM");
-static_assert(IN_REGISTERS, "D_V: a node is in registers");
 
 // The steps of a team's units that one of its warps copies: every TEAM-th.
 class Producer {
@@ -162,7 +161,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     ptx::cp_async_wait_all();
     __syncwarp();  // the queries, copied by all lanes
-    State node;
+    const auto place = [&](int row) {
+      return row < rows.rows ? rows.place(workspace, keys.node, row) : nullptr;
+    };
+    State node;  // if it is in registers
     decode_slots::clear(node);
 #pragma unroll 1
     for (int n = 0; n < CHILDREN; ++n) {
@@ -233,12 +235,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                       [&] { meet(false); });
       });
       // The leaf joins its node: merges stand for step 6.
-      decode_slots::merge_states(node, leaf, c);
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = fragment::lane_row() + 8 * r;
-      if (row < rows.rows) decode_slots::store_row(rows.place(workspace, keys.node, row), node, r);
+      if constexpr (IN_REGISTERS) {
+        decode_slots::merge_states(node, leaf, c);
+        if (n == CHILDREN - 1) decode_slots::store_rows(place, node);
+      } else if (n == 0) {
+        decode_slots::store_rows(place, leaf);
+        __syncwarp();  // the rows, written by all lanes
+      } else {
+        decode_slots::merge_into_rows(place, leaf, c);
+      }
     }
   }
 }

@@ -1,17 +1,22 @@
-"""Faults of positions that entries of a cache share, on the CPU, each with the test that is for it.
+"""Faults of positions that entries of a cache share, each with the test that is for it.
 
 See `cache_mutants` for what a fault is.
 """
 
 from __future__ import annotations
 
-from .cache_mutants import CACHE_CPU, DECODE_CPU, TASKS_CPU, Fault
+from .cache_mutants import CACHE_CPU, DECODE_CPU, JOIN, TASKS, TASKS_CPU, Fault
 
 SHARED = "cpu/test_cached_shared.py::test_"
 BITS, DIVIDED = SHARED + "sharing_changes_no_bit", SHARED + "the_schedule_changes_no_bit"
 NODES_CPU = "reference/cpu/decode_nodes.py"
 
-_FAULTS = {
+TEAMS, ROWS = "kernels_cu/sm80/decode_sm80_shared.cu", "kernels_cu/decode/shared.cuh"
+ON_GPU = "cuda/test_decode_shared.py::test_"
+SAME, OF_TEAMS = ON_GPU + "no_bit_depends_on_what_is_shared", ON_GPU + "teams_of_any_size"
+LEVELS, FINITE = ON_GPU + "units_of_every_level", ON_GPU + "values_that_are_not_finite"
+
+ON_A_CPU = {
     "every entry reads its own pages": Fault(
         CACHE_CPU,
         "owner, count = 0, min(count, cache.shared - row)",
@@ -68,4 +73,85 @@ _FAULTS = {
     ),
 }
 
-FAULTS = {f"cpu: {name}": fault for name, fault in _FAULTS.items()}
+ON_A_GPU = {
+    "rows are those of the first entry": Fault(
+        ROWS, "first_entry + member(row);", "first_entry;", SAME, "all"
+    ),
+    "results are those of the first entry": Fault(
+        ROWS, "first_task + member(row) * tasks_of_entry", "first_task", SAME, "all"
+    ),
+    "rows of later entries are not their own": Fault(
+        ROWS, "return row - member(row) * own;", "return row;", SAME, "all"
+    ),
+    "classes are those of the last head": Fault(
+        ROWS, "full = full && found == FULL;", "full = found == FULL;", SAME, "entry and by"
+    ),
+    "nothing is masked": Fault(TEAMS, "(full >> n & 1) == 0", "false", SAME, "entry and by"),
+    "short entries share what they do not have": Fault(
+        TASKS, "return leaves > shared ?", "return leaves > 0 ?", SAME, "all"
+    ),
+    "keys are those of another entry": Fault(
+        TEAMS,
+        "LeafPlaces(p_, keys.leaf(leaf_), 0)",
+        "LeafPlaces(p_, keys.leaf(leaf_), 1)",
+        SAME,
+        "all",
+    ),
+    "a team does not meet": Fault(
+        TEAMS,
+        "      ptx::named_barrier_sync(1 + team, TEAM * ptx::WARP_SIZE);",
+        "      __syncwarp();",
+        OF_TEAMS,
+        "5-4-1-2",
+    ),
+    "a team meets another one": Fault(
+        TEAMS,
+        "      ptx::named_barrier_sync(1 + team, TEAM * ptx::WARP_SIZE);",
+        "      ptx::named_barrier_sync(1, TEAM * ptx::WARP_SIZE);",
+        OF_TEAMS,
+        "5-4-1-2",
+    ),
+    "a step is not waited for": Fault(
+        TEAMS,
+        "TEAM == 1 ? STAGES - 2 : STAGES - 1",
+        "TEAM == 1 ? STAGES - 1 : STAGES",
+        OF_TEAMS,
+        "5-4-1-2",
+    ),
+    "a stage is overwritten before it is read": Fault(
+        TEAMS,
+        "if ((stage + TEAM - 1) % TEAM == index) producer.copy_next();",
+        "if (stage % TEAM == index) producer.copy_next();",
+        OF_TEAMS,
+        "5-4-1-2",
+    ),
+    "warps without masked pairs do not look": Fault(
+        TEAMS,
+        "ready.holds, index == 0",
+        "MAY_MASK && has_masked, index == 0",
+        FINITE + "_stay_where_they_are_seen",
+        "True",
+    ),
+    "all warps clear values": Fault(
+        TEAMS,
+        "ready.holds, index == 0",
+        "ready.holds, true",
+        FINITE + "_stay_where_they_are_seen",
+        "True",
+    ),
+    "own keys begin within a node": Fault(
+        TASKS, "shared >> shift << shift", "shared", LEVELS, "4608"
+    ),
+    "leaves join shared nodes": Fault(
+        JOIN, "shared > 0 && own == 0 ? 1 : own;", "own;", LEVELS, "512"
+    ),
+    "shared nodes begin at the units' level": Fault(
+        JOIN, "shared > 0 && own > 1 ? 1 : own;", "own;", LEVELS, "8704"
+    ),
+    "shared nodes lie where made ones do": Fault(
+        JOIN, "level > (is_shared ? 1 : own)", "level > own", LEVELS, "512"
+    ),
+}
+
+FAULTS = {f"cpu: {name}": fault for name, fault in ON_A_CPU.items()}
+FAULTS |= {f"gpu: shared: {name}": fault for name, fault in ON_A_GPU.items()}

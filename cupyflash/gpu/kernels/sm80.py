@@ -254,7 +254,7 @@ SHARED = KernelSpec(
     part="shared",
     computes="sums over keys that the entries of a cache share",
     method=_METHOD,
-    heads=dict.fromkeys(HALVES, 128),
+    heads=_HEADS,
     capability=CAPABILITY,
     tensor_cores=True,
     condition="`shared=` is so large that it saves time; `decode_sm80` computes the other keys",
