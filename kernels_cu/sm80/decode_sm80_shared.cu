@@ -4,8 +4,8 @@
 // The arithmetic is that of decode_sm80.cu, leaf by leaf, so that a node has the bits that it would
 // have if every entry read its keys by itself. But the 16 rows of a matrix instruction are those of
 // several entries, and a team of warps, with 16 rows each, reads the same keys: it has a ring of
-// stages in shared memory, and its warps take turns to copy a step. One barrier of the team for
-// each step says that the step is copied, and that the one before is read.
+// stages in shared memory, and each of its warps copies a part of every step. One barrier of the
+// team for each step says that the step is copied, and that the one before is read.
 //
 // Grid: as many blocks as the device has SMs, whose teams share the units (decode/shared.cuh).
 // decode_sm80.cu computes the other keys of every entry, and decode_combine.cu joins both.
@@ -25,72 +25,76 @@ using decode::SharedUnit;
 
 constexpr int STAGES = (SHARED_BYTES / decode::WARPS - QUERY_BYTES) / STAGE_BYTES;  // of a warp
 constexpr int RING = TEAM * STAGES;                                                 // of a team
+constexpr int AHEAD = RING - 1;  // steps that are copied before they are needed
 constexpr int LEAF_STEPS = 2 * STEPS;
 
 static_assert(BLOCK_Q == 16 && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
 static_assert(SHARED_BYTES == decode::WARPS * (QUERY_BYTES + STAGES * STAGE_BYTES), "SHARED_BYTES");
 static_assert(STAGES >= 2 && decode::TEAMS * TEAM == decode::WARPS, "STAGES, TEAM");
 
-// The steps of a team's units that one of its warps copies: every TEAM-th.
-class Producer {
- public:
+// What a warp copies of its team's units, one step of a leaf after the other: its share of each.
+struct Producer {
+  const Params& p;
+  char* stages_smem;
+  int index, distance, units;
+  int unit, leaf, stage;                        // of the next step
+  decode_rows::LeafPlaces places, next_places;  // of its leaf and of the one behind it
+  decode_rows::Source k, v;
+
   __device__ __forceinline__ Producer(const Params& p, char* stages_smem, int index, int unit,
                                       int distance, int units)
-      : p_(p),
-        stages_smem_(stages_smem),
-        stage_(index),
-        step_(index % LEAF_STEPS),
-        leaf_(index / LEAF_STEPS),
-        unit_(unit),
-        distance_(distance),
-        units_(units),
-        places_(places()) {}
+      : p(p),
+        stages_smem(stages_smem),
+        index(index),
+        distance(distance),
+        units(units),
+        unit(unit),
+        leaf(0),
+        stage(0) {
+    begin_unit();
+    find_places(unit, 0);
+  }
 
-  // Starts the copy of the warp's next step. All lanes call it together.
-  __device__ __forceinline__ void copy_next() {
-    if (unit_ < units_) copy<0>();
-    ptx::cp_async_commit();
-    stage_ = stage_ + TEAM < RING ? stage_ + TEAM : stage_ + TEAM - RING;
-    leaf_ += (step_ + TEAM) / LEAF_STEPS;
-    step_ = (step_ + TEAM) % LEAF_STEPS;
-    if (leaf_ >= CHILDREN) {
-      leaf_ -= CHILDREN;
-      unit_ += distance_;
+  // Starts the copy of step N of a leaf, of LEAF_STEPS. All lanes call it together.
+  template <int N>
+  __device__ __forceinline__ void copy() {
+    if constexpr (N == 0) places = next_places;
+    char* const stage_smem = stages_smem + stage * STAGE_BYTES;
+    if (unit < units) {
+      if constexpr (N < STEPS) {
+        decode_rows::begin_copy_of_share<N * STEP_KEYS, STEP_KEYS, D, TEAM>(stage_smem, k, places,
+                                                                            index);
+      } else {
+        decode_rows::begin_copy_of_share<(N - STEPS) * STEP_KEYS, STEP_KEYS, D_V, TEAM>(
+            stage_smem, v, places, index);
+      }
     }
-    places_ = places();
+    ptx::cp_async_commit();
+    stage = stage + 1 < RING ? stage + 1 : 0;
+    if constexpr (N == 0) {
+      find_places(leaf < CHILDREN - 1 ? unit : unit + distance, (leaf + 1) % CHILDREN);
+    }
+    if constexpr (N == LEAF_STEPS - 1) {
+      leaf = (leaf + 1) % CHILDREN;
+      if (leaf > 0) return;
+      unit += distance;
+      begin_unit();
+    }
   }
 
  private:
-  // Where the rows of the next step lie: the same for all entries.
-  __device__ __forceinline__ decode_rows::LeafPlaces places() const {
-    const SharedUnit keys(p_, unit_ < units_ ? unit_ : 0);
-    return decode_rows::LeafPlaces(p_, keys.leaf(leaf_), 0);
+  __device__ __forceinline__ void begin_unit() {
+    if (unit >= units) return;
+    const SharedUnit keys(p, unit);
+    k = decode_rows::Source{keys.k, p.k_page, p.k.row, p.k.col};
+    v = decode_rows::Source{keys.v, p.v_page, p.v.row, p.v.col};
   }
-  template <int N>
-  __device__ __forceinline__ void copy() const {
-    if constexpr (N < LEAF_STEPS) {
-      if (step_ != N) {
-        copy<N + 1>();
-        return;
-      }
-      const SharedUnit keys(p_, unit_);
-      char* const stage_smem = stages_smem_ + stage_ * STAGE_BYTES;
-      if constexpr (N < STEPS) {
-        const decode_rows::Source k{keys.k, p_.k_page, p_.k.row, p_.k.col};
-        decode_rows::begin_copy<N * STEP_KEYS, STEP_KEYS, D>(stage_smem, k, places_, LEAF);
-      } else {
-        const decode_rows::Source v{keys.v, p_.v_page, p_.v.row, p_.v.col};
-        decode_rows::begin_copy<(N - STEPS) * STEP_KEYS, STEP_KEYS, D_V>(stage_smem, v, places_,
-                                                                         LEAF);
-      }
-    }
+  // Finds where the rows of the next leaf lie: the same for all entries.
+  __device__ __forceinline__ void find_places(int of_unit, int n) {
+    if (of_unit >= units) return;
+    const SharedUnit keys(p, of_unit);
+    next_places.find(p, static_cast<int>(keys.leaf(n).first_key()), LEAF, 0);
   }
-
-  const Params& p_;
-  char* const stages_smem_;
-  int stage_, step_, leaf_, unit_;
-  const int distance_, units_;
-  decode_rows::LeafPlaces places_;
 };
 
 struct ReadyStep {
@@ -120,10 +124,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
 
   Producer producer{p, stages_smem, index, first_unit, distance, units};
-#pragma unroll
-  for (int n = 0; n < STAGES; ++n) {
-    if (n < STAGES - 1 || index < TEAM - 1) producer.copy_next();
+#pragma unroll 1
+  for (int n = 0; n < AHEAD / LEAF_STEPS; ++n) {
+    for_steps<0, LEAF_STEPS>([&](auto step) { producer.copy<decltype(step)::value>(); });
   }
+  for_steps<0, AHEAD % LEAF_STEPS>([&](auto step) { producer.copy<decltype(step)::value>(); });
   // A barrier of the team; returns whether the condition holds for any of its warps.
   const auto meet = [&](bool condition) {
     if constexpr (TEAM == 1) {
@@ -136,12 +141,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return condition;
   };
   int stage = 0;  // of the next step
-  // Waits for the next step. The warp that copied the one before starts another copy to its stage.
-  // The condition is as in `meet`.
-  const auto wait_for_step = [&](bool condition) {
-    if (stage % TEAM == index) ptx::cp_async_wait<TEAM == 1 ? STAGES - 2 : STAGES - 1>();
+  // Waits for step N of a leaf, and starts the copy of the step that takes the stage before. The
+  // condition is as in `meet`.
+  const auto wait_for_step = [&](auto step, bool condition) {
+    ptx::cp_async_wait<AHEAD - 1>();
     const bool holds = meet(condition);  // the step, copied, and the one before, read by all warps
-    if ((stage + TEAM - 1) % TEAM == index) producer.copy_next();
+    producer.copy<(decltype(step)::value + AHEAD) % LEAF_STEPS>();
     char* const stage_smem = stages_smem + stage * STAGE_BYTES;
     stage = stage + 1 < RING ? stage + 1 : 0;
     return ReadyStep{stage_smem, holds};
@@ -156,10 +161,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 1 load q
     unsigned int full = ~0u;
     if (has_rows) {
-      decode_rows::begin_queries(p, rows, q_smem, p.q.lead[MAX_LEAD - 1]);
+      decode_rows::begin_queries<false>(p, rows, q_smem, p.q.lead[MAX_LEAD - 1]);
       full = decode::full_leaves(rows, keys.node);
     }
-    ptx::cp_async_wait_all();
     __syncwarp();  // the queries, copied by all lanes
     const auto place = [&](int row) {
       return row < rows.rows ? rows.place(workspace, keys.node, row) : nullptr;
@@ -171,7 +175,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const bool masked = (full >> n & 1) == 0;
       const decode::Leaf now = keys.leaf(n, masked ? PARTIAL : FULL);
       Scales scales{};
-      if constexpr (HAS_CODES) scales = load_scales(p, now, keys, {p, now, 0});
+      if constexpr (HAS_CODES) {
+        decode_rows::LeafPlaces places{};
+        places.find(p, static_cast<int>(now.first_key()), LEAF, 0);
+        scales = load_scales(p, now, keys, places);
+      }
       unsigned int mask[ROWS];
       if (HAS_MASK && masked) {
         decode_scores::evaluate_mask(p, rows, now, fragment::lane_row(), mask);
@@ -181,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       for_steps<0, STEPS>([&](auto step) {
         constexpr int FIRST = decltype(step)::value * STEP_KEYS / 4;
         accum_t part[ROWS][STEP_KEYS / 4];
-        const char* const k_smem = wait_for_step(false).stage_smem;
+        const char* const k_smem = wait_for_step(step, false).stage_smem;
         if (!has_rows) {
           matmul::clear(part);
         } else if constexpr (HAS_CODES) {
@@ -227,12 +235,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const Weights<> p_of_leaf(s);
       // 7 accumulate p v
       matmul::clear(leaf.o);
-      for_steps<0, STEPS>([&](auto step) {
-        const ReadyStep ready = wait_for_step(MAY_MASK && has_masked);
+      for_steps<STEPS, LEAF_STEPS>([&](auto step) {
+        constexpr int FIRST = (decltype(step)::value - STEPS) * STEP_KEYS;
+        const ReadyStep ready = wait_for_step(step, MAY_MASK && has_masked);
         if (!has_rows && !ready.holds) return;
-        accumulate<decltype(step)::value * STEP_KEYS>(leaf.o, p_of_leaf, ready.stage_smem, scales.v,
-                                                      ready.holds, index == 0,
-                                                      [&] { meet(false); });
+        accumulate<FIRST>(leaf.o, p_of_leaf, ready.stage_smem, scales.v, ready.holds, index == 0,
+                          [&] { meet(false); });
       });
       // The leaf joins its node: merges stand for step 6.
       if constexpr (IN_REGISTERS) {
