@@ -140,7 +140,7 @@ def attention_cached(
         and those of entry 0 must be there even if ``lengths[0]`` is smaller. No bit depends on it.
         Shared keys are read once for several entries, and only as those of entry 0: on the CPU,
         and on tensor cores in 16-bit types, there in multiples of 512 positions and for heads up to
-        128. Other calls ignore it; `plan_cached` says so.
+        256. Other calls ignore it; `plan_cached` says so.
     mask : Mask or array of bool, optional
         As in `attention`. An array broadcasts to (B, Hq, Lq, S).
     score_mod : Score or sequence of Score, optional

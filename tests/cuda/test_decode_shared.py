@@ -201,8 +201,8 @@ def test_values_that_are_not_finite_stay_where_they_are_seen(masked):
     options = {"mask": hides} if masked else {}
     out, lse = case.run(512, **options)
     assert same((out, lse), case.run(**options))
-    assert np.isinf(out[2, :, :, 2]).all()
     assert np.isfinite(out[2, :, :, 3]).all() == masked
+    assert np.isinf(out[2, :, :, 2]).all() == masked  # NaN otherwise
     assert np.isnan(out[0]).all()
 
 
@@ -264,7 +264,7 @@ def test_a_plan_says_how_many_positions_are_read_once():
     assert alone.format(511) in planned(*few, shared=511)
     assert alone.format(4096) in planned((1, 4, 1, 64), (1, 2, 5000, 64))
     assert alone.format(4096) in planned(*few, arch="sm_75")
-    assert alone.format(4096) in planned((2, 4, 1, 192), (2, 2, 5000, 192))
+    assert alone.format(4096) in planned((2, 4, 1, 300), (2, 2, 5000, 300))
     packed = (4, 4, 64), (4, 2, 5000, 64)
     assert alone.format(4096) in planned(*packed, offsets_q=[0, 1, 2, 3, 4])
 
