@@ -124,6 +124,8 @@ def test_no_bit_depends_on_what_is_shared(mask):
     assert same(case.poisoned().run(case.n, names=names, **MASKS[mask]), expected)
     assert SHARED in names
     assert same(case.run(600, **MASKS[mask]), expected)
+    # Teams of one block, with a unit each.
+    assert same(case.poisoned().run(case.n, Blocks(multiprocessors=1), **MASKS[mask]), expected)
 
 
 @mostly_thorough(
@@ -180,6 +182,14 @@ def test_units_of_every_level(n):
     expected = case.run()
     for multiprocessors in (1, 3, 60):
         assert same(case.run(n, Blocks(multiprocessors=multiprocessors)), expected)
+
+
+@pytest.mark.thorough("many keys; nodes of one level are quick")
+def test_own_units_are_larger_than_shared_nodes():
+    """So many that they are nodes of 4096 keys: shared ones become such nodes, or are not used."""
+    case = Entries.draw([8800] * 8 + [8000, 100], 4700, group=1, d=8, page=64)
+    blocks = Blocks(multiprocessors=1)
+    assert same(case.run(case.n, blocks), case.run(blocks=Blocks(multiprocessors=60)))
 
 
 @pytest.mark.thorough("many keys; nodes that have room are quick")

@@ -14,6 +14,8 @@ NODES_CPU = "reference/cpu/decode_nodes.py"
 TEAMS, ROWS = "kernels_cu/sm80/decode_sm80_shared.cu", "kernels_cu/decode/shared.cuh"
 ON_GPU = "cuda/test_decode_shared.py::test_"
 SAME, OF_TEAMS = ON_GPU + "no_bit_depends_on_what_is_shared", ON_GPU + "teams_of_any_size"
+LARGER = ON_GPU + "own_units_are_larger_than_shared_nodes"
+ROWS_OF_LEAF = "kernels_cu/sm80/decode_rows.cuh"
 LEVELS, FINITE = ON_GPU + "units_of_every_level", ON_GPU + "values_that_are_not_finite"
 
 ON_A_CPU = {
@@ -92,8 +94,8 @@ ON_A_GPU = {
     ),
     "keys are those of another entry": Fault(
         TEAMS,
-        "LeafPlaces(p_, keys.leaf(leaf_), 0)",
-        "LeafPlaces(p_, keys.leaf(leaf_), 1)",
+        "keys.leaf(n).first_key()), LEAF, 0);",
+        "keys.leaf(n).first_key()), LEAF, 2);",
         SAME,
         "all",
     ),
@@ -108,22 +110,17 @@ ON_A_GPU = {
         TEAMS,
         "      ptx::named_barrier_sync(1 + team, TEAM * ptx::WARP_SIZE);",
         "      ptx::named_barrier_sync(1, TEAM * ptx::WARP_SIZE);",
-        OF_TEAMS,
-        "5-4-1-2",
+        SAME,
+        "all",
     ),
     "a step is not waited for": Fault(
-        TEAMS,
-        "TEAM == 1 ? STAGES - 2 : STAGES - 1",
-        "TEAM == 1 ? STAGES - 1 : STAGES",
-        OF_TEAMS,
-        "5-4-1-2",
+        TEAMS, "cp_async_wait<AHEAD - 1>();", "cp_async_wait<AHEAD>();", OF_TEAMS, "5-4-1-2"
     ),
     "a stage is overwritten before it is read": Fault(
-        TEAMS,
-        "if ((stage + TEAM - 1) % TEAM == index) producer.copy_next();",
-        "if (stage % TEAM == index) producer.copy_next();",
-        OF_TEAMS,
-        "5-4-1-2",
+        TEAMS, "AHEAD = RING - 1;", "AHEAD = RING;", OF_TEAMS, "5-4-1-2"
+    ),
+    "each warp copies the same part of a step": Fault(
+        ROWS_OF_LEAF, "(n + sharer) * Row::AT_ONCE", "n * Row::AT_ONCE", OF_TEAMS, "5-4-1-2"
     ),
     "warps without masked pairs do not look": Fault(
         TEAMS,
@@ -139,14 +136,18 @@ ON_A_GPU = {
         FINITE + "_stay_where_they_are_seen",
         "True",
     ),
-    "own keys begin within a node": Fault(
-        TASKS, "shared >> shift << shift", "shared", LEVELS, "4608"
-    ),
+    "own keys begin within a node": Fault(TASKS, "shared >> shift << shift", "shared", LARGER),
     "leaves join shared nodes": Fault(
         JOIN, "shared > 0 && own == 0 ? 1 : own;", "own;", LEVELS, "512"
     ),
     "shared nodes begin at the units' level": Fault(
-        JOIN, "shared > 0 && own > 1 ? 1 : own;", "own;", LEVELS, "8704"
+        JOIN, "shared > 0 && own > 1 ? 1 : own;", "own;", LARGER
+    ),
+    "shared nodes are those of all levels": Fault(
+        JOIN,
+        "shared(task.shared(p, own) >> LOG_CHILDREN)",
+        "shared(task.shared(p, 0) >> LOG_CHILDREN)",
+        LARGER,
     ),
     "shared nodes lie where made ones do": Fault(
         JOIN, "level > (is_shared ? 1 : own)", "level > own", LEVELS, "512"
