@@ -37,8 +37,9 @@ struct Producer {
   const Params& p;
   char* stages_smem;
   int index, distance, units;
-  int unit, leaf, stage;                        // of the next step
-  decode_rows::LeafPlaces places, next_places;  // of its leaf and of the one behind it
+  int unit, leaf, stage;                  // of the next step
+  decode_rows::LeafPlaces places;         // of its leaf
+  decode_rows::LeafEntries next_entries;  // of the leaf behind it
   decode_rows::Source k, v;
 
   __device__ __forceinline__ Producer(const Params& p, char* stages_smem, int index, int unit,
@@ -52,13 +53,13 @@ struct Producer {
         leaf(0),
         stage(0) {
     begin_unit();
-    find_places(unit, 0);
+    look_up(unit, 0);
   }
 
   // Starts the copy of step N of a leaf, of LEAF_STEPS. All lanes call it together.
   template <int N>
   __device__ __forceinline__ void copy() {
-    if constexpr (N == 0) places = next_places;
+    if constexpr (N == 0) places = decode_rows::LeafPlaces(p, next_entries);
     char* const stage_smem = stages_smem + stage * STAGE_BYTES;
     if (unit < units) {
       if constexpr (N < STEPS) {
@@ -72,7 +73,7 @@ struct Producer {
     ptx::cp_async_commit();
     stage = stage + 1 < RING ? stage + 1 : 0;
     if constexpr (N == 0) {
-      find_places(leaf < CHILDREN - 1 ? unit : unit + distance, (leaf + 1) % CHILDREN);
+      look_up(leaf < CHILDREN - 1 ? unit : unit + distance, (leaf + 1) % CHILDREN);
     }
     if constexpr (N == LEAF_STEPS - 1) {
       leaf = (leaf + 1) % CHILDREN;
@@ -89,11 +90,12 @@ struct Producer {
     k = decode_rows::Source{keys.k, p.k_page, p.k.row, p.k.col};
     v = decode_rows::Source{keys.v, p.v_page, p.v.row, p.v.col};
   }
-  // Finds where the rows of the next leaf lie: the same for all entries.
-  __device__ __forceinline__ void find_places(int of_unit, int n) {
+  // Looks up the rows of the next leaf, which are the same for all entries.
+  __device__ __forceinline__ void look_up(int of_unit, int n) {
+    next_entries = decode_rows::LeafEntries{};
     if (of_unit >= units) return;
     const SharedUnit keys(p, of_unit);
-    next_places.find(p, static_cast<int>(keys.leaf(n).first_key()), LEAF, 0);
+    next_entries.look_up(p, static_cast<int>(keys.leaf(n).first_key()), LEAF, 0);
   }
 };
 
@@ -176,9 +178,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const decode::Leaf now = keys.leaf(n, masked ? PARTIAL : FULL);
       Scales scales{};
       if constexpr (HAS_CODES) {
-        decode_rows::LeafPlaces places{};
-        places.find(p, static_cast<int>(now.first_key()), LEAF, 0);
-        scales = load_scales(p, now, keys, places);
+        decode_rows::LeafEntries entries;
+        entries.look_up(p, static_cast<int>(now.first_key()), LEAF, 0);
+        scales = load_scales(p, now, keys, decode_rows::LeafPlaces(p, entries));
       }
       unsigned int mask[ROWS];
       if (HAS_MASK && masked) {
