@@ -49,7 +49,10 @@ struct Tree {
         number(task.number),
         row(row),
         own(SHARED ? units.level : 0),  // levels matter to shared nodes only
-        shared(task.shared(p, own) >> LOG_CHILDREN) {
+        shared(task.shared(p, own)) {
+    // Where no row sees any of them, units may begin later.
+    if (units.first_node > shared >> (LOG_CHILDREN * own)) shared = 0;
+    shared >>= LOG_CHILDREN;
     lowest = shared > 0 && own > 1 ? 1 : own;
     joins = shared > 0 && own == 0 ? 1 : own;
     made = lowest + 1;

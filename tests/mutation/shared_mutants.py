@@ -92,6 +92,13 @@ ON_A_GPU = {
     "short entries share what they do not have": Fault(
         TASKS, "return leaves > shared ?", "return leaves > 0 ?", SAME, "all"
     ),
+    "units that begin later follow shared nodes": Fault(
+        JOIN,
+        "if (units.first_node > shared >> (LOG_CHILDREN * own)) shared = 0;",
+        "",
+        SAME,
+        "short",
+    ),
     "keys are those of another entry": Fault(
         TEAMS,
         "keys.leaf(n).first_key()), LEAF, 0);",
@@ -145,8 +152,8 @@ ON_A_GPU = {
     ),
     "shared nodes are those of all levels": Fault(
         JOIN,
-        "shared(task.shared(p, own) >> LOG_CHILDREN)",
-        "shared(task.shared(p, 0) >> LOG_CHILDREN)",
+        "shared(task.shared(p, own)) {",
+        "shared(task.shared(p, 0)) {",
         LARGER,
     ),
     "shared nodes lie where made ones do": Fault(

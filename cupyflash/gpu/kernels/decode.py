@@ -21,8 +21,10 @@ ROWS_OF_BLOCK = 64  # rows of tasks from which on all of a block works on one un
 MOST_OF_BLOCK = 16
 TASK_BYTES, LEVELS = 96, 4  # of a task that a warp has; levels of units
 NODE = 512  # keys of a node of level 1
-# A launch and what it leaves for others take as long as reading so many bytes.
-FEWEST_SHARED_BYTES = 16 << 20
+# Measured on an H100, a kernel for shared keys saves time where others would read as many bytes of
+# these again, from the L2 cache. More warps than MOST_TEAM wait too long for each other.
+FEWEST_SHARED_BYTES = 256 << 20
+MOST_TEAM = 4
 COLUMNS, STATISTICS_BYTES = 16, 16  # rows of o in slots are multiples of it; their m and l
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
@@ -108,8 +110,9 @@ class Slots(NamedTuple):
 
 def team_of(tiles: Tiles, warps: int) -> int:
     """Return how many warps of a block read the same keys, if `warps` have rows for them."""
-    most = tiles.threads // 32
-    return next(n for n in range(1, most + 1) if most % n == 0 and (n >= warps or n == most))
+    in_block = tiles.threads // 32
+    sizes = [n for n in range(1, MOST_TEAM + 1) if in_block % n == 0]
+    return next((n for n in sizes if n >= warps), sizes[-1])
 
 
 def slots(grid: Grid, tiles: Tiles, capacity: int) -> Slots:
