@@ -151,7 +151,7 @@ def test_teams_of_any_size(batch, group, len_q, team):
 
 
 @pytest.mark.thorough("draws of what the other tests are for")
-@settings(max_examples=20 * settings().max_examples)
+@settings(max_examples=settings().max_examples)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(512, 1700),
