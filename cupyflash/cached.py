@@ -138,8 +138,9 @@ def attention_cached(
         their page numbers are those of entry 0, except for a page that extends further; otherwise,
         their rows are equal, as in arrays with a first axis of stride 0. Entries may be shorter,
         and those of entry 0 must be there even if ``lengths[0]`` is smaller. No bit depends on it.
-        On NumPy arrays, shared keys are read once for several entries, and only as those of entry
-        0. GPUs ignore it.
+        Shared keys are read once for several entries, and only as those of entry 0: on the CPU,
+        and on tensor cores in 16-bit types, there in multiples of 512 positions and for heads up to
+        256. Other calls ignore it; `plan_cached` says so.
     mask : Mask or array of bool, optional
         As in `attention`. An array broadcasts to (B, Hq, Lq, S).
     score_mod : Score or sequence of Score, optional
@@ -214,6 +215,7 @@ def workspace_size_cached(
     k_scale: DLPackArray | None = None,
     v_scale: DLPackArray | None = None,
     kv_dtype: Any = None,
+    shared: SupportsIndex = 0,
 ) -> int:
     """Return how many bytes of workspace `attention_cached` needs at most for these shapes.
 
@@ -223,6 +225,8 @@ def workspace_size_cached(
         As in `attention_cached`.
     kv_dtype : str or dtype_like, optional
         As in `attention_cached`.
+    shared : int
+        As in `attention_cached`: a call with fewer shared positions needs no more.
 
     Returns
     -------
@@ -235,6 +239,6 @@ def workspace_size_cached(
         As in `attention_cached`.
     """
     given = Given(k_scale, v_scale, kv_dtype)
-    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q, given)
+    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q, given, shared)
     call = request.call
     return dispatch.backend_of(call.q).workspace_size_cached(call)

@@ -181,6 +181,10 @@ def _use(subject: Subject, work: Work, found: Survey | None, *, compile: bool) -
         if taken is not None:
             held = _occupancy(where, work, tiles, taken, unknown)
     pairs = 0 if found is None else _computed_pairs(found, work)
+    if work.part == "shared":
+        pairs = sizes.shared.pairs
+    elif work.special is not None and work.special.shared and found is not None:
+        pairs = max(pairs - sizes.sharers * sizes.shared_keys * work.block_q, 0)
     return KernelUse(
         name=work.name,
         computes=work.computes + (", and sums of dq" if work.atomic_dq else ""),

@@ -12,6 +12,7 @@ from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.functions import POSITIONS
 from ..expr.nodes import Expr, as_expr, rebuild
+from ..gpu import decode_recipe
 from ..gpu.kernels import decode
 from ..masks import Mask
 from ..problem import cached as cached_calls
@@ -109,6 +110,9 @@ def explain_cached(
         reason, works, scratch = on_cpu_cached(call)
     else:
         reason, works, scratch = on_gpu(call, where, False, False)
+    shared_keys = decode.NOT_SHARED
+    if where.target is not None:
+        shared_keys = decode_recipe.shared_of(call, where.target)
     longest = changed(call.problem, len_k=max(used))
     main = next(work for work in works if work.block_kv)
     allowed, rows = trees(call).allowed, 0
@@ -127,7 +131,7 @@ def explain_cached(
         reason=reason,
         works=works,
         scratch=scratch,
-        sizes=traffic.Sizes(counted, used),
+        sizes=traffic.Sizes(counted, used, shared=shared_keys),
         unknown=[],
         entries=_entries(used),
         allowed=allowed,

@@ -48,13 +48,22 @@ def of_codes(call: Call) -> dict[str, int]:
 class Sizes:
     """Bytes of a call's arrays, and of their rows."""
 
-    def __init__(self, call: Call, lengths: Sequence[int] = (), coded: Call | None = None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        lengths: Sequence[int] = (),
+        coded: Call | None = None,
+        shared: decode.Shared = decode.NOT_SHARED,
+    ) -> None:
         """Take the sizes of a call, as its main kernel has it.
 
-        Over a cache, `lengths` are those of its batch entries. `coded` is the call on codes of
-        float8 whose numbers this call has.
+        Over a cache, `lengths` are those of its batch entries, and `shared` is what a kernel of
+        its own computes. `coded` is the call on codes of float8 whose numbers this call has.
         """
         problem, cache = call.problem, call.cache
+        self.shared, keys = shared, shared.nodes * decode.NODE
+        self.sharers = sum(length > keys for length in lengths) if keys else 0
+        self.shared_keys = problem.heads_kv * keys if self.sharers else 0
         self.problem = problem
         self.item, self.wide = problem.dtype.itemsize, problem.accumulator.itemsize
         self.queries = problem.batch * problem.heads * int(problem.len_q)
@@ -136,8 +145,19 @@ class Sizes:
             return rows, rows
         d, d_v = self.problem.d, self.problem.d_v
         pieces = [{"pieces": n * self.piece_row} for n in (self.queries, self.rows_of_leaves)]
+        shared = self.shared_keys * self.key_row, self.shared_keys * self.value_row
+        rows_of_nodes = self.sharers * self.shared.nodes * self.queries // self.problem.batch
+        if part == "shared":
+            nodes = {"pieces": rows_of_nodes * self.piece_row}
+            once, most = (
+                {"q": self.q, "k": n * shared[0], "v": n * shared[1]}
+                for n in (1, self.shared.teams)
+            )
+            return made(once, nodes), made(most, nodes)
         if part == "join":
             results = {"o": self.o, "lse": self.row}
+            for each in pieces:
+                each["pieces"] += rows_of_nodes * self.piece_row
             return made(pieces[0], results), made(pieces[1], results)
         assert found is not None
         keys, queries = found.visited_keys, found.visited_queries
@@ -171,6 +191,9 @@ class Sizes:
             mine, results = {"q": self.q}, {"o": self.o, "lse": self.row}
         once = self.seen(found)
         if part == "decode":
+            for name, n in zip("kv", shared, strict=True):
+                once[name] = max(once[name] - n, 0)
+                again[name] = max(again[name] - self.sharers * n, 0)
             return made(mine | once, pieces[0]), made(mine | again, pieces[1])
         return made(mine | once, results), made(mine | again, results)
 

@@ -181,11 +181,15 @@ def on_gpu(
             launch.special.spec.part,
             launch.special.spec.computes,
             launch.grid,
-            launch.special.tiles.block_q if launch.special.tiles.block_kv else 0,
-            launch.special.tiles.block_kv,
+            # The main kernel's tiles are those of the call, including what others share.
+            launch.special.tiles.block_q if has_tiles else 0,
+            launch.special.tiles.block_kv if has_tiles else 0,
             launch.special,
         )
         for launch in made.launches
+        for has_tiles in [
+            launch.special.spec.part != "shared" and launch.special.tiles.block_kv > 0
+        ]
     ]
     if backward:
         main = next(work for work in works if work.block_kv)

@@ -44,18 +44,52 @@ def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> 
 
 
 def _add_decode(writer: Writer, extent: Extent) -> int:
-    """Add the kernel of few queries and the one that joins its pieces; return their workspace."""
+    """Add the kernels of few queries and the one that joins; return their workspace."""
     call, named = writer.call, ("workspace",)
-    grid, tiles = writer.add("decode", extent, named=named)
+    choice = registry.select("decode", Request(call.problem, writer.facts, call))
+    spec, tiles = choice.spec, choice.tiles
+    grid, shared = spec.grid(extent, tiles), shared_of(call, writer.facts)
+    fields = dict(decode.fields(grid, tiles, keys_of(call), shared.nodes))
+    if shared.nodes:
+        writer.add("shared", extent, fields, named, team=shared.team)
+    writer.add("decode", extent, fields, named, shared=shared.nodes > 0)
     if grid.size:
         # Maxima are scores; logits where scores are changed, and in the portable kernel.
-        spec = writer.launches[-1].special.spec
         has_scores = spec.tensor_cores and not writer.generated.functions.has_score
-        fields = dict(decode.fields(grid, tiles, keys_of(call)))
         fields["scale"] = abs(call.problem.scale) if has_scores else 1.0
         blocks = tiles.block_q, tiles.block_kv
-        writer.add("join", extent, fields, named, blocks=blocks)
-    return _decode_bytes(call, grid, tiles)
+        writer.add("join", extent, fields, named, blocks=blocks, shared=shared.nodes > 0)
+    return _decode_bytes(call, writer.facts, grid, tiles)
+
+
+def shared_of(call: Call, facts: Target) -> decode.Shared:
+    """Return what is read once for all entries of a call over a cache.
+
+    No bit depends on it. Where a kernel of other arithmetic serves, or where little is saved, each
+    entry reads all of its keys.
+    """
+    problem, cache = call.problem, call.cache
+    if cache is None or cache.shared < decode.NODE or problem.batch < 2:
+        return decode.NOT_SHARED
+    if problem.packed or not problem.heads_kv or not problem.len_q:
+        return decode.NOT_SHARED
+    choice = registry.shares(Request(problem, facts, call))
+    if choice is None:
+        return decode.NOT_SHARED
+    nodes = cache.shared // decode.NODE
+    keys = problem.heads_kv * nodes * decode.NODE
+    saved = (problem.batch - 1) * keys * sum(x.shape[-1] * x.itemsize for x in (call.k, call.v))
+    if saved < decode.FEWEST_SHARED_BYTES:
+        return decode.NOT_SHARED
+    group, queries = group_of(problem), int(problem.len_q)
+    tiles = choice.tiles
+    heads, most = decode.rows_of_task(group, tiles.block_q)
+    entries = tiles.block_q // decode.most_rows(group, tiles.block_q, queries)
+    warps = -(-problem.batch // entries) * -(-group // heads) * -(-queries // most)
+    team = decode.team_of(tiles, warps)
+    return decode.Shared(
+        choice.spec.name, nodes, team, -(-warps // team), warps * tiles.block_q * keys
+    )
 
 
 def _prefills(call: Call, facts: Target) -> bool:
@@ -84,7 +118,11 @@ def plan(call: Call, facts: Target) -> Plan:
         why = f"{other} serves entries whose heads that share keys have more than {most} queries"
         made = replace(made, reason=f"{made.reason}; {why}")
     if call.cache is not None and call.cache.shared:
+        shared = shared_of(call, facts)
         why = f"each entry reads the first {call.cache.shared} positions by itself"
+        if few and shared.nodes:
+            most = shared.nodes * decode.NODE
+            why = f"{shared.kernel} reads the first {most} positions once for all entries"
         made = replace(made, reason=f"{made.reason}; {why}")
     return made
 
@@ -96,10 +134,13 @@ def _extent_of_tasks(call: Call, facts: Target) -> Extent:
     return Extent(*sizes, facts.multiprocessors, group_of(problem))
 
 
-def _decode_bytes(call: Call, grid: Grid, tiles: Tiles) -> int:
+def _decode_bytes(call: Call, facts: Target, grid: Grid, tiles: Tiles) -> int:
     problem = call.problem
-    sizes = group_of(problem), problem.d_v, problem.accumulator.itemsize, keys_of(call)
-    return decode.nbytes(grid, tiles, *sizes)
+    # All numbers of packed queries have the same workspace.
+    longest = int(call.q.shape[-2])
+    rows = decode.most_rows(group_of(problem), tiles.block_q, longest)
+    sizes = rows, problem.d_v, problem.accumulator.itemsize, keys_of(call)
+    return decode.nbytes(grid, tiles, *sizes, shared_of(call, facts).nodes)
 
 
 def workspace_size(call: Call, facts: Target) -> int:
@@ -108,4 +149,4 @@ def workspace_size(call: Call, facts: Target) -> int:
         return 0
     choice = registry.select("decode", Request(call.problem, facts, call))
     grid = choice.spec.grid(_extent_of_tasks(call, facts), choice.tiles)
-    return _decode_bytes(call, grid, choice.tiles)
+    return _decode_bytes(call, facts, grid, choice.tiles)

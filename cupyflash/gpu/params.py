@@ -82,7 +82,10 @@ _FIXED: Fields = [
     *((name, "q", 1) for name in "length_step table_batch table_step pages k_page v_page".split()),
     *((name, "q", 1) for name in "k_scale_page v_scale_page".split()),
     *((name, "i", 1) for name in "tasks slots few_rows tma_rows".split()),
-    *((name, "i", 1) for name in "page_size kind_lengths kind_table held".split()),
+    *(
+        (name, "i", 1)
+        for name in "page_size kind_lengths kind_table held shared shared_slots".split()
+    ),
 ]
 _COMBINE: Fields = [
     ("outs", OPERAND, MAX_PARTS),

@@ -60,6 +60,10 @@ class Specialisation:
         and whether the result has the accumulator's type.
     codes : Format or None
         The format of keys and values, or of queries, too, if they are codes.
+    shared : bool
+        Whether another kernel computes the first keys of entries that share them.
+    team : int
+        Warps that share their keys in that kernel; elsewhere 0.
     k_rows, v_rows : bool
         Whether rows of keys or of values have scales of their own, where all are codes.
     functions : Functions
@@ -85,6 +89,8 @@ class Specialisation:
     codes: Format | None = None
     k_rows: bool = False
     v_rows: bool = False
+    shared: bool = False
+    team: int = 0
 
     @property
     def kernel(self) -> str:
@@ -114,6 +120,8 @@ class Specialisation:
             "wide": self.wide_result,
             "krows": self.k_rows,
             "vrows": self.v_rows,
+            "shared": self.shared,
+            f"team{self.team}": self.team > 0,
         }
         if self.codes is not None:
             flags[self.codes.name] = True
@@ -154,6 +162,7 @@ def prelude(special: Specialisation) -> str:
             "SCORE_STEPS": has.score_steps,
             "PAGE_ROWS": special.page_rows,
             "CODES": -1 if special.codes is None else special.codes.code,
+            "TEAM": special.team,
         },
         "bool": {
             "HAS_SCORE": has.has_score,
@@ -173,6 +182,7 @@ def prelude(special: Specialisation) -> str:
             "WIDE_RESULT": special.wide_result,
             "K_SCALE_ROWS": special.k_rows,
             "V_SCALE_ROWS": special.v_rows,
+            "SHARED": special.shared,
             "EACH_LANE_ARRIVES": EACH_LANE_ARRIVES,
         },
     }

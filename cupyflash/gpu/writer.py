@@ -23,7 +23,7 @@ from ..expr.nodes import walk
 from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Cache, Call, Codes, Plan, Problem, scale_steps
 from . import params, strides
-from .kernels import decode, registry, tma_operands
+from .kernels import registry, tma_operands
 from .kernels.spec import Extent, Grid, KernelSpec, Request, Tiles
 from .params import KINDS, Operand
 from .source import NONE, Specialisation
@@ -205,12 +205,14 @@ class Writer:
         named: tuple[str, ...] = (),
         adds_dq: bool = False,
         blocks: tuple[int, int] | None = None,
+        shared: bool = False,
+        team: int = 0,
     ) -> tuple[Grid, Tiles]:
         """Add the kernel that serves a part of the call, and return its grid and its tiles.
 
         `fields` override the common parameters, and `named` are additional addresses. `adds_dq`
         says whether the kernel adds its share of dq to memory. `blocks` are the queries and keys of
-        a tile, if those of another kernel decide.
+        a tile, if those of another kernel decide. `shared` and `team` are as in `Specialisation`.
         """
         problem = self.call.problem
         functions = self.generated.functions
@@ -239,7 +241,7 @@ class Writer:
             told |= {"ints": (), "floats": (), "tables": ()}
             addresses = [name for name in addresses if name not in self.tables]
         cache, codes = self.call.cache, self.call.codes
-        if cache is not None and spec.part == "decode":
+        if cache is not None and spec.part in ("decode", "shared"):
             codes = cache.codes
         result = self.arrays[_RESULT[part]].dtype if part in _RESULT else problem.dtype
         stored, wide_result = problem.dtype.name, result != problem.dtype
@@ -263,12 +265,12 @@ class Writer:
             origins=spec.scores and self.has_origins,
             codes=codes.form if codes is not None else None,
             wide_result=wide_result,
+            shared=shared,
+            team=team,
             k_rows=self.call.codes is not None and self.told["k_scale"].row != 0,
             v_rows=self.call.codes is not None and self.told["v_scale"].row != 0,
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
-        if part == "decode":
-            told |= decode.fields(grid, tiles, keys_of(self.call))
         told["tma_rows"] = next((x.rows for x in tma.maps if x.name == "k"), 0)
         if grid.size:
             layout = params.params(functions.num_ints, functions.num_floats, functions.num_tables)

@@ -100,7 +100,7 @@ def attention_cached(
     if home.type == "cpu":
         return tensors.of_results(arrays.attention_cached(*operands, **options))
     with tensors.stream_of(home):
-        sizes = {name: options[name] for name in ("table", "offsets_q")}
+        sizes = {name: options[name] for name in ("table", "offsets_q", "shared")}
         size = arrays.workspace_size_cached(*operands[:3], **sizes)
         scratch = q.new_empty(size, dtype=torch.uint8)
         out = tensors.empty_in_order_of(q, (*q.shape[:-1], v.shape[-1]))

@@ -26,29 +26,63 @@ constexpr int SHARERS = PIECES < ROW_WARPS ? PIECES : ROW_WARPS;
 constexpr int NODES_AT_ONCE = ROW_WARPS / SHARERS;
 static_assert(NODES > 0, "SHARED_BYTES");
 
-// A row of a task's tree. Nodes of a level are numbered from the first one of all keys.
+// A row of a task's tree. Nodes of a level are numbered from the first one of all keys. It begins
+// with the task's units, and with the nodes of level 1 before them that it shares with other tasks.
 struct Tree {
+  const Params& p;
   const decode::Workspace& workspace;
   decode::TaskRecord units;
   accum_t* nodes_smem;
-  int row;
+  int number, row;
+  int own;            // the level of its units
+  int shared;         // nodes of level 1, as many as make whole nodes of that level
+  int lowest, joins;  // the level of its first nodes; the one from which on no kind is alone
+  int made, base;     // the level of the first nodes that are made here, and the first of them
+  bool has_room;      // for all nodes of that level in shared memory
 
-  // The first and the last node `above` levels above units.
-  __device__ __forceinline__ int first(int above) const {
-    return units.first_node >> (LOG_CHILDREN * above);
+  __device__ __forceinline__ Tree(const Params& p, const decode::Workspace& workspace,
+                                  const decode::Task& task, accum_t* nodes_smem, int row)
+      : p(p),
+        workspace(workspace),
+        units(workspace.records[task.number]),
+        nodes_smem(nodes_smem),
+        number(task.number),
+        row(row),
+        own(SHARED ? units.level : 0),  // levels matter to shared nodes only
+        shared(task.shared(p, own)) {
+    // Where no row sees any of them, units may begin later.
+    if (units.first_node > shared >> (LOG_CHILDREN * own)) shared = 0;
+    shared >>= LOG_CHILDREN;
+    lowest = shared > 0 && own > 1 ? 1 : own;
+    joins = shared > 0 && own == 0 ? 1 : own;
+    made = lowest + 1;
+    base = shared > 0 ? 0 : first(made);
+    const int above = matmul::larger(own, made);
+    const int end = (last(above) + 1) << (LOG_CHILDREN * (above - made));
+    has_room = end - base <= NODES;
   }
-  __device__ __forceinline__ int last(int above) const {
-    return (units.first_node + units.units - 1) >> (LOG_CHILDREN * above);
+  // The first and the last node of a level.
+  __device__ __forceinline__ int first(int level) const {
+    if (shared > 0 && level > 0) return 0;
+    return units.first_node >> (LOG_CHILDREN * (level - own));
   }
-  // The place of a node: that of its first child, which is in shared memory if all nodes just above
-  // units have room there.
-  __device__ __forceinline__ accum_t* place(int above, int node) const {
-    if (above > 0 && last(1) - first(1) < NODES) {
-      const int child = node << (LOG_CHILDREN * (above - 1));
-      return nodes_smem + ROW * matmul::larger(child - first(1), 0);
+  __device__ __forceinline__ int last(int level) const {
+    if (SHARED && level < own) return (shared >> (LOG_CHILDREN * (level - 1))) - 1;
+    return (units.first_node + units.units - 1) >> (LOG_CHILDREN * (level - own));
+  }
+  // The place of a node: that of its first child, which is in shared memory if there is room.
+  __device__ __forceinline__ accum_t* place(int level, int node) const {
+    const bool is_shared = SHARED && level > 0 && node << (LOG_CHILDREN * (level - 1)) < shared;
+    if (level > (is_shared ? 1 : own) && has_room) {
+      const int child = node << (LOG_CHILDREN * (level - made));
+      return nodes_smem + ROW * matmul::larger(child - base, 0);
     }
-    const int unit = matmul::larger((node << (LOG_CHILDREN * above)) - first(0), 0);
-    return workspace.row(units.slot + unit, row);
+    if (is_shared) {
+      const int child = node << (LOG_CHILDREN * (level - 1));
+      return workspace.row(decode::Workspace::shared(p, number, child), row);
+    }
+    const int child = node << (LOG_CHILDREN * (level - own));
+    return workspace.row(units.slot + matmul::larger(child - units.first_node, 0), row);
   }
 };
 
@@ -174,30 +208,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
   const Results results(p, task, row);
   ptx::wait_for_grids();
-  const Tree tree{workspace, workspace.records[number],
-                  reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW, row};
+  const Tree tree(p, workspace, task, reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW,
+                  row);
 
-  int above = 0;
+  int level = tree.lowest;
 #pragma unroll 1
-  for (; tree.first(above) < tree.last(above); ++above) {
-    const int low = tree.first(above), high = tree.last(above);
+  for (; level < tree.joins || tree.first(level) < tree.last(level); ++level) {
+    const int low = tree.first(level), high = tree.last(level), last = high >> LOG_CHILDREN;
 #pragma unroll 1
-    for (int first = tree.first(above + 1); first <= tree.last(above + 1); first += NODES_AT_ONCE) {
+    for (int first = low >> LOG_CHILDREN; first <= last; first += NODES_AT_ONCE) {
       const int node = first + warp / SHARERS, sharer = warp % SHARERS;
-      const bool is_mine = warp < NODES_AT_ONCE * SHARERS && node <= tree.last(above + 1);
+      const bool is_mine = warp < NODES_AT_ONCE * SHARERS && node <= last;
       merge::Statistics made = merge::no_keys();
       if (is_mine) {
         const int wanted = (node << LOG_CHILDREN) + ptx::lane_index() % CHILDREN;
         const int child = tile::smaller(matmul::larger(wanted, low), high);
-        made = fold(tree.place(above, child), child == wanted && ptx::lane_index() < CHILDREN,
-                    tree.place(above + 1, node), sharer, c);
+        made = fold(tree.place(level, child), child == wanted && ptx::lane_index() < CHILDREN,
+                    tree.place(level + 1, node), sharer, c);
       }
       if constexpr (SHARERS > 1) wait_for_row();  // statistics of children, read by all warps
       if (is_mine && sharer == 0 && ptx::lane_index() == 0) {
-        decode::statistics_of(tree.place(above + 1, node)) = made;
+        decode::statistics_of(tree.place(level + 1, node)) = made;
       }
     }
     wait_for_row();  // the nodes, folded by all warps
   }
-  results.write(tree.place(above, tree.first(above)), p.out.col, scale);
+  results.write(tree.place(level, tree.first(level)), p.out.col, scale);
 }

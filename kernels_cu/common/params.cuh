@@ -114,7 +114,9 @@ struct Params {
   int page_size;  // positions of a page
   int kind_lengths;
   int kind_table;
-  int held;  // slots of a warp for nodes below its unit
+  int held;          // slots of a warp for nodes below its unit
+  int shared;        // nodes of level 1 that entries share: see decode/tasks.cuh
+  int shared_slots;  // the slot of the first of them
 
   long long ints[NUM_INTS];  // constants of masks and scores
   double floats[NUM_FLOATS];

@@ -83,7 +83,7 @@ class Cursor {
         return Leaf{unit_, leaf_begin_, 0, PARTIAL, place_, true};
       }
       if (++unit_ == end_) break;
-      if (++index_ == task.units(level_)) {
+      if (++index_ == task.units(p_, level_)) {
         index_ = 0;
         int number = task.number;
         Task following;
@@ -122,7 +122,7 @@ class Cursor {
 
   __device__ __forceinline__ void begin_unit() {
     const Task& task = tasks_smem_.task[place_];
-    const int shift = LOG_CHILDREN * level_, node = task.first_node(level_) + index_;
+    const int shift = LOG_CHILDREN * level_, node = task.first_node(p_, level_) + index_;
     leaf_begin_ = matmul::larger(node << shift, task.first);
     leaf_end_ = tile::smaller((static_cast<long long>(node) + 1) << shift, task.last);
     leaf_ = leaf_begin_;
@@ -134,7 +134,7 @@ class Cursor {
     if (keeps_records_ && index_ == 0 && ptx::lane_index() == 0) {
       const Task& task = tasks_smem_.task[place_];
       workspace_.records[task.number] =
-          TaskRecord{unit_, task.units(level_), task.first_node(level_), level_};
+          TaskRecord{unit_, task.units(p_, level_), task.first_node(p_, level_), level_};
     }
   }
 

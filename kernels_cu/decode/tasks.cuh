@@ -49,6 +49,15 @@ __device__ __forceinline__ int units_of(int first, int last, int level) {
   return ((last - 1) >> (LOG_CHILDREN * level)) - (first >> (LOG_CHILDREN * level)) + 1;
 }
 
+// Leaves that decode_sm80_shared.cu computes for an entry that holds `leaves`: whole nodes of a
+// level at its start, which it has in common with other entries. Shorter entries compute theirs
+// themselves.
+__device__ __forceinline__ int shared_leaves(const Params& p, int leaves, int level) {
+  if constexpr (!SHARED) return 0;
+  const int shared = p.shared << LOG_CHILDREN, shift = LOG_CHILDREN * level;
+  return leaves > shared ? shared >> shift << shift : 0;
+}
+
 // Row r of a task is query i0 + r / heads of head `head` + r % heads.
 struct Task {
   const storage_t *k, *v;          // row 0 of its head's keys and values, or of page 0
@@ -67,12 +76,20 @@ struct Task {
   __device__ __forceinline__ long long query_of(int row) const {
     return i0 + static_cast<unsigned int>(row) / heads;
   }
-  __device__ __forceinline__ int first_node(int level) const {
-    return first >> (LOG_CHILDREN * level);
+  // The leaves at its start that are shared, in whole nodes of a level.
+  __device__ __forceinline__ int shared(const Params& p, int level) const {
+    return shared_leaves(p, (len_k + LEAF - 1) >> LOG_LEAF, level);
   }
-  // Its units at a level.
-  __device__ __forceinline__ int units(int level) const {
-    return heads == 0 ? 0 : units_of(first, last, level);
+  // The first visible leaf of its units at a level.
+  __device__ __forceinline__ int first_leaf(const Params& p, int level) const {
+    return SHARED ? matmul::larger(first, shared(p, level)) : first;
+  }
+  // The node of its first unit at a level, and how many units it has.
+  __device__ __forceinline__ int first_node(const Params& p, int level) const {
+    return first_leaf(p, level) >> (LOG_CHILDREN * level);
+  }
+  __device__ __forceinline__ int units(const Params& p, int level) const {
+    return heads == 0 ? 0 : units_of(first_leaf(p, level), last, level);
   }
 };
 static_assert(MAX_LEAD == 4, "Task::entry");
@@ -256,7 +273,7 @@ class Schedule {
         const int leaves = leaves_of(knows ? remembered(b - begin) : keys_of_entry(b));
 #pragma unroll
         for (int n = 0; n < LEVELS; ++n) {
-          const long long units = units_of(0, leaves, n);
+          const long long units = units_of(shared_leaves(p, leaves, n), leaves, n);
           count(counts[n], units * tasks_, ptx::WARP_SIZE);
         }
       }
@@ -268,7 +285,7 @@ class Schedule {
       for (int number = begin; number < begin + each_ && number < p.tasks; ++number) {
         const Task task = task_of(p, number);
 #pragma unroll
-        for (int n = 0; n < LEVELS; ++n) count(counts[n], task.units(n), THREADS);
+        for (int n = 0; n < LEVELS; ++n) count(counts[n], task.units(p, n), THREADS);
       }
     }
     unsigned int totals[LEVELS] = {};
@@ -311,12 +328,12 @@ class Schedule {
       const auto keys_of = [&](int n) {
         return knows ? ptx::shuffle(remembered(n), lane) : keys_of_entry(b + n);
       };
-      int n = 0, keys = keys_of(0), units = units_of(0, leaves_of(keys), level);
+      int n = 0, keys = keys_of(0), units = units_of_entry(keys);
 #pragma unroll 1
       while (rest >= units * tasks_) {
         rest -= units * tasks_;
         keys = keys_of(++n);
-        units = units_of(0, leaves_of(keys), level);
+        units = units_of_entry(keys);
       }
       b += n;
       const Division at(rest, units);
@@ -338,7 +355,7 @@ class Schedule {
 #pragma unroll 1
       while (true) {
         found.task = task_of(p_, number);
-        const int units = found.task.units(level);
+        const int units = found.task.units(p_, level);
         if (found.index < units) return found;
         found.index -= units;
         ++number;
@@ -370,6 +387,11 @@ class Schedule {
   }
   __device__ __forceinline__ static int leaves_of(int keys) {
     return static_cast<int>((static_cast<unsigned int>(keys) + (LEAF - 1)) >> LOG_LEAF);
+  }
+
+  __device__ __forceinline__ int units_of_entry(int keys) const {
+    const int leaves = leaves_of(keys);
+    return units_of(shared_leaves(p_, leaves, level), leaves, level);
   }
 
   // Adds to a thread's sums those of the warps before its own, and to the totals of its warp those

@@ -1,7 +1,8 @@
 // Where a decode kernel leaves the results of units, for decode_combine.cu to join them.
 //
 // The workspace holds a record of each task, and slots of as many rows as a task has: one for each
-// unit, and then those of each warp, for nodes of its unit that are not in registers.
+// unit, then those of each warp, for nodes of its unit that are not in registers, and then one for
+// each node of level 1 that a task shares with others.
 #pragma once
 #include "tasks.cuh"
 #include "../common/merge.cuh"
@@ -12,6 +13,11 @@ namespace decode {
 constexpr int STATISTICS = 16 / sizeof(accum_t);  // elements before the columns of a row: m and l
 constexpr int COLUMNS = (D_V + 15) / 16 * 16;     // of a row of o: whole vectors
 constexpr int ROW = STATISTICS + COLUMNS;
+
+// The most rows of a task.
+__device__ __forceinline__ int rows_of_slot(const Params& p) {
+  return heads_of_task(p) * tile::smaller(p.len_q, queries_of_task(p));
+}
 
 // The units of a task: the slot of the first, how many, which node of their level the first is.
 struct alignas(16) TaskRecord {
@@ -26,7 +32,7 @@ struct Workspace {
   __device__ __forceinline__ explicit Workspace(const Params& p) {
     records = reinterpret_cast<TaskRecord*>(p.workspace);
     rows = reinterpret_cast<accum_t*>(records + p.tasks);
-    rows_of_slot = heads_of_task(p) * tile::smaller(p.len_q, queries_of_task(p));
+    rows_of_slot = decode::rows_of_slot(p);
   }
   // A row of a slot: its statistics, which its columns follow.
   __device__ __forceinline__ accum_t* row(long long slot, int row) const {
@@ -36,6 +42,10 @@ struct Workspace {
   __device__ __forceinline__ static long long held(const Params& p, int level) {
     const long long warp = blockIdx.x * WARPS + threadIdx.x / ptx::WARP_SIZE;
     return p.slots + warp * p.held + level - 1;
+  }
+  // The slot of a task's node of level 1 that decode_sm80_shared.cu computes.
+  __device__ __forceinline__ static long long shared(const Params& p, int number, int node) {
+    return p.shared_slots + static_cast<long long>(number) * p.shared + node;
   }
 };
 

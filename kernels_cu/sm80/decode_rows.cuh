@@ -234,6 +234,36 @@ __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
   }
 }
 
+// Starts the copy of a warp's share of KEYS rows of a leaf, from row FIRST on, to a stage that
+// SHARERS warps copy together. All of the rows exist, and the warp is number `sharer`.
+template <int FIRST, int KEYS, int WIDTH, int SHARERS>
+__device__ __forceinline__ void begin_copy_of_share(char* stage_smem, const Source& from,
+                                                    const LeafPlaces& places, int sharer) {
+  constexpr int UNITS = fragment_codes::units(WIDTH);  // of codes, two to an element
+  constexpr int EACH = fragment_codes::HAS_CODES ? 2 : 1;
+  constexpr bool IS_WHOLE = WIDTH * fragment_codes::BITS % 16 == 0;
+  using Row = Lanes<UNITS>;
+  constexpr int TIMES = KEYS / Row::AT_ONCE;
+  if (!IS_WHOLE || !from.vectors(EACH * STORED_VECTOR)) {
+    if (sharer == 0) begin_copy<FIRST, KEYS, WIDTH>(stage_smem, from, places, decode::LEAF);
+    return;
+  }
+  const Row lanes;
+  const unsigned int stage_address = ptx::shared_address(stage_smem);
+  const long long row_step = from.row / EACH, page_step = from.page / EACH;
+  const long long own[2] = {places.own(0, page_step, row_step), places.own(1, page_step, row_step)};
+  const bool has_piece = Row::EACH == Row::PIECES || lanes.piece < Row::PIECES;
+#pragma unroll
+  for (int n = 0; n < TIMES; n += SHARERS) {
+    const int row = (n + sharer) * Row::AT_ONCE, key = FIRST + row;
+    if (TIMES % SHARERS != 0 && n + sharer >= TIMES) break;
+    const storage_t* const source =
+        from.data + places.of(key + lanes.row, own[key < ptx::WARP_SIZE ? 0 : 1], row_step) +
+        STORED_VECTOR * lanes.piece;
+    if (has_piece) ptx::cp_async_once(stage_address + lanes.at(row), source, lanes.bytes());
+  }
+}
+
 // Row `row` of a task's queries; the first one where there is none.
 __device__ __forceinline__ const storage_t* query_row(const Params& p, const decode::Task& task,
                                                       int row) {
@@ -243,21 +273,25 @@ __device__ __forceinline__ const storage_t* query_row(const Params& p, const dec
          task.query_of(held) * p.q.row;
 }
 
-// Starts the copy of a task's queries to 16 rows of shared memory that only this warp uses. Rows
-// that do not exist become 0. All lanes call it together.
-__device__ __forceinline__ void begin_queries(const Params& p, const decode::Task& task,
-                                              char* q_smem) {
+// Starts the copy of a warp's queries, of one task or of several, to 16 rows of shared memory that
+// only this warp uses. Rows that do not exist become 0. `entries` is the distance of the entries,
+// if there are several. Without ASYNC they are there after a barrier of the warp. All lanes call it
+// together.
+template <bool ASYNC = !fragment_codes::HAS_CODES, class Rows>
+__device__ __forceinline__ void begin_queries(const Params& p, const Rows& task, char* q_smem,
+                                              long long entries = 0) {
   using Row = Lanes<fragment_codes::columns(D)>;
   const Row lanes;
   const storage_t* const first = query_row(p, task, 0);
-  const bool vectors = Source{first, 0, p.q.row | p.q.head, p.q.col}.vectors() && D % 8 == 0;
+  const long long steps = p.q.row | p.q.head | entries;
+  const bool vectors = Source{first, 0, steps, p.q.col}.vectors() && D % 8 == 0;
   const bool has_piece = lanes.piece < Row::PIECES;
   const auto source = [&](int row) {
     const bool exists = row < task.rows && has_piece && STORED_VECTOR * lanes.piece < D;
     return exists ? query_row(p, task, row) + STORED_VECTOR * lanes.piece : nullptr;
   };
   __syncwarp();  // the queries before, read by all lanes
-  if (vectors && !fragment_codes::HAS_CODES) {
+  if (vectors && ASYNC) {
 #pragma unroll 1
     for (int step = 0; step < 16; step += Row::AT_ONCE) {
       const storage_t* const piece = source(step + lanes.row);
@@ -276,6 +310,10 @@ __device__ __forceinline__ void begin_queries(const Params& p, const decode::Tas
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (!has_piece) continue;
+      if constexpr (!fragment_codes::HAS_CODES) {
+        *reinterpret_cast<StoredVector*>(q_smem + lanes.at(step * Row::AT_ONCE)) = pieces[step];
+        continue;
+      }
 #pragma unroll
       for (int x = 0; x < STORED_VECTOR; ++x) {
         const int column = fragment_codes::query_column(STORED_VECTOR * lanes.piece + x);

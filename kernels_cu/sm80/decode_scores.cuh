@@ -1,7 +1,8 @@
 // The scores of a leaf before the softmax, for decode kernels on tensor cores: masks and score
 // mods. The twin of reference/cpu/tile.py.
 //
-// A thread has two rows of a task, `first_row` and the one 8 behind it, and COLUMNS of a leaf.
+// A thread has two rows of a task, or of several, `first_row` and the one 8 behind it, and COLUMNS
+// of a leaf.
 #pragma once
 #include "../decode/cursor.cuh"
 #include "fragment_tile.cuh"
@@ -12,7 +13,8 @@ using decode::LEAF;
 constexpr int COLUMNS = LEAF / 4;  // of a thread, in each of its two rows
 
 // The mask bits of a thread's pairs, as fragment_tile::evaluate_mask has them.
-__device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Task& task,
+template <class Rows>
+__device__ __forceinline__ void evaluate_mask(const Params& p, const Rows& task,
                                               const decode::Leaf& leaf, int first_row,
                                               unsigned int (&mask)[2]) {
   const int lane_column = fragment::lane_column();
@@ -23,7 +25,7 @@ __device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Tas
     const int nearest = row < task.rows ? row : task.rows - 1;
     if constexpr (HAS_RANGE) {
       if (leaf.tile_class == PARTIAL) {
-        const KeyRange range = mask_range(p, decode::site_of(task, nearest, leaf.first_key()));
+        const KeyRange range = mask_range(p, site_of(task, nearest, leaf.first_key()));
         high = tile::smaller(fragment_tile::distance(range.high, leaf.first_key()) - lane_column,
                              high);
         low = fragment_tile::distance(range.low, leaf.first_key()) - lane_column;
@@ -36,7 +38,7 @@ __device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Tas
         for (int n = 0; n < COLUMNS; ++n) {
           const int key =
               tile::smaller(lane_column + fragment_tile::Pairs::key_of(n), leaf.keys - 1);
-          if (!mask_allows(p, decode::site_of(task, nearest, leaf.first_key() + key))) {
+          if (!mask_allows(p, site_of(task, nearest, leaf.first_key() + key))) {
             mask[r] &= ~(1u << n);
           }
         }
@@ -46,7 +48,8 @@ __device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Tas
 }
 
 // Turns a thread's scores into logits. Returns whether any of the warp's may be -inf.
-__device__ __forceinline__ bool apply_score_mod(const Params& p, const decode::Task& task,
+template <class Rows>
+__device__ __forceinline__ bool apply_score_mod(const Params& p, const Rows& task,
                                                 const decode::Leaf& leaf, int first_row,
                                                 accum_t (&s)[2][COLUMNS], accum_t scale) {
   accum_t sum[2] = {0, 0};  // of logits, not finite if one of them is not
@@ -54,8 +57,7 @@ __device__ __forceinline__ bool apply_score_mod(const Params& p, const decode::T
   for (int column = 0; column < COLUMNS; column += 2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      Site at =
-          decode::site_of(task, tile::smaller(first_row + 8 * r, task.rows - 1), leaf.first_key());
+      Site at = site_of(task, tile::smaller(first_row + 8 * r, task.rows - 1), leaf.first_key());
       const HeadConstants constants = score_head_constants(p, at);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {

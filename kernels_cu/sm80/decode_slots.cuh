@@ -28,14 +28,13 @@ __device__ __forceinline__ bool has_room(int n) {
   return 4 * COLUMNS_V <= decode::COLUMNS || ResultColumns::column(n) < decode::COLUMNS;
 }
 
-// Stores a state in a slot.
-__device__ __forceinline__ void store_slot(const decode::Workspace& workspace, long long slot,
-                                           const State& state, int rows) {
+// Stores a state in the rows that `place(row)` finds, null where there is none.
+template <class Place>
+__device__ __forceinline__ void store_rows(const Place& place, const State& state) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = fragment::lane_row() + 8 * r;
-    if (row >= rows) continue;
-    accum_t* const to = workspace.row(slot, row);
+    accum_t* const to = place(fragment::lane_row() + 8 * r);
+    if (to == nullptr) continue;
     accum_t* const sums = to + decode::STATISTICS;
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; n += 2) {
@@ -45,6 +44,12 @@ __device__ __forceinline__ void store_slot(const decode::Workspace& workspace, l
     }
     if (ptx::lane_index() % 4 == 0) decode::statistics_of(to) = state.row[r];
   }
+}
+
+// Stores a state in a slot.
+__device__ __forceinline__ void store_slot(const decode::Workspace& workspace, long long slot,
+                                           const State& state, int rows) {
+  store_rows([&](int row) { return row < rows ? workspace.row(slot, row) : nullptr; }, state);
 }
 
 __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, long long slot,
@@ -79,17 +84,17 @@ __device__ __forceinline__ void merge_states(State& own, const State& other, acc
   }
 }
 
-// Merges a state into a slot, some columns after the others, because two states would need more
-// registers than there are.
-__device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
-                                                const State& state, int rows, accum_t c) {
+// Merges a state into the rows that `place(row)` finds, null where there is none: some columns
+// after the others, because two states would need more registers than there are.
+template <class Place>
+__device__ __forceinline__ void merge_into_rows(const Place& place, const State& state, accum_t c) {
   constexpr int AT_ONCE = COLUMNS_V < 16 ? COLUMNS_V : 16;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = fragment::lane_row() + 8 * r;
-    const bool exists = row < rows;
-    accum_t* const held = workspace.row(slot, exists ? row : 0);
-    merge::Statistics own = decode::statistics_of(held);
+    accum_t* const held = place(fragment::lane_row() + 8 * r);
+    const bool exists = held != nullptr;
+    merge::Statistics own = merge::no_keys();
+    if (exists) own = decode::statistics_of(held);
     const merge::Factors factors = merge::statistics(own, state.row[r], c);
     __syncwarp();  // the statistics, read by all lanes of their row
     if (!exists) continue;
@@ -114,6 +119,13 @@ __device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspa
     }
   }
   __syncwarp();  // the slot, written by all lanes
+}
+
+// Merges a state into a slot.
+__device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
+                                                const State& state, int rows, accum_t c) {
+  merge_into_rows([&](int row) { return row < rows ? workspace.row(slot, row) : nullptr; }, state,
+                  c);
 }
 
 __device__ __forceinline__ void clear(State& state) {

@@ -10,27 +10,12 @@
 // Shared memory: SharedStorage; of every warp its stages and its queries. BLOCK_Q is 16,
 // BLOCK_KV 64.
 #include "../common/params.cuh"
-#include "decode_scores.cuh"
-#include "decode_slots.cuh"
-#include "decode_rows.cuh"
+#include "decode_leaf.cuh"
 #include "fragment_softmax.cuh"
 
 namespace {
 
-using decode::LEAF;
-using decode_scores::COLUMNS;
-using decode_slots::COLUMNS_V;
-using decode_slots::ROWS;
-using decode_slots::State;
-using fragment_codes::HAS_CODES;
-constexpr int K_BYTES = fragment::row_bytes(fragment_codes::units(D));
-constexpr int V_BYTES = fragment::row_bytes(fragment_codes::units(D_V));
-constexpr int ROW_BYTES = matmul::larger(K_BYTES, V_BYTES);
-constexpr int STAGE_BYTES = 8192;
-constexpr int STEP_KEYS = STAGE_BYTES / ROW_BYTES < LEAF ? STAGE_BYTES / ROW_BYTES : LEAF;
-constexpr int STEPS = LEAF / STEP_KEYS;    // of keys, and as many of values
-constexpr bool IN_REGISTERS = D_V <= 128;  // the node of level 1
-constexpr int QUERY_BYTES = 16 * fragment::row_bytes(D);
+using namespace decode_leaf;
 
 struct SharedStorage {
   decode::ScheduleStorage schedule;
@@ -41,7 +26,6 @@ constexpr int WARP_BYTES = (SHARED_BYTES - SHARED_STORAGE_BYTES) / decode::WARPS
 constexpr int STAGES = (WARP_BYTES - QUERY_BYTES) / STAGE_BYTES;
 
 static_assert(BLOCK_Q == 16 && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
-static_assert(STEP_KEYS * STEPS == LEAF && STEP_KEYS % 16 == 0, "D, D_V");
 static_assert(SHARED_BYTES ==
                   SHARED_STORAGE_BYTES + decode::WARPS * (QUERY_BYTES + STAGES * STAGE_BYTES),
               "SHARED_BYTES");
@@ -74,84 +58,6 @@ struct Producer {
   }
 };
 
-// Calls function(Step<0>()), function(Step<1>()) and so on.
-template <int N>
-struct Step {
-  static constexpr int value = N;
-};
-template <int N, int END, class Function>
-__device__ __forceinline__ void for_steps(const Function& function) {
-  if constexpr (N < END) {
-    function(Step<N>());
-    for_steps<N + 1, END>(function);
-  }
-}
-
-// The scales of a leaf's keys and values, if these are codes.
-struct Scales {
-  fragment_codes::RowScales<fragment_codes::groups(D)> k;
-  fragment_codes::RowScales<fragment_codes::groups(D_V)> v;
-};
-
-__device__ __forceinline__ Scales load_scales(const Params& p, const decode::Leaf& leaf,
-                                              const decode::Task& task,
-                                              const decode_rows::LeafPlaces& places) {
-  Scales scales{};
-  if (HAS_CODES && leaf.exists) {
-    scales.k = decode_rows::load_scales<fragment_codes::groups(D)>(task.k_scale, p.k_scale,
-                                                                   p.k_scale_page, leaf, places);
-    scales.v = decode_rows::load_scales<fragment_codes::groups(D_V)>(task.v_scale, p.v_scale,
-                                                                     p.v_scale_page, leaf, places);
-  }
-  return scales;
-}
-
-// The weights of a leaf as its values need them: rounded, or still to be multiplied by scales.
-template <bool = HAS_CODES>
-struct Weights {
-  accum_t of[ROWS][COLUMNS];
-
-  __device__ __forceinline__ explicit Weights(const accum_t (&p)[ROWS][COLUMNS]) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) of[r][n] = p[r][n];
-    }
-  }
-};
-template <>
-struct Weights<false> {
-  fragment::word_t of[ROWS][COLUMNS / 2];
-
-  __device__ __forceinline__ explicit Weights(const accum_t (&p)[ROWS][COLUMNS]) {
-    fragment::narrow(p, of);
-  }
-};
-
-// o += p v for the values of a step, from key FIRST of the leaf on.
-template <int FIRST>
-__device__ __forceinline__ void accumulate(accum_t (&o)[ROWS][COLUMNS_V], const Weights<>& p,
-                                           char* v_smem, const decltype(Scales::v)& scales,
-                                           bool has_masked) {
-  if constexpr (HAS_CODES) {
-    fragment_codes::multiply_add<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales, has_masked);
-  } else {
-    fragment::word_t weights[ROWS][STEP_KEYS / 8];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-      for (int n = 0; n < STEP_KEYS / 8; ++n) weights[r][n] = p.of[r][FIRST / 8 + n];
-    }
-    if (has_masked && !decode_rows::is_finite<STEP_KEYS, D_V>(v_smem)) {
-      fragment::add_nonfinite<D_V>(o, weights, v_smem);
-      __syncwarp();  // the values, read by all lanes as they were copied
-      decode_rows::clear_nonfinite<STEP_KEYS, D_V>(v_smem);
-      __syncwarp();  // the values, made finite by all lanes
-    }
-    fragment::multiply_add<D_V>(o, weights, v_smem);
-  }
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
@@ -170,14 +76,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // The places of the first leaf, perhaps as they were before the grids ahead had ended.
   decode_rows::LeafPlaces places{};
   bool guessed = false;
-  cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
-    const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
-    decode_rows::LeafEntries entries;
-    entries.look_up<true>(p, first, keys, task.b);
-    places = decode_rows::LeafPlaces(p, entries);
-    decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
-    guessed = PAGED;
-  });
+  if constexpr (SHARED) {
+    // The grid ahead, of shared keys, has waited for those before it, and writes nothing of this.
+    schedule.count_units();
+    cursor.begin(schedule);
+  } else {
+    cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
+      const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
+      decode_rows::LeafEntries entries;
+      entries.look_up<true>(p, first, keys, task.b);
+      places = decode_rows::LeafPlaces(p, entries);
+      decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
+      guessed = PAGED;
+    });
+  }
   ptx::launch_dependents();
 
   const accum_t scale = static_cast<accum_t>(p.scale);
@@ -319,7 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     for_steps<STEPS, 2 * STEPS>([&](auto step) {
       constexpr int FIRST = (decltype(step)::value - STEPS) * STEP_KEYS;
       char* const v_smem = wait_for_step(step);
-      accumulate<FIRST>(leaf.o, p_of_leaf, v_smem, scales.v, MAY_MASK && has_masked);
+      accumulate<FIRST>(leaf.o, p_of_leaf, v_smem, scales.v, MAY_MASK && has_masked, true,
+                        [] { __syncwarp(); });
     });
     // The leaf joins its node: merges stand for step 6.
     if constexpr (IN_REGISTERS) {
@@ -339,4 +252,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       next_entries = look_up(next);
     }
   }
+  if constexpr (SHARED) ptx::wait_for_grids();  // for the next grid, which waits for this one
 }

@@ -285,3 +285,27 @@ def test_values_that_are_columns_of_keys_are_read_once():
     few = explain((2, 15, 1, 576), *shapes[1:], device="H200")
     assert few.main.name == "decode_simt"
     assert "not by decode_sm90, because it is for 16 heads or more" in few.reason
+
+
+def test_shared_positions_have_a_kernel_of_their_own():
+    shapes, row = ((32, 32, 1, 128), (32, 8, 8448, 128)), 2 * 128
+    given = {"device": "H100", "compile": False, "dtype": "bfloat16"}
+    made = cupyflash.explain_cached(*shapes, shared=8192, **given)
+    alone = cupyflash.explain_cached(*shapes, **given)
+    names = [kernel.name for kernel in made.kernels]
+    assert names == ["decode_sm80_shared", "decode_sm80", "decode_combine"]
+    assert made.main.name == "decode_sm80"
+    shared, own, join = made.kernels
+    assert shared.once.reads["k"] == 8 * 8192 * row
+    assert shared.most.reads["k"] == 2 * shared.once.reads["k"]  # of two teams
+    assert own.once.reads["k"] == own.most.reads["k"] == 32 * 8 * 256 * row
+    assert shared.once.writes["pieces"] == 32 * 32 * 16 * (4 * 128 + 16)
+    assert join.once.reads["pieces"] == shared.once.writes["pieces"] + own.once.writes["pieces"]
+    # Of four entries with four heads in a group, a warp has all rows.
+    assert alone.main.flops == 4 * shared.flops + own.flops
+    assert made.flops == alone.flops
+    assert made.roofline.seconds < alone.roofline.seconds / 10
+    twice = cupyflash.explain_cached(
+        *(((64, *shape[1:])) for shape in shapes), shared=8192, **given
+    )
+    assert twice.kernels[0].most.reads["k"] == 4 * twice.kernels[0].once.reads["k"]

@@ -67,6 +67,8 @@ def test_what_may_begin_early_waits(spec):
     """A kernel reads what the grid before wrote behind its wait, and wakes the next one."""
     text = source.read(spec.source)
     body = text[text.index("KERNEL_NAME(") :]
+    # Behind a kernel that has waited at its beginning, one waits at its end, for the next.
+    body = re.sub(r"  if constexpr \(SHARED\) ptx::wait_for_grids\(\);[^\n]*\n\}\s*$", "}", body)
     waits = list(re.finditer(r"ptx::wait_for_grids\(\);|cursor\.begin_early\(", body))
     wakes = body.count("ptx::launch_dependents();")
     assert (len(waits) > 0, wakes) == (spec.overlaps, int(spec.overlaps))
@@ -76,6 +78,16 @@ def test_what_may_begin_early_waits(spec):
             assert written not in before
         # It lets the next grid begin when it may read itself what the one before has read.
         assert "ptx::launch_dependents();" in (before if spec.part == "join" else after)
+
+
+def test_who_begins_beside_shared_keys_waits_for_them_at_its_end():
+    """The next grid waits for it alone, and reads what both wrote."""
+    text = source.read("sm80/decode_sm80.cu")
+    last = text.rstrip().splitlines()[-2:]
+    assert "if constexpr (SHARED) ptx::wait_for_grids();" in last[0]
+    ahead = source.read("sm80/decode_sm80_shared.cu")
+    ahead = ahead[ahead.index("KERNEL_NAME(") :]
+    assert ahead.index("ptx::wait_for_grids();") < ahead.index("ptx::launch_dependents();")
 
 
 def test_a_cursor_that_begins_early_waits_before_it_writes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from emulator.probe import Probe
 import cupyflash.kernels_cu
 from cupyflash import masks
 from cupyflash.gpu import source
+from cupyflash.gpu.kernels import decode
 from cupyflash.problem import cached, coded, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.hadamard import transform
@@ -328,6 +330,13 @@ def _everything(emulator):
                 call = validate.call(q, k, k, options)
                 emulator.forward(call, np.empty_like(q), draw(*lead, 2, 1))
 
+    # Entries that share their first keys: a team of warps has them, whose last one has no rows.
+    q, k = draw(9, 8, 1, 8).astype(np.float16), draw(1, 1, 600, 8).astype(np.float16)
+    for options in (Options(), Options(mask=masks.causal())):
+        call = cached.call(q, k, k, np.full(9, 600), None, None, options, shared=512)
+        with mock.patch.object(decode, "FEWEST_SHARED_BYTES", 0):
+            emulator.forward(call, *results(call))
+
     # Rows that are transformed by several passes, and by a small matrix after them.
     for columns in (256, 4096, 640):
         rows = draw(2, columns)
@@ -391,7 +400,7 @@ def test_no_barrier_of_the_sources_may_be_missing(path, number):
     def has_it(special):
         # Deltas and pieces of tasks are what other kernels compute with.
         included = source.flatten((special.spec.source,))
-        return special.spec.part in ("delta", "decode") or f"// {path}\n" in included
+        return special.spec.part in ("delta", "decode", "shared") or f"// {path}\n" in included
 
     with pytest.raises(
         Fault, match=r"no barrier since|fence_device since|no thread has written|has not fini"

@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import cupyflash
 from cupyflash import ArgumentError, masks, scores
+from cupyflash.gpu.kernels import decode
 from cupyflash.testing import Precision, forward_bound, rho
 
 pytestmark = pytest.mark.gpu
@@ -112,6 +113,80 @@ def test_what_entries_share_changes_no_bit(cupy, dtype):
         for shared in (1600, 1601 - 65, 3):
             hinted = cupyflash.attention_cached(*arrays, table=table, mask=mask, shared=shared)
             assert np.array_equal(bits(hinted), bits(out))
+
+
+def sharing(cupy, dtype, lengths, n, group=4, len_q=1, dim=64, page=16):
+    """Arrays of entries whose first n positions are in the same pages, and their table."""
+    batch, each = len(lengths), -(-max(lengths) // page)
+    shape = batch * each, 2, page, dim
+    q, k, v = draw(dtype, (batch, 2 * group, len_q, dim), shape, shape)
+    table = np.random.default_rng(1).permutation(batch * each).reshape(batch, each)
+    table[1:, : n // page] = table[0, : n // page]
+    return [cupy.asarray(x) for x in (q, k, v)], cupy.asarray(table.astype(np.int32))
+
+
+SHARING = {  # batch, heads in a group, queries: teams of one, two and four warps
+    "a warp": (3, 4, 1),
+    "two warps": (8, 4, 1),
+    "drafts": (5, 4, 3),
+    "many": (70, 8, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "name"),
+    [
+        ("a warp", 64, "plain"),
+        ("two warps", 128, "window"),
+        ("drafts", 128, "causal"),
+        ("drafts", 64, "window"),
+        ("many", 256, "plain"),
+        ("many", 128, "not a range"),
+    ],
+)
+def test_shared_keys_have_a_kernel(cupy, monkeypatch, shape, dim, name):
+    """Its results, and those of others behind it, have the bits of calls without the hint."""
+    monkeypatch.setattr(decode, "FEWEST_SHARED_BYTES", 0)
+    batch, group, len_q = SHARING[shape]
+    lengths = np.random.default_rng(2).integers(1500, 3100, batch)
+    lengths[1] = 0
+    arrays, table = sharing(cupy, ml_dtypes.bfloat16, lengths, 1600, group, len_q, dim)
+    arrays.append(cupy.asarray(lengths, cupy.int32))
+    given = {"table": table, "return_lse": True, **OPTIONS[name]}
+    expected = [bits(x) for x in cupyflash.attention_cached(*arrays, **given)]
+    given["shared"] = 1600
+    del given["return_lse"]
+    assert "decode_sm80_shared" in cupyflash.plan_cached(*arrays, **given).reason
+    for _ in range(3):
+        made = cupyflash.attention_cached(*arrays, **given, return_lse=True)
+        assert all(np.array_equal(bits(x), y) for x, y in zip(made, expected, strict=True))
+
+
+def test_a_graph_of_shared_keys_serves_all_lengths(cupy, monkeypatch):
+    """Many calls in a row, each of which may begin while the one before ends."""
+    monkeypatch.setattr(decode, "FEWEST_SHARED_BYTES", 0)
+    arrays, table = sharing(cupy, np.float16, np.full(40, 3000), 2048, 8, 1, 128)
+    lengths, out = cupy.zeros(40, cupy.int32), cupy.empty_like(arrays[0])
+    given = {"table": table, "shared": 2048}
+    size = cupyflash.workspace_size_cached(*arrays, **given)
+    workspace = cupy.empty(size, cupy.uint8)
+    given |= {"out": out, "workspace": workspace}
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupyflash.attention_cached(*arrays, lengths, **given)
+        stream.begin_capture()
+        for _ in range(20):
+            lengths += 1
+            cupyflash.attention_cached(*arrays, lengths, **given)
+        graph = stream.end_capture()
+        for first in (2900, 2030, 0):
+            lengths[...] = first
+            graph.launch(stream)
+            stream.synchronize()
+            got = bits(out)
+            want = cupyflash.attention_cached(*arrays, cupy.full(40, first + 20), table=table)
+            stream.synchronize()
+            assert np.array_equal(got, bits(want))
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=lambda x: np.dtype(x).name)

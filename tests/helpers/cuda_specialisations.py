@@ -13,7 +13,7 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.key_range import key_range
-from cupyflash.gpu.kernels import simt, sm80, sm80_f64, sm90, sm90_fp8
+from cupyflash.gpu.kernels import decode, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.source import NONE, Specialisation
@@ -148,6 +148,12 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
     found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "paged16"))
+    for n, (own, options, cache) in enumerate([
+        ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
+        ((64, 64), "softcap", "cached"), ((128, 128), "plain", "paged int8"),
+    ]):  # fmt: skip
+        case = Case("decode_sm80_shared", dtypes[1 + n // 2], own, options, False, cache)
+        found.append(case)
     # Caches of codes: each format, each type of queries.
     for n, form in enumerate(FORMATS):
         own = (128, 128), "causal" if n % 2 else "plain", n == 3, f"paged {form}"
@@ -243,7 +249,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         call = validate.call(q, q, v, Options(**options), given=given)
     spec, problem, made = SPECS[case.kernel], call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
-    slope = made.slope if spec.part not in ("forward", "forward_codes", "decode") else None
+    slope = (
+        made.slope if spec.part not in ("forward", "forward_codes", "decode", "shared") else None
+    )
     parts = made.allowed, made.classes, made.changed, slope, keys
     functions = generate(*parts, short=True).functions if spec.scores else NONE
     if not spec.slope:
@@ -271,4 +279,5 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         functions=functions,
         tma_store=not case.packed and _tma_stores(spec, problem, tiles),
         atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
+        team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
     )

@@ -18,7 +18,8 @@ HARDWARE = (
     "sm90",
     "tf32",
     "fp8",
-)  # suffixes of kernels for one kind of hardware
+    "shared",
+)  # suffixes of kernels for one kind of hardware, and of those for what entries share
 
 _DEFINITION = re.compile(
     r"^ *(?:template <[^;{}()]*> )?(?:static |inline |__\w+__ )*?"

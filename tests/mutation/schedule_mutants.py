@@ -77,8 +77,8 @@ _FAULTS = {
     ),
     "rows of a block have one place": Fault(
         JOIN,
-        "reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW, row};",
-        "reinterpret_cast<accum_t*>(shared_smem), row};",
+        "reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW",
+        "reinterpret_cast<accum_t*>(shared_smem)",
         JOINED,
         "simt",
     ),

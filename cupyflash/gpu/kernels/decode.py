@@ -20,6 +20,11 @@ HELD = 2  # slots of a warp for nodes below its unit
 ROWS_OF_BLOCK = 64  # rows of tasks from which on all of a block works on one unit: most of them
 MOST_OF_BLOCK = 16
 TASK_BYTES, LEVELS = 96, 4  # of a task that a warp has; levels of units
+NODE = 512  # keys of a node of level 1
+# Measured on an H100, a kernel for shared keys saves time where others would read as many bytes of
+# these again, from the L2 cache. More warps than MOST_TEAM wait too long for each other.
+FEWEST_SHARED_BYTES = 256 << 20
+MOST_TEAM = 4
 COLUMNS, STATISTICS_BYTES = 16, 16  # rows of o in slots are multiples of it; their m and l
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
@@ -50,9 +55,42 @@ def schedule_bytes(warps: int) -> int:
 
 
 def rows_of_task(group: int, block_q: int) -> tuple[int, int]:
-    """Return the heads and the queries of a task's rows."""
+    """Return the heads and the most queries of a task's rows."""
     heads = min(group, block_q)
     return heads, block_q // heads
+
+
+def most_rows(group: int, block_q: int, len_q: int) -> int:
+    """Return the most rows that a task has; no entry has more than `len_q` queries."""
+    heads, queries = rows_of_task(group, block_q)
+    return heads * min(queries, len_q)
+
+
+class Shared(NamedTuple):
+    """Keys that a kernel of its own reads for all entries.
+
+    Attributes
+    ----------
+    kernel : str
+        The kernel.
+    nodes : int
+        Their nodes of `NODE` keys.
+    team : int
+        Warps of a block that read the same keys, each with other rows.
+    teams : int
+        Teams that read them, for each key head.
+    pairs : int
+        Pairs of a query and a key that its products have.
+    """
+
+    kernel: str
+    nodes: int
+    team: int
+    teams: int
+    pairs: int
+
+
+NOT_SHARED = Shared("", 0, 0, 0, 0)
 
 
 class Slots(NamedTuple):
@@ -68,6 +106,13 @@ class Slots(NamedTuple):
 
     units: int
     held: int
+
+
+def team_of(tiles: Tiles, warps: int) -> int:
+    """Return how many warps of a block read the same keys, if `warps` have rows for them."""
+    in_block = tiles.threads // 32
+    sizes = [n for n in range(1, MOST_TEAM + 1) if in_block % n == 0]
+    return next((n for n in sizes if n >= warps), sizes[-1])
 
 
 def slots(grid: Grid, tiles: Tiles, capacity: int) -> Slots:
@@ -88,7 +133,9 @@ def slots(grid: Grid, tiles: Tiles, capacity: int) -> Slots:
     return Slots(min(units(0), max(most, units(3))), HELD if large else 0)
 
 
-def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capacity: int) -> int:
+def nbytes(
+    grid: Grid, tiles: Tiles, rows: int, d_v: int, itemsize: int, capacity: int, shared: int
+) -> int:
     """Return the bytes of a launch's workspace.
 
     Parameters
@@ -97,18 +144,19 @@ def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capaci
         The grid, with one piece of work for each task.
     tiles : Tiles
         The kernel's.
-    group : int
-        Query heads that share a key head.
+    rows : int
+        The most rows of a task.
     d_v : int
         Head size of the values.
     itemsize : int
         Bytes of the accumulator's type.
     capacity : int
         The longest possible entry.
+    shared : int
+        Nodes of level 1 that entries share.
     """
-    heads, queries = rows_of_task(group, tiles.block_q)
     made = slots(grid, tiles, capacity)
-    rows = (made.units + grid.size * tiles.threads // 32 * made.held) * heads * queries
+    rows *= _slots_of_tasks(grid, tiles, made) + grid.work_tiles * shared
     return 16 * grid.work_tiles + rows * row_bytes(d_v, itemsize)
 
 
@@ -117,7 +165,18 @@ def row_bytes(d_v: int, itemsize: int) -> int:
     return -(-d_v // COLUMNS) * COLUMNS * itemsize + STATISTICS_BYTES
 
 
-def fields(grid: Grid, tiles: Tiles, capacity: int) -> Mapping[str, Any]:
+def fields(grid: Grid, tiles: Tiles, capacity: int, shared: int) -> Mapping[str, Any]:
     """Return what the kernels are told of their tasks."""
     made = slots(grid, tiles, capacity)
-    return {"tasks": grid.work_tiles, "slots": made.units, "held": made.held}
+    return {
+        "tasks": grid.work_tiles,
+        "slots": made.units,
+        "held": made.held,
+        "shared": shared,
+        "shared_slots": _slots_of_tasks(grid, tiles, made),
+    }
+
+
+def _slots_of_tasks(grid: Grid, tiles: Tiles, made: Slots) -> int:
+    """Return how many slots there are for what tasks have alone."""
+    return made.units + grid.size * tiles.threads // 32 * made.held

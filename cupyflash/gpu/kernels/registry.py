@@ -22,6 +22,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
     "forward_codes": (sm90_fp8.FORWARD,),
     "decode": (sm80.DECODE, sm90_decode.DECODE, simt.DECODE),  # the first two: for other heads
+    "shared": (sm80.SHARED,),
     "join": (all_hardware.DECODE_COMBINE,),
     "delta": (all_hardware.DELTA,),
     "sink": (all_hardware.SINK,),
@@ -90,6 +91,18 @@ def select(part: str, request: Request) -> Choice:
         f"{KERNELS[part][-1].name} needs more than the {device.shared_memory} bytes of shared "
         f"memory of {device.name}; expected smaller heads or elements."
     )
+
+
+def shares(request: Request) -> Choice | None:
+    """Return the kernel of keys that entries share, if one goes with that of the other keys."""
+    served_by = select("decode", request).spec.name
+    for spec in KERNELS["shared"]:
+        is_for = spec.is_for(request.problem, request.device)
+        if spec.beside == served_by and is_for and spec.serves(request) is None:
+            tiles = spec.configure(request)
+            if tiles is not None:
+                return Choice(spec, tiles)
+    return None
 
 
 def widens(request: Request) -> str | None:

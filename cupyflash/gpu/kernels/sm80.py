@@ -166,6 +166,20 @@ def _configure_decode(request: Request) -> Tiles | None:
     return None
 
 
+def shared_bytes(warps: int, stages: int, d: int) -> int:
+    """Bytes of decode_sm80_shared.cu: each warp's stages and queries."""
+    return warps * (DECODE_ROWS * row_bytes(d) + stages * DECODE_STAGE)
+
+
+def _configure_shared(request: Request) -> Tiles | None:
+    d, limit = request.problem.d, request.device.shared_memory
+    for warps, stages in DECODE_WARPS:
+        shared = shared_bytes(warps, stages, d)
+        if shared <= limit:
+            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared, 1, stages)
+    return None
+
+
 _METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 HALVES = ("float16", "bfloat16")
 _HEADS = dict.fromkeys(HALVES, 256)
@@ -234,4 +248,20 @@ DECODE = KernelSpec(
     page_rows=16,
     codes=True,
     overlaps=True,
+)
+SHARED = KernelSpec(
+    source="sm80/decode_sm80_shared.cu",
+    part="shared",
+    computes="sums over keys that the entries of a cache share",
+    method=_METHOD,
+    heads=_HEADS,
+    capability=CAPABILITY,
+    tensor_cores=True,
+    condition="`shared=` is so large that it saves time; `decode_sm80` computes the other keys",
+    configure=_configure_shared,
+    grid=grid.by_units,
+    caches=True,
+    codes=True,
+    overlaps=True,
+    beside=DECODE.name,
 )

@@ -291,6 +291,9 @@ class KernelSpec:
         Distance in `dq_accum` between the numbers that one thread adds.
     overlaps : bool
         Whether it waits for earlier launches itself, and so may begin while the last one ends.
+    beside : str
+        The kernel that computes the other keys of a call, with results of equal bits, if it
+        computes only those that entries share.
     """
 
     source: str
@@ -318,6 +321,7 @@ class KernelSpec:
     atomic_dq: tuple[str, ...] = ()
     dq_accum_step: int = 1
     overlaps: bool = False
+    beside: str = ""
 
     def __repr__(self) -> str:
         return f"<KernelSpec {self.name}>"

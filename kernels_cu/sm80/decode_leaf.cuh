@@ -1,0 +1,108 @@
+// One leaf on tensor cores, of decode_sm80.cu and decode_sm80_shared.cu: the steps in which its
+// keys and values come, and its product with the values. Part of the twin of
+// reference/cpu/decode.py.
+#pragma once
+#include "decode_scores.cuh"
+#include "decode_slots.cuh"
+#include "decode_rows.cuh"
+
+namespace decode_leaf {
+
+using decode::LEAF;
+using decode_scores::COLUMNS;
+using decode_slots::COLUMNS_V;
+using decode_slots::ROWS;
+using decode_slots::State;
+using fragment_codes::HAS_CODES;
+constexpr int K_BYTES = fragment::row_bytes(fragment_codes::units(D));
+constexpr int V_BYTES = fragment::row_bytes(fragment_codes::units(D_V));
+constexpr int ROW_BYTES = matmul::larger(K_BYTES, V_BYTES);
+constexpr int STAGE_BYTES = 8192;
+constexpr int STEP_KEYS = STAGE_BYTES / ROW_BYTES < LEAF ? STAGE_BYTES / ROW_BYTES : LEAF;
+constexpr int STEPS = LEAF / STEP_KEYS;    // of keys, and as many of values
+constexpr bool IN_REGISTERS = D_V <= 128;  // the node of level 1
+constexpr int QUERY_BYTES = 16 * fragment::row_bytes(D);
+static_assert(STEP_KEYS * STEPS == LEAF && STEP_KEYS % 16 == 0, "D, D_V");
+
+// Calls function(Step<0>()), function(Step<1>()) and so on.
+template <int N>
+struct Step {
+  static constexpr int value = N;
+};
+template <int N, int END, class Function>
+__device__ __forceinline__ void for_steps(const Function& function) {
+  if constexpr (N < END) {
+    function(Step<N>());
+    for_steps<N + 1, END>(function);
+  }
+}
+
+// The scales of a leaf's keys and values, if these are codes.
+struct Scales {
+  fragment_codes::RowScales<fragment_codes::groups(D)> k;
+  fragment_codes::RowScales<fragment_codes::groups(D_V)> v;
+};
+
+// `keys` is whose they are: a task, or a unit of shared keys.
+template <class Keys>
+__device__ __forceinline__ Scales load_scales(const Params& p, const decode::Leaf& leaf,
+                                              const Keys& keys,
+                                              const decode_rows::LeafPlaces& places) {
+  Scales scales{};
+  if (HAS_CODES && leaf.exists) {
+    scales.k = decode_rows::load_scales<fragment_codes::groups(D)>(keys.k_scale, p.k_scale,
+                                                                   p.k_scale_page, leaf, places);
+    scales.v = decode_rows::load_scales<fragment_codes::groups(D_V)>(keys.v_scale, p.v_scale,
+                                                                     p.v_scale_page, leaf, places);
+  }
+  return scales;
+}
+
+// The weights of a leaf as its values need them: rounded, or still to be multiplied by scales.
+template <bool = HAS_CODES>
+struct Weights {
+  accum_t of[ROWS][COLUMNS];
+
+  __device__ __forceinline__ explicit Weights(const accum_t (&p)[ROWS][COLUMNS]) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) of[r][n] = p[r][n];
+    }
+  }
+};
+template <>
+struct Weights<false> {
+  fragment::word_t of[ROWS][COLUMNS / 2];
+
+  __device__ __forceinline__ explicit Weights(const accum_t (&p)[ROWS][COLUMNS]) {
+    fragment::narrow(p, of);
+  }
+};
+
+// o += p v for the values of a step, from key FIRST of the leaf on. `meet` is a barrier of the
+// warps that read the step; one of them clears values that are not finite.
+template <int FIRST, class Meet>
+__device__ __forceinline__ void accumulate(accum_t (&o)[ROWS][COLUMNS_V], const Weights<>& p,
+                                           char* v_smem, const decltype(Scales::v)& scales,
+                                           bool has_masked, bool clears, const Meet& meet) {
+  if constexpr (HAS_CODES) {
+    fragment_codes::multiply_add<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales, has_masked);
+  } else {
+    fragment::word_t weights[ROWS][STEP_KEYS / 8];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < STEP_KEYS / 8; ++n) weights[r][n] = p.of[r][FIRST / 8 + n];
+    }
+    if (has_masked && !decode_rows::is_finite<STEP_KEYS, D_V>(v_smem)) {
+      fragment::add_nonfinite<D_V>(o, weights, v_smem);
+      meet();  // the values, read by all lanes as they were copied
+      if (clears) decode_rows::clear_nonfinite<STEP_KEYS, D_V>(v_smem);
+      meet();  // the values, made finite by all lanes
+    }
+    fragment::multiply_add<D_V>(o, weights, v_smem);
+  }
+}
+
+}  // namespace decode_leaf
