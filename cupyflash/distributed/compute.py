@@ -49,6 +49,8 @@ class Rank:
         What masks and scores read of divided arrays, if they do.
     relays : bool
         Whether ranks pass on what comes from other nodes.
+    copies : bool
+        Whether messages between devices take no SMs.
     """
 
     call: Call
@@ -60,6 +62,7 @@ class Rank:
     timeout: float
     lookups: Lookups | None = None
     relays: bool = False
+    copies: bool = False
 
     @property
     def keys_and_values(self) -> Several:
@@ -86,7 +89,7 @@ class Rank:
             bias = part_of_bias(call, bias, piece, task.rows, piece.keys)
         k, v = (part(x, task.keys) for x in keys[:2])
         q = part(call.q, task.rows)
-        made = call_of(call, piece, q, k, v, bias, task.plain, beside)
+        made = call_of(call, piece, q, k, v, bias, task.plain, beside and not self.copies)
         return made if self.lookups is None else self.lookups.of_piece(made, task, keys[2:])
 
 
@@ -115,7 +118,7 @@ class _Exchange:
 
     Where a place computes later than it is asked to, messages are packed and sent beside what it
     computes next, even if that is asked for before `post`. What is computed `ahead` of that takes
-    the whole device, so that messages are packed before.
+    all SMs, so that messages which need some are packed before.
     """
 
     def __init__(
@@ -145,8 +148,8 @@ class _Exchange:
         comes = self._keys, self._far_keys, self._gradients, self._far_gradients
         self._comes = [x for each in comes for x in each]
         self.travels = bool(self._sends or self._comes)
-        self._is_packed = ahead
-        if ahead:
+        self._is_packed = ahead and not rank.copies
+        if self._is_packed:
             self._pack()
         self._mark = place.mark() if self.travels else None  # all its memory is there
         self._transfer: Transfer | None = None
@@ -278,11 +281,15 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
     with place:
         for n, step in enumerate(rank.steps):
             exchange = _Exchange(rank, n + 1, relay, True, returned)
-            exchange.post()
+            ahead = rank.copies and n == 0  # else the device has something to do already
+            if not ahead:
+                exchange.post()
             for task in step.backward:
                 piece = rank.piece(task, keys, exchange.travels)
                 aside = None if n else held
                 _compute(rank, task, piece, totals, sums, targets, deterministic, aside)
+            if ahead:
+                exchange.post()
             returned = totals.whole() if n else None
             keys = exchange.wait()
             for computed, at in exchange.gradients():

@@ -83,6 +83,10 @@ class StreamCupy(HostCupy):
             def synchronize(self):
                 module.run_until(lambda: not module.queues[self.ptr])
 
+            @property
+            def done(self):
+                return not module.queues[self.ptr]
+
             @staticmethod
             def is_capturing():
                 return False

@@ -1,0 +1,192 @@
+"""Copies between GPUs of one machine: on devices whose streams are late, in any order."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from placement import same_bits
+from stream_cupy import StreamCupy
+
+from cupyflash import distributed
+from cupyflash.distributed import peers
+
+
+class Wait:
+    """A stream waits for a counter in the memory of its device."""
+
+    def __init__(self, place, value):
+        self._counter = ctypes.c_uint32.from_address(place)
+        self._value = value
+
+    @property
+    def done(self):
+        return (self._counter.value - self._value) % 2**32 < 2**31
+
+
+def _set(place, value):
+    ctypes.c_uint32.from_address(place).value = value % 2**32
+
+
+@pytest.fixture
+def cupy(install, monkeypatch):
+    """Return a CuPy whose devices are one memory, with slots of four bytes."""
+    monkeypatch.setattr(peers, "SLOT", 4)
+    monkeypatch.setattr(peers, "_BOX", peers._COUNTERS + peers.SLOTS * 4)
+    monkeypatch.setattr(peers, "_PATIENCE", 0.05)
+
+    def made(seed=0):
+        module = install(StreamCupy(seed))
+        module.held = {}
+
+        def malloc(size):
+            memory = np.full(size, 0xFF, np.uint8)
+            module.held[memory.ctypes.data] = memory
+            return memory.ctypes.data
+
+        runtime = module.cuda.runtime
+        runtime.malloc, runtime.free = malloc, module.held.pop
+        runtime.memset = lambda *x: ctypes.memset(*x)
+        runtime.ipcGetMemHandle = lambda place: place.to_bytes(64, "little")
+        runtime.ipcOpenMemHandle = lambda handle: int.from_bytes(handle, "little")
+        runtime.ipcCloseMemHandle = lambda place: module.closed.append(place)
+        runtime.deviceCanAccessPeer = lambda one, other: module.connected
+        runtime.deviceEnablePeerAccess = lambda peer: module.enabled.append(peer)
+        runtime.CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {"status": 0})
+        module.closed, module.enabled, module.connected = [], [], True
+        runtime.deviceSynchronize = lambda: None
+        operations = (
+            lambda stream, place, value: module.queues[stream].append(Wait(place, value)),
+            lambda stream, place, value: module.enqueue(lambda: _set(place, value), stream),
+        )
+        monkeypatch.setattr(peers, "_stream_memory_operations", lambda: operations)
+        return module
+
+    return made
+
+
+def connected(cupy, monkeypatch, size=2, apart=True):
+    """Return what the ranks of one machine have of each other; each is a process if `apart`."""
+    if apart:
+        monkeypatch.setattr(peers, "_process", threading.get_ident)
+    return distributed.Threads(size).run(lambda comm: peers.connect(comm, 0, 10))
+
+
+def drawn(cupy, rng, sizes):
+    """Return messages between ranks by sender and receiver, and where they are to arrive."""
+    sent, come = {}, {}
+    for pair, several in sizes.items():
+        sent[pair] = [cupy.asarray(rng.integers(0, 256, n).astype(np.uint8)) for n in several]
+        come[pair] = [cupy.ndarray((n,), np.uint8) for n in several]
+    return sent, come
+
+
+def exchanged(cupy, ranks, sent, come):
+    """Ask every rank for an exchange; return the events behind them."""
+    made = []
+    for rank, own in enumerate(ranks):
+        begin = cupy.cuda.Event()
+        begin.record(cupy.cuda.Stream(0))
+        sends = [(b, x) for (a, b), several in sent.items() if a == rank for x in several]
+        receives = [(a, x) for (a, b), several in come.items() if b == rank for x in several]
+        made.append(own.exchange(begin, sends, receives))
+    return made
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 4), st.booleans(), st.data())
+def test_messages_arrive_whatever_comes_first(cupy, monkeypatch, seed, size, apart, data):
+    """Several exchanges at once, of messages that are longer than all slots, or empty."""
+    module = cupy(seed)
+    ranks = connected(module, monkeypatch, size, apart)
+    rng = np.random.default_rng(seed)
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+    drawn_sizes = st.lists(st.integers(0, 40), max_size=3)
+    for _ in range(2):
+        several = [
+            drawn(module, rng, {pair: data.draw(drawn_sizes) for pair in pairs}) for _ in range(3)
+        ]
+        events = [exchanged(module, ranks, *each) for each in several]
+        events[-1][0].synchronize()
+        module.run_all()
+        for sent, come in several:
+            for pair, messages in sent.items():
+                for x, y in zip(messages, come[pair], strict=True):
+                    assert same_bits(x.host, y.host), pair
+
+
+def test_an_exchange_is_over_when_all_was_sent_and_received(cupy, monkeypatch):
+    module = cupy(1)
+    ranks = connected(module, monkeypatch)
+    sent, come = drawn(module, np.random.default_rng(0), {(0, 1): [100], (1, 0): [100]})
+    module.run_all()
+    expected = {pair: x.host.copy() for pair, [x] in sent.items()}
+    events = exchanged(module, ranks, sent, come)
+    for rank, event in enumerate(events):
+        event.synchronize()
+        assert same_bits(come[1 - rank, rank][0].host, expected[1 - rank, rank])
+        sent[rank, 1 - rank][0].host.fill(0xFF)  # may change from here on
+
+
+def test_streams_that_share_a_queue_do_not_wait_for_each_other_in_a_circle(cupy, monkeypatch):
+    """A device may run what is asked of several streams one after the other."""
+    module = cupy(2)
+    ranks = connected(module, monkeypatch, 3)
+    for each in ranks:
+        module.queues[each._in.ptr] = module.queues[each._out.ptr]
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    sent, come = drawn(module, np.random.default_rng(0), {pair: [100, 30] for pair in pairs})
+    exchanged(module, ranks, sent, come)
+    module.run_all()
+    assert all(same_bits(x.host, y.host) for p in pairs for x, y in zip(sent[p], come[p], strict=True))
+
+
+def test_nothing_waits_behind_the_end(cupy, monkeypatch):
+    module = cupy(3)
+    ranks = connected(module, monkeypatch)
+    sent, come = drawn(module, np.random.default_rng(0), {(0, 1): [100], (1, 0): [100]})
+    made = exchanged(module, ranks[:1], sent, come)  # the other one does not come
+    with pytest.raises(AssertionError, match="never happens"):
+        made[0].synchronize()
+    ranks[0].end()
+    made[0].synchronize()
+
+
+def test_boxes_are_freed_when_they_are_empty(cupy, monkeypatch):
+    module = cupy(4)
+    ranks = connected(module, monkeypatch)
+    assert len(module.held) == 2
+    sent, come = drawn(module, np.random.default_rng(0), {(0, 1): [10]})
+    exchanged(module, ranks, sent, come)
+    module.run_all()
+    monkeypatch.setattr(peers, "_PATIENCE", 5)
+    done = module.cuda.Stream.done
+    monkeypatch.setattr(  # the host asks again and again
+        module.cuda.Stream, "done", property(lambda x: (module.run_all(), done.fget(x))[1])
+    )
+    del ranks[:]
+    gc.collect()
+    assert not module.held
+    assert len(module.closed) == 2
+
+
+def test_ranks_that_are_not_connected_have_no_boxes(cupy, monkeypatch):
+    module = cupy()
+    monkeypatch.setattr(peers, "_stream_memory_operations", lambda: 1 / 0)
+    assert connected(module, monkeypatch) == [None, None]
+    assert not module.held
+
+
+def test_ranks_on_other_machines_have_none(cupy, monkeypatch):
+    module = cupy()
+    monkeypatch.setattr(peers, "_process", threading.get_ident)
+    made = distributed.Threads(4, 2).run(lambda comm: peers.connect(comm, 0, 10))
+    assert [[rank in own for rank in range(4)] for own in made] == [
+        [False, True, False, False], [True, False, False, False],
+        [False, False, False, True], [False, False, True, False],
+    ]  # fmt: skip
