@@ -118,7 +118,7 @@ class _Exchange:
 
     Where a place computes later than it is asked to, messages are packed and sent beside what it
     computes next, even if that is asked for before `post`. What is computed `ahead` of that takes
-    all SMs, so that messages which need some are packed before.
+    the whole device, so that messages are packed before.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class _Exchange:
         comes = self._keys, self._far_keys, self._gradients, self._far_gradients
         self._comes = [x for each in comes for x in each]
         self.travels = bool(self._sends or self._comes)
-        self._is_packed = ahead and not rank.copies
-        if self._is_packed:
+        self._is_packed = ahead
+        if ahead:
             self._pack()
         self._mark = place.mark() if self.travels else None  # all its memory is there
         self._transfer: Transfer | None = None
@@ -163,8 +163,10 @@ class _Exchange:
         return self._rank.own, self._rank.keys
 
     def _send(self, wanted: Mapping[int, Runs], arrays: Several, held: Runs) -> None:
-        place = self._rank.place
-        self._sends += [(x, Packed(place, arrays, held, runs)) for x, runs in wanted.items()]
+        place, copies = self._rank.place, self._rank.copies
+        self._sends += [
+            (x, Packed(place, arrays, held, runs, copies)) for x, runs in wanted.items()
+        ]
 
     def _room(
         self, wanted: Mapping[int, Runs], like: Several, dtype: np.dtype[Any] | None = None
@@ -280,8 +282,8 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
     relay = _Relay()
     with place:
         for n, step in enumerate(rank.steps):
-            exchange = _Exchange(rank, n + 1, relay, True, returned)
             ahead = rank.copies and n == 0  # else the device has something to do already
+            exchange = _Exchange(rank, n + 1, relay, True, returned, ahead)
             if not ahead:
                 exchange.post()
             for task in step.backward:

@@ -97,13 +97,16 @@ class Nccl:
         self.check()
         assert self._comm is not None
         with current(self._device):
-            stream = self._cuda.get_current_stream()
+            stream, peers = self._cuda.get_current_stream(), self._peers
             begin = self._event(stream)
-            # What a graph repeats would count to the same numbers again.
-            peers = None if stream.is_capturing() else self._peers
             if peers is None:
                 arrived = self._by_nccl(begin, sends, receives)
             else:
+                if stream.is_capturing():
+                    raise DistributedError(
+                        "a call over ranks was made while a CUDA graph is being captured; expected "
+                        "none: what GPUs of a machine count with would be the same in every replay"
+                    )
                 near = [[x for x in each if x[0] in peers] for each in (sends, receives)]
                 far = [[x for x in each if x[0] not in peers] for each in (sends, receives)]
                 copied = peers.exchange(begin, *near) if any(near) else begin

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..arrays.cuda_device import current, quick_stream
 from ..arrays.device_arrays import address
 from .communication import Communicator, Message
 
-SLOT = 8 * 2**20  # bytes of a slot: long enough for the link's full rate
+SLOT = 16 * 2**20  # bytes of a slot: long enough for the link's full rate
 SLOTS = 4  # for each peer, so that neither side waits for the other one's counters
 _COUNTERS = 256  # bytes in front of the slots: two counters, and what aligns the slots
 _ARRIVED, _TAKEN = 0, 128  # where the counters are
 _BOX = _COUNTERS + SLOTS * SLOT  # bytes for one peer
-_ANY = 4  # cudaMemcpyKind: the driver finds out where memory is
+BLOCK = 64 * 2**10  # bytes in a row from which on rows of an array are sent from where they are
 _RELEASE = 2**30  # added to counters when a communicator ends: everything waits for less
 _PATIENCE = 2.0  # seconds in which all that waits has to be over in the end
 _NAME = secrets.token_hex(16)  # of this process: numbers are those of containers
@@ -38,21 +39,63 @@ def _process() -> str:
     return _NAME
 
 
-def _stream_memory_operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return functions that let a stream wait until a counter is high enough, and set one."""
-    from cuda.bindings import driver
+class _Stream:
+    """What a stream is asked for, by the driver: copies without SMs, and counters."""
 
-    success = driver.CUresult.CUDA_SUCCESS
+    def __init__(self) -> None:
+        from cuda.bindings import driver
 
-    def checked(function: Any) -> Callable[..., None]:
-        def call(stream: int, place: int, value: int) -> None:
-            (error,) = function(stream, place, value % 2**32, 0)
-            if error != success:
-                raise RuntimeError(f"{function.__name__}: {error}")
+        self.stream = quick_stream()
+        self._driver, self._place = driver, driver.CUdeviceptr
+        attributes = driver.CUmemcpyAttributes()
+        attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        # Else the driver takes SMs for copies within a device, and waits for them.
+        attributes.flags = driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE.value
+        self._attributes = [attributes]
 
-        return call
+    def copy(self, parts: Sequence[_Part], place: int, leaves: bool) -> None:
+        """Copy parts to one place in a row, or from there."""
+        there = [self._place(place + part.at) for part in parts]
+        here = [self._place(part.place) for part in parts]
+        sizes = [part.size for part in parts]
+        both = (there, here) if leaves else (here, there)
+        self._asked(
+            self._driver.cuMemcpyBatchAsync,
+            *both, sizes, len(sizes), self._attributes, [0], 1, self.stream.ptr,
+        )  # fmt: skip
 
-    return checked(driver.cuStreamWaitValue32), checked(driver.cuStreamWriteValue32)
+    def wait(self, counter: int, value: int) -> None:
+        """Wait until a counter is as high as a value, or higher."""
+        self._asked(
+            self._driver.cuStreamWaitValue32, self.stream.ptr, counter, value % 2**32, 0
+        )
+
+    def count(self, counter: int, value: int) -> None:
+        """Set a counter."""
+        self._asked(
+            self._driver.cuStreamWriteValue32, self.stream.ptr, counter, value % 2**32, 0
+        )
+
+    def _asked(self, function: Any, *arguments: Any) -> None:
+        (error,) = function(*arguments)
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{function.__name__}: {error}")
+
+
+class _Part(NamedTuple):
+    """Bytes in a row, of a chunk.
+
+    Attributes
+    ----------
+    place : int
+        Their address.
+    at, size : int
+        Where they begin in the chunk, and how many there are.
+    """
+
+    place: int
+    at: int
+    size: int
 
 
 @dataclass
@@ -91,83 +134,110 @@ class Peers:
     ) -> None:
         import cupy
 
-        self._device, self._runtime = device, cupy.cuda.runtime
+        self._device = device
         self._peers = {rank: _Peer(*both) for rank, both in boxes.items()}
-        self._wait, self._write = _stream_memory_operations()
-        self._event = cupy.cuda.Event
         with current(device):
-            self._out, self._in, self._rescue = (quick_stream() for _ in range(3))
+            self._out, self._in, self._rescue = (_Stream() for _ in range(3))
         ending = weakref.finalize(
-            self, _end, device, self._out, self._wait, list(self._peers.values()), let_go
+            self, _end, device, self._out, self._in, list(self._peers.values()), let_go
         )
         ending.atexit = False  # the process ends, and its memory with it
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
 
-    def exchange(
-        self, begin: Any, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> Any:
+    def exchange(self, begin: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
         """Start to send and to receive behind an event; return one behind all that.
 
-        Chunks are asked for in turns, all first ones at first. A rank's n-th chunk waits for
-        earlier ones only, so that ranks never wait for each other in a circle, even if the device
-        runs all streams one after the other.
+        Messages to one rank are one row of bytes. Chunks are asked for in turns, all first ones at
+        first. A rank's n-th chunk waits for earlier ones only, so that ranks never wait for each
+        other in a circle, even if the device runs all streams one after the other.
         """
         out, back = self._out, self._in
-        for stream in (out, back):
-            stream.wait_event(begin)
-        steps = [self._chunks(sends), self._chunks(receives)]
+        for each in (out, back):
+            each.stream.wait_event(begin)
+        steps = [_chunks(sends), _chunks(receives)]
         for leave, come in itertools.zip_longest(*steps, fillvalue=()):
-            for rank, place, size in leave:
-                self._send(rank, place, size)
-            for rank, place, size in come:
-                self._receive(rank, place, size)
-        sent, arrived = (self._event(disable_timing=True) for _ in range(2))
-        sent.record(out)
-        back.wait_event(sent)
-        arrived.record(back)
-        return arrived
+            for rank, parts in leave:
+                self._send(self._peers[rank], parts)
+            for rank, parts in come:
+                self._receive(self._peers[rank], parts)
+        back.stream.wait_event(_event(out.stream))
+        return _event(back.stream)
 
-    def _chunks(self, messages: Sequence[Message]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield the first chunks for all ranks, then the second ones, and so on."""
-        of_ranks: dict[int, list[tuple[int, int, int]]] = {}
-        for rank, array in messages:
-            place, size = address(array), array.size
-            chunks = of_ranks.setdefault(rank, [])
-            chunks += [
-                (rank, place + at, min(SLOT, size - at)) for at in range(0, size, SLOT)
-            ]
-        for several in itertools.zip_longest(*of_ranks.values()):
-            yield [chunk for chunk in several if chunk is not None]
-
-    def _send(self, rank: int, place: int, size: int) -> None:
-        peer, stream = self._peers[rank], self._out.ptr
-        slot = peer.there + _COUNTERS + peer.sent % SLOTS * SLOT
+    def _send(self, peer: _Peer, parts: Sequence[_Part]) -> None:
         if peer.sent >= SLOTS:
-            self._wait(stream, peer.own + _TAKEN, peer.sent - SLOTS + 1)
-        self._runtime.memcpyAsync(slot, place, size, _ANY, stream)
+            self._out.wait(peer.own + _TAKEN, peer.sent - SLOTS + 1)
+        self._out.copy(parts, peer.there + _COUNTERS + peer.sent % SLOTS * SLOT, True)
         peer.sent += 1
-        self._write(stream, peer.there + _ARRIVED, peer.sent)
+        self._out.count(peer.there + _ARRIVED, peer.sent)
 
-    def _receive(self, rank: int, place: int, size: int) -> None:
-        peer, stream = self._peers[rank], self._in.ptr
-        slot = peer.own + _COUNTERS + peer.received % SLOTS * SLOT
+    def _receive(self, peer: _Peer, parts: Sequence[_Part]) -> None:
+        self._in.wait(peer.own + _ARRIVED, peer.received + 1)
+        self._in.copy(parts, peer.own + _COUNTERS + peer.received % SLOTS * SLOT, False)
         peer.received += 1
-        self._wait(stream, peer.own + _ARRIVED, peer.received)
-        self._runtime.memcpyAsync(place, slot, size, _ANY, stream)
-        self._write(stream, peer.there + _TAKEN, peer.received)
+        self._in.count(peer.there + _TAKEN, peer.received)
 
     def end(self) -> None:
         """Let nothing wait any more. A peer may still count, so this is said more than once."""
         deadline = time.monotonic() + _PATIENCE
         with current(self._device):
-            while not (self._out.done and self._in.done) and time.monotonic() < deadline:
+            while not (self._out.stream.done and self._in.stream.done):
                 for peer in self._peers.values():
                     for counter in (_ARRIVED, _TAKEN):
                         value = max(peer.sent, peer.received) + _RELEASE
-                        self._write(self._rescue.ptr, peer.own + counter, value)
+                        self._rescue.count(peer.own + counter, value)
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(1e-3)
+
+
+def in_blocks(array: Any) -> bool:
+    """Return whether an array can be sent from where it is: its rows lie in long blocks."""
+    *_, rows, columns = array.shape
+    steps = columns * array.itemsize, array.itemsize
+    return bool(array.strides[-2:] == steps and rows * columns * array.itemsize >= BLOCK)
+
+
+def _chunks(messages: Sequence[Message]) -> Iterator[list[tuple[int, list[_Part]]]]:
+    """Yield the first chunks for all ranks, then the second ones, and so on."""
+    of_ranks: dict[int, list[list[_Part]]] = {}
+    room: dict[int, int] = {}  # in a rank's last chunk
+    for rank, array in messages:
+        chunks = of_ranks.setdefault(rank, [])
+        for place, size in _blocks(array):
+            done = 0
+            while done < size:
+                if not room.get(rank):
+                    chunks.append([])
+                    room[rank] = SLOT
+                some = min(size - done, room[rank])
+                chunks[-1].append(_Part(place + done, SLOT - room[rank], some))
+                done, room[rank] = done + some, room[rank] - some
+    for several in itertools.zip_longest(*of_ranks.values()):
+        yield [(rank, x) for rank, x in zip(of_ranks, several, strict=True) if x is not None]
+
+
+def _blocks(array: Any) -> list[tuple[int, int]]:
+    """Return addresses and sizes of the parts of an array that are bytes in a row, in C order."""
+    place, size = address(array), array.nbytes
+    if not size or array.flags.c_contiguous:
+        return [(place, size)]
+    *sizes, rows, columns = array.shape
+    block = rows * columns * array.itemsize
+    steps = array.strides[:-2]
+    return [
+        (place + sum(map(operator.mul, index, steps)), block)
+        for index in itertools.product(*map(range, sizes))
+    ]
+
+
+def _event(stream: Any) -> Any:
+    import cupy
+
+    made = cupy.cuda.Event(disable_timing=True)
+    made.record(stream)
+    return made
 
 
 def connect(ranks: Communicator, device: int, timeout: float) -> Peers | None:
@@ -202,8 +272,8 @@ def connect(ranks: Communicator, device: int, timeout: float) -> Peers | None:
 def _offer(device: int, peers: int) -> tuple[int, dict[str, Any]]:
     """Return the address of this rank's boxes, 0 if it has none, and what others need to know."""
     offer: dict[str, Any] = {"process": _process(), "device": device}
+    place = 0
     try:
-        _stream_memory_operations()
         import cupy
 
         runtime = cupy.cuda.runtime
@@ -214,9 +284,19 @@ def _offer(device: int, peers: int) -> tuple[int, dict[str, Any]]:
             runtime.memset(place, 0, peers * _BOX)
             runtime.deviceSynchronize()
             handle = runtime.ipcGetMemHandle(place)
+            _try(_Stream(), place)
     except Exception as error:  # noqa: BLE001, NCCL serves without it
+        _let_go(device, place, [])
         return 0, offer | {"why": str(error)}
     return place, offer | {"place": place, "handle": handle.hex()}
+
+
+def _try(stream: _Stream, place: int) -> None:
+    """Raise an error if the driver, or its bindings, lack what streams are asked for."""
+    stream.wait(place + _ARRIVED, 0)
+    stream.copy([_Part(place + _COUNTERS, 0, 1)], place + _COUNTERS + SLOT, True)
+    stream.count(place + _ARRIVED, 0)
+    stream.stream.synchronize()
 
 
 def _opened(offer: dict[str, Any], device: int) -> int:
@@ -253,25 +333,28 @@ def _enable(runtime: Any, peer: int) -> None:
 
 
 def _end(
-    device: int, stream: Any, wait: Callable[..., Any], peers: list[_Peer], let_go: Callable[[], None]
+    device: int, out: _Stream, back: _Stream, peers: list[_Peer], let_go: Callable[[], None]
 ) -> None:
-    """Free the boxes when peers have taken all from theirs, and have counted that here."""
+    """Free the boxes when all from peers was taken, and they have taken all and counted that."""
     deadline = time.monotonic() + _PATIENCE
     with current(device):
         for peer in peers:
-            wait(stream.ptr, peer.own + _TAKEN, peer.sent)
-        while not stream.done and time.monotonic() < deadline:
+            out.wait(peer.own + _TAKEN, peer.sent)
+        while not (is_over := out.stream.done and back.stream.done):
+            if time.monotonic() > deadline:
+                break
             time.sleep(1e-3)
-        if stream.done:
+        if is_over:
             let_go()
 
 
 def _let_go(device: int, place: int, foreign: Sequence[int]) -> None:
     """Close the boxes of others, and free the own ones."""
+    if not place:
+        return
     import cupy
 
     with current(device):
         for each in foreign:
             cupy.cuda.runtime.ipcCloseMemHandle(each)
-        if place:
-            cupy.cuda.runtime.free(place)
+        cupy.cuda.runtime.free(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import threading
 
@@ -60,11 +61,25 @@ def cupy(install, monkeypatch):
         runtime.CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {"status": 0})
         module.closed, module.enabled, module.connected = [], [], True
         runtime.deviceSynchronize = lambda: None
-        operations = (
-            lambda stream, place, value: module.queues[stream].append(Wait(place, value)),
-            lambda stream, place, value: module.enqueue(lambda: _set(place, value), stream),
-        )
-        monkeypatch.setattr(peers, "_stream_memory_operations", lambda: operations)
+
+        class Stream:
+            """What `peers._Stream` asks the driver for."""
+
+            def __init__(self):
+                self.stream = module.cuda.Stream()
+
+            def copy(self, parts, place, leaves):
+                for here, at, size in parts:
+                    both = (place + at, here) if leaves else (here, place + at)
+                    module.enqueue(functools.partial(ctypes.memmove, *both, size), self.stream.ptr)
+
+            def wait(self, counter, value):
+                module.queues[self.stream.ptr].append(Wait(counter, value))
+
+            def count(self, counter, value):
+                module.enqueue(lambda: _set(counter, value), self.stream.ptr)
+
+        monkeypatch.setattr(peers, "_Stream", Stream)
         return module
 
     return made
@@ -120,10 +135,11 @@ def test_messages_arrive_whatever_comes_first(cupy, monkeypatch, seed, size, apa
                     assert same_bits(x.host, y.host), pair
 
 
-def test_an_exchange_is_over_when_all_was_sent_and_received(cupy, monkeypatch):
-    module = cupy(1)
+@pytest.mark.parametrize("seed", range(20))
+def test_an_exchange_is_over_when_all_was_sent_and_received(cupy, monkeypatch, seed):
+    module = cupy(seed)
     ranks = connected(module, monkeypatch)
-    sent, come = drawn(module, np.random.default_rng(0), {(0, 1): [100], (1, 0): [100]})
+    sent, come = drawn(module, np.random.default_rng(0), {(0, 1): [15], (1, 0): [15]})
     module.run_all()
     expected = {pair: x.host.copy() for pair, [x] in sent.items()}
     events = exchanged(module, ranks, sent, come)
@@ -131,6 +147,9 @@ def test_an_exchange_is_over_when_all_was_sent_and_received(cupy, monkeypatch):
         event.synchronize()
         assert same_bits(come[1 - rank, rank][0].host, expected[1 - rank, rank])
         sent[rank, 1 - rank][0].host.fill(0xFF)  # may change from here on
+    module.run_all()
+    assert same_bits(come[1, 0][0].host, expected[1, 0])
+    assert same_bits(come[0, 1][0].host, expected[0, 1])
 
 
 def test_streams_that_share_a_queue_do_not_wait_for_each_other_in_a_circle(cupy, monkeypatch):
@@ -138,9 +157,12 @@ def test_streams_that_share_a_queue_do_not_wait_for_each_other_in_a_circle(cupy,
     module = cupy(2)
     ranks = connected(module, monkeypatch, 3)
     for each in ranks:
-        module.queues[each._in.ptr] = module.queues[each._out.ptr]
+        module.queues[each._in.stream.ptr] = module.queues[each._out.stream.ptr]
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     sent, come = drawn(module, np.random.default_rng(0), {pair: [100, 30] for pair in pairs})
+    # In the worst order: each rank receives at first from the one that sends to it last.
+    order = sorted(pairs, key=lambda pair: (pair[1] - pair[0]) % 3)
+    sent, come = {x: sent[x] for x in order}, {x: come[x] for x in order[::-1]}
     exchanged(module, ranks, sent, come)
     module.run_all()
     assert all(same_bits(x.host, y.host) for p in pairs for x, y in zip(sent[p], come[p], strict=True))
@@ -157,18 +179,29 @@ def test_nothing_waits_behind_the_end(cupy, monkeypatch):
     made[0].synchronize()
 
 
-def test_boxes_are_freed_when_they_are_empty(cupy, monkeypatch):
-    module = cupy(4)
+@pytest.mark.parametrize("seed", range(5))
+def test_boxes_are_freed_when_they_are_empty(cupy, monkeypatch, seed):
+    module = cupy(seed)
     ranks = connected(module, monkeypatch)
     assert len(module.held) == 2
-    sent, come = drawn(module, np.random.default_rng(0), {(0, 1): [10]})
+    sent, come = drawn(module, np.random.default_rng(0), {(0, 1): [50]})
     exchanged(module, ranks, sent, come)
-    module.run_all()
     monkeypatch.setattr(peers, "_PATIENCE", 5)
     done = module.cuda.Stream.done
-    monkeypatch.setattr(  # the host asks again and again
-        module.cuda.Stream, "done", property(lambda x: (module.run_all(), done.fget(x))[1])
-    )
+
+    def asked_again(stream):
+        """Something happens whenever the host asks."""
+        happened = []
+        module.enqueue(lambda: happened.append(True), 0)
+        module.run_until(lambda: happened)
+        return done.fget(stream)
+
+    def free(place, free=module.cuda.runtime.free):
+        assert same_bits(sent[0, 1][0].host, come[0, 1][0].host), "a box that is not empty"
+        free(place)
+
+    monkeypatch.setattr(module.cuda.runtime, "free", free)
+    monkeypatch.setattr(module.cuda.Stream, "done", property(asked_again))
     del ranks[:]
     gc.collect()
     assert not module.held
@@ -177,7 +210,7 @@ def test_boxes_are_freed_when_they_are_empty(cupy, monkeypatch):
 
 def test_ranks_that_are_not_connected_have_no_boxes(cupy, monkeypatch):
     module = cupy()
-    monkeypatch.setattr(peers, "_stream_memory_operations", lambda: 1 / 0)
+    monkeypatch.setattr(peers, "_try", lambda *_: 1 / 0)
     assert connected(module, monkeypatch) == [None, None]
     assert not module.held
 
