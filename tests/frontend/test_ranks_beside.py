@@ -77,19 +77,25 @@ class Device(StreamCupy):
         self.shares = []  # whether each piece shares the device with messages
 
     def _convert(self, *arrays):
+        self._asked_for(*arrays)
+        super()._convert(*arrays)
+
+    def _convert_rows(self, *arguments, size):
+        self._asked_for(*(x for x in arguments if isinstance(x, self.ndarray)))
+        self.asked.append("rows")
+        super()._convert_rows(*arguments, size=size)
+
+    def _asked_for(self, *arrays):
+        *summands, to = arrays
         if self.current:
             self.asked.append("copy")
-        elif len(arrays) > 2:
-            self.asked.append(f"sum of {len(arrays) - 1}")
-        super()._convert(*arrays)
+        elif len(summands) > 1:
+            is_add = to.data.ptr == summands[0].data.ptr
+            self.asked.append("add" if is_add else f"sum of {len(summands)}")
 
     def _copy_rows(self, *x):
         self.asked.append("copy")
         super()._copy_rows(*x)
-
-    def add(self, a, b, out):
-        self.asked.append("add")
-        super().add(a, b, out)
 
 
 class Spy:
@@ -271,7 +277,41 @@ def test_sums_that_are_rounded_are_one_pass_in_their_order(install):
             expected += each
         assert same_bits(rounded.host, expected)
         adds = ["add"] * max(count - 4, 0)
-        assert cupy.asked == [*adds, *[f"sum of {min(count, 4)}"] * (count > 1)]
+        asked = [x for x in cupy.asked if x != "rows"]
+        assert asked == [*adds, *[f"sum of {min(count, 4)}"] * (count > 1)]
+
+
+@pytest.mark.parametrize(
+    ("part", "in_rows"),
+    [
+        (np.s_[:], True),
+        (np.s_[:, 2:6], True),
+        (np.s_[:, 5:], True),
+        (np.s_[:, :, 4:8], True),
+        (np.s_[:, 3:, 4:], False),  # several rows in each of several blocks
+        (np.s_[:, :, 1:5], False),  # not aligned
+        (np.s_[:, :, 4:10], False),
+        (np.s_[:, :, ::2], False),
+        (np.s_[::-1], False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rows_are_summed_several_elements_at_a_time(part, in_rows, dtype, install):
+    """Wherever rows begin; with the bits of sums of one element at a time."""
+    cupy = install(Device(0))
+    rng = np.random.default_rng(0)
+    number = np.float64 if dtype == np.float64 else np.float32
+    first, second = rng.standard_normal((2, 3, 8, 12)).astype(number)
+    wide, to = cupy.asarray(first)[part], cupy.ndarray(first.shape, dtype)[part]
+    cupy.run_all()
+    cupy.asked.clear()
+    device_arrays.add_up(wide, cupy.asarray(second[part].copy()), to)
+    device_arrays.add(cupy.asarray(second[part].copy()), wide)
+    cupy.run_all()
+    total = first[part] + second[part]
+    assert same_bits(to.host, total.astype(dtype))
+    assert same_bits(wide.host, total)
+    assert cupy.asked == ["sum of 2", *["rows"] * in_rows, "add", *["rows"] * in_rows]
 
 
 def test_what_is_added_last_may_have_some_rows_of_a_sum():
