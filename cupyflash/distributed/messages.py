@@ -61,8 +61,9 @@ class Packed:
         if wanted == held and all(x.flags.c_contiguous for x in arrays):
             self.contents = tuple(map(bytes_of, arrays))
             return
-        if copies and len(wanted) == 1:
-            rows = tuple(part(x, held.rows(wanted[0])) for x in arrays)
+        runs = list(wanted)
+        if copies and len(runs) == 1:
+            rows = tuple(part(x, held.rows(runs[0])) for x in arrays)
             if all(map(in_blocks, rows)):
                 self.contents = rows
                 return

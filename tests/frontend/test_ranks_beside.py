@@ -18,6 +18,7 @@ from cupyflash import dispatch, distributed, masks
 from cupyflash.arrays import device_arrays
 from cupyflash.arrays import tape as tapes
 from cupyflash.backends.gpu import Gpu
+from cupyflash.distributed import peers
 from cupyflash.distributed.again import Written
 from cupyflash.distributed.messages import bytes_of
 from cupyflash.gpu import launch_cache
@@ -125,8 +126,9 @@ class Replay:
 
     takes_device_arrays = True
 
-    def __init__(self, spy, cupy):
+    def __init__(self, spy, cupy, copies=False):
         self.rank, self.size, self.nodes = spy.rank, spy.size, spy.nodes
+        self.copies = copies
         self._spy, self._cupy, self._number = spy, cupy, 0
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.sent = []  # what was there when it was sent, and what ought to be
@@ -156,7 +158,7 @@ class Replay:
         return event
 
     def _sending(self, host, like):
-        return lambda: self.sent.append((host.copy(), like))
+        return lambda: self.sent.append((host.copy().reshape(-1).view(np.uint8), like))
 
     def _receiving(self, host, content):
         def work():
@@ -233,6 +235,48 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
         ends = [each[-each[::-1].index("piece") :] for each in asked]
         assert not any("add" in each for each in ends)
         assert any(each.count("sum of 2") + each.count("sum of 3") >= 3 for each in ends)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "scheme"),
+    [(2, "zigzag", "rounds"), (2, "contiguous", "gather"), (3, "zigzag", "rounds"),
+     (3, "cyclic", "rounds"), (4, "cyclic", "gather")],
+)  # fmt: skip
+def test_messages_that_are_copied_leave_the_device_to_pieces(
+    size, kind, scheme, install, monkeypatch
+):
+    """Nothing waits for them, and rows in blocks are sent from where they are."""
+    monkeypatch.setattr(peers, "BLOCK", 1)
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 12), (2, 4, LENGTH, 12)
+    whole = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+    with blocks_of(4):
+
+        def on_host(comm):
+            spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
+            own = [np.ascontiguousarray(layout.take(x)) for x in whole]
+            return spy, own, both(own, spy, layout, scheme)
+
+        for spy, own, expected in distributed.Threads(size).run(on_host):
+            cupy = install(Device(seed=spy.rank))
+            monkeypatch.setattr(dispatch, "GPU", Late(cupy))
+            comm = Replay(spy, cupy, copies=True)
+            layout = distributed.layout(comm, LENGTH, kind=kind)
+            for again in range(3):
+                cupy.asked.clear()
+                cupy.shares.clear()
+                results = both(list(map(cupy.asarray, own)), comm, layout, scheme)
+                cupy.run_all()
+                for x, y in zip(map(in_host, results), expected, strict=True):
+                    close = dict(rtol=0, atol=2e-3) if x.dtype == np.float16 else dict(rtol=1e-5)
+                    np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), **close)
+                assert all(same_bits(x, like) for x, like in comm.sent), again
+                assert not any(cupy.shares)
+                begun = cupy.asked[: cupy.asked.index("exchange")]
+                own_runs = 1 if kind == "contiguous" else len(list(layout.own))
+                assert 1 <= begun.count("piece") <= own_runs
+                if kind == "zigzag":  # of a rank, one run or both
+                    assert "copy" not in cupy.asked
 
 
 @pytest.mark.parametrize(
