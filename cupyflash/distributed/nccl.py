@@ -1,7 +1,8 @@
 """Ranks that have a GPU each: arrays of the device travel from GPU to GPU, all else on the host.
 
-They are copied between GPUs of a machine that are connected, and else travel by NCCL. Messages are ordered by events, and the host waits for none of them. A thread looks whether they
-arrive in time and whether another rank gave up, and then ends what is under way.
+They are copied between GPUs of a machine that are connected, and else travel by NCCL. Messages are
+ordered by events, and the host waits for none of them. A thread looks whether they arrive in time
+and whether another rank gave up, and then ends what is under way.
 """
 
 from __future__ import annotations

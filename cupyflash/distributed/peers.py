@@ -66,15 +66,11 @@ class _Stream:
 
     def wait(self, counter: int, value: int) -> None:
         """Wait until a counter is as high as a value, or higher."""
-        self._asked(
-            self._driver.cuStreamWaitValue32, self.stream.ptr, counter, value % 2**32, 0
-        )
+        self._asked(self._driver.cuStreamWaitValue32, self.stream.ptr, counter, value % 2**32, 0)
 
     def count(self, counter: int, value: int) -> None:
         """Set a counter."""
-        self._asked(
-            self._driver.cuStreamWriteValue32, self.stream.ptr, counter, value % 2**32, 0
-        )
+        self._asked(self._driver.cuStreamWriteValue32, self.stream.ptr, counter, value % 2**32, 0)
 
     def _asked(self, function: Any, *arguments: Any) -> None:
         (error,) = function(*arguments)
@@ -132,7 +128,6 @@ class Peers:
     def __init__(
         self, device: int, boxes: dict[int, tuple[int, int]], let_go: Callable[[], None]
     ) -> None:
-        import cupy
 
         self._device = device
         self._peers = {rank: _Peer(*both) for rank, both in boxes.items()}
@@ -262,8 +257,7 @@ def connect(ranks: Communicator, device: int, timeout: float) -> Peers | None:
         return whole + (mates.index(other) - (other > owner)) * _BOX
 
     boxes = {
-        rank: (box(place, ranks.rank, rank), box(opened[rank], rank, ranks.rank))
-        for rank in mutual
+        rank: (box(place, ranks.rank, rank), box(opened[rank], rank, ranks.rank)) for rank in mutual
     }
     foreign = [x for rank, x in opened.items() if offers[rank]["process"] != _process()]
     return Peers(device, boxes, lambda: _let_go(device, place, foreign))

@@ -165,7 +165,9 @@ def test_streams_that_share_a_queue_do_not_wait_for_each_other_in_a_circle(cupy,
     sent, come = {x: sent[x] for x in order}, {x: come[x] for x in order[::-1]}
     exchanged(module, ranks, sent, come)
     module.run_all()
-    assert all(same_bits(x.host, y.host) for p in pairs for x, y in zip(sent[p], come[p], strict=True))
+    assert all(
+        same_bits(x.host, y.host) for p in pairs for x, y in zip(sent[p], come[p], strict=True)
+    )
 
 
 def test_nothing_waits_behind_the_end(cupy, monkeypatch):
@@ -216,7 +218,7 @@ def test_ranks_that_are_not_connected_have_no_boxes(cupy, monkeypatch):
 
 
 def test_ranks_on_other_machines_have_none(cupy, monkeypatch):
-    module = cupy()
+    cupy()
     monkeypatch.setattr(peers, "_process", threading.get_ident)
     made = distributed.Threads(4, 2).run(lambda comm: peers.connect(comm, 0, 10))
     assert [[rank in own for rank in range(4)] for own in made] == [

@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from halves import mostly_thorough
+from host_cupy import in_host, read_in_host
 from hypothesis import given
 from hypothesis import strategies as st
-from host_cupy import in_host, read_in_host
 from placement import same_bits
 from stream_cupy import StreamCupy
 
