@@ -259,7 +259,7 @@ def _sum(arrays: Sequence[Any]) -> None:
     """Write the sum of all arrays but the last one to that."""
     *summands, to = arrays
     rows = _rows(*arrays)
-    if rows is None or summands[0].dtype.kind != "f" or not _are_aligned(arrays, rows):
+    if rows is None or not _are_aligned(arrays, rows):
         _converter(len(summands))(*arrays)  # in half the host time of an assignment
         return
     count, width, *pitches = rows
@@ -292,10 +292,10 @@ _LONGEST_PITCH = 2**31 - 1
 def copy(array: Any, to: Any) -> None:
     """Write the elements of an array, rounded, to another one on the current device.
 
-    Rows of one dtype are copied by the driver, which takes a fraction of a kernel's time for it.
+    Rows of one dtype that are not aligned are copied by the driver.
     """
     rows = _rows(array, to) if array.dtype == to.dtype else None
-    if rows is None:
+    if rows is None or _are_aligned((array, to), rows):
         convert(array, to)
         return
     import cupy

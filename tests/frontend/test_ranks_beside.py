@@ -282,7 +282,8 @@ def test_messages_that_are_copied_leave_the_device_to_pieces(
 @pytest.mark.parametrize(
     ("shape", "part", "is_rows"),
     [
-        ((2, 3, 8, 5), np.s_[:], True),
+        ((2, 3, 8, 5), np.s_[:], False),  # by a kernel that loads four elements at a time
+        ((1, 3, 5, 5), np.s_[:], True),
         ((2, 3, 8, 5), np.s_[..., 2:6, :], True),
         ((1, 3, 8, 1), np.s_[..., 7:, :], False),
         ((4,), np.s_[1:2], True),
@@ -292,7 +293,7 @@ def test_messages_that_are_copied_leave_the_device_to_pieces(
         ((6, 5), np.s_[:0], False),
     ],
 )
-def test_rows_are_copied_by_the_driver(shape, part, is_rows, install):
+def test_rows_that_are_not_aligned_are_copied_by_the_driver(shape, part, is_rows, install):
     cupy = install(Device(0))
     whole = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
     for dtype, by_driver in ((np.int16, is_rows), (np.float32, False)):
@@ -356,6 +357,44 @@ def test_rows_are_summed_several_elements_at_a_time(part, in_rows, dtype, instal
     assert same_bits(to.host, total.astype(dtype))
     assert same_bits(wide.host, total)
     assert cupy.asked == ["sum of 2", *["rows"] * in_rows, "add", *["rows"] * in_rows]
+
+
+def test_sums_are_written_where_nothing_was_and_added_elsewhere():
+    rng = np.random.default_rng(0)
+    summands = [(rng.standard_normal((3, len(at), 4)), at)
+                for at in map(range, (3, 0, 2, 9), (6, 9, 8, 10))]  # fmt: skip
+    asked = []
+
+    class Place(Host):
+        def clear(self, array):
+            asked.append(("clear", array.shape[-2]))
+            super().clear(array)
+
+        def add(self, computed, to):
+            asked.append(("add", to.shape[-2]))
+            super().add(computed, to)
+
+        def store(self, computed, to):
+            asked.append(("write", to.shape[-2]))
+            super().store(computed, to)
+
+    made = np.full((3, 10, 4), np.nan)
+    total = Total(Place(dispatch.CPU), made, [range(3), range(3, 6), range(6, 9), range(9, 10)])
+    for x, at in summands:
+        total.add(x, at)
+    expected = np.zeros((3, 10, 4))
+    for x, at in summands:
+        expected[:, at.start : at.stop] += x
+    assert same_bits(total.whole(), expected)
+    assert asked == [
+        ("write", 3), ("write", 3), ("add", 3), ("write", 3), ("add", 6), ("write", 1),
+    ]  # fmt: skip
+    total = Total(Place(dispatch.CPU), made, [range(10)])
+    total.add(*summands[0])
+    expected[...] = 0
+    expected[:, 3:6] = summands[0][0]
+    assert same_bits(total.whole(), expected)
+    assert asked[-2:] == [("clear", 10), ("add", 3)]
 
 
 def test_what_is_added_last_may_have_some_rows_of_a_sum():
