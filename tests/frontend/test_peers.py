@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import sys
 import threading
 
 import numpy as np
@@ -15,7 +16,7 @@ from placement import same_bits
 from stream_cupy import StreamCupy
 
 from cupyflash import distributed
-from cupyflash.distributed import peers
+from cupyflash.distributed import DistributedError, peers
 
 
 class Wait:
@@ -225,3 +226,105 @@ def test_ranks_on_other_machines_have_none(cupy, monkeypatch):
         [False, True, False, False], [True, False, False, False],
         [False, False, False, True], [False, False, True, False],
     ]  # fmt: skip
+
+
+class Nccl:
+    """NCCL, whose messages are the bytes of the sender when its stream comes to them."""
+
+    NCCL_UINT8 = 1
+
+    def __init__(self, module):
+        self.module, self.boxes, self.sends, self.ended = module, {}, [], []
+        self.groupStart = self.groupEnd = lambda: None
+        self.get_unique_id = lambda: b"id"
+
+        class Communicator:
+            def __init__(comm, size, unique, rank):
+                assert unique == b"id"
+                comm.rank = rank
+
+            def send(comm, place, size, kind, rank, stream):
+                self.sends.append((comm.rank, rank))
+                box = self.boxes.setdefault((comm.rank, rank), [])
+                module.enqueue(lambda: box.append(ctypes.string_at(place, size)), stream)
+
+            def recv(comm, place, size, kind, rank, stream):
+                box = self.boxes.setdefault((rank, comm.rank), [])
+                module.queues[stream].append(Came(box))
+                module.enqueue(lambda: ctypes.memmove(place, box.pop(0), size), stream)
+
+            def abort(comm):
+                self.ended.append(comm.rank)
+
+        self.NcclCommunicator = Communicator
+
+
+class Came:
+    """A stream waits for a message."""
+
+    def __init__(self, box):
+        self._box = box
+
+    @property
+    def done(self):
+        return bool(self._box)
+
+
+@pytest.fixture
+def gpus(cupy, monkeypatch):
+    """Return ranks with a GPU each, on some nodes, and what they use."""
+
+    def made(size, nodes, seed=0):
+        module = cupy(seed)
+        module.cuda.nccl = Nccl(module)
+        monkeypatch.setitem(sys.modules, "cupy.cuda", module.cuda)
+        monkeypatch.setattr(peers, "_process", threading.get_ident)
+        threads = distributed.Threads(size, nodes)
+        return module, threads.run(lambda comm: distributed.communicator(comm, device=0))
+
+    return made
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (2, 2), (4, 2), (4, 1)])
+def test_messages_to_other_machines_go_by_nccl_and_others_are_copied(gpus, size, nodes):
+    for seed in range(3):
+        module, comms = gpus(size, nodes, seed)
+        assert all(comm.copies == (nodes == 1) for comm in comms)
+        pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+        sent, come = drawn(module, np.random.default_rng(seed), {pair: [9, 30] for pair in pairs})
+        transfers = []
+        for comm in comms:
+            sends = [(b, x) for (a, b), xs in sent.items() if a == comm.rank for x in xs]
+            receives = [(a, x) for (a, b), xs in come.items() if b == comm.rank for x in xs]
+            transfers.append(comm.exchange(sends, receives))
+        for transfer in transfers:
+            transfer.wait(10, "a test")
+        module.cuda.Stream(0).synchronize()  # on which all of them are waited for
+        for pair in pairs:
+            assert all(
+                same_bits(x.host, y.host) for x, y in zip(sent[pair], come[pair], strict=True)
+            )
+        of_node = size // nodes
+        far = {(a, b) for a, b in pairs if a // of_node != b // of_node}
+        assert set(module.cuda.nccl.sends) == far
+
+
+def test_no_rank_copies_while_a_graph_is_being_captured(gpus, monkeypatch):
+    module, comms = gpus(2, 1)
+    monkeypatch.setattr(module.cuda.Stream, "is_capturing", lambda _: True)
+    with pytest.raises(DistributedError, match="while a CUDA graph is being captured"):
+        comms[0].exchange([(1, module.ndarray((4,), np.uint8))], [])
+
+
+def test_a_rank_that_gives_up_lets_nothing_wait(gpus):
+    module, comms = gpus(2, 1)
+    transfer = comms[0].exchange([], [(1, module.ndarray((40,), np.uint8))])
+    with pytest.raises(AssertionError, match="never happens"):
+        module.run_all()
+    comms[1].abort("rank 1 gave up")
+    comms[0].end()
+    transfer.wait(10, "a test")
+    module.run_all()
+    assert sorted(module.cuda.nccl.ended) == [0, 1]
+    with pytest.raises(DistributedError, match="rank 1 gave up"):
+        comms[0].exchange([], [(1, module.ndarray((40,), np.uint8))])

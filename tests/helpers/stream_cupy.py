@@ -69,6 +69,10 @@ class StreamCupy(HostCupy):
                 self.marker = marker = SimpleNamespace(done=False)
                 module.enqueue(lambda: setattr(marker, "done", True), stream.ptr)
 
+            @property
+            def done(self):
+                return self.marker.done
+
             def synchronize(self):
                 module.run_until(lambda: self.marker.done)
 
