@@ -332,6 +332,7 @@ def _end(
     """Free the boxes when all from peers was taken, and they have taken all and counted that."""
     deadline = time.monotonic() + _PATIENCE
     with current(device):
+        out.stream.done  # noqa: B018, CuPy makes this thread's context, which the driver needs
         for peer in peers:
             out.wait(peer.own + _TAKEN, peer.sent)
         while not (is_over := out.stream.done and back.stream.done):
