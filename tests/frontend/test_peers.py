@@ -43,6 +43,7 @@ def cupy(install, monkeypatch):
     monkeypatch.setattr(peers, "_PATIENCE", 0.05)
 
     def made(seed=0):
+        gc.collect()  # ranks of another CuPy
         module = install(StreamCupy(seed))
         module.held = {}
 
@@ -83,7 +84,8 @@ def cupy(install, monkeypatch):
         monkeypatch.setattr(peers, "_Stream", Stream)
         return module
 
-    return made
+    yield made
+    gc.collect()
 
 
 def connected(cupy, monkeypatch, size=2, apart=True):
