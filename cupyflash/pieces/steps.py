@@ -25,10 +25,10 @@ Chunk: TypeAlias = Literal["auto"] | SupportsIndex | tuple[SupportsIndex, Suppor
 
 # Queries and keys of a chunk. They do not depend on the batch, so no bit of a result does.
 AUTO = {"cpu": (16384, 8192), "gpu": (32768, 16384)}
-# On a GPU the first chunks of keys are shorter, as nothing computes before the first one is there.
-# Each one arrives while the one before is computed, which takes longer with more queries for a key.
-FIRST = 2048
-FACTORS = {0: 1.25, 32768: 2.0}  # from so many queries for each key-value head on
+# On a GPU, a chunk of keys arrives while the one before is computed. If that takes about as long,
+# for few queries of each key-value head, the first chunk is short, and each one longer than the one
+# before it.
+FIRST, FACTOR, FEW = 4096, 1.25, 32768
 
 
 class Streamed:
@@ -80,11 +80,10 @@ class Streamed:
             keys = -(-keys // 128) * 128  # kernels draw for four keys at once, and load whole tiles
             if is_device_array(call.q):
                 rows = max(problem.len_q, 1)
-        if call.device is None or not isinstance(self._chunk, str):
-            return schedule(call, rows, keys)
         queries = problem.len_q * problem.heads // max(problem.heads_kv, 1)
-        factor = next(x for least, x in reversed(FACTORS.items()) if queries >= least)
-        of_keys = growing(problem.len_k, FIRST, keys, factor)
+        if call.device is None or not isinstance(self._chunk, str) or queries >= FEW:
+            return schedule(call, rows, keys)
+        of_keys = growing(problem.len_k, FIRST, keys, FACTOR)
         return of_chunks(call, chunks(problem.len_q, rows), of_keys)
 
 

@@ -17,7 +17,6 @@ namespace {
 
 constexpr int ROWS = 4;
 constexpr int COLUMNS = 4;  // of a thread, at a time: neighbours
-constexpr int PARTS = 2;    // that are loaded at a time, so that their latencies overlap
 constexpr int ACCUM_KIND = sizeof(accum_t) == sizeof(float) ? KIND_FLOAT32 : KIND_FLOAT64;
 
 // The columns of a thread, as they lie in memory.
@@ -84,20 +83,12 @@ __device__ __forceinline__ long long offset(const Operand& operand, const Row& r
   return elements;
 }
 
-// Loads the lse of a warp's rows, of which `rows` exist, of the parts from `first` on; -inf for all
-// others.
-__device__ __forceinline__ void load_lses(const CombineParams& p, int first, const Row& row,
-                                          int rows, accum_t (&lse)[PARTS][ROWS]) {
+// Loads the lse of a warp's rows, of which `rows` exist; -inf for the others.
+__device__ __forceinline__ void load_lse(const Operand& operand, const Row& row, int rows,
+                                         accum_t (&lse)[ROWS]) {
+  const accum_t* const from = reinterpret_cast<const accum_t*>(operand.data) + offset(operand, row);
 #pragma unroll
-  for (int u = 0; u < PARTS; ++u) {
-    const bool exists = first + u < p.parts;
-    const Operand& part = p.lses[exists ? first + u : first];
-    const accum_t* const from = reinterpret_cast<const accum_t*>(part.data) + offset(part, row);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      lse[u][r] = exists && r < rows ? from[r * part.row] : -number::infinity();
-    }
-  }
+  for (int r = 0; r < ROWS; ++r) lse[r] = r < rows ? from[r * operand.row] : -number::infinity();
 }
 
 // exp(lse - m): exactly 1 for the largest lse, 0 for a set without keys.
@@ -126,31 +117,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (index > 0) return;
   const int rows = static_cast<int>(p.rows - row.i < ROWS ? p.rows - row.i : ROWS);
 
-  accum_t lse[PARTS][ROWS], m[ROWS], l[ROWS], inverse[ROWS];
+  accum_t lse[ROWS], m[ROWS], l[ROWS], inverse[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     m[r] = -number::infinity();
     l[r] = 0;
   }
 #pragma unroll 1
-  for (int n = 0; n < p.parts; n += PARTS) {
-    load_lses(p, n, row, rows, lse);
+  for (int n = 0; n < p.parts; ++n) {
+    load_lse(p.lses[n], row, rows, lse);
 #pragma unroll
-    for (int u = 0; u < PARTS; ++u) {
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        m[r] = lse[u][r] > m[r] || lse[u][r] != lse[u][r] ? lse[u][r] : m[r];
-      }
-    }
+    for (int r = 0; r < ROWS; ++r) m[r] = lse[r] > m[r] || lse[r] != lse[r] ? lse[r] : m[r];
   }
 #pragma unroll 1
-  for (int n = 0; n < p.parts; n += PARTS) {
-    load_lses(p, n, row, rows, lse);
+  for (int n = 0; n < p.parts; ++n) {
+    load_lse(p.lses[n], row, rows, lse);
 #pragma unroll
-    for (int u = 0; u < PARTS; ++u) {
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) l[r] += weight(lse[u][r], m[r]);
-    }
+    for (int r = 0; r < ROWS; ++r) l[r] += weight(lse[r], m[r]);
   }
   // Where no set has keys, infinite and unused.
 #pragma unroll
@@ -162,32 +145,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long left = p.columns - first;
     accum_t sums[ROWS][COLUMNS] = {}, most[ROWS][COLUMNS] = {};
 #pragma unroll 1
-    for (int n = 0; n < p.parts; n += PARTS) {
-      accum_t elements[PARTS][ROWS][COLUMNS];
+    for (int n = 0; n < p.parts; ++n) {
+      const Operand& part = p.outs[n];
+      const long long source = offset(part, row) + first * part.col;
+      accum_t elements[ROWS][COLUMNS];
 #pragma unroll
-      for (int u = 0; u < PARTS; ++u) {
-        if (n + u >= p.parts) break;
-        const Operand& part = p.outs[n + u];
-        const long long source = offset(part, row) + first * part.col;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-          if (r >= rows) break;
-          load_columns(part, p.kinds[n + u], source + r * part.row, left, elements[u][r]);
-        }
+      for (int r = 0; r < ROWS; ++r) {
+        if (r < rows) load_columns(part, p.kinds[n], source + r * part.row, left, elements[r]);
       }
-      load_lses(p, n, row, rows, lse);
+      load_lse(p.lses[n], row, rows, lse);
 #pragma unroll
-      for (int u = 0; u < PARTS; ++u) {
+      for (int r = 0; r < ROWS; ++r) {
+        if (lse[r] == -number::infinity()) continue;  // its output may be anything
+        const accum_t factor = weight(lse[r], m[r]) * inverse[r];
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-          if (lse[u][r] == -number::infinity()) continue;  // its output may be anything
-          const accum_t factor = weight(lse[u][r], m[r]) * inverse[r];
-#pragma unroll
-          for (int c = 0; c < COLUMNS; ++c) {
-            sums[r][c] += factor * elements[u][r][c];
-            const accum_t size = fabs(elements[u][r][c]);
-            most[r][c] = size > most[r][c] ? size : most[r][c];
-          }
+        for (int c = 0; c < COLUMNS; ++c) {
+          sums[r][c] += factor * elements[r][c];
+          const accum_t size = fabs(elements[r][c]);
+          most[r][c] = size > most[r][c] ? size : most[r][c];
         }
       }
     }
