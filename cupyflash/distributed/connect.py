@@ -19,8 +19,8 @@ def communicator(ranks: Any, device: SupportsIndex | None = None) -> Communicato
         An intracommunicator of mpi4py, for instance ``MPI.COMM_WORLD``; all its ranks call this
         function together. A `Communicator` is returned as it is.
     device : int, optional
-        The GPU of this rank, for calls on CuPy arrays; each rank has another one. Arrays of the
-        GPUs travel by NCCL.
+        The GPU of this rank, for calls on CuPy arrays; each rank has another one. Connected GPUs of
+        one machine copy arrays to each other, and all others send them by NCCL.
 
     Returns
     -------

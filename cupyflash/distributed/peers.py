@@ -128,7 +128,6 @@ class Peers:
     def __init__(
         self, device: int, boxes: dict[int, tuple[int, int]], let_go: Callable[[], None]
     ) -> None:
-
         self._device = device
         self._peers = {rank: _Peer(*both) for rank, both in boxes.items()}
         with current(device):
@@ -249,8 +248,9 @@ def connect(ranks: Communicator, device: int, timeout: float) -> Peers | None:
             opened[rank] = there
     reached = [json.loads(x) for x in ranks.tell(json.dumps(sorted(opened)).encode(), timeout)]
     mutual = [rank for rank in opened if ranks.rank in reached[rank]]
+    foreign = [x for rank, x in opened.items() if offers[rank]["process"] != _process()]
     if not mutual:
-        _let_go(device, place, [])
+        _let_go(device, place, foreign)
         return None
 
     def box(whole: int, owner: int, other: int) -> int:
@@ -259,7 +259,6 @@ def connect(ranks: Communicator, device: int, timeout: float) -> Peers | None:
     boxes = {
         rank: (box(place, ranks.rank, rank), box(opened[rank], rank, ranks.rank)) for rank in mutual
     }
-    foreign = [x for rank, x in opened.items() if offers[rank]["process"] != _process()]
     return Peers(device, boxes, lambda: _let_go(device, place, foreign))
 
 

@@ -220,6 +220,22 @@ def test_ranks_that_are_not_connected_have_no_boxes(cupy, monkeypatch):
     assert not module.held
 
 
+def test_ranks_of_which_one_cannot_reach_the_other_have_no_boxes(cupy, monkeypatch):
+    module = cupy()
+    tried, opens = [], module.cuda.runtime.ipcOpenMemHandle
+
+    def opened(handle):
+        tried.append(handle)
+        if len(tried) > 1:
+            raise module.cuda.runtime.CUDARuntimeError
+        return opens(handle)
+
+    monkeypatch.setattr(module.cuda.runtime, "ipcOpenMemHandle", opened)
+    assert connected(module, monkeypatch) == [None, None]
+    assert not module.held
+    assert len(module.closed) == 1
+
+
 def test_ranks_on_other_machines_have_none(cupy, monkeypatch):
     cupy()
     monkeypatch.setattr(peers, "_process", threading.get_ident)
