@@ -16,7 +16,7 @@ from placement import same_bits
 from stream_cupy import StreamCupy
 
 from cupyflash import distributed
-from cupyflash.distributed import DistributedError, peers
+from cupyflash.distributed import DistributedError, nccl, peers
 
 
 class Wait:
@@ -291,6 +291,7 @@ class Came:
 @pytest.fixture
 def gpus(cupy, monkeypatch):
     """Return ranks with a GPU each, on some nodes, and what they use."""
+    monkeypatch.setattr(nccl, "_IDLE", 0.0)
 
     def made(size, nodes, seed=0):
         module = cupy(seed)
@@ -300,7 +301,10 @@ def gpus(cupy, monkeypatch):
         threads = distributed.Threads(size, nodes)
         return module, threads.run(lambda comm: distributed.communicator(comm, device=0))
 
-    return made
+    yield made
+    for thread in threading.enumerate():
+        if thread.name == "cupyflash-nccl":  # it keeps its ranks
+            thread.join(10)
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (2, 2), (4, 2), (4, 1)])
