@@ -34,6 +34,8 @@ class Nccl:
         The ranks. They agree by it, and arrays in host memory travel by it.
     device : int
         The GPU of this rank; each rank has another one.
+    copies : bool
+        Whether it copies to connected GPUs of its machine.
 
     Attributes
     ----------
@@ -43,7 +45,7 @@ class Nccl:
 
     takes_device_arrays = True
 
-    def __init__(self, ranks: Communicator, device: int) -> None:
+    def __init__(self, ranks: Communicator, device: int, copies: bool = True) -> None:
         import cupy
         from cupy.cuda import nccl
 
@@ -56,7 +58,7 @@ class Nccl:
             self._comm = nccl.NcclCommunicator(self.size, unique, self.rank)
             self._cuda = cupy.cuda
             self._stream = quick_stream()
-        self._peers: Peers | None = connect(ranks, device, _ID)
+        self._peers: Peers | None = connect(ranks, device, _ID, copies)
         others = (rank for rank in range(self.size) if rank != self.rank)
         self.copies = self._peers is not None and all(rank in self._peers for rank in others)
         self._watch = _Watch(self)

@@ -234,13 +234,13 @@ def _event(stream: Any) -> Any:
     return made
 
 
-def connect(ranks: Communicator, device: int, timeout: float) -> Peers | None:
+def connect(ranks: Communicator, device: int, timeout: float, copies: bool = True) -> Peers | None:
     """Return the ranks of this machine whose GPUs are connected to this rank's; None if none are.
 
-    All ranks call it.
+    All ranks call it, also those that do not want to copy.
     """
     mates = [x for x in range(ranks.size) if ranks.nodes[x] == ranks.nodes[ranks.rank]]
-    place, offer = _offer(device, len(mates) - 1)
+    place, offer = _offer(device, len(mates) - 1 if copies else 0)
     offers = [json.loads(x) for x in ranks.tell(json.dumps(offer).encode(), timeout)]
     opened = {}
     for rank in mates:

@@ -293,13 +293,15 @@ def gpus(cupy, monkeypatch):
     """Return ranks with a GPU each, on some nodes, and what they use."""
     monkeypatch.setattr(nccl, "_IDLE", 0.0)
 
-    def made(size, nodes, seed=0):
+    def made(size, nodes, seed=0, copies=lambda rank: True):
         module = cupy(seed)
         module.cuda.nccl = Nccl(module)
         monkeypatch.setitem(sys.modules, "cupy.cuda", module.cuda)
         monkeypatch.setattr(peers, "_process", threading.get_ident)
         threads = distributed.Threads(size, nodes)
-        return module, threads.run(lambda comm: distributed.communicator(comm, device=0))
+        return module, threads.run(
+            lambda comm: distributed.communicator(comm, device=0, copies=copies(comm.rank))
+        )
 
     yield made
     for thread in threading.enumerate():
@@ -329,6 +331,20 @@ def test_messages_to_other_machines_go_by_nccl_and_others_are_copied(gpus, size,
         of_node = size // nodes
         far = {(a, b) for a, b in pairs if a // of_node != b // of_node}
         assert set(module.cuda.nccl.sends) == far
+
+
+def test_messages_of_a_rank_that_does_not_copy_go_by_nccl(gpus):
+    module, comms = gpus(3, 1, copies=lambda rank: rank != 1)
+    assert not any(comm.copies for comm in comms)
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    sent, come = drawn(module, np.random.default_rng(0), {pair: [30] for pair in pairs})
+    for comm in comms:
+        sends = [(b, x) for (a, b), [x] in sent.items() if a == comm.rank]
+        receives = [(a, x) for (a, b), [x] in come.items() if b == comm.rank]
+        comm.exchange(sends, receives)
+    module.run_all()
+    assert all(same_bits(sent[pair][0].host, come[pair][0].host) for pair in pairs)
+    assert set(module.cuda.nccl.sends) == {pair for pair in pairs if 1 in pair}
 
 
 def test_no_rank_copies_while_a_graph_is_being_captured(gpus, monkeypatch):
