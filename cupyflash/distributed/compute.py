@@ -49,6 +49,8 @@ class Rank:
         What masks and scores read of divided arrays, if they do.
     relays : bool
         Whether ranks pass on what comes from other nodes.
+    copies : bool
+        Whether messages between devices take no SMs.
     """
 
     call: Call
@@ -60,6 +62,7 @@ class Rank:
     timeout: float
     lookups: Lookups | None = None
     relays: bool = False
+    copies: bool = False
 
     @property
     def keys_and_values(self) -> Several:
@@ -86,7 +89,7 @@ class Rank:
             bias = part_of_bias(call, bias, piece, task.rows, piece.keys)
         k, v = (part(x, task.keys) for x in keys[:2])
         q = part(call.q, task.rows)
-        made = call_of(call, piece, q, k, v, bias, task.plain, beside)
+        made = call_of(call, piece, q, k, v, bias, task.plain, beside and not self.copies)
         return made if self.lookups is None else self.lookups.of_piece(made, task, keys[2:])
 
 
@@ -160,8 +163,10 @@ class _Exchange:
         return self._rank.own, self._rank.keys
 
     def _send(self, wanted: Mapping[int, Runs], arrays: Several, held: Runs) -> None:
-        place = self._rank.place
-        self._sends += [(x, Packed(place, arrays, held, runs)) for x, runs in wanted.items()]
+        place, copies = self._rank.place, self._rank.copies
+        self._sends += [
+            (x, Packed(place, arrays, held, runs, copies)) for x, runs in wanted.items()
+        ]
 
     def _room(
         self, wanted: Mapping[int, Runs], like: Several, dtype: np.dtype[Any] | None = None
@@ -277,12 +282,16 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
     relay = _Relay()
     with place:
         for n, step in enumerate(rank.steps):
-            exchange = _Exchange(rank, n + 1, relay, True, returned)
-            exchange.post()
+            ahead = rank.copies and n == 0  # else the device has something to do already
+            exchange = _Exchange(rank, n + 1, relay, True, returned, ahead)
+            if not ahead:
+                exchange.post()
             for task in step.backward:
                 piece = rank.piece(task, keys, exchange.travels)
                 aside = None if n else held
                 _compute(rank, task, piece, totals, sums, targets, deterministic, aside)
+            if ahead:
+                exchange.post()
             returned = totals.whole() if n else None
             keys = exchange.wait()
             for computed, at in exchange.gradients():

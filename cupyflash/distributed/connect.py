@@ -10,7 +10,9 @@ from ..install import extra
 from .communication import Communicator
 
 
-def communicator(ranks: Any, device: SupportsIndex | None = None) -> Communicator:
+def communicator(
+    ranks: Any, device: SupportsIndex | None = None, *, copies: bool = True
+) -> Communicator:
     """Return what the functions of this module take as `comm`.
 
     Parameters
@@ -19,8 +21,11 @@ def communicator(ranks: Any, device: SupportsIndex | None = None) -> Communicato
         An intracommunicator of mpi4py, for instance ``MPI.COMM_WORLD``; all its ranks call this
         function together. A `Communicator` is returned as it is.
     device : int, optional
-        The GPU of this rank, for calls on CuPy arrays; each rank has another one. Arrays of the
-        GPUs travel by NCCL.
+        The GPU of this rank, for calls on CuPy arrays; each rank has another one. Connected GPUs of
+        one machine copy arrays to each other, and all others send them by NCCL.
+    copies : bool
+        With `device`: whether connected GPUs do so. If it is False on a rank, all that the rank
+        sends and receives goes by NCCL.
 
     Returns
     -------
@@ -34,7 +39,7 @@ def communicator(ranks: Any, device: SupportsIndex | None = None) -> Communicato
         It is neither.
     """
     if device is not None:
-        return _on_gpus(communicator(ranks), device)
+        return _on_gpus(communicator(ranks), device, copies)
     if type(ranks).__module__.partition(".")[0] == "mpi4py":
         from .mpi import Mpi
 
@@ -47,7 +52,7 @@ def communicator(ranks: Any, device: SupportsIndex | None = None) -> Communicato
     )
 
 
-def _on_gpus(ranks: Communicator, device: SupportsIndex) -> Communicator:
+def _on_gpus(ranks: Communicator, device: SupportsIndex, copies: bool) -> Communicator:
     try:
         number = operator.index(device)
     except TypeError:
@@ -67,4 +72,4 @@ def _on_gpus(ranks: Communicator, device: SupportsIndex) -> Communicator:
         raise ArgumentError(f"device: got {number}; expected 0 to {count - 1}.")
     from .nccl import Nccl
 
-    return Nccl(ranks, number)
+    return Nccl(ranks, number, copies)

@@ -13,6 +13,7 @@ from ..arrays.device_arrays import is_device_array
 from ..pieces.parts import part
 from ..pieces.place import Place
 from ..problem.call import Array
+from .peers import in_blocks
 from .runs import Runs
 
 # k and v, and what look-ups read at their positions; or dk and dv.
@@ -44,20 +45,30 @@ class Memory:
 class Packed:
     """Messages with the rows of some positions, of arrays that hold others, too.
 
+    `copies` says that they are copied, so that they may be rows of the arrays themselves.
+
     Attributes
     ----------
     contents : tuple of array
         The messages, after `pack`.
     """
 
-    def __init__(self, place: Place, arrays: Several, held: Runs, wanted: Runs) -> None:
+    def __init__(
+        self, place: Place, arrays: Several, held: Runs, wanted: Runs, copies: bool = False
+    ) -> None:
         self._place, self._arrays, self._held, self._wanted = place, arrays, held, wanted
         self._memory: Memory | None = None
-        if wanted != held or not all(x.flags.c_contiguous for x in arrays):
-            self._memory = Memory(place, arrays, wanted.count)
-            self.contents = self._memory.contents
-        else:
+        if wanted == held and all(x.flags.c_contiguous for x in arrays):
             self.contents = tuple(map(bytes_of, arrays))
+            return
+        runs = list(wanted)
+        if copies and len(runs) == 1:
+            rows = tuple(part(x, held.rows(runs[0])) for x in arrays)
+            if all(map(in_blocks, rows)):
+                self.contents = rows
+                return
+        self._memory = Memory(place, arrays, wanted.count)
+        self.contents = self._memory.contents
 
     def pack(self) -> None:
         """Copy the rows to the messages, if these are not the arrays themselves."""

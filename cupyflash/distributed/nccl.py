@@ -1,7 +1,8 @@
-"""Ranks that have a GPU each: arrays of the device travel by NCCL, all else by ranks of the host.
+"""Ranks that have a GPU each: arrays of the device travel from GPU to GPU, all else on the host.
 
-Messages are ordered by events, and the host waits for none of them. A thread looks whether they
-arrive in time and whether another rank gave up, and then ends what NCCL is doing.
+They are copied between GPUs of a machine that are connected, and else travel by NCCL. Messages are
+ordered by events, and the host waits for none of them. A thread looks whether they arrive in time
+and whether another rank gave up, and then ends what is under way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..arrays.device_arrays import address, is_device_array
 from ..errors import DistributedError
 from .communication import Communicator, Message, Transfer
 from .faults import absent
+from .peers import Peers, connect
 
 _PAUSE = 2e-3  # seconds between two looks at what is under way
 _IDLE = 1.0  # seconds without anything under way, after which the thread ends
@@ -32,11 +34,18 @@ class Nccl:
         The ranks. They agree by it, and arrays in host memory travel by it.
     device : int
         The GPU of this rank; each rank has another one.
+    copies : bool
+        Whether it copies to connected GPUs of its machine.
+
+    Attributes
+    ----------
+    copies : bool
+        Whether all messages are copied, so that kernels need not leave SMs to them.
     """
 
     takes_device_arrays = True
 
-    def __init__(self, ranks: Communicator, device: int) -> None:
+    def __init__(self, ranks: Communicator, device: int, copies: bool = True) -> None:
         import cupy
         from cupy.cuda import nccl
 
@@ -49,6 +58,9 @@ class Nccl:
             self._comm = nccl.NcclCommunicator(self.size, unique, self.rank)
             self._cuda = cupy.cuda
             self._stream = quick_stream()
+        self._peers: Peers | None = connect(ranks, device, _ID, copies)
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        self.copies = self._peers is not None and all(rank in self._peers for rank in others)
         self._watch = _Watch(self)
 
     def check(self) -> None:
@@ -63,9 +75,11 @@ class Nccl:
         self.end()
 
     def end(self) -> None:
-        """End what NCCL is doing: kernels that wait for a rank that does not come."""
+        """End what is under way: what waits on the device for a rank that does not come."""
         comm, self._comm = self._comm, None
         if comm is not None:
+            if self._peers is not None:
+                self._peers.end()
             comm.abort()
 
     def tell(self, message: bytes, timeout: float) -> list[bytes]:
@@ -84,24 +98,42 @@ class Nccl:
             with self._speaking:
                 return self._host.exchange(sends, receives)
         self.check()
+        assert self._comm is not None
+        with current(self._device):
+            stream, peers = self._cuda.get_current_stream(), self._peers
+            begin = self._event(stream)
+            if peers is None:
+                arrived = self._by_nccl(begin, sends, receives)
+            else:
+                if stream.is_capturing():
+                    raise DistributedError(
+                        "a call over ranks was made while a CUDA graph is being captured; expected "
+                        "none: what GPUs of a machine count with would be the same in every replay"
+                    )
+                near = [[x for x in each if x[0] in peers] for each in (sends, receives)]
+                far = [[x for x in each if x[0] not in peers] for each in (sends, receives)]
+                copied = peers.exchange(begin, *near) if any(near) else begin
+                arrived = self._by_nccl(copied, *far) if any(far) else copied
+        return _Transfer(self, arrived, sorted({rank for rank, _ in (*sends, *receives)}))
+
+    def _by_nccl(self, begin: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        """Start to send and to receive by NCCL behind an event; return one behind all that."""
         comm, nccl, stream = self._comm, self._nccl, self._stream
         assert comm is not None
-        with current(self._device):
-            stream.wait_event(self._event(self._cuda.get_current_stream()))
-            nccl.groupStart()
-            try:
-                for rank, array in sends:
-                    if array.size:
-                        place = address(array)
-                        comm.send(place, array.size, nccl.NCCL_UINT8, rank, stream.ptr)
-                for rank, array in receives:
-                    if array.size:
-                        place = address(array)
-                        comm.recv(place, array.size, nccl.NCCL_UINT8, rank, stream.ptr)
-            finally:
-                nccl.groupEnd()
-            arrived = self._event(stream)
-        return _Transfer(self, arrived, sorted({rank for rank, _ in (*sends, *receives)}))
+        stream.wait_event(begin)
+        nccl.groupStart()
+        try:
+            for rank, array in sends:
+                if array.size:
+                    place = address(array)
+                    comm.send(place, array.size, nccl.NCCL_UINT8, rank, stream.ptr)
+            for rank, array in receives:
+                if array.size:
+                    place = address(array)
+                    comm.recv(place, array.size, nccl.NCCL_UINT8, rank, stream.ptr)
+        finally:
+            nccl.groupEnd()
+        return self._event(stream)
 
     def let_wait(self, arrived: Any) -> None:
         """Let what the current stream is asked for from here on wait for messages."""

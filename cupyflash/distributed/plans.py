@@ -120,11 +120,13 @@ def plan(
     scheme: Scheme,
     nodes: Sequence[int],
     by_heads: bool = True,
+    copies: bool = False,
 ) -> Plan:
     """Return the plan of this rank, whose peers are on these nodes.
 
     A mask that reads arrays is examined in every call, because their elements may have changed.
     `by_heads` says whether rows may travel to the ranks of their heads: divided look-ups do not.
+    `copies` says whether messages take no SMs.
     """
     if scheme in BY_HEADS and not by_heads:
         raise ArgumentError(
@@ -137,18 +139,18 @@ def plan(
         _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
     expr, arrays = (None, ()) if call.mask is None else call.mask.structure
     if arrays or not by_heads:
-        return _made(call, layout, layout_k, scheme, nodes, by_heads)
+        return _made(call, layout, layout_k, scheme, nodes, by_heads, copies)
     problem = call.problem
     sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
     facts = problem.lead, problem.heads, problem.heads_kv, sizes, bool(problem.dropout)
     options = None if call.score_mod is None else call.score_mod.structure[0], call.sink is None
     bias = None if call.bias is None else call.bias.shape[-1:]
-    key = expr, facts, options, bias, _offsets(problem), scheme, tuple(nodes)
+    key = expr, facts, options, bias, _offsets(problem), scheme, tuple(nodes), copies
     known = layout.remembered.get(key)
     if known is None or known[0] is not layout_k:
         while len(layout.remembered) >= MOST_REMEMBERED:
             del layout.remembered[next(iter(layout.remembered))]
-        known = layout_k, _made(call, layout, layout_k, scheme, nodes, by_heads)
+        known = layout_k, _made(call, layout, layout_k, scheme, nodes, by_heads, copies)
         layout.remembered[key] = known
     made: Plan = known[1]
     return made
@@ -173,6 +175,7 @@ def _made(
     scheme: Scheme,
     nodes: Sequence[int],
     by_heads: bool,
+    copies: bool,
 ) -> Plan:
     proofs: Proofs | None = None
     if scheme == "auto":
@@ -183,4 +186,4 @@ def _made(
         return Plan(scheme, [], group)
     proofs = (proofs or Proofs(call, layout, layout_k)).of_groups(group)
     own = layout.rank // group
-    return Plan(scheme, steps(call, proofs, own, scheme, nodes[::group]), group)
+    return Plan(scheme, steps(call, proofs, own, scheme, nodes[::group], copies), group)

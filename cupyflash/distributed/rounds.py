@@ -66,8 +66,13 @@ class Step(NamedTuple):
 NOTHING = Step({}, {}, Runs(()), [], [], [])
 
 
-def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme, nodes: Sequence[int]) -> list[Step]:
-    """Return the steps of a rank: its own keys first, then a step for each round."""
+def steps(
+    call: Call, proofs: Proofs, own: int, scheme: Scheme, nodes: Sequence[int], copies: bool
+) -> list[Step]:
+    """Return the steps of a rank: its own keys first, then a step for each round.
+
+    `copies` says whether messages take no SMs, so that they travel whatever is computed.
+    """
     if scheme == "nodes":
         travel = _by_nodes(proofs, own, nodes)
     else:
@@ -93,7 +98,9 @@ def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme, nodes: Sequence[
         peers = {*made[1].sends, *made[1].receives}
         # From another node, messages take so long that they are better posted first.
         is_near = scheme != "nodes" and all(nodes[peer] == nodes[own] for peer in peers)
-        if call.device is not None and is_near:
+        if call.device is not None and copies:
+            made[0] = made[0]._replace(ahead=len(made[0].forward))
+        elif call.device is not None and is_near:
             made[0] = _ahead(made[0], rows)
     return made
 

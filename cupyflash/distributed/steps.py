@@ -164,8 +164,13 @@ class Distributed:
     def plan(self) -> Plan:
         """The scheme, and what this rank sends, receives and computes."""
         call = self.call if self._bounded is None else self._bounded
-        by_heads = not self._reads_parts
-        return plan(call, *self.layouts, self._ranks.scheme, self.comm.nodes, by_heads)
+        scheme, nodes = self._ranks.scheme, self.comm.nodes
+        return plan(call, *self.layouts, scheme, nodes, not self._reads_parts, self._copies)
+
+    @property
+    def _copies(self) -> bool:
+        """Whether messages take no SMs."""
+        return getattr(self.comm, "copies", False)
 
     def again(
         self,
@@ -203,7 +208,9 @@ class Distributed:
         call = place.ready(self.call)
         lookups = Lookups(call) if self._reads_parts else None
         made, relays = self.plan.steps, self.plan.scheme == "nodes"
-        return compute.Rank(call, rows, keys, made, comm, place, timeout, lookups, relays)
+        return compute.Rank(
+            call, rows, keys, made, comm, place, timeout, lookups, relays, self._copies
+        )
 
     def heads(self, tape: Tape | None = None) -> Heads:
         """Return what this rank computes if rows travel by heads, for one run."""

@@ -213,12 +213,19 @@ class Total:
         self._unwritten.difference_update(self._of(rows))
 
     def add(self, computed: Array, rows: range) -> None:
-        """Add a gradient that was computed elsewhere."""
-        for x in self._of(rows):
-            if x in self._unwritten:
-                self._place.clear(part(self._total, x))
-                self._unwritten.remove(x)
-        self._place.add(computed, part(self._total, rows))
+        """Add a gradient that was computed elsewhere; where there is none yet, write it."""
+        fresh = self._unwritten.intersection(self._of(rows))
+        beyond = [x for x in fresh if x.start < rows.start or rows.stop < x.stop]
+        for x in beyond:
+            self._place.clear(part(self._total, x))
+            fresh.remove(x)
+            self._unwritten.remove(x)
+        self._unwritten -= fresh
+        ends = sorted({rows.start, rows.stop, *(end for x in fresh for end in (x.start, x.stop))})
+        for start, stop in itertools.pairwise(ends):
+            of_rows = part(computed, range(start - rows.start, stop - rows.start))
+            put = self._place.store if range(start, stop) in fresh else self._place.add
+            put(of_rows, part(self._total, range(start, stop)))
 
     def store(self, target: Array, more: Sequence[tuple[Array, range]]) -> None:
         """Write the sum to an array, rounded, with gradients of some rows that are added last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -21,20 +21,12 @@ from ..scores import Score
 from .place import Parts
 
 
+@dataclass
 class _Slot:
-    """Device memory for the parts of one request; it grows where a part needs more."""
+    """Device memory for the parts of one request, and an event behind what computes with them."""
 
-    def __init__(self) -> None:
-        self._memory: dict[str, tuple[int, Any]] = {}
-        self.consumed: Any = None  # an event behind what computes with its parts
-
-    def of(self, name: str, size: int) -> tuple[Any, bool]:
-        """Return memory for a part, and whether it is new."""
-        held, memory = self._memory.get(name, (-1, None))
-        if held >= size:
-            return memory, False
-        self._memory[name] = size, device_arrays.memory(size)
-        return self._memory[name][1], True
+    memory: dict[str, Any]
+    consumed: Any
 
 
 class Device:
@@ -68,8 +60,9 @@ class Device:
 
     def feed(self, requests: Iterable[Parts]) -> Iterator[Parts]:
         """Return the parts in device memory; those of the next request follow meanwhile."""
-        slots = _Slot(), _Slot()
-        for n, request in enumerate(requests):
+        wanted = list(requests)
+        slots = self._slots(wanted)
+        for n, request in enumerate(wanted):
             slot, before = slots[n % 2], slots[1 - n % 2]
             if n:
                 before.consumed = self._transfers.mark()
@@ -77,20 +70,31 @@ class Device:
                 filled = self._filled(slot, request)
             yield filled
 
+    def _slots(self, requests: Sequence[Parts]) -> list[_Slot]:
+        """Return memory for two requests at a time, whichever they are.
+
+        All of it is there before anything computes: what is asked for later may still be in use.
+        """
+        sizes: dict[str, int] = {}
+        for request in requests:
+            for name, x in _in_host(request).items():
+                sizes[name] = max(sizes.get(name, 0), x.nbytes)
+        with cuda_device.current(self._device):
+            made = [
+                {name: device_arrays.memory(size) for name, size in sizes.items()}
+                for _ in requests[:2]
+            ]
+        begin = self._transfers.mark() if sizes else None
+        return [_Slot(memory, begin) for memory in (*made, {}, {})][:2]
+
     def _filled(self, slot: _Slot, request: Parts) -> Parts:
-        in_host = {
-            name: x for name, x in request.items() if x is not None and not is_device_array(x)
-        }
+        in_host = _in_host(request)
         if not in_host:
             return request
-        places = {name: slot.of(name, x.nbytes) for name, x in in_host.items()}
-        if any(is_new for _, is_new in places.values()):
-            slot.consumed = self._transfers.mark()  # what computes may still use the memory
-        if slot.consumed is not None:
-            self._transfers.upload_after(slot.consumed)
+        self._transfers.upload_after(slot.consumed)
         parts = dict(request)
         for name, x in in_host.items():
-            memory, _ = places[name]
+            memory = slot.memory[name]
             self._transfers.upload(x, memory.ptr)
             parts[name] = device_arrays.view(x.shape, x.dtype, memory)
         self._transfers.compute_after_uploads()
@@ -170,3 +174,7 @@ class Device:
     def __exit__(self, *_: object) -> None:
         """Wait for all transfers, not for what computes on arrays of the device."""
         self._transfers.finish()
+
+
+def _in_host(request: Parts) -> dict[str, Array]:
+    return {name: x for name, x in request.items() if x is not None and not is_device_array(x)}

@@ -89,10 +89,25 @@ def chunks(length: int, size: int) -> list[range]:
     return [range(first, min(first + size, length)) for first in range(0, length, size)]
 
 
+def growing(length: int, first: int, last: int, factor: float) -> list[range]:
+    """Return chunks each of which is `factor` times as long as the one before, up to `last`.
+
+    All but the last one are whole tiles of 128 positions.
+    """
+    made, begin, size = list[range](), 0, first
+    while begin < length:
+        made.append(range(begin, min(begin + size, length)))
+        begin, size = made[-1].stop, min(-(-int(size * factor) // 128) * 128, last)
+    return made
+
+
 def schedule(call: Call, rows: int, keys: int) -> Schedule:
     """Return the schedule of a call, with chunks of so many queries and keys."""
-    of_rows = chunks(call.problem.len_q, rows)
-    of_keys = chunks(call.problem.len_k, keys)
+    return of_chunks(call, chunks(call.problem.len_q, rows), chunks(call.problem.len_k, keys))
+
+
+def of_chunks(call: Call, of_rows: Sequence[range], of_keys: Sequence[range]) -> Schedule:
+    """Return the schedule of a call, with these chunks of queries and keys."""
     return Schedule(of_rows, of_keys, classes(call.mask, call.problem, of_rows, of_keys))
 
 

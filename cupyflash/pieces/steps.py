@@ -19,12 +19,16 @@ from ..problem.call import Array, Call, Gradients
 from ..problem.options import Options
 from . import compute
 from .place import Host, Place
-from .schedule import Schedule, schedule
+from .schedule import Schedule, chunks, growing, of_chunks, schedule
 
 Chunk: TypeAlias = Literal["auto"] | SupportsIndex | tuple[SupportsIndex, SupportsIndex]
 
 # Queries and keys of a chunk. They do not depend on the batch, so no bit of a result does.
 AUTO = {"cpu": (16384, 8192), "gpu": (32768, 16384)}
+# On a GPU, a chunk of keys arrives while the one before is computed. If that takes about as long,
+# for few queries of each key-value head, the first chunk is short, and each one longer than the one
+# before it.
+FIRST, FACTOR, FEW = 4096, 1.25, 32768
 
 
 class Streamed:
@@ -70,12 +74,17 @@ class Streamed:
     def schedule(self) -> Schedule:
         """The pieces."""
         call = self.call
+        problem = call.problem
         rows, keys = _chunk(self._chunk, "cpu" if call.device is None else "gpu")
         if call.device is not None:
             keys = -(-keys // 128) * 128  # kernels draw for four keys at once, and load whole tiles
             if is_device_array(call.q):
-                rows = max(call.problem.len_q, 1)
-        return schedule(call, rows, keys)
+                rows = max(problem.len_q, 1)
+        queries = problem.len_q * problem.heads // max(problem.heads_kv, 1)
+        if call.device is None or not isinstance(self._chunk, str) or queries >= FEW:
+            return schedule(call, rows, keys)
+        of_keys = growing(problem.len_k, FIRST, keys, FACTOR)
+        return of_chunks(call, chunks(problem.len_q, rows), of_keys)
 
 
 def _device(device: Any, q: Array) -> int:

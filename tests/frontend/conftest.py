@@ -11,7 +11,12 @@ from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.gpu import driver, launch_cache
 from cupyflash.gpu import jit as compiler
 
-REMEMBERED = driver.queue, cuda_device.of, device_arrays._converter
+REMEMBERED = (
+    driver.queue,
+    cuda_device.of,
+    device_arrays._converter,
+    device_arrays._converter_of_rows,
+)
 
 
 @pytest.fixture

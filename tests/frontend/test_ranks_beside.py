@@ -18,6 +18,7 @@ from cupyflash import dispatch, distributed, masks
 from cupyflash.arrays import device_arrays
 from cupyflash.arrays import tape as tapes
 from cupyflash.backends.gpu import Gpu
+from cupyflash.distributed import peers
 from cupyflash.distributed.again import Written
 from cupyflash.distributed.messages import bytes_of
 from cupyflash.gpu import launch_cache
@@ -77,19 +78,25 @@ class Device(StreamCupy):
         self.shares = []  # whether each piece shares the device with messages
 
     def _convert(self, *arrays):
+        self._asked_for(*arrays)
+        super()._convert(*arrays)
+
+    def _convert_rows(self, *arguments, size):
+        self._asked_for(*(x for x in arguments if isinstance(x, self.ndarray)))
+        self.asked.append("rows")
+        super()._convert_rows(*arguments, size=size)
+
+    def _asked_for(self, *arrays):
+        *summands, to = arrays
         if self.current:
             self.asked.append("copy")
-        elif len(arrays) > 2:
-            self.asked.append(f"sum of {len(arrays) - 1}")
-        super()._convert(*arrays)
+        elif len(summands) > 1:
+            is_add = to.data.ptr == summands[0].data.ptr
+            self.asked.append("add" if is_add else f"sum of {len(summands)}")
 
     def _copy_rows(self, *x):
         self.asked.append("copy")
         super()._copy_rows(*x)
-
-    def add(self, a, b, out):
-        self.asked.append("add")
-        super().add(a, b, out)
 
 
 class Spy:
@@ -119,8 +126,9 @@ class Replay:
 
     takes_device_arrays = True
 
-    def __init__(self, spy, cupy):
+    def __init__(self, spy, cupy, copies=False):
         self.rank, self.size, self.nodes = spy.rank, spy.size, spy.nodes
+        self.copies = copies
         self._spy, self._cupy, self._number = spy, cupy, 0
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.sent = []  # what was there when it was sent, and what ought to be
@@ -150,7 +158,7 @@ class Replay:
         return event
 
     def _sending(self, host, like):
-        return lambda: self.sent.append((host.copy(), like))
+        return lambda: self.sent.append((host.copy().reshape(-1).view(np.uint8), like))
 
     def _receiving(self, host, content):
         def work():
@@ -230,9 +238,52 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
 
 
 @pytest.mark.parametrize(
+    ("size", "kind", "scheme"),
+    [(2, "zigzag", "rounds"), (2, "contiguous", "gather"), (3, "zigzag", "rounds"),
+     (3, "cyclic", "rounds"), (4, "cyclic", "gather")],
+)  # fmt: skip
+def test_messages_that_are_copied_leave_the_device_to_pieces(
+    size, kind, scheme, install, monkeypatch
+):
+    """Nothing waits for them, and rows in blocks are sent from where they are."""
+    monkeypatch.setattr(peers, "BLOCK", 1)
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 12), (2, 4, LENGTH, 12)
+    whole = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+    with blocks_of(4):
+
+        def on_host(comm):
+            spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
+            own = [np.ascontiguousarray(layout.take(x)) for x in whole]
+            return spy, own, both(own, spy, layout, scheme)
+
+        for spy, own, expected in distributed.Threads(size).run(on_host):
+            cupy = install(Device(seed=spy.rank))
+            monkeypatch.setattr(dispatch, "GPU", Late(cupy))
+            comm = Replay(spy, cupy, copies=True)
+            layout = distributed.layout(comm, LENGTH, kind=kind)
+            for again in range(3):
+                cupy.asked.clear()
+                cupy.shares.clear()
+                results = both(list(map(cupy.asarray, own)), comm, layout, scheme)
+                cupy.run_all()
+                for x, y in zip(map(in_host, results), expected, strict=True):
+                    wide = x.astype(np.float32), y.astype(np.float32)
+                    np.testing.assert_allclose(*wide, rtol=1e-5, atol=2e-3)
+                assert all(same_bits(x, like) for x, like in comm.sent), again
+                assert not any(cupy.shares)
+                begun = cupy.asked[: cupy.asked.index("exchange")]
+                own_runs = 1 if kind == "contiguous" else len(list(layout.own))
+                assert 1 <= begun.count("piece") <= own_runs
+                if kind == "zigzag":  # of a rank, one run or both
+                    assert "copy" not in cupy.asked
+
+
+@pytest.mark.parametrize(
     ("shape", "part", "is_rows"),
     [
-        ((2, 3, 8, 5), np.s_[:], True),
+        ((2, 3, 8, 5), np.s_[:], False),  # by a kernel that loads four elements at a time
+        ((1, 3, 5, 5), np.s_[:], True),
         ((2, 3, 8, 5), np.s_[..., 2:6, :], True),
         ((1, 3, 8, 1), np.s_[..., 7:, :], False),
         ((4,), np.s_[1:2], True),
@@ -242,7 +293,7 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
         ((6, 5), np.s_[:0], False),
     ],
 )
-def test_rows_are_copied_by_the_driver(shape, part, is_rows, install):
+def test_rows_that_are_not_aligned_are_copied_by_the_driver(shape, part, is_rows, install):
     cupy = install(Device(0))
     whole = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
     for dtype, by_driver in ((np.int16, is_rows), (np.float32, False)):
@@ -271,7 +322,79 @@ def test_sums_that_are_rounded_are_one_pass_in_their_order(install):
             expected += each
         assert same_bits(rounded.host, expected)
         adds = ["add"] * max(count - 4, 0)
-        assert cupy.asked == [*adds, *[f"sum of {min(count, 4)}"] * (count > 1)]
+        asked = [x for x in cupy.asked if x != "rows"]
+        assert asked == [*adds, *[f"sum of {min(count, 4)}"] * (count > 1)]
+
+
+@pytest.mark.parametrize(
+    ("part", "in_rows"),
+    [
+        (np.s_[:], True),
+        (np.s_[:, 2:6], True),
+        (np.s_[:, 5:], True),
+        (np.s_[:, :, 4:8], True),
+        (np.s_[:, 3:, 4:], False),  # several rows in each of several blocks
+        (np.s_[:, :, 1:5], False),  # not aligned
+        (np.s_[:, :, 4:10], False),
+        (np.s_[:, :, ::2], False),
+        (np.s_[::-1], False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rows_are_summed_several_elements_at_a_time(part, in_rows, dtype, install):
+    """Wherever rows begin; with the bits of sums of one element at a time."""
+    cupy = install(Device(0))
+    rng = np.random.default_rng(0)
+    number = np.float64 if dtype == np.float64 else np.float32
+    first, second = rng.standard_normal((2, 3, 8, 12)).astype(number)
+    wide, to = cupy.asarray(first)[part], cupy.ndarray(first.shape, dtype)[part]
+    cupy.run_all()
+    cupy.asked.clear()
+    device_arrays.add_up(wide, cupy.asarray(second[part].copy()), to)
+    device_arrays.add(cupy.asarray(second[part].copy()), wide)
+    cupy.run_all()
+    total = first[part] + second[part]
+    assert same_bits(to.host, total.astype(dtype))
+    assert same_bits(wide.host, total)
+    assert cupy.asked == ["sum of 2", *["rows"] * in_rows, "add", *["rows"] * in_rows]
+
+
+def test_sums_are_written_where_nothing_was_and_added_elsewhere():
+    rng = np.random.default_rng(0)
+    summands = [(rng.standard_normal((3, len(at), 4)), at)
+                for at in map(range, (3, 0, 2, 9), (6, 9, 8, 10))]  # fmt: skip
+    asked = []
+
+    class Place(Host):
+        def clear(self, array):
+            asked.append(("clear", array.shape[-2]))
+            super().clear(array)
+
+        def add(self, computed, to):
+            asked.append(("add", to.shape[-2]))
+            super().add(computed, to)
+
+        def store(self, computed, to):
+            asked.append(("write", to.shape[-2]))
+            super().store(computed, to)
+
+    made = np.full((3, 10, 4), np.nan)
+    total = Total(Place(dispatch.CPU), made, [range(3), range(3, 6), range(6, 9), range(9, 10)])
+    for x, at in summands:
+        total.add(x, at)
+    expected = np.zeros((3, 10, 4))
+    for x, at in summands:
+        expected[:, at.start : at.stop] += x
+    assert same_bits(total.whole(), expected)
+    assert asked == [
+        ("write", 3), ("write", 3), ("add", 3), ("write", 3), ("add", 6), ("write", 1),
+    ]  # fmt: skip
+    total = Total(Place(dispatch.CPU), made, [range(10)])
+    total.add(*summands[0])
+    expected[...] = 0
+    expected[:, 3:6] = summands[0][0]
+    assert same_bits(total.whole(), expected)
+    assert asked[-2:] == [("clear", 10), ("add", 3)]
 
 
 def test_what_is_added_last_may_have_some_rows_of_a_sum():

@@ -6,19 +6,25 @@ The device's back end is the CPU's: what it is asked for is done when its stream
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from halves import mostly_thorough
 from host_cupy import in_host, read_in_host
+from hypothesis import given
+from hypothesis import strategies as st
 from placement import same_bits
 from stream_cupy import StreamCupy
 
 from cupyflash import ArgumentError, ArgumentTypeError, dispatch, masks, scores, streamed
 from cupyflash.arrays import transfers
 from cupyflash.backends.gpu import Gpu
+from cupyflash.pieces import schedule, steps
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 
 HOST, DEVICE = "host", "device"
 ROWS, KEYS = 70, 400
@@ -128,6 +134,57 @@ def test_transfers_change_no_bit(device, kind, homes):
     for seed in range(2):
         cupy = device(seed, pinned=bool(seed))
         compare(cupy, arrays, places, (30, 128), options_of(kind))
+
+
+def test_the_second_chunk_arrives_while_the_first_one_is_computed(device, monkeypatch):
+    """Nothing that is copied waits for what computes, as far as two chunks have memory."""
+    q, k, v, *_ = draw()
+    cupy, order = device(pinned=True), []
+    cupy.rng = SimpleNamespace(integers=lambda ready: ready - 1)  # what is copied goes first
+    copy, compute = cupy.cuda.runtime.memcpyAsync, dispatch.GPU.forward_piece
+
+    def copied(to, source, size, kind, stream):
+        copy(to, source, size, kind, stream)
+        cupy.enqueue(lambda: order.append("copy"), stream)
+
+    def computed(*arguments):
+        compute(*arguments)
+        cupy.enqueue(lambda: order.append("compute"))
+
+    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", copied)
+    monkeypatch.setattr(dispatch.GPU, "forward_piece", computed)
+    out = streamed.attention(cupy.asarray(q), k, v, chunk=(ROWS, 128))
+    cupy.run_all()
+    of_chunk = 2 * 2 * 2  # arrays, entries and heads
+    assert order.index("compute") == 2 * of_chunk
+    assert order.count("copy") == 4 * of_chunk
+    assert same_bits(in_host(out), streamed.attention(q, k, v, chunk=(ROWS, 128)))
+
+
+def test_first_chunks_of_keys_are_shorter_for_few_queries_on_a_device(device, monkeypatch):
+    monkeypatch.setattr(steps, "FIRST", 128)
+    monkeypatch.setattr(steps, "FEW", 2 * ROWS)
+    q, k, v, *_ = draw()
+    cupy = device()
+    for queries, expected in ((q, [400]), (q[:, :2], [128, 256, 16])):
+        request = steps.Streamed(cupy.asarray(queries), k, v, Options(), "auto", None)
+        assert [len(keys) for keys in request.schedule.keys] == expected
+        ours = streamed.attention(cupy.asarray(queries), k, v)
+        cupy.run_all()
+        theirs = streamed.attention(queries, k, v)
+        assert np.abs(in_host(ours) - theirs).max() < 1e-5
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 100), st.floats(1, 3))
+def test_chunks_grow_by_whole_tiles(length, first, more, factor):
+    made = schedule.growing(length, 128 * first, 128 * (first + more), factor)
+    assert [x for each in made[:3] for x in each[:1]] == [x.start for x in made[:3]]
+    assert sum(map(len, made)) == length
+    assert all(one.stop == other.start for one, other in itertools.pairwise(made))
+    sizes = [len(x) for x in made[:-1]]
+    assert all(size % 128 == 0 and size <= 128 * (first + more) for size in sizes)
+    assert all(min(int(one * factor), 128 * (first + more)) <= other
+               <= one * factor + 128 for one, other in itertools.pairwise(sizes))  # fmt: skip
 
 
 def test_keys_that_nobody_sees_are_not_copied(device):

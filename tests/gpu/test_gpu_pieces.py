@@ -173,6 +173,96 @@ def test_two_gpus_are_within_the_bound_and_repeat_their_bits(dtype, kind, two):
     assert same_bits(first[1], again[1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_relays_between_nodes_are_within_the_bound(gpus, kind, cupy):
+    """Two nodes of two ranks each, which share a GPU, or have one each."""
+    if cupy.cuda.runtime.getDeviceCount() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    threads = distributed.Threads(4, 2)
+    comms = [(comm, 0) for comm in threads.ranks]
+    if gpus == 4:
+        made = threads.run(lambda comm: distributed.communicator(comm, comm.rank))
+        comms = list(zip(made, range(4), strict=True))
+    q, k, v, do = draw(BFLOAT16)
+    options = functools.partial(options_of, kind)
+    first = over_ranks(comms, q, k, v, do, options, "nodes")
+    check(BFLOAT16, (q, k, v), do, options(), *first, -(-KEYS // 128))
+    again = over_ranks(comms, q, k, v, do, options, "nodes")
+    assert same_bits(first[0], again[0])
+
+
+DOCUMENTS = np.arange(KEYS) // 250
+WEIGHTS = np.random.default_rng(6).standard_normal(KEYS).astype(np.float32)
+
+
+def with_parts(parts):
+    """Return a mask and a score that read arrays with an element for each position."""
+    weights = parts(WEIGHTS)
+    change = scores.score(lambda s, b, h, i, j: s + weights[j])
+    return {"mask": masks.causal() & masks.segments(parts(DOCUMENTS)), "score_mod": change}
+
+
+@pytest.mark.parametrize("scheme", ["rounds", "gather"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one GPU", "two GPUs"])
+def test_parts_of_look_ups_travel_with_keys(scheme, shared, cupy, request):
+    comms = [(x, 0) for x in distributed.Threads(2).ranks]
+    comms = comms if shared else request.getfixturevalue("two")
+    rng = np.random.default_rng(3)
+    shapes = [(1, heads, KEYS, D) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
+    q, k, v, do = (rng.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes)
+    made = [np.empty_like(q), np.empty(q.shape[:-1], np.float32)]
+    made += [np.empty_like(x) for x in (q, k, v)]
+
+    def work(rank):
+        comm, device = comms[rank.rank]
+        with cupy.cuda.Device(device):
+            layout = distributed.layout(comm, KEYS, kind="zigzag")
+            options = with_parts(
+                lambda x: distributed.sharded(cupy.asarray(layout.take(x, axis=-1)))
+            )
+            arrays = [cupy.asarray(layout.take(x)) for x in (q, k, v, do)]
+            given = {"comm": comm, "layout": layout, "scheme": scheme, "timeout": 60, **options}
+            out, lse, vjp = distributed.attention_vjp(*arrays[:3], return_lse=True, **given)
+            for x, whole in zip((out, lse, *vjp(arrays[3])[:3]), made, strict=True):
+                layout.put(x.get(), whole, axis=-1 if whole is made[1] else -2)
+
+    distributed.Threads(2).run(work)
+    gradients = cupyflash.Gradients(*made[2:], None, None)
+    options = with_parts(cupyflash.lookup)
+    check(BFLOAT16, (q, k, v), do, options, *made[:2], gradients, -(-KEYS // 128))
+
+
+@pytest.mark.parametrize("scheme", ["rounds", "gather", "heads"])
+def test_long_messages_between_two_gpus_have_the_results_of_one(scheme, two, cupy):
+    """They take several turns of all slots of a mailbox, in both directions at once."""
+    length, heads = 2**15, 16
+    shape = 1, heads, length, 128
+    drawn = (cupy.random.default_rng(n).standard_normal(shape, dtype=np.float32) for n in range(4))
+    q, k, v, do = (x.astype(np.float16) for x in drawn)
+    out, vjp = cupyflash.attention_vjp(q, k, v, mask=masks.causal())
+    expected = [x.get() for x in (out, *vjp(do)[:3])]
+    arrays = [x.get() for x in (q, k, v, do)]
+    made = [np.empty_like(x) for x in expected]
+
+    def work(rank):
+        comm, device = two[rank.rank]
+        with cupy.cuda.Device(device):
+            layout = distributed.layout(comm, length, mask=masks.causal())
+            own = [cupy.asarray(layout.take(x)) for x in arrays]
+            given = {"comm": comm, "layout": layout, "scheme": scheme, "mask": masks.causal()}
+            for _ in range(2):
+                out, vjp = distributed.attention_vjp(*own[:3], **given)
+                gradients = vjp(own[3])
+            for x, to in zip((out, *gradients[:3]), made, strict=True):
+                layout.put(x.get(), to)
+
+    distributed.Threads(2).run(work)
+    for x, y in zip(made, expected, strict=True):
+        largest = np.abs(y).max().astype(np.float32)
+        assert np.abs(x.astype(np.float32) - y).max() <= 4e-3 * largest
+
+
 @pytest.mark.parametrize("scheme", ["rounds", "heads"])
 def test_dropout_drops_the_pairs_of_one_gpu(scheme, two, cupy):
     q, k, v, do = draw(np.dtype(np.float32))

@@ -180,7 +180,10 @@ class HostCupy(ModuleType):
             *summands, to = arrays
             to.host[...] = functools.reduce(np.add, [x.host for x in summands])
 
-        self.ElementwiseKernel = lambda *_: convert
+        def kernel(inputs, output, body, name):
+            return convert_rows if "rows" in name else convert
+
+        self.ElementwiseKernel = kernel
         self.RawModule = lambda **_: SimpleNamespace(get_function=Kernel)
         self.cuda = SimpleNamespace(
             alloc=self.alloc,
@@ -242,6 +245,23 @@ def copy_rows(to, pitch_to, source, pitch, width, count):
     assert width <= min(pitch, pitch_to)
     for n in range(count):
         ctypes.memmove(to + n * pitch_to, source + n * pitch, width)
+
+
+def convert_rows(*arguments, size):
+    """Write sums of rows, four elements at a time, as a kernel that is told where rows begin."""
+    arrays = [x for x in arguments if not isinstance(x, int)]
+    *pitches, quads = (x for x in arguments if isinstance(x, int))
+    count, rest = divmod(size, quads)
+    assert not rest
+    rows = []
+    for array, pitch in zip(arrays, pitches, strict=True):
+        assert array.data.ptr % min(16, 4 * array.itemsize) == 0
+        nbytes = (pitch * (count - 1) + 4 * quads) * array.itemsize
+        memory = np.frombuffer((ctypes.c_char * nbytes).from_address(array.data.ptr), array.dtype)
+        steps = pitch * array.itemsize, array.itemsize
+        rows.append(np.lib.stride_tricks.as_strided(memory, (count, 4 * quads), steps))
+    *summands, to = rows
+    to[...] = functools.reduce(np.add, summands)
 
 
 def _aligned(size):

@@ -15,7 +15,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
-from host_cupy import HostCupy, MemoryPointer, copy_rows
+from host_cupy import HostCupy, MemoryPointer, convert_rows, copy_rows
 
 
 class Pinned(np.ndarray):
@@ -69,6 +69,10 @@ class StreamCupy(HostCupy):
                 self.marker = marker = SimpleNamespace(done=False)
                 module.enqueue(lambda: setattr(marker, "done", True), stream.ptr)
 
+            @property
+            def done(self):
+                return self.marker.done
+
             def synchronize(self):
                 module.run_until(lambda: self.marker.done)
 
@@ -82,6 +86,10 @@ class StreamCupy(HostCupy):
 
             def synchronize(self):
                 module.run_until(lambda: not module.queues[self.ptr])
+
+            @property
+            def done(self):
+                return not module.queues[self.ptr]
 
             @staticmethod
             def is_capturing():
@@ -104,7 +112,7 @@ class StreamCupy(HostCupy):
         self.cuda.runtime.memcpy2DAsync = self._copy_rows
         place = SimpleNamespace(devicePointer=int(pinned), hostPointer=int(pinned))
         self.cuda.runtime.pointerGetAttributes = lambda _: place
-        self.ElementwiseKernel = lambda *_: self._convert
+        self.ElementwiseKernel = self._kernel
         self.ndarray.fill = lambda array, value: self._later(_fill, array.host, value)
 
     def enqueue(self, work, stream=None):
@@ -114,6 +122,12 @@ class StreamCupy(HostCupy):
     def _later(self, work, *hosts):
         self.enqueue(lambda: work(*hosts))
 
+    def _kernel(self, inputs, output, body, name):
+        return self._convert_rows if "rows" in name else self._convert
+
+    def _convert_rows(self, *arguments, size):
+        self._later(lambda: convert_rows(*arguments, size=size))
+
     def _convert(self, *arrays):
         *summands, to = (x.host for x in arrays)
         self._later(lambda: _write(to, functools.reduce(np.add, summands)))
@@ -122,9 +136,6 @@ class StreamCupy(HostCupy):
         *where, kind, stream = x
         assert kind == 3
         self.enqueue(lambda: copy_rows(*where), stream)
-
-    def add(self, a, b, out):
-        self._later(lambda x, y, z: np.add(x, y, out=z), a.host, b.host, out.host)
 
     def asarray(self, host):
         made = self.ndarray(host.shape, host.dtype)

@@ -67,6 +67,7 @@ INSIDE = {
     ],
     "distributed": [
         ["communication", "faults", "runs"],
+        ["peers"],
         ["layouts", "messages", "mpi", "nccl", "threads"],
         ["agreement", "connect", "proofs", "sums", "tasks"],
         ["again", "rounds", "sharded"],
@@ -114,6 +115,7 @@ USERS_OF_CUPY = [
     "cupyflash.arrays.transfers",
     "cupyflash.distributed.connect",
     "cupyflash.distributed.nccl",
+    "cupyflash.distributed.peers",
     "cupyflash.gpu.driver",
     "cupyflash.gpu.jit",
     "cupyflash.gpu.tma",

@@ -52,6 +52,19 @@ def same_bits_as_threads(comm: Any) -> None:
                 assert np.array_equal(x.view(np.uint32), y.view(np.uint32))
 
 
+def relays_as_threads_do() -> None:
+    """Compare ranks of two nodes, which pass on what comes from the other one, with threads."""
+    comm = distributed.communicator(MPI.COMM_WORLD)
+    comm.nodes = [rank * 2 // comm.size for rank in range(comm.size)]
+    for mask in MASKS.values():
+        ours = gradients_of(comm, mask, "nodes", True)
+        threads = distributed.Threads(comm.size, 2)
+        work = [mask, "nodes", True]
+        theirs = threads.run(lambda rank, work=work: gradients_of(rank, *work))[comm.rank]
+        for x, y in zip(ours, theirs, strict=True):
+            assert np.array_equal(x.view(np.uint32), y.view(np.uint32))
+
+
 def call(comm: Any, heads: int = 1, **options: Any) -> Any:
     """Make a small call."""
     layout = distributed.layout(comm, LENGTH)
@@ -93,6 +106,8 @@ def main() -> None:
     with pytest.raises(ArgumentTypeError, match="expected an intracommunicator of mpi4py"):
         distributed.communicator(MPI.COMM_NULL)
     same_bits_as_threads(comm)
+    if comm.size == 4:
+        relays_as_threads_do()
     faults()
     os.write(1, f"rank {comm.rank} of {comm.size} is right\n".encode())  # not mixed with others
 
