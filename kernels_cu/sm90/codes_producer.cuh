@@ -1,5 +1,5 @@
 // What the producer warpgroup of forward_sm90_fp8.cu does in addition to the tile scheduler: it
-// loads tiles, transposes values, and has the scales of rows ready.
+// loads tiles and the scales of their rows, and transposes values.
 #pragma once
 #include "codes_storage.cuh"
 #include "warpgroup_codes.cuh"
@@ -12,51 +12,64 @@ __device__ __forceinline__ float scale_at(const Operand& scale, long long offset
   return reinterpret_cast<const float*>(scale.data)[offset];
 }
 
-// Copies the scales of a tile's rows to shared memory: those of k by the first warp, and those of v
-// by the second. Rows that do not exist have those of the last one.
-__device__ __forceinline__ void stage_scales(const Params& p, const ScheduledTile& work, int tile,
-                                             SharedStorage& shared, int stage, int warp) {
-  const long long head = layout::divide(work.head, p.group).quotient;
-  const Operand& operand = warp == 0 ? p.k_scale : p.v_scale;
-  const long long begin = layout::offset(operand, work.entry, head, true);
-  float values[BLOCK_KV / ptx::WARP_SIZE];
-  float largest = 0;
+// Where the scales of a head's keys or values are.
+__device__ __forceinline__ const float* scales_of(const Operand& scale, const layout::Entry& entry,
+                                                  long long head) {
+  return reinterpret_cast<const float*>(scale.data) + layout::offset(scale, entry, head, true);
+}
+
+// A lane's share of the scales of a tile's rows.
+struct LaneScales {
+  static constexpr int COUNT = BLOCK_KV / ptx::WARP_SIZE;
+  float values[COUNT];
+
+  // Loads those of a tile, of which `rows` exist; those beyond have the scale of the last one.
+  __device__ __forceinline__ void load(const float* scales_gmem, long long stride, int tile,
+                                       int rows) {
+    scales_gmem += tile * (BLOCK_KV * stride);
 #pragma unroll
-  for (int n = 0; n < BLOCK_KV / ptx::WARP_SIZE; ++n) {
-    const long long key = static_cast<long long>(tile) * BLOCK_KV + n * ptx::WARP_SIZE +
-                          ptx::lane_index(),
-                    last = work.entry.len_k - 1;
-    values[n] = scale_at(operand, begin + (key < last ? key : last) * operand.row);
-    const float size = fabs(values[n]);
-    if (size > largest && number::is_finite(size)) largest = size;
+    for (int n = 0; n < COUNT; ++n) {
+      const int row = tile::smaller(n * ptx::WARP_SIZE + ptx::lane_index(), rows - 1);
+      values[n] = scales_gmem[row * stride];
+    }
   }
-  if (warp == 0) {
+
+  __device__ __forceinline__ void store_k(SharedStorage& shared, int stage) const {
 #pragma unroll
-    for (int n = 0; n < BLOCK_KV / ptx::WARP_SIZE; ++n) {
+    for (int n = 0; n < COUNT; ++n) {
       shared.scales[stage].k[n * ptx::WARP_SIZE + ptx::lane_index()] = values[n];
     }
-    return;
   }
+
+  // Divides them by the power of two that is not smaller than any of them.
+  __device__ __forceinline__ void store_v(SharedStorage& shared, int stage) const {
+    float largest = 0;
 #pragma unroll
-  for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
-    largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
-  }
-  // The power of two that is not smaller, and its inverse; infinite scales become NaN.
-  const unsigned int bits = __float_as_uint(largest) + 0x7fffffu;
-  const unsigned int exponent = bits < 2u << 23 ? 1 : bits > 253u << 23 ? 253 : bits >> 23;
-  const float inverse = __uint_as_float((254 - exponent) << 23);
+    for (int n = 0; n < COUNT; ++n) {
+      const float size = fabs(values[n]);
+      if (size > largest && number::is_finite(size)) largest = size;
+    }
 #pragma unroll
-  for (int n = 0; n < BLOCK_KV / ptx::WARP_SIZE; ++n) {
-    const float value = number::is_finite(values[n]) ? values[n] * inverse : values[n] - values[n];
-    shared.scales[stage].v[n * ptx::WARP_SIZE + ptx::lane_index()] = value;
+    for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+      largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
+    }
+    // That power and its inverse; infinite scales become NaN.
+    const unsigned int bits = __float_as_uint(largest) + 0x7fffffu;
+    const unsigned int exponent = bits < 2u << 23 ? 1 : bits > 253u << 23 ? 253 : bits >> 23;
+    const float inverse = __uint_as_float((254 - exponent) << 23);
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+      const float value =
+          number::is_finite(values[n]) ? values[n] * inverse : values[n] - values[n];
+      shared.scales[stage].v[n * ptx::WARP_SIZE + ptx::lane_index()] = value;
+    }
+    if (ptx::lane_index() == 0) shared.v_scale[stage] = __uint_as_float(exponent << 23);
   }
-  if (ptx::lane_index() == 0) shared.v_scale[stage] = __uint_as_float(exponent << 23);
-}
+};
 
 // Two warps: transpose the values of every tile, and check whether those of masked tiles are
 // finite.
-__device__ __forceinline__ void transposer_warps(const Params& p, const SharedMemory& smem,
-                                                 int warp) {
+__device__ __forceinline__ void transposer_warps(const SharedMemory& smem, int warp) {
   SharedStorage& shared = *smem.storage;
   const unsigned int v_address = ptx::shared_address(smem.v);
   const unsigned int transposed_address = ptx::shared_address(smem.transposed);
@@ -80,7 +93,6 @@ __device__ __forceinline__ void transposer_warps(const Params& p, const SharedMe
         warpgroup_codes::transpose<false, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
       }
       warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
-      if (warp == 0 ? K_SCALE_ROWS : V_SCALE_ROWS) stage_scales(p, work, tile, shared, stage, warp);
       if (checks) {
         const bool has_nonfinite = ptx::any_lane(found);
         if (ptx::lane_index() == 0) shared.has_nonfinite[stage][warp] = has_nonfinite ? 1 : 0;
@@ -92,13 +104,16 @@ __device__ __forceinline__ void transposer_warps(const Params& p, const SharedMe
   }
 }
 
-// One thread: issues the TMA loads of every work tile.
-__device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::TensorMap& q_map,
-                                         const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
+// A warp: one lane issues the TMA loads of every work tile, and all lanes stage the scales of rows,
+// which come with the keys.
+__device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem,
+                                         const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                         const ptx::TensorMap& v_map) {
   SharedStorage& shared = *smem.storage;
   const unsigned int q_address = ptx::shared_address(smem.q);
   const unsigned int k_address = ptx::shared_address(smem.k);
   const unsigned int v_address = ptx::shared_address(smem.v);
+  const bool loads = ptx::lane_index() == 0;
   // Two codes are an element of a tensor map.
   constexpr int WIDTH = (D + 1) / 2, WIDTH_V = (D_V + 1) / 2;
   int n = 0, q_uses = 0;
@@ -107,33 +122,57 @@ __device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::Te
     shared.work_pipeline.wait_full(w);
     const ScheduledTile& work = shared.work_tile(w);
     const int last = work.last_tile();
+    const float *k_scales = nullptr, *v_scales = nullptr;
+    if constexpr (SCALE_ROWS) {
+      const long long head = layout::divide(work.head, p.group).quotient;
+      k_scales = scales_of(p.k_scale, work.entry, head);
+      v_scales = scales_of(p.v_scale, work.entry, head);
+    }
 #pragma unroll 1
     for (int tile = last; tile >= 0; ++n, tile = work.tile_before(tile)) {
       const int first_row = work.first_row_k + tile * BLOCK_KV;
       const int stage = KvPipeline::stage_of(n);
+      // Loaded before the stage is waited for, lest their latency follows the wait.
+      LaneScales k_scale, v_scale;
+      const int rows = work.rows_in(tile);
+      if constexpr (K_SCALE_ROWS) k_scale.load(k_scales, p.k_scale.row, tile, rows);
+      if constexpr (V_SCALE_ROWS) v_scale.load(v_scales, p.v_scale.row, tile, rows);
       shared.k_pipeline.wait_empty(n);
-      ptx::mbarrier_arrive_expect_tx(shared.k_pipeline.full_barrier(n), K_TILE_BYTES);
-      warpgroup::tma_load_tile<BLOCK_KV, WIDTH>(k_address + stage * K_TILE_BYTES, k_map, work.k,
-                                                first_row, shared.k_pipeline.full_barrier(n));
+      if (loads) {
+        ptx::mbarrier_arrive_expect_tx(shared.k_pipeline.full_barrier(n), K_TILE_BYTES);
+        warpgroup::tma_load_tile<BLOCK_KV, WIDTH>(k_address + stage * K_TILE_BYTES, k_map, work.k,
+                                                  first_row, shared.k_pipeline.full_barrier(n));
+      }
+      if constexpr (SCALE_ROWS) {
+        // Until then the scales of the tile before are used.
+        shared.transposed_pipeline.wait_empty(n);
+        if constexpr (K_SCALE_ROWS) k_scale.store_k(shared, stage);
+        if constexpr (V_SCALE_ROWS) v_scale.store_v(shared, stage);
+        warpgroup::arrive_warp(shared.k_pipeline.full_barrier(n));
+      }
       if (tile == last) {
         // 1 load q
 #pragma unroll 1
         for (int c = 0; c < CONSUMERS; ++c) {
           warpgroup::mbarrier_wait(shared.q_empty_barrier(c), q_uses % 2 ^ 1);
-          ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(c), Q_TILE_BYTES);
-          warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, WIDTH>(
-              q_address + c * Q_TILE_BYTES, q_map, work.q,
-              work.first_row_q + c * warpgroup::WARPGROUP_ROWS, shared.q_full_barrier(c));
+          if (loads) {
+            ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(c), Q_TILE_BYTES);
+            warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, WIDTH>(
+                q_address + c * Q_TILE_BYTES, q_map, work.q,
+                work.first_row_q + c * warpgroup::WARPGROUP_ROWS, shared.q_full_barrier(c));
+          }
         }
         ++q_uses;
       }
       shared.v_pipeline.wait_empty(n);
-      ptx::mbarrier_arrive_expect_tx(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
-      warpgroup::tma_load_tile<BLOCK_KV, WIDTH_V>(v_address + VPipeline::stage_of(n) * V_TILE_BYTES,
-                                                  v_map, work.v, first_row,
-                                                  shared.v_pipeline.full_barrier(n));
+      if (loads) {
+        ptx::mbarrier_arrive_expect_tx(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
+        warpgroup::tma_load_tile<BLOCK_KV, WIDTH_V>(
+            v_address + VPipeline::stage_of(n) * V_TILE_BYTES, v_map, work.v, first_row,
+            shared.v_pipeline.full_barrier(n));
+      }
     }
-    ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
+    warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }
 }
 

@@ -58,10 +58,12 @@ struct SharedStorage {
   TileScheduler scheduler;
   KvPipeline k_pipeline;
   VPipeline v_pipeline;
-  KvPipeline transposed_pipeline;  // of transposed values, and of what is found with them:
+  // Of transposed values, and of whether those of masked tiles are finite. Scales come with the
+  // keys, and are released with the values.
+  KvPipeline transposed_pipeline;
   RowScales scales[KV_STAGES];
   float v_scale[KV_STAGES];                  // that power of two
-  unsigned int has_nonfinite[KV_STAGES][2];  // of masked tiles, by each of the two warps
+  unsigned int has_nonfinite[KV_STAGES][2];  // of masked tiles, by each transposer
   unsigned long long q_full[CONSUMERS], q_empty[CONSUMERS];
   WorkPipeline work_pipeline;
 
@@ -82,7 +84,7 @@ struct SharedStorage {
   __device__ __forceinline__ void init_barriers() {
     constexpr int OF_CONSUMERS = CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP;
     constexpr int OF_TRANSPOSERS = TRANSPOSERS * warpgroup::ARRIVALS_OF_WARP;
-    k_pipeline.init(1, OF_CONSUMERS);
+    k_pipeline.init(1 + (SCALE_ROWS ? warpgroup::ARRIVALS_OF_WARP : 0), OF_CONSUMERS);
     v_pipeline.init(1, OF_TRANSPOSERS);
     transposed_pipeline.init(OF_TRANSPOSERS, OF_CONSUMERS);
 #pragma unroll
@@ -91,7 +93,7 @@ struct SharedStorage {
       ptx::mbarrier_init(q_empty_barrier(c), warpgroup::ARRIVALS_OF_WARPGROUP);
     }
     // Work tiles are read by the producer, the transposers and the consumers.
-    work_pipeline.init(1, CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP + 1 + OF_TRANSPOSERS);
+    work_pipeline.init(1, (CONSUMER_WARPS + 1 + TRANSPOSERS) * warpgroup::ARRIVALS_OF_WARP);
     ptx::fence_mbarrier_init();
   }
 };

@@ -192,7 +192,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // weights have to mark these pairs: nothing else marks those that a score change hides.
     // `keys_end`: whether keys may end in the tile, which is possible in the first one only.
     const auto change_scores = [&](int n, int tile, bool masked, auto keys_end) {
-      if constexpr (SCALE_ROWS) shared.transposed_pipeline.wait_full(n);
       if constexpr (K_SCALE_ROWS) {
         const float* const of_keys =
             shared.scales[KvPipeline::stage_of(n)].k + fragment::lane_column();
@@ -447,9 +446,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (warp == 1) {
       tile_scheduler::publish_work_tiles(p, *smem.storage);
     } else if (warp > 1) {
-      codes_producer::transposer_warps(p, smem, warp - 2);
-    } else if (threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
-      codes_producer::producer(smem, q_map, k_map, v_map);
+      codes_producer::transposer_warps(smem, warp - 2);
+    } else {
+      codes_producer::producer(p, smem, q_map, k_map, v_map);
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();

@@ -8,8 +8,9 @@ from __future__ import annotations
 from .cache_mutants import Fault
 
 KERNEL = "kernels_cu/sm90/forward_sm90_fp8.cu"
-PRODUCTS, SOFTMAX, PRODUCER = (
-    f"kernels_cu/sm90/{x}.cuh" for x in ("warpgroup_codes", "codes_softmax", "codes_producer")
+PRODUCTS, SOFTMAX, PRODUCER, STORAGE = (
+    f"kernels_cu/sm90/{x}.cuh"
+    for x in ("warpgroup_codes", "codes_softmax", "codes_producer", "codes_storage")
 )
 DEQUANTIZE = "kernels_cu/any/dequantize.cu"
 TESTS = "cuda/test_forward_sm90_fp8.py::test_"
@@ -75,7 +76,7 @@ FAULTS = {
         KERNEL, "begin + (work.first + row) * p.q_scale.row", "begin", SCALES, BY_ROW
     ),
     "fp8: the scale of another key": Fault(
-        PRODUCER, "(key < last ? key : last) * operand.row", "last * operand.row", SCALES, BY_ROW
+        PRODUCER, "scales_gmem[row * stride]", "scales_gmem[(rows - 1) * stride]", SCALES, BY_ROW
     ),
     "fp8: scales of keys are not used": Fault(KERNEL, "s[1][x] *= own;", "", SCALES, BY_ROW),
     "fp8: the power of two of a tile's values is lost": Fault(
@@ -120,7 +121,21 @@ FAULTS = {
         PRODUCER, "      shared.v_pipeline.wait_full(n);\n", "", EDGES, "1-64 and e4m3"
     ),
     "fp8: transposed values are overwritten early": Fault(
-        PRODUCER, "      shared.transposed_pipeline.wait_empty(n);\n", "", EDGES, "1-64 and e4m3"
+        PRODUCER,
+        "wait_full(n);\n      shared.transposed_pipeline.wait_empty(n);",
+        "wait_full(n);",
+        EDGES,
+        "1-64 and e4m3",
+    ),
+    "fp8: scales are overwritten early": Fault(
+        PRODUCER,
+        "        shared.transposed_pipeline.wait_empty(n);\n        if constexpr",
+        "        if constexpr",
+        SCALES,
+        BY_ROW,
+    ),
+    "fp8: scores do not wait for the scales of their keys": Fault(
+        STORAGE, "1 + (SCALE_ROWS ? warpgroup::ARRIVALS_OF_WARP : 0)", "1", SCALES, BY_ROW
     ),
     "fp8: the scale is not applied before rounding": Fault(
         DEQUANTIZE, "code::product(value, factor)", "value", WIDENED, "float32 and e4m3"
