@@ -41,29 +41,22 @@ struct LaneScales {
     }
   }
 
-  // Divides them by the power of two that is not smaller than any of them.
   __device__ __forceinline__ void store_v(SharedStorage& shared, int stage) const {
     float largest = 0;
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
-      const float size = fabs(values[n]);
-      if (size > largest && number::is_finite(size)) largest = size;
-    }
+    for (int n = 0; n < COUNT; ++n) largest = Unit::larger(largest, values[n]);
 #pragma unroll
     for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
       largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
     }
-    // That power and its inverse; infinite scales become NaN.
-    const unsigned int bits = __float_as_uint(largest) + 0x7fffffu;
-    const unsigned int exponent = bits < 2u << 23 ? 1 : bits > 253u << 23 ? 253 : bits >> 23;
-    const float inverse = __uint_as_float((254 - exponent) << 23);
+    const Unit unit(largest);
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
-      const float value =
-          number::is_finite(values[n]) ? values[n] * inverse : values[n] - values[n];
-      shared.scales[stage].v[n * ptx::WARP_SIZE + ptx::lane_index()] = value;
+      const int row = n * ptx::WARP_SIZE + ptx::lane_index();
+      shared.scales[stage].v[row] = values[n];
+      shared.scales[stage].v_of_tile[row] = unit.divide(values[n]);
     }
-    if (ptx::lane_index() == 0) shared.v_scale[stage] = __uint_as_float(exponent << 23);
+    if (ptx::lane_index() == 0) shared.v_unit[stage] = unit.size;
   }
 };
 

@@ -46,10 +46,31 @@ using KvPipeline = warpgroup::Pipeline<KV_STAGES>;
 using VPipeline = warpgroup::Pipeline<V_STAGES>;
 using WorkPipeline = warpgroup::Pipeline<WORK_STAGES>;
 
-// The scales of the rows of a tile, by which scores and weights are multiplied. Those of v are
-// divided by a power of two, so that none is larger than 1.
+// The scales of the rows of a tile, by which scores and weights are multiplied.
 struct RowScales {
   float k[BLOCK_KV], v[BLOCK_KV];
+  float v_of_tile[BLOCK_KV];  // v, divided by a power of two so that none is larger than 1
+};
+
+// The power of two that is not smaller than the largest of some scales, and its inverse.
+struct Unit {
+  float size, inverse;
+
+  __device__ __forceinline__ explicit Unit(float largest) {
+    const unsigned int bits = __float_as_uint(largest) + 0x7fffffu;
+    const unsigned int exponent = bits < 2u << 23 ? 1 : bits > 253u << 23 ? 253 : bits >> 23;
+    size = __uint_as_float(exponent << 23);
+    inverse = __uint_as_float((254 - exponent) << 23);
+  }
+  // The larger one of two scales, ignoring those that are not finite.
+  __device__ __forceinline__ static float larger(float largest, float scale) {
+    const float own = fabs(scale);
+    return own > largest && number::is_finite(own) ? own : largest;
+  }
+  // A scale in this unit. Infinite ones become NaN.
+  __device__ __forceinline__ float divide(float scale) const {
+    return number::is_finite(scale) ? scale * inverse : scale - scale;
+  }
 };
 
 // Work tiles and the mbarriers of everything.
@@ -62,7 +83,7 @@ struct SharedStorage {
   // keys, and are released with the values.
   KvPipeline transposed_pipeline;
   RowScales scales[KV_STAGES];
-  float v_scale[KV_STAGES];                  // that power of two
+  float v_unit[KV_STAGES];                   // that power of two
   unsigned int has_nonfinite[KV_STAGES][2];  // of masked tiles, by each transposer
   unsigned long long q_full[CONSUMERS], q_empty[CONSUMERS];
   WorkPipeline work_pipeline;

@@ -55,6 +55,32 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 // whose product with log2 e may not be a normal number.
 constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 
+// Multiplies weights by the scales of their values, in a unit for each row that depends only on
+// keys with weights: the scales of others may be anything, and change no bit.
+__device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float* of_values,
+                                           float (&unit)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = 0;
+#pragma unroll
+    for (int x = 0; x < COLUMNS; ++x) {
+      const float own = of_values[fragment_tile::Pairs::key_of(x)];
+      largest = Unit::larger(largest, s[r][x] == 0 ? 0.0f : own);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes <= 2; lanes *= 2) {
+      largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
+    }
+    const Unit own_unit(largest);
+    unit[r] = own_unit.size;
+#pragma unroll
+    for (int x = 0; x < COLUMNS; ++x) {
+      const float own = own_unit.divide(of_values[fragment_tile::Pairs::key_of(x)]);
+      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * own;
+    }
+  }
+}
+
 // -- the role of a consumer warpgroup -------------------------------------------------------------
 
 // A warpgroup: computes 64 queries of every work tile.
@@ -122,6 +148,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // The factor of the output when the weights are multiplied; and where that is behind the
     // maxima of the next tile, its own.
     float alpha[2] = {1, 1}, next_alpha[2];
+    float unit_v[2] = {1, 1};  // of the weights: their values' scales were divided by it
     float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
     unsigned int weights[2][COLUMNS / 4];
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
@@ -138,13 +165,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           v + (KvPipeline::stage_of(n) * TRANSPOSED_BYTES + x * PART_ROWS * LINE) / 16);
       ptx::wgmma_commit();
     };
-    // The factor of a tile's part. It is read before the part is waited for, so that all threads
-    // have read it when one of them releases the stage.
-    const auto factor_of = [&](int n) {
-      return V_SCALE_ROWS ? shared.v_scale[KvPipeline::stage_of(n)] : 1.0f;
-    };
     // acc = alpha acc + part.
-    const auto absorb = [&](int x, float of_tile) {
+    const auto absorb = [&](int x) {
       ptx::fence_accumulator(part[x % BUFFERS]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -152,21 +174,20 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         for (int column = 0; column < PART_COLUMNS; ++column) {
           float& sum = acc[r][x * PART_COLUMNS + column];
           const float own = part[x % BUFFERS][r][column];
-          sum = fma(sum, alpha[r], V_SCALE_ROWS ? own * of_tile : own);
+          sum = fma(sum, alpha[r], V_SCALE_ROWS ? own * unit_v[r] : own);
         }
       }
     };
     // acc = alpha acc + parts, which are issued already.
-    const auto absorb_all = [&](int n, float of_tile) {
+    const auto absorb_all = [&](int n) {
       ptx::wgmma_wait<0>();
 #pragma unroll
-      for (int x = 0; x < PARTS; ++x) absorb(x, of_tile);
+      for (int x = 0; x < PARTS; ++x) absorb(x);
       warpgroup::arrive_warpgroup(shared.transposed_pipeline.empty_barrier(n));
     };
     // acc = alpha acc + weights v.
     const auto accumulate_pv = [&](int n) {
       shared.transposed_pipeline.wait_full(n);
-      const float of_tile = factor_of(n);
       ptx::wgmma_fence();
       issue_pv(n, 0);
 #pragma unroll
@@ -174,10 +195,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         ptx::wgmma_fence();
         issue_pv(n, x);
         ptx::wgmma_wait<1>();
-        absorb(x - 1, of_tile);
+        absorb(x - 1);
       }
       ptx::wgmma_wait<0>();
-      absorb(PARTS - 1, of_tile);
+      absorb(PARTS - 1);
       warpgroup::arrive_warpgroup(shared.transposed_pipeline.empty_barrier(n));
     };
     // Evaluates the mask of a masked tile.
@@ -241,17 +262,18 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       for (int r = 0; r < 2; ++r) alpha[r] = next_alpha[r];
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
       if constexpr (V_SCALE_ROWS) {
-        const float* const of_values =
-            shared.scales[KvPipeline::stage_of(n)].v + fragment::lane_column();
+        const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
+        if (HAS_SCORE || masked) {
+          scale_seen(s, scales.v + fragment::lane_column(), unit_v);
+        } else {
+          const float* const of_values = scales.v_of_tile + fragment::lane_column();
 #pragma unroll
-        for (int x = 0; x < COLUMNS; ++x) {
-          const float own = of_values[fragment_tile::Pairs::key_of(x)];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            // The scales of keys that take no part may be anything.
-            const float product = s[r][x] * own;
-            s[r][x] = (HAS_SCORE || masked) && s[r][x] == 0 ? s[r][x] : product;
+          for (int x = 0; x < COLUMNS; ++x) {
+            const float own = of_values[fragment_tile::Pairs::key_of(x)];
+            s[0][x] *= own;
+            s[1][x] *= own;
           }
+          unit_v[0] = unit_v[1] = shared.v_unit[KvPipeline::stage_of(n)];
         }
       }
     };
@@ -327,11 +349,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         shared.k_pipeline.wait_full(n);
         ptx::wgmma_fence();
         issue_qk(n);
-        float of_tile = 1;
         if constexpr (OVERLAPS) {
           // 7 accumulate p v
           shared.transposed_pipeline.wait_full(n - 1);
-          of_tile = factor_of(n - 1);
           ptx::wgmma_fence();  // again: the compiler sees a branch behind the first
 #pragma unroll
           for (int x = 0; x < PARTS; ++x) issue_pv(n - 1, x);
@@ -351,7 +371,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
         const bool hides = change_scores(n, tile, masked, warpgroup::Bool<false>());
         weigh(n, tile, masked, hides, [&] {
-          if constexpr (OVERLAPS) absorb_all(n - 1, of_tile);
+          if constexpr (OVERLAPS) absorb_all(n - 1);
         });
         warpgroup_codes::narrow(s, weights);
         if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);

@@ -155,22 +155,44 @@ def test_no_bit_depends_on_the_schedule(by):
     "by", ["head", "row"], quick=["row"], why="scales of heads are seen by all rows in any case"
 )
 def test_unseen_keys_change_no_bit(form, by):
-    """Keys that no query sees may be NaN, and so may their scales."""
+    """Keys that no query sees may be NaN, and their scales may be anything."""
     q, k, v = draw((1, 100, 64), (1, 150, 64), (1, 150, 64))
     held = Coded.of(form, q, k, v, by=by)
     mask = masks.window(20, 0)
     spoilt = [x.copy() for x in held.arrays]
-    scales = [x.copy() for x in held.scales]
     seen = mask.to_array(1, 1, 100, 150)[0, 0].any(axis=0)
     assert not seen.all()
     for x in spoilt[1:]:
         x[:, ~seen] = NAN_CODE
-    if by == "row":
-        for x in scales[1:]:
-            x[:, ~seen] = np.nan
     first = run(held, mask=mask)
-    for a, b in zip(run(Coded(form, tuple(spoilt), tuple(scales)), mask=mask), first, strict=True):
-        assert same_bits(a, b)
+    for unseen in (np.nan, 1e30) if by == "row" else (None,):
+        scales = [x.copy() for x in held.scales]
+        for x in scales[1:] if by == "row" else ():
+            x[:, ~seen] = unseen
+        results = run(Coded(form, tuple(spoilt), tuple(scales)), mask=mask)
+        for a, b in zip(results, first, strict=True):
+            assert same_bits(a, b)
+
+
+@emulated
+@EACH
+@mostly_thorough(
+    "options",
+    [{"mask": masks.causal()}, {"mask": masks.causal(), "score_mod": scores.softcap(3.0)}],
+    quick=lambda options: "score_mod" not in options,
+    why="the same code after other scores",
+    ids=lambda options: "-".join(options),
+)
+def test_scales_of_keys_that_others_see_change_no_bit(form, options):
+    """A value that is much larger than others of its tile, for queries that do not see it."""
+    held = Coded.of(form, *draw(*[(1, 150, 64)] * 3), by="row")
+    scales = [x.copy() for x in held.scales]
+    for x in scales[1:]:
+        x[:, 120] *= 1e6
+    other = Coded(form, held.arrays, tuple(scales))
+    for a, b in zip(run(held, **options), run(other, **options), strict=True):
+        assert same_bits(a[:, :120], b[:, :120])
+        assert not same_bits(a[:, 120:], b[:, 120:])
 
 
 @emulated

@@ -78,9 +78,15 @@ FAULTS = {
     "fp8: the scale of another key": Fault(
         PRODUCER, "scales_gmem[row * stride]", "scales_gmem[(rows - 1) * stride]", SCALES, BY_ROW
     ),
-    "fp8: scales of keys are not used": Fault(KERNEL, "s[1][x] *= own;", "", SCALES, BY_ROW),
+    "fp8: scales of keys are not used": Fault(
+        KERNEL,
+        "s[1][x] *= own;\n        }\n      }\n      if (!direct)",
+        "}\n      }\n      if (!direct)",
+        SCALES,
+        BY_ROW,
+    ),
     "fp8: the power of two of a tile's values is lost": Fault(
-        KERNEL, "V_SCALE_ROWS ? own * of_tile : own", "own", SCALES, BY_ROW
+        KERNEL, "V_SCALE_ROWS ? own * unit_v[r] : own", "own", SCALES, BY_ROW
     ),
     "fp8: the scale of the query's head for values": Fault(
         KERNEL,
@@ -91,8 +97,21 @@ FAULTS = {
     ),
     "fp8: scales of unseen values are multiplied": Fault(
         KERNEL,
-        "(HAS_SCORE || masked) && s[r][x] == 0 ? s[r][x] : product",
-        "product",
+        "s[r][x] == 0 ? s[r][x] : s[r][x] * own",
+        "s[r][x] * own",
+        UNSEEN,
+        "e4m3 and row",
+    ),
+    "fp8: weights are in a unit of values that are not seen": Fault(
+        KERNEL, "s[r][x] == 0 ? 0.0f : own", "own", UNSEEN, "e4m3 and row"
+    ),
+    "fp8: lanes of a row have units of their own": Fault(
+        KERNEL, "lanes <= 2; lanes *= 2", "lanes < 1; lanes *= 2", SCALES, BY_ROW
+    ),
+    "fp8: masked tiles have the unit of the tile": Fault(
+        KERNEL,
+        "if (HAS_SCORE || masked) {\n          scale_seen",
+        "if (HAS_SCORE) {\n          scale_seen",
         UNSEEN,
         "e4m3 and row",
     ),

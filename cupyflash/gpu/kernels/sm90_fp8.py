@@ -14,7 +14,7 @@ LINE = 128  # codes in a row of a slab
 TILES = {64: (192, 128), 128: (128, 128), 256: (128, 128)}
 # In addition to work tiles: barriers, what is found of a stage's values, and scales of rows.
 _STORAGE_BYTES = 64 + 24
-_QUERY_BYTES, _SCALE_BYTES = 16, 16  # barriers of a consumer; scales of a key's stages
+_QUERY_BYTES, _SCALE_BYTES = 16, 24  # barriers of a consumer; scales of a key's stages
 
 
 def _lines(columns: int) -> int:
