@@ -11,15 +11,15 @@ namespace codes_softmax {
 
 constexpr float SHIFT = 8, UNSHIFTED = 1.0f / 256;
 
-// In rows BEGIN to END - 1, raises the maxima to those of the tile, ignoring NaN, and rescales l;
-// the output must be multiplied by `alpha`.
-template <int BEGIN, int END, int COLUMNS>
+// Raises the maxima to those of the tile, ignoring NaN, and rescales l; the output must be
+// multiplied by `alpha`.
+template <int COLUMNS>
 __device__ __forceinline__ void raise_max(const float (&s)[2][COLUMNS], float (&m)[2],
                                           float (&l)[2], float (&alpha)[2], const float (&c)[2]) {
   // Four chains of comparisons in each row hide each other's latency.
   constexpr int CHAINS = 4;
 #pragma unroll
-  for (int r = BEGIN; r < END; ++r) {
+  for (int r = 0; r < 2; ++r) {
     float largest[CHAINS];
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
@@ -41,23 +41,19 @@ __device__ __forceinline__ void raise_max(const float (&s)[2][COLUMNS], float (&
   }
 }
 
-// In rows BEGIN to END - 1, s becomes 2^((s - m) c + SHIFT), and l grows by its row sums. With
-// `masked`, a score of -inf becomes the weight of a masked pair. `beside()` runs before the
-// exponentials, behind a vote: across it the compiler moves none of those that came before.
-template <int BEGIN, int END, int COLUMNS, class Beside>
-__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float (&m)[2],
-                                             float (&l)[2], const float (&c)[2], bool masked,
-                                             const Beside& beside) {
-  float offset[2];
+// Weights are 2^(s c + offset). Where the rounding of m c would be visible, m is subtracted from s.
+template <int COLUMNS>
+__device__ __forceinline__ void find_offsets(float (&s)[2][COLUMNS], const float (&m)[2],
+                                             const float (&c)[2], float (&offset)[2]) {
   bool large = false;
 #pragma unroll
-  for (int r = BEGIN; r < END; ++r) {
+  for (int r = 0; r < 2; ++r) {
     offset[r] = m[r] != -number::infinity() ? m[r] * c[r] : 0.0f;
     large = large || !(fabs(offset[r]) <= fragment_softmax::LARGEST_OFFSET);
   }
   if (ptx::any_lane(large)) {
 #pragma unroll
-    for (int r = BEGIN; r < END; ++r) {
+    for (int r = 0; r < 2; ++r) {
       // Decided for each row by itself, so that no bit of a row depends on its neighbours.
       const bool inexact = !(fabs(offset[r]) <= fragment_softmax::LARGEST_OFFSET);
 #pragma unroll
@@ -65,30 +61,36 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float
       if (inexact) offset[r] = 0;
     }
   }
-  beside();
 #pragma unroll
-  for (int r = BEGIN; r < END; ++r) offset[r] = SHIFT - offset[r];
+  for (int r = 0; r < 2; ++r) offset[r] = SHIFT - offset[r];
+}
+
+// The scores of a row become weights. With `masked`, a score of -inf becomes the weight of a masked
+// pair.
+template <int COLUMNS>
+__device__ __forceinline__ void exponentiate(float (&s)[COLUMNS], float c, float offset,
+                                             bool masked) {
   if (masked) {
 #pragma unroll
-    for (int r = BEGIN; r < END; ++r) {
-#pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        const bool unmasked = s[r][n] != -number::infinity();
-        const float p = power::exp2(fma(s[r][n], c[r], offset[r]));
-        s[r][n] = unmasked ? p : matmul::masked_weight();
-        l[r] += s[r][n];
-      }
+    for (int n = 0; n < COLUMNS; ++n) {
+      const bool unmasked = s[n] != -number::infinity();
+      const float p = power::exp2(fma(s[n], c, offset));
+      s[n] = unmasked ? p : matmul::masked_weight();
     }
   } else {
 #pragma unroll
-    for (int r = BEGIN; r < END; ++r) {
-#pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        s[r][n] = power::exp2(fma(s[r][n], c[r], offset[r]));
-        l[r] += s[r][n];
-      }
-    }
+    for (int n = 0; n < COLUMNS; ++n) s[n] = power::exp2(fma(s[n], c, offset));
   }
+}
+
+// The sum of a row's weights, in short chains of additions.
+template <int COLUMNS>
+__device__ __forceinline__ float sum(const float (&s)[COLUMNS]) {
+  constexpr int CHAINS = 4;
+  float part[CHAINS];
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) part[n % CHAINS] = n < CHAINS ? s[n] : part[n % CHAINS] + s[n];
+  return (part[0] + part[1]) + (part[2] + part[3]);
 }
 
 }  // namespace codes_softmax

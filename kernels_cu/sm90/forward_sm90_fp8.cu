@@ -5,7 +5,9 @@
 // the producer transpose values, because wgmma takes codes only with rows along the depth
 // (warpgroup_codes.cuh). Weights are rounded to e4m3. wgmma's sums of codes keep fewer bits than
 // float32, so the product of a tile's weights and values is a sum of its own, which is then added
-// to the output in float32; this also rescales the output (`absorb`).
+// to the output in float32; this also rescales the output (`absorb`). In its turn, a consumer
+// multiplies its weights by v and issues its next scores, while the scores of the others become
+// weights; without turns, all would wait for products at the same time.
 //
 // Scales: those of heads and of queries are factors of the logits (codes_softmax.cuh). With
 // K_SCALE_ROWS scores are multiplied by those of their keys, and with V_SCALE_ROWS weights by those
@@ -37,13 +39,7 @@ constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES; 
 // The product of a tile's weights and values is computed in parts of so many columns.
 constexpr int PART_ROWS = V_ROWS == 128 ? 128 : 64;
 constexpr int PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
-// When a tile's product is computed. Of three consumers, which have few registers, each has its
-// turn: it computes the product of the tile before and issues the next scores, while the scores of
-// the others become weights. Of two, the product OVERLAPS with the weights of the next tile. With
-// wide heads or score changes there are no registers for this, and it follows its own weights. Two
-// consumers issue products whenever they can: with turns they were slower.
-constexpr bool IN_TURN = CONSUMERS == 3, OVERLAPS = !IN_TURN && D_V <= 128 && !HAS_SCORE;
-constexpr int BUFFERS = OVERLAPS ? PARTS : 2;
+constexpr int BUFFERS = PARTS < 2 ? PARTS : 2;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
 constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 160;
@@ -55,30 +51,27 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 // whose product with log2 e may not be a normal number.
 constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 
-// Multiplies weights by the scales of their values, in a unit for each row that depends only on
-// keys with weights: the scales of others may be anything, and change no bit.
-__device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float* of_values,
-                                           float (&unit)[2]) {
+// Multiplies the weights of a row by the scales of their values, and returns the unit of the
+// results. It depends only on keys with weights: the scales of others may be anything, and change
+// no bit.
+__device__ __forceinline__ float scale_seen(float (&s)[COLUMNS], const float* of_values) {
+  float largest = 0;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = 0;
-#pragma unroll
-    for (int x = 0; x < COLUMNS; ++x) {
-      const float own = of_values[fragment_tile::Pairs::key_of(x)];
-      largest = Unit::larger(largest, s[r][x] == 0 ? 0.0f : own);
-    }
-#pragma unroll
-    for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
-    }
-    const Unit own_unit(largest);
-    unit[r] = own_unit.size;
-#pragma unroll
-    for (int x = 0; x < COLUMNS; ++x) {
-      const float own = own_unit.divide(of_values[fragment_tile::Pairs::key_of(x)]);
-      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * own;
-    }
+  for (int x = 0; x < COLUMNS; ++x) {
+    const float own = of_values[fragment_tile::Pairs::key_of(x)];
+    largest = Unit::larger(largest, s[x] == 0 ? 0.0f : own);
   }
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2) {
+    largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
+  }
+  const Unit unit(largest);
+#pragma unroll
+  for (int x = 0; x < COLUMNS; ++x) {
+    const float own = unit.divide(of_values[fragment_tile::Pairs::key_of(x)]);
+    s[x] = s[x] == 0 ? s[x] : s[x] * own;
+  }
+  return unit.size;
 }
 
 // -- the role of a consumer warpgroup -------------------------------------------------------------
@@ -96,9 +89,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const unsigned int out_address =  // of the warp's 16 rows
       ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * OUT_ROW_BYTES;
   const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
-  if (IN_TURN && next_consumer == 0) {
-    ptx::named_barrier_arrive(PING_PONG, TWO_CONSUMERS);  // the first turn is consumer 0's
-  }
+  const auto pass_turn = [&] {
+    ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
+  };
+  if (next_consumer == 0) pass_turn();  // the first turn is consumer 0's
 
   // Uses of the pipelines so far: tiles of k and v, work tiles with queries.
   int kv_uses = 0, q_uses = 0;
@@ -145,9 +139,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     }
     const auto unit = [&](int r) { return direct ? factor[r] : 1.0f; };
 
-    // The factor of the output when the weights are multiplied; and where that is behind the
-    // maxima of the next tile, its own.
-    float alpha[2] = {1, 1}, next_alpha[2];
+    float alpha[2];            // the factor of the output when the weights are multiplied
     float unit_v[2] = {1, 1};  // of the weights: their values' scales were divided by it
     float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
     unsigned int weights[2][COLUMNS / 4];
@@ -178,16 +170,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         }
       }
     };
-    // acc = alpha acc + parts, which are issued already.
-    const auto absorb_all = [&](int n) {
-      ptx::wgmma_wait<0>();
-#pragma unroll
-      for (int x = 0; x < PARTS; ++x) absorb(x);
-      warpgroup::arrive_warpgroup(shared.transposed_pipeline.empty_barrier(n));
-    };
-    // acc = alpha acc + weights v.
+    // acc = alpha acc + weights v, in this consumer's turn.
     const auto accumulate_pv = [&](int n) {
-      shared.transposed_pipeline.wait_full(n);
+      ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);
       ptx::wgmma_fence();
       issue_pv(n, 0);
 #pragma unroll
@@ -244,43 +229,39 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       return hides;
     };
-    // Turns the scores of a tile into weights, which are not rounded yet.
-    // Where products overlap, the second row's maximum is found beside the exponentials of the
-    // first one. `beside()` comes next: what it waits for has had that time, and what it computes
-    // is beside the exponentials of the second row.
-    const auto weigh = [&](int n, int tile, bool masked, bool hides, const auto& beside) {
-      const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
-      codes_softmax::raise_max<0, OVERLAPS ? 1 : 2>(s, m, l, next_alpha, c);
-      if constexpr (OVERLAPS) {
-        codes_softmax::exponentiate<0, 1>(s, m, l, c, hides, [] {});
-        codes_softmax::raise_max<1, 2>(s, m, l, next_alpha, c);
-        codes_softmax::exponentiate<1, 2>(s, m, l, c, hides, beside);
-      } else {
-        codes_softmax::exponentiate<0, 2>(s, m, l, c, hides, [] {});
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) alpha[r] = next_alpha[r];
-      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
+    // Multiplies the weights of a row by the scales of their values, and rounds them.
+    const auto finish_weights = [&](int n, bool masked, int r) {
       if constexpr (V_SCALE_ROWS) {
         const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
         if (HAS_SCORE || masked) {
-          scale_seen(s, scales.v + fragment::lane_column(), unit_v);
+          unit_v[r] = scale_seen(s[r], scales.v + fragment::lane_column());
         } else {
           const float* const of_values = scales.v_of_tile + fragment::lane_column();
 #pragma unroll
-          for (int x = 0; x < COLUMNS; ++x) {
-            const float own = of_values[fragment_tile::Pairs::key_of(x)];
-            s[0][x] *= own;
-            s[1][x] *= own;
-          }
-          unit_v[0] = unit_v[1] = shared.v_unit[KvPipeline::stage_of(n)];
+          for (int x = 0; x < COLUMNS; ++x) s[r][x] *= of_values[fragment_tile::Pairs::key_of(x)];
+          unit_v[r] = shared.v_unit[KvPipeline::stage_of(n)];
         }
       }
+      warpgroup_codes::narrow(s[r], weights[r]);
+    };
+    // Turns the scores of a tile into weights.
+    const auto weigh = [&](int n, int tile, bool masked, bool hides) {
+      const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
+      float offset[2];
+      codes_softmax::raise_max(s, m, l, alpha, c);
+      codes_softmax::find_offsets(s, m, c, offset);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        codes_softmax::exponentiate(s[r], c[r], offset[r], hides);
+        l[r] += codes_softmax::sum(s[r]);
+      }
+      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) finish_weights(n, masked, r);
     };
     // If a masked tile has NaN or infinities, which is rare, adds their products to the output one
     // by one, without pairs that take no part, and sets them to 0 in v.
     const auto repair_nonfinite = [&](int n, int tile) {
-      shared.transposed_pipeline.wait_full(n);
       const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(n)];
       if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return;
       char* const tile_smem = smem.transposed + KvPipeline::stage_of(n) * TRANSPOSED_BYTES;
@@ -303,83 +284,65 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       warpgroup::mbarrier_wait(shared.q_full_barrier(index), q_uses % 2);
       ++q_uses;
     }
-    bool more_tiles = has_tiles;
-#pragma unroll 1
-    while (more_tiles) {
-      // The first tile, and with a mask that has edges each PARTIAL one: no product of the tile
-      // before overlaps with its softmax.
+    // Computes the next tile; `find_next` looks up the one after it, while scores are multiplied.
+    const auto compute_tile = [&](int tile, bool masked, auto first, const auto& find_next) {
+      const int n = kv_uses;
       // 2 scores
-      shared.k_pipeline.wait_full(kv_uses);
+      shared.k_pipeline.wait_full(n);
       ptx::wgmma_fence();
-      issue_qk(kv_uses);
-      const int first = next_code / 2;
-      const bool first_masked = HAS_MASK ? next_code % 2 != 0 : work.is_masked(first);
-      if (HAS_MASK && kv_uses == first_kv_use) {
-        next_code = ptx::shuffle(work.second_code, 0);
-        if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
-      } else {
-        advance(first);
-      }
-      evaluate_mask(first, first_masked);
+      issue_qk(n);
+      if (!decltype(first)::value || n != first_kv_use) pass_turn();
+      find_next();
+      evaluate_mask(tile, masked);
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
-      warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
+      warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
       if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
       // 3 score mod
       // 4 mask
-      const bool hides = change_scores(kv_uses, first, first_masked, warpgroup::Bool<true>());
+      const bool hides = change_scores(n, tile, masked, first);
       // 5 row max
-      weigh(kv_uses, first, first_masked, hides, [] {});
+      weigh(n, tile, masked, hides);
+      // A branch, across which the compiler moves no exponentials: in the turn they would hold up
+      // the others.
+      shared.transposed_pipeline.wait_full(n);
+      if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
       // 6 rescale
-      warpgroup_codes::narrow(s, weights);
-      if (HAS_SCORE || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
-      if constexpr (!IN_TURN && !OVERLAPS) accumulate_pv(kv_uses);
-
+      // 7 accumulate p v
+      accumulate_pv(n);
       ++kv_uses;
-      // The other tiles.
+    };
+
+    bool more_tiles = has_tiles;
 #pragma unroll 1
-      for (; next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0); ++kv_uses) {
-        const int n = kv_uses;
-        const int tile = next_code / 2;
-        const bool masked = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
-        if constexpr (IN_TURN) {
-          ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
-          accumulate_pv(n - 1);
-        }
-        shared.k_pipeline.wait_full(n);
-        ptx::wgmma_fence();
-        issue_qk(n);
-        if constexpr (OVERLAPS) {
-          // 7 accumulate p v
-          shared.transposed_pipeline.wait_full(n - 1);
-          ptx::wgmma_fence();  // again: the compiler sees a branch behind the first
-#pragma unroll
-          for (int x = 0; x < PARTS; ++x) issue_pv(n - 1, x);
-        }
-        if constexpr (IN_TURN) {
-          ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
-        }
-        if (HAS_EDGES && tile > run) {
-          next_code -= 2;
+    while (more_tiles) {
+      // The first tile, and with a mask that has edges each PARTIAL one.
+      const int begin = next_code / 2;
+      const bool masked = HAS_MASK ? next_code % 2 != 0 : work.is_masked(begin);
+      compute_tile(begin, masked, warpgroup::Bool<true>(), [&] {
+        if (HAS_MASK && kv_uses == first_kv_use) {
+          next_code = ptx::shuffle(work.second_code, 0);
+          if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
         } else {
-          advance(tile);
+          advance(begin);
         }
-        evaluate_mask(tile, masked);
-        ptx::wgmma_wait<OVERLAPS ? PARTS : 0>();  // the scores
-        ptx::fence_accumulator(s);
-        warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
-        if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
-        const bool hides = change_scores(n, tile, masked, warpgroup::Bool<false>());
-        weigh(n, tile, masked, hides, [&] {
-          if constexpr (OVERLAPS) absorb_all(n - 1);
+      });
+      // The others.
+#pragma unroll 1
+      while (next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0)) {
+        const int tile = next_code / 2;
+        const bool partial = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
+        compute_tile(tile, partial, warpgroup::Bool<false>(), [&] {
+          if (HAS_EDGES && tile > run) {
+            next_code -= 2;
+          } else {
+            advance(tile);
+          }
         });
-        warpgroup_codes::narrow(s, weights);
-        if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
-        if constexpr (!IN_TURN && !OVERLAPS) accumulate_pv(n);
       }
-      if constexpr (IN_TURN || OVERLAPS) accumulate_pv(kv_uses - 1);
       more_tiles = HAS_EDGES && next_code >= 0;
     }
+    if (has_tiles) pass_turn();
 
     fragment_softmax::row_sum(l);
 #pragma unroll
@@ -441,7 +404,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     tile::count_tiles(p, kv_uses - first_kv_use);
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }
-  if (IN_TURN && index == 0) {
+  if (index == 0) {
     ptx::named_barrier_sync(PING_PONG, TWO_CONSUMERS);  // the last turn, which nobody takes
   }
   // Shared memory outlives the stores that read it.

@@ -67,7 +67,8 @@ def within_the_bound(held, results, how="codes", out_dtype="float32", offsets=No
 @mostly_thorough("edge", [-1, 0, 1], quick=[1], why="the same with less of a tile")
 def test_sizes_at_the_edges_of_tiles(form, d, edge):
     block_q, block_kv = sm90_fp8.TILES[d]
-    q, k, v = draw((1, block_q + edge, d), *[(1, 2 * block_kv + edge, d)] * 2)
+    blocks = 6 if d == 128 else 1  # fewer queries have other tiles
+    q, k, v = draw((1, blocks * block_q + edge, d), *[(1, 2 * block_kv + edge, d)] * 2)
     held = Coded.of(form, q, k, v, by="head")
     within_the_bound(held, run(held, scale=0.02), scale=0.02)
 

@@ -11,7 +11,10 @@ from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 LINE = 128  # codes in a row of a slab
 # Largest head -> queries and keys of a tile of forward_sm90_fp8.cu. A word has the bits of a row's
 # masked pairs, and a line the keys of a transposed column: tiles have at most 128 keys.
-TILES = {64: (192, 128), 128: (128, 128), 256: (128, 128)}
+TILES = {64: (192, 128), 128: (192, 128), 256: (128, 128)}
+# For score changes and dropout, which take registers, of which two consumers have more; and for few
+# queries, so that less of a tile is beyond the last one and more blocks share them.
+SMALL_TILES = TILES | {128: (128, 128)}
 # In addition to work tiles: barriers, what is found of a stage's values, and scales of rows.
 _STORAGE_BYTES = 64 + 24
 _QUERY_BYTES, _SCALE_BYTES = 16, 24  # barriers of a consumer; scales of a key's stages
@@ -37,13 +40,18 @@ def tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared, stages=sm90.KV_STAGES)
 
 
-def fit(d: int, d_v: int) -> Tiles:
-    """Return the tiles of forward_sm90_fp8.cu that are chosen."""
-    return tiles(*at_head(TILES, d, d_v), d, d_v)
+def fit(d: int, d_v: int, small: bool = False) -> Tiles:
+    """Return the tiles of forward_sm90_fp8.cu that are chosen; `small` ones are `SMALL_TILES`."""
+    return tiles(*at_head(SMALL_TILES if small else TILES, d, d_v), d, d_v)
 
 
 def _configure(request: Request) -> Tiles:
-    return fit(request.problem.d, request.problem.d_v)
+    assert request.call is not None
+    problem = request.problem
+    changes = sm90.register_class(request.call) == "scores" or problem.dropout > 0
+    # No sequence's result may depend on the lengths of others that are packed with it.
+    few = not problem.packed and int(problem.len_q) <= sm90.FEW_QUERIES
+    return fit(problem.d, problem.d_v, small=changes or few)
 
 
 def results_have_room(made: Tiles, problem: Problem) -> bool:
