@@ -222,6 +222,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         elif case.options == "plain" and case.sizes != (96, 104):
             registers = "plain"
         return sm90.fit_forward(*case.sizes, registers)
+    if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
+        return sm90_fp8.fit(*case.sizes)  # those of longer rows
     tiles = spec.configure(request)
     assert tiles is not None
     return tiles

@@ -49,13 +49,23 @@ FAULTS = {
     "fp8: the output is not rescaled": Fault(
         KERNEL, "fma(sum, alpha[r],", "fma(sum, 1.0f,", EDGES, "1-64 and e4m3"
     ),
-    "fp8: the output is rescaled with the next tile's factor": Fault(
-        KERNEL, "fma(sum, alpha[r],", "fma(sum, next_alpha[r],", EDGES, "1-128 and e4m3"
+    "fp8: the transposed values are not waited for": Fault(
+        KERNEL, "shared.transposed_pipeline.wait_full(n);", "", EDGES, "1-128 and e4m3"
     ),
-    "fp8: the transposed values of the tile before are not waited for": Fault(
+    "fp8: a consumer does not wait for its turn": Fault(
         KERNEL,
-        "          shared.transposed_pipeline.wait_full(n - 1);\n",
+        "ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);",
         "",
+        EDGES,
+        "1-128 and e4m3",
+    ),
+    "fp8: the last turn of a work tile is not passed on": Fault(
+        KERNEL, "if (has_tiles) pass_turn();", "", EDGES, "1-128 and e4m3"
+    ),
+    "fp8: a turn is passed on before the first": Fault(
+        KERNEL,
+        "!decltype(first)::value || n != first_kv_use",
+        "!decltype(first)::value || n >= first_kv_use",
         EDGES,
         "1-128 and e4m3",
     ),
@@ -78,13 +88,7 @@ FAULTS = {
     "fp8: the scale of another key": Fault(
         PRODUCER, "scales_gmem[row * stride]", "scales_gmem[(rows - 1) * stride]", SCALES, BY_ROW
     ),
-    "fp8: scales of keys are not used": Fault(
-        KERNEL,
-        "s[1][x] *= own;\n        }\n      }\n      if (!direct)",
-        "}\n      }\n      if (!direct)",
-        SCALES,
-        BY_ROW,
-    ),
+    "fp8: scales of keys are not used": Fault(KERNEL, "s[1][x] *= own;", "", SCALES, BY_ROW),
     "fp8: the power of two of a tile's values is lost": Fault(
         KERNEL, "V_SCALE_ROWS ? own * unit_v[r] : own", "own", SCALES, BY_ROW
     ),
@@ -97,21 +101,21 @@ FAULTS = {
     ),
     "fp8: scales of unseen values are multiplied": Fault(
         KERNEL,
-        "s[r][x] == 0 ? s[r][x] : s[r][x] * own",
-        "s[r][x] * own",
+        "s[x] == 0 ? s[x] : s[x] * own",
+        "s[x] * own",
         UNSEEN,
         "e4m3 and row",
     ),
     "fp8: weights are in a unit of values that are not seen": Fault(
-        KERNEL, "s[r][x] == 0 ? 0.0f : own", "own", UNSEEN, "e4m3 and row"
+        KERNEL, "s[x] == 0 ? 0.0f : own", "own", UNSEEN, "e4m3 and row"
     ),
     "fp8: lanes of a row have units of their own": Fault(
         KERNEL, "lanes <= 2; lanes *= 2", "lanes < 1; lanes *= 2", SCALES, BY_ROW
     ),
     "fp8: masked tiles have the unit of the tile": Fault(
         KERNEL,
-        "if (HAS_SCORE || masked) {\n          scale_seen",
-        "if (HAS_SCORE) {\n          scale_seen",
+        "if (HAS_SCORE || masked) {\n          unit_v[r]",
+        "if (HAS_SCORE) {\n          unit_v[r]",
         UNSEEN,
         "e4m3 and row",
     ),
