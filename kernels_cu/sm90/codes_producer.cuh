@@ -53,8 +53,9 @@ struct LaneScales {
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
       const int row = n * ptx::WARP_SIZE + ptx::lane_index();
-      shared.scales[stage].v[row] = values[n];
-      shared.scales[stage].v_of_tile[row] = unit.divide(values[n]);
+      const float value = number::is_finite(values[n]) ? values[n] : values[n] - values[n];
+      shared.scales[stage].v[row] = value;
+      shared.scales[stage].v_of_tile[row] = value * unit.inverse;
     }
     if (ptx::lane_index() == 0) shared.v_unit[stage] = unit.size;
   }

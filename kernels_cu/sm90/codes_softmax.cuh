@@ -41,10 +41,12 @@ __device__ __forceinline__ void raise_max(const float (&s)[2][COLUMNS], float (&
   }
 }
 
-// Weights are 2^(s c + offset). Where the rounding of m c would be visible, m is subtracted from s.
+// s becomes 2^((s - m) c + SHIFT), and l grows by its row sums. With `masked`, a score of -inf
+// becomes the weight of a masked pair.
 template <int COLUMNS>
-__device__ __forceinline__ void find_offsets(float (&s)[2][COLUMNS], const float (&m)[2],
-                                             const float (&c)[2], float (&offset)[2]) {
+__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float (&m)[2],
+                                             float (&l)[2], const float (&c)[2], bool masked) {
+  float offset[2];
   bool large = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -63,34 +65,27 @@ __device__ __forceinline__ void find_offsets(float (&s)[2][COLUMNS], const float
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) offset[r] = SHIFT - offset[r];
-}
-
-// The scores of a row become weights. With `masked`, a score of -inf becomes the weight of a masked
-// pair.
-template <int COLUMNS>
-__device__ __forceinline__ void exponentiate(float (&s)[COLUMNS], float c, float offset,
-                                             bool masked) {
   if (masked) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      const bool unmasked = s[n] != -number::infinity();
-      const float p = power::exp2(fma(s[n], c, offset));
-      s[n] = unmasked ? p : matmul::masked_weight();
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const bool unmasked = s[r][n] != -number::infinity();
+        const float p = power::exp2(fma(s[r][n], c[r], offset[r]));
+        s[r][n] = unmasked ? p : matmul::masked_weight();
+        l[r] += s[r][n];
+      }
     }
   } else {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) s[n] = power::exp2(fma(s[n], c, offset));
-  }
-}
-
-// The sum of a row's weights, in short chains of additions.
-template <int COLUMNS>
-__device__ __forceinline__ float sum(const float (&s)[COLUMNS]) {
-  constexpr int CHAINS = 4;
-  float part[CHAINS];
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
-  for (int n = 0; n < COLUMNS; ++n) part[n % CHAINS] = n < CHAINS ? s[n] : part[n % CHAINS] + s[n];
-  return (part[0] + part[1]) + (part[2] + part[3]);
+      for (int n = 0; n < COLUMNS; ++n) {
+        s[r][n] = power::exp2(fma(s[r][n], c[r], offset[r]));
+        l[r] += s[r][n];
+      }
+    }
+  }
 }
 
 }  // namespace codes_softmax

@@ -48,8 +48,8 @@ using WorkPipeline = warpgroup::Pipeline<WORK_STAGES>;
 
 // The scales of the rows of a tile, by which scores and weights are multiplied.
 struct RowScales {
-  float k[BLOCK_KV], v[BLOCK_KV];
-  float v_of_tile[BLOCK_KV];  // v, divided by a power of two so that none is larger than 1
+  float k[BLOCK_KV], v[BLOCK_KV];  // NaN for infinite ones of v
+  float v_of_tile[BLOCK_KV];       // v, divided by a power of two so that none is larger than 1
 };
 
 // The power of two that is not smaller than the largest of some scales, and its inverse.
@@ -66,10 +66,6 @@ struct Unit {
   __device__ __forceinline__ static float larger(float largest, float scale) {
     const float own = fabs(scale);
     return own > largest && number::is_finite(own) ? own : largest;
-  }
-  // A scale in this unit. Infinite ones become NaN.
-  __device__ __forceinline__ float divide(float scale) const {
-    return number::is_finite(scale) ? scale * inverse : scale - scale;
   }
 };
 

@@ -51,27 +51,39 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 // whose product with log2 e may not be a normal number.
 constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 
-// Multiplies the weights of a row by the scales of their values, and returns the unit of the
-// results. It depends only on keys with weights: the scales of others may be anything, and change
-// no bit.
-__device__ __forceinline__ float scale_seen(float (&s)[COLUMNS], const float* of_values) {
-  float largest = 0;
+// Multiplies weights by the scales of their values, in a unit for each row that depends only on
+// keys with weights: the scales of others may be anything, and change no bit.
+__device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float* of_values,
+                                           float (&unit_v)[2]) {
+  float largest[2] = {0, 0};
 #pragma unroll
   for (int x = 0; x < COLUMNS; ++x) {
     const float own = of_values[fragment_tile::Pairs::key_of(x)];
-    largest = Unit::larger(largest, s[x] == 0 ? 0.0f : own);
-  }
 #pragma unroll
-  for (int lanes = 1; lanes <= 2; lanes *= 2) {
-    largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = fmax(largest[r], s[r][x] == 0 ? 0.0f : fabs(own));  // which ignores NaN
+    }
   }
-  const Unit unit(largest);
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int lanes = 1; lanes <= 2; lanes *= 2) {
+      largest[r] = fmax(largest[r], ptx::shuffle_xor(largest[r], lanes));
+    }
+    const Unit unit(largest[r]);
+    unit_v[r] = unit.size;
+    inverse[r] = unit.inverse;
+  }
+  __syncwarp();  // scales are read again: registers have no room for them
 #pragma unroll
   for (int x = 0; x < COLUMNS; ++x) {
-    const float own = unit.divide(of_values[fragment_tile::Pairs::key_of(x)]);
-    s[x] = s[x] == 0 ? s[x] : s[x] * own;
+    const float own = of_values[fragment_tile::Pairs::key_of(x)];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * (own * inverse[r]);
+    }
   }
-  return unit.size;
 }
 
 // -- the role of a consumer warpgroup -------------------------------------------------------------
@@ -229,35 +241,28 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       return hides;
     };
-    // Multiplies the weights of a row by the scales of their values, and rounds them.
-    const auto finish_weights = [&](int n, bool masked, int r) {
-      if constexpr (V_SCALE_ROWS) {
-        const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
-        if (HAS_SCORE || masked) {
-          unit_v[r] = scale_seen(s[r], scales.v + fragment::lane_column());
-        } else {
-          const float* const of_values = scales.v_of_tile + fragment::lane_column();
-#pragma unroll
-          for (int x = 0; x < COLUMNS; ++x) s[r][x] *= of_values[fragment_tile::Pairs::key_of(x)];
-          unit_v[r] = shared.v_unit[KvPipeline::stage_of(n)];
-        }
-      }
-      warpgroup_codes::narrow(s[r], weights[r]);
-    };
     // Turns the scores of a tile into weights.
     const auto weigh = [&](int n, int tile, bool masked, bool hides) {
       const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
-      float offset[2];
       codes_softmax::raise_max(s, m, l, alpha, c);
-      codes_softmax::find_offsets(s, m, c, offset);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        codes_softmax::exponentiate(s[r], c[r], offset[r], hides);
-        l[r] += codes_softmax::sum(s[r]);
-      }
+      codes_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
+      if constexpr (V_SCALE_ROWS) {
+        const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
+        if (HAS_SCORE || masked) {
+          scale_seen(s, scales.v + fragment::lane_column(), unit_v);
+        } else {
+          const float* const of_values = scales.v_of_tile + fragment::lane_column();
 #pragma unroll
-      for (int r = 0; r < 2; ++r) finish_weights(n, masked, r);
+          for (int x = 0; x < COLUMNS; ++x) {
+            const float own = of_values[fragment_tile::Pairs::key_of(x)];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) s[r][x] *= own;
+          }
+          unit_v[0] = unit_v[1] = shared.v_unit[KvPipeline::stage_of(n)];
+        }
+      }
+      warpgroup_codes::narrow(s, weights);
     };
     // If a masked tile has NaN or infinities, which is rare, adds their products to the output one
     // by one, without pairs that take no part, and sets them to 0 in v.

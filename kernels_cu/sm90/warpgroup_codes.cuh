@@ -55,14 +55,18 @@ __device__ __forceinline__ void multiply_weights(float (&c)[2][COLUMNS],
   }
 }
 
-// Rounds the weights of a row to e4m3, the keys of a word's bytes side by side.
+// Rounds weights to e4m3, the keys of a word's bytes side by side.
 template <int COLUMNS>
-__device__ __forceinline__ void narrow(const float (&p)[COLUMNS], unsigned int (&to)[COLUMNS / 4]) {
+__device__ __forceinline__ void narrow(const float (&p)[2][COLUMNS],
+                                       unsigned int (&to)[2][COLUMNS / 4]) {
 #pragma unroll
-  for (int n = 0; n < COLUMNS; n += 4) {
-    const unsigned int low = ptx::floats_to_e4m3(p[n], p[n + 1]);
-    const unsigned int high = ptx::floats_to_e4m3(p[n + 2], p[n + 3]);
-    to[n / 4] = low | high << 16;
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      const unsigned int low = ptx::floats_to_e4m3(p[r][n], p[r][n + 1]);
+      const unsigned int high = ptx::floats_to_e4m3(p[r][n + 2], p[r][n + 3]);
+      to[r][n / 4] = low | high << 16;
+    }
   }
 }
 
