@@ -55,34 +55,27 @@ constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 // keys with weights: the scales of others may be anything, and change no bit.
 __device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float* of_values,
                                            float (&unit_v)[2]) {
-  float largest[2] = {0, 0};
-#pragma unroll
-  for (int x = 0; x < COLUMNS; ++x) {
-    const float own = of_values[fragment_tile::Pairs::key_of(x)];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      largest[r] = fmax(largest[r], s[r][x] == 0 ? 0.0f : fabs(own));  // which ignores NaN
-    }
-  }
-  float inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    float largest = 0;
+#pragma unroll
+    for (int x = 0; x < COLUMNS; ++x) {
+      const float own = of_values[fragment_tile::Pairs::key_of(x)];
+      largest = fmax(largest, s[r][x] == 0 ? 0.0f : fabs(own));  // which ignores NaN
+    }
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      largest[r] = fmax(largest[r], ptx::shuffle_xor(largest[r], lanes));
+      largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
     }
-    const Unit unit(largest[r]);
+    const Unit unit(largest);
     unit_v[r] = unit.size;
-    inverse[r] = unit.inverse;
-  }
-  __syncwarp();  // scales are read again: registers have no room for them
+    __syncwarp();  // scales are read again: registers have no room for them
 #pragma unroll
-  for (int x = 0; x < COLUMNS; ++x) {
-    const float own = of_values[fragment_tile::Pairs::key_of(x)];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * (own * inverse[r]);
+    for (int x = 0; x < COLUMNS; ++x) {
+      const float own = of_values[fragment_tile::Pairs::key_of(x)] * unit.inverse;
+      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * own;
     }
+    __syncwarp();
   }
 }
 
