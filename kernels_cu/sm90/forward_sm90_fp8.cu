@@ -52,7 +52,8 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 
 // Multiplies weights by the scales of their values, in a unit for each row that depends only on
-// keys with weights: the scales of others may be anything, and change no bit.
+// keys with weights: the scales of others may be anything, and change no bit. Rows come one after
+// the other, and scales are read again, because registers have no room for them.
 __device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float* of_values,
                                            float (&unit_v)[2]) {
 #pragma unroll
@@ -69,7 +70,7 @@ __device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float* 
     }
     const Unit unit(largest);
     unit_v[r] = unit.size;
-    __syncwarp();  // scales are read again: registers have no room for them
+    __syncwarp();  // the compiler keeps nothing of shared memory across it
 #pragma unroll
     for (int x = 0; x < COLUMNS; ++x) {
       const float own = of_values[fragment_tile::Pairs::key_of(x)] * unit.inverse;

@@ -101,21 +101,21 @@ FAULTS = {
     ),
     "fp8: scales of unseen values are multiplied": Fault(
         KERNEL,
-        "s[x] == 0 ? s[x] : s[x] * own",
-        "s[x] * own",
+        "s[r][x] == 0 ? s[r][x] : s[r][x] * own",
+        "s[r][x] * own",
         UNSEEN,
         "e4m3 and row",
     ),
     "fp8: weights are in a unit of values that are not seen": Fault(
-        KERNEL, "s[x] == 0 ? 0.0f : own", "own", UNSEEN, "e4m3 and row"
+        KERNEL, "s[r][x] == 0 ? 0.0f : fabs(own)", "fabs(own)", UNSEEN, "e4m3 and row"
     ),
     "fp8: lanes of a row have units of their own": Fault(
         KERNEL, "lanes <= 2; lanes *= 2", "lanes < 1; lanes *= 2", SCALES, BY_ROW
     ),
     "fp8: masked tiles have the unit of the tile": Fault(
         KERNEL,
-        "if (HAS_SCORE || masked) {\n          unit_v[r]",
-        "if (HAS_SCORE) {\n          unit_v[r]",
+        "if (HAS_SCORE || masked) {\n          scale_seen",
+        "if (HAS_SCORE) {\n          scale_seen",
         UNSEEN,
         "e4m3 and row",
     ),
