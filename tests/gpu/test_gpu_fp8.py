@@ -16,7 +16,8 @@ pytestmark = pytest.mark.gpu
 
 # Heads, queries, keys, D, Dv.
 SIZES = [(1, 512, 512, 64, 64), (1, 513, 700, 128, 128), (2, 700, 513, 256, 256),
-         (2, 640, 1000, 80, 64), (1, 1100, 515, 192, 128), (2, 530, 530, 32, 208)]  # fmt: skip
+         (2, 640, 1000, 80, 64), (1, 1100, 515, 192, 128), (2, 530, 530, 32, 208),
+         (1, 1100, 515, 128, 128)]  # fmt: skip
 OPTIONS = {
     "full": {},
     "causal": {"mask": masks.causal()},
@@ -101,7 +102,7 @@ def test_few_codes_become_numbers_first(cupy, form, out_dtype):
 
 
 def test_no_bit_depends_on_the_batch_or_on_repetition(hopper):
-    host = Coded.of(FORMATS[0], *draw(*[(5, 3, 700, 128)] * 3))
+    host = Coded.of(FORMATS[0], *draw(*[(5, 3, 1100, 128)] * 3))
     held = on_device(hopper, host)
     out, lse = attend(held, mask=masks.causal())
     for _ in range(20):
@@ -114,6 +115,19 @@ def test_no_bit_depends_on_the_batch_or_on_repetition(hopper):
     alone, alone_lse = attend(one, mask=masks.causal())
     assert (out[2:3].view(np.uint16) == alone.view(np.uint16)).all()
     assert (lse[2:3].view(np.uint32) == alone_lse.view(np.uint32)).all()
+
+
+def test_scales_that_a_query_does_not_see_change_no_bit(hopper):
+    host = Coded.of(FORMATS[0], *draw(*[(2, 1100, 128)] * 3))
+    scales = [x.copy() for x in host.scales]
+    for x in scales[1:]:
+        x[:, 1050:] *= 1e6
+    first, other = (
+        attend(on_device(hopper, x), mask=masks.causal())[0].view(np.uint16)
+        for x in (host, Coded(host.form, host.arrays, tuple(scales)))
+    )
+    assert (first[:, :1050] == other[:, :1050]).all()
+    assert (first[:, 1050:] != other[:, 1050:]).any()
 
 
 def test_a_graph_is_launched_again(hopper):
