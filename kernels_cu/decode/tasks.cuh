@@ -138,7 +138,7 @@ __device__ __forceinline__ Task task_of(const Params& p, int number, int len_k =
     }
   }
   layout::complete(p, entry);
-  if constexpr (CACHED) entry.len_k = len_k < 0 ? cache::length(p, entry.b) : len_k;
+  if constexpr (CACHED) entry.len_k = len_k < 0 ? cache::length<SHARED>(p, entry.b) : len_k;
   task.b = static_cast<int>(entry.b);
   task.start_q = entry.start_q;
   task.len_q = static_cast<int>(entry.len_q);

@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   };
   const auto look_up = [&](const decode::Leaf& leaf) {
     decode_rows::LeafEntries entries{};
-    if (leaf.exists) entries.look_up(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
+    if (leaf.exists) entries.look_up<SHARED>(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
     return entries;
   };
   decode_rows::LeafPlaces next_places{};
