@@ -10,6 +10,7 @@ from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.reference.cpu import backward_work, launch
+from cupyflash.reference.cpu.packing import lanes_of_pair
 
 TILES = 48, 40  # panels of 32 and 16 queries
 LENGTHS = 131, 117
@@ -102,9 +103,10 @@ def test_a_head_may_be_left_and_taken_up_again(monkeypatch, kind):
     assert len(lists) == (1 if kind == "shared queries" else -(-longest // TILES[1]))
 
 
-@pytest.mark.parametrize("panel", [16, 128])
+@pytest.mark.parametrize("panel", [1, 2, 8], ids=lambda pairs: f"{pairs} pairs")
 @BY_KIND
 def test_panels_of_any_width_give_the_same_bits(monkeypatch, kind, panel):
+    panel *= lanes_of_pair(4)  # columns of panels are pairs of vectors, whose width is the CPU's
     arrays, options = problem(kind)
     ours = [*attend(*arrays[1:], TILES, **options), *gradients(monkeypatch, kind, 1)]
     monkeypatch.setattr(launch, "PANEL", panel)
