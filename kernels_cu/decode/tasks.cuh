@@ -369,11 +369,10 @@ class Schedule {
   }
   // The lengths of the lane's entries, all loaded at a time; 0 beyond the last one.
   __device__ __forceinline__ void remember(int (&keys)[REMEMBERED]) const {
-    const int each = static_cast<int>((p_.batch + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE);
-    const int begin = ptx::lane_index() * each;
+    const int begin = ptx::lane_index() * each_;
 #pragma unroll
     for (int n = 0; n < REMEMBERED; ++n) {
-      keys[n] = n < each && begin + n < p_.batch ? keys_of_entry(begin + n) : 0;
+      keys[n] = n < each_ && begin + n < p_.batch ? keys_of_entry(begin + n) : 0;
     }
   }
   __device__ __forceinline__ int remembered(int n) const {

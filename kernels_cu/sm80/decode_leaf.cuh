@@ -5,6 +5,7 @@
 #include "decode_scores.cuh"
 #include "decode_slots.cuh"
 #include "decode_rows.cuh"
+#include "fragment_softmax.cuh"
 
 namespace decode_leaf {
 
@@ -42,6 +43,41 @@ struct Scales {
   fragment_codes::RowScales<fragment_codes::groups(D)> k;
   fragment_codes::RowScales<fragment_codes::groups(D_V)> v;
 };
+
+// The scores of a step become those of its keys, from element FIRST of the leaf on.
+template <int FIRST>
+__device__ __forceinline__ void place_scores(accum_t (&s)[ROWS][COLUMNS],
+                                             const accum_t (&part)[ROWS][STEP_KEYS / 4]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < STEP_KEYS / 4; ++n) s[r][FIRST + n] = part[r][n];
+  }
+}
+
+__device__ __forceinline__ void negate(accum_t (&s)[ROWS][COLUMNS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) s[r][n] = -s[r][n];
+  }
+}
+
+// Scores become weights of a softmax over this leaf alone, with these statistics.
+__device__ __forceinline__ void weigh(accum_t (&s)[ROWS][COLUMNS], merge::Statistics (&rows)[ROWS],
+                                      accum_t c, bool has_masked) {
+  accum_t m[ROWS], l[ROWS], m_new[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    m[r] = -number::infinity();
+    l[r] = 0;
+  }
+  fragment_softmax::row_max(s, m, m_new, c);
+  fragment_softmax::exponentiate(s, m_new, l, c, has_masked);
+  fragment_softmax::row_sum(l);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) rows[r] = merge::Statistics{m_new[r], l[r]};
+}
 
 // `keys` is whose they are: a task, or a unit of shared keys.
 template <class Keys>

@@ -10,14 +10,13 @@ namespace decode_rows {
 
 // What the table says of the rows of a leaf: lane n looks up those of keys n and 32 + n.
 struct LeafEntries {
-  int first, keys;
+  int first;
   cache::TableEntry at[PAGED ? 2 : 1];
 
   // Of so many keys of entry b from position `first_key` on. `NOW`: as the table is at this moment.
   template <bool NOW = false>
-  __device__ __forceinline__ void look_up(const Params& p, int first_key, int held, long long b) {
+  __device__ __forceinline__ void look_up(const Params& p, int first_key, int keys, long long b) {
     first = first_key;
-    keys = held;
     if constexpr (PAGED) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

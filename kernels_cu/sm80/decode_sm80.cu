@@ -11,7 +11,6 @@
 // BLOCK_KV 64.
 #include "../common/params.cuh"
 #include "decode_leaf.cuh"
-#include "fragment_softmax.cuh"
 
 namespace {
 
@@ -188,19 +187,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       } else {
         fragment::multiply(part, q, k_smem);
       }
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int n = 0; n < STEP_KEYS / 4; ++n) s[r][FIRST + n] = part[r][n];
-      }
+      place_scores<FIRST>(s, part);
     });
-    if (!HAS_SCORE && scale < 0) {
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) s[r][n] = -s[r][n];
-      }
-    }
+    if (!HAS_SCORE && scale < 0) negate(s);
     // 3 score mod
     bool has_masked = masked;
     if constexpr (HAS_SCORE) {
@@ -212,18 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.keys);
     // 5 row max
     State leaf;
-    accum_t m[ROWS], l[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      m[r] = -number::infinity();
-      l[r] = 0;
-    }
-    accum_t m_new[ROWS];
-    fragment_softmax::row_max(s, m, m_new, c);
-    fragment_softmax::exponentiate(s, m_new, l, c, has_masked);
-    fragment_softmax::row_sum(l);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) leaf.row[r] = merge::Statistics{m_new[r], l[r]};
+    weigh(s, leaf.row, c, has_masked);
     const Weights<> p_of_leaf(s);
     if constexpr (NEXT_BEHIND_KEYS) find_next();
     // 7 accumulate p v

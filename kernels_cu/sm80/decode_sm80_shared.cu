@@ -13,7 +13,6 @@
 #include "../common/params.cuh"
 #include "../decode/shared.cuh"
 #include "decode_leaf.cuh"
-#include "fragment_softmax.cuh"
 #include "../ptx/barrier.cuh"
 
 namespace {
@@ -199,19 +198,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         } else {
           fragment::multiply(part, q, k_smem);
         }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-          for (int x = 0; x < STEP_KEYS / 4; ++x) s[r][FIRST + x] = part[r][x];
-        }
+        place_scores<FIRST>(s, part);
       });
-      if (!HAS_SCORE && scale < 0) {
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-          for (int x = 0; x < COLUMNS; ++x) s[r][x] = -s[r][x];
-        }
-      }
+      if (!HAS_SCORE && scale < 0) negate(s);
       // 3 score mod
       bool has_masked = masked;
       if (HAS_SCORE && has_rows) {
@@ -222,18 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (HAS_MASK && masked) fragment_tile::apply_mask(s, mask);
       // 5 row max
       State leaf;
-      accum_t m[ROWS], l[ROWS];
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        m[r] = -number::infinity();
-        l[r] = 0;
-      }
-      accum_t m_new[ROWS];
-      fragment_softmax::row_max(s, m, m_new, c);
-      fragment_softmax::exponentiate(s, m_new, l, c, has_masked);
-      fragment_softmax::row_sum(l);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) leaf.row[r] = merge::Statistics{m_new[r], l[r]};
+      weigh(s, leaf.row, c, has_masked);
       const Weights<> p_of_leaf(s);
       // 7 accumulate p v
       matmul::clear(leaf.o);

@@ -184,6 +184,20 @@ def both(arrays, comm, layout, scheme):
     return out, lse, *gradients[:3]
 
 
+def on_host(comms, kind, scheme):
+    """Return of each rank what it says to others, its arrays, and its results without a device."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 12), (2, 4, LENGTH, 12)
+    whole = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+
+    def of_rank(comm):
+        spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
+        own = [np.ascontiguousarray(layout.take(x)) for x in whole]
+        return spy, own, both(own, spy, layout, scheme)
+
+    return comms.run(of_rank)
+
+
 @pytest.mark.parametrize(
     ("size", "kind", "scheme", "nodes"),
     [
@@ -198,19 +212,9 @@ def both(arrays, comm, layout, scheme):
 def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
     size, kind, scheme, nodes, install, monkeypatch
 ):
-    rng = np.random.default_rng(0)
-    shapes = (2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 12), (2, 4, LENGTH, 12)
-    whole = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
     with blocks_of(4):
-        comms = distributed.Threads(size, nodes)
-
-        def on_host(comm):
-            spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
-            own = [np.ascontiguousarray(layout.take(x)) for x in whole]
-            return spy, own, both(own, spy, layout, scheme)
-
         asked = []
-        for spy, own, expected in comms.run(on_host):
+        for spy, own, expected in on_host(distributed.Threads(size, nodes), kind, scheme):
             cupy = install(Device(seed=spy.rank))
             monkeypatch.setattr(dispatch, "GPU", Late(cupy))
             comm = Replay(spy, cupy)
@@ -247,17 +251,8 @@ def test_messages_that_are_copied_leave_the_device_to_pieces(
 ):
     """Nothing waits for them, and rows in blocks are sent from where they are."""
     monkeypatch.setattr(peers, "BLOCK", 1)
-    rng = np.random.default_rng(0)
-    shapes = (2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 12), (2, 4, LENGTH, 12)
-    whole = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
     with blocks_of(4):
-
-        def on_host(comm):
-            spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
-            own = [np.ascontiguousarray(layout.take(x)) for x in whole]
-            return spy, own, both(own, spy, layout, scheme)
-
-        for spy, own, expected in distributed.Threads(size).run(on_host):
+        for spy, own, expected in on_host(distributed.Threads(size), kind, scheme):
             cupy = install(Device(seed=spy.rank))
             monkeypatch.setattr(dispatch, "GPU", Late(cupy))
             comm = Replay(spy, cupy, copies=True)
