@@ -43,6 +43,7 @@ struct Place {
 struct TableEntry {
   long long page;
   int row;
+  long long index;  // of the table's element
 
   __device__ __forceinline__ Place place(const Params& p) const {
     return Place{static_cast<int>(layout::clamp(page, 0, p.pages - 1)), row};
@@ -52,10 +53,14 @@ struct TableEntry {
 template <bool NOW = false>
 __device__ __forceinline__ TableEntry look_up(const Params& p, long long b, long long position) {
   const unsigned int j = static_cast<unsigned int>(position);
-  if constexpr (!PAGED) return TableEntry{0, static_cast<int>(j)};
-  const unsigned int size = static_cast<unsigned int>(p.page_size), number = j / size;
-  return TableEntry{integer<NOW>(p.table, p.kind_table, b * p.table_batch + number * p.table_step),
-                    static_cast<int>(j - number * size)};
+  if constexpr (!PAGED) return TableEntry{0, static_cast<int>(j), 0};
+  const unsigned int size = static_cast<unsigned int>(p.page_size);
+  // Sizes are powers of two as a rule, and a division takes 20 instructions.
+  const bool shifts = (size & (size - 1)) == 0;
+  const unsigned int number = shifts ? j >> (31 - __clz(static_cast<int>(size))) : j / size;
+  const long long index = b * p.table_batch + number * p.table_step;
+  return TableEntry{integer<NOW>(p.table, p.kind_table, index), static_cast<int>(j - number * size),
+                    index};
 }
 __device__ __forceinline__ Place place(const Params& p, long long b, long long position) {
   const TableEntry entry = look_up(p, b, position);

@@ -21,11 +21,33 @@ struct LeafEntries {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
-        at[half] = cache::TableEntry{0, 0};
+        at[half] = cache::TableEntry{0, 0, NOWHERE};
         if (key < keys) at[half] = cache::look_up<NOW>(p, b, static_cast<long long>(first) + key);
       }
     }
   }
+  // What the table says of them now.
+  __device__ __forceinline__ LeafEntries look_again(const Params& p) const {
+    LeafEntries now = *this;
+#pragma unroll
+    for (int half = 0; PAGED && half < 2; ++half) {
+      if (at[half].index == NOWHERE) continue;
+      now.at[half].page = cache::integer<true>(p.table, p.kind_table, at[half].index);
+    }
+    return now;
+  }
+  // Whether a lane has other pages. All lanes call it together.
+  __device__ __forceinline__ bool differ(const LeafEntries& other) const {
+    bool same = true;
+#pragma unroll
+    for (int half = 0; PAGED && half < 2; ++half) {
+      same = same && at[half].page == other.at[half].page;
+    }
+    return ptx::any_lane(!same);
+  }
+
+ private:
+  static constexpr long long NOWHERE = -1;
 };
 
 // Where the rows of a leaf lie; of a cache in pages lane n knows those of keys n and 32 + n.
@@ -38,15 +60,6 @@ struct LeafPlaces {
       : first(entries.first) {
 #pragma unroll
     for (int half = 0; PAGED && half < 2; ++half) at[half] = entries.at[half].place(p);
-  }
-  // Whether a lane has other places. All lanes call it together.
-  __device__ __forceinline__ bool differ(const LeafPlaces& other) const {
-    bool same = first == other.first;
-#pragma unroll
-    for (int half = 0; PAGED && half < 2; ++half) {
-      same = same && at[half].page == other.at[half].page && at[half].row == other.at[half].row;
-    }
-    return ptx::any_lane(!same);
   }
   // Elements before the row of the lane's own key of a half of the leaf. Without pages lanes need
   // none.
@@ -80,7 +93,8 @@ __device__ __forceinline__ void prefetch_keys(const Source& from, const LeafPlac
   constexpr int STEP = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;  // bytes
   constexpr int BYTES = 2 * fragment_codes::units(D) & ~15;
   if (BYTES == 0 || !from.vectors(16 / STEP)) return;
-  if (RUN == 1 || from.row * STEP != BYTES) return;  // too many pieces to be worth it
+  // Pieces of one row each are worth it where few warps ask for them.
+  if (RUN == 1 ? decode::WARPS > decode::FEW_WARPS : from.row * STEP != BYTES) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = ptx::lane_index() + half * ptx::WARP_SIZE;

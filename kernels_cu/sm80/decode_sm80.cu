@@ -72,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
   decode::Cursor cursor(p, workspace, tasks_smem);
-  // The places of the first leaf, perhaps as they were before the grids ahead had ended.
+  // What the table said of the first leaf before the grids ahead had ended.
+  decode_rows::LeafEntries entries{};
   decode_rows::LeafPlaces places{};
   bool guessed = false;
   if constexpr (SHARED) {
@@ -82,7 +83,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   } else {
     cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
       const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
-      decode_rows::LeafEntries entries;
       entries.look_up<true>(p, first, keys, task.b);
       places = decode_rows::LeafPlaces(p, entries);
       decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
@@ -101,12 +101,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return tasks_smem.task[leaf.place];
   };
   const auto look_up = [&](const decode::Leaf& leaf) {
-    decode_rows::LeafEntries entries{};
-    if (leaf.exists) entries.look_up<SHARED>(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
-    return entries;
+    decode_rows::LeafEntries looked{};
+    if (leaf.exists) looked.look_up<SHARED>(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
+    return looked;
   };
   decode_rows::LeafPlaces next_places{};
-  if (!guessed) places = decode_rows::LeafPlaces(p, look_up(now));
+  decode_rows::LeafEntries found{};
+  guessed = guessed && now.exists && now.index * LEAF == entries.first;  // a mask may skip it
+  if (guessed) {
+    found = entries.look_again(p);  // the answers are waited for when keys are on their way
+  } else {
+    places = decode_rows::LeafPlaces(p, look_up(now));
+  }
   Producer producer{p, warp_smem, 0};
   // Starts step N of the leaf `now`, or of the one behind it.
   const auto copy_step = [&](auto step, int ahead) {
@@ -128,11 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       ptx::cp_async_commit();
     });
-    if (!guessed) break;
-    // The table is looked at again while keys are on their way.
-    const decode_rows::LeafPlaces found(p, look_up(now));
-    if (!places.differ(found)) break;
-    places = found;
+    if (!guessed || !entries.differ(found)) break;
+    guessed = false;
+    places = decode_rows::LeafPlaces(p, found);
     ptx::cp_async_wait_all();
     __syncwarp();  // the stages, copied by all lanes before they are copied again
   }

@@ -71,8 +71,8 @@ class Case(NamedTuple):
     options: str
     packed: bool
     # "cached", or "paged" where it lies in pages, "paged16" where these have a multiple of 16 rows,
-    # and the format of its codes if it has some. Of codes without a cache "rows", if rows have
-    # scales, and their format; dtype is the result's.
+    # and the format of its codes if it has some, or "few" if it has so few leaves. Of codes without
+    # a cache "rows", if rows have scales, and their format; dtype is the result's.
     cache: str = ""
 
 
@@ -147,7 +147,8 @@ def cases() -> list[Case]:
         ("plain", "cached"), ("causal", "paged"), ("segments", "cached"), ("alibi", "paged"),
     ]):  # fmt: skip
         found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
-    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "paged16"))
+    for cache in ("paged16", "cached few", "paged16 few", "paged few"):
+        found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, cache))
     for n, (own, options, cache) in enumerate([
         ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
         ((64, 64), "softcap", "cached"), ((128, 128), "plain", "paged int8"),
@@ -224,6 +225,10 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         return sm90.fit_forward(*case.sizes, registers)
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
+    if case.cache.endswith(" few"):
+        few = sm80.decode_tiles(request, few=True, paged=case.cache.startswith("paged"))
+        assert few is not None
+        return few
     tiles = spec.configure(request)
     assert tiles is not None
     return tiles
@@ -272,7 +277,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         packed=case.packed,
         cached=held != "",
         paged=held.startswith("paged"),
-        page_rows=16 if held == "paged16" else 1,
+        page_rows=16 if held.startswith("paged16") else 1,
         codes=FORMATS.get(form),
         wide_result=wide,
         k_rows=case.cache.startswith("rows"),

@@ -18,6 +18,7 @@ SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 # Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.
 NODES, SHARED_MEMORY, FEW_NODES, ROWS_OF_SM = 64, 48 << 10, 8, 6
+BESIDE = 256  # threads of it that share an SM with a block of few warps
 SHARED_BY_MANY = 17 << 10  # bytes for a row of tasks with many rows, each of which has a block
 WARP_ROW = 512  # bytes of o that a warp folds at once
 _METHOD = "sums in {accumulator}"
@@ -45,7 +46,10 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
         return Tiles(request.blocks[0], 0, 64, 2 * FEW_NODES * row)
     many = request.blocks[0] >= decode.ROWS_OF_BLOCK
     nodes = min(NODES, (SHARED_BY_MANY if many else SHARED_MEMORY) // row)
-    return Tiles(request.blocks[0], 0, 512 if rows <= at_once else 128, nodes * row)
+    threads = 512 if rows <= at_once else 128
+    if decode.has_few_leaves(problem, request.blocks[0], request.device):
+        threads = min(threads, BESIDE)
+    return Tiles(request.blocks[0], 0, threads, nodes * row)
 
 
 def hadamard_tiles(columns: int, itemsize: int) -> Tiles:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...arrays import device_arrays
+from ...arrays.cuda_device import Target
 from ...problem.call import Call, Problem
 from .spec import Grid, Tiles
 
@@ -30,6 +33,9 @@ MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
 COMPRESSED = 576, 512  # columns of keys, the first of which are the values
 MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single steps
+# Leaves of an SM up to which a block has as many warps, so that SMs have room for a block of the
+# grid ahead and for one of the grid behind, where grids overlap.
+FEW_LEAVES, OVERLAPS = 4, (9, 0)
 
 
 def values_in_keys(call: Call) -> bool:
@@ -47,6 +53,21 @@ def wanted(problem: Problem) -> bool:
         return False
     rows = problem.heads // problem.heads_kv * int(problem.len_q)
     return 0 < rows <= MOST_ROWS and int(problem.len_k) >= FEWEST_KEYS
+
+
+def has_few_leaves(problem: Problem, block_q: int, device: Target) -> bool:
+    """Return whether there are never more than `FEW_LEAVES` for each SM, and grids overlap.
+
+    Lengths are not known, and so it is about the capacity. No bit depends on it.
+    """
+    if problem.packed or not problem.heads_kv or device.capability < OVERLAPS:
+        return False
+    group = problem.heads // problem.heads_kv
+    heads, queries = rows_of_task(group, block_q)
+    tasks = -(-group // heads) * -(-int(np.max(problem.len_q, initial=0)) // queries)
+    leaves = -(-int(np.max(problem.len_k, initial=0)) // LEAF)
+    most = FEW_LEAVES * device.multiprocessors
+    return problem.batch * problem.heads_kv * tasks * leaves <= most
 
 
 def schedule_bytes(warps: int) -> int:
