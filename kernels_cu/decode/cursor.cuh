@@ -49,21 +49,25 @@ class Cursor {
 
   // Waits for the grids ahead, and counts units and begins: before the wait, if the schedule may be
   // early, and again if those grids changed the lengths. `prefetch(task, leaf)` is called before
-  // the wait with the first leaf.
+  // the wait with the first leaf. Returns whether it still is the first one, of the same keys.
   template <class Prefetch>
-  __device__ __forceinline__ void begin_early(Schedule& schedule, const Prefetch& prefetch) {
-    bool early = schedule.may_be_early();
+  __device__ __forceinline__ bool begin_early(Schedule& schedule, const Prefetch& prefetch) {
+    bool early = schedule.may_be_early(), same = true;
     if (!early) ptx::wait_for_grids();
 #pragma unroll 1
     do {
       schedule.count_units();
       find_first(schedule);
-      if (!early) break;
+      if (!early) {
+        same = false;
+        break;
+      }
       if (unit_ < end_) prefetch(tasks_smem_.task[place_], leaf_);
       ptx::wait_for_grids();
       early = false;
     } while (schedule.is_outdated());
     if (unit_ < end_) keep_record();
+    return same;
   }
 
   __device__ __forceinline__ Leaf next() {

@@ -81,12 +81,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     schedule.count_units();
     cursor.begin(schedule);
   } else {
-    cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
+    guessed = cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
       const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
       entries.look_up<true>(p, first, keys, task.b);
       places = decode_rows::LeafPlaces(p, entries);
       decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
-      guessed = PAGED;
     });
   }
   ptx::launch_dependents();
@@ -107,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   };
   decode_rows::LeafPlaces next_places{};
   decode_rows::LeafEntries found{};
-  guessed = guessed && now.exists && now.index * LEAF == entries.first;  // a mask may skip it
+  // A mask may skip the first leaf.
+  guessed = PAGED && guessed && now.exists && now.index * LEAF == entries.first;
   if (guessed) {
     found = entries.look_again(p);  // the answers are waited for when keys are on their way
   } else {
