@@ -31,7 +31,14 @@ _FAULTS = {
         "simt and length",
     ),
     "keys of pages that are no more": Fault(
-        TENSOR, "if (!places.differ(found)) break;", "break;", LATE, "sm80 and 16 and table"
+        TENSOR,
+        "if (!guessed || !entries.differ(found)) break;",
+        "break;",
+        LATE,
+        "sm80 and 16 and table",
+    ),
+    "a guess of pages outlives the lengths": Fault(
+        CURSOR, "        same = false;\n", "", LATE, "sm80 and 16 and length"
     ),
     "pages of half of the leaf are not looked at again": Fault(
         ROWS,
