@@ -18,6 +18,34 @@ __device__ __forceinline__ const float* scales_of(const Operand& scale, const la
   return reinterpret_cast<const float*>(scale.data) + layout::offset(scale, entry, head, true);
 }
 
+// Writes the factors of a work tile, by the lanes of a warp. They are loaded here because consumers
+// would wait for memory at the begin and the end of every work tile.
+__device__ __forceinline__ void publish_work_scales(const Params& p, const ScheduledTile& work,
+                                                    WorkScales& scales_smem) {
+  if (work.rows == 0) return;
+  const long long head = layout::divide(work.head, p.group).quotient;
+  float of_keys = 1;
+  if constexpr (!K_SCALE_ROWS) of_keys = *scales_of(p.k_scale, work.entry, head);
+  if (!V_SCALE_ROWS && ptx::lane_index() == 0) {
+    scales_smem.result = *scales_of(p.v_scale, work.entry, head);
+  }
+  const long long begin = layout::offset(p.q_scale, work.entry, work.head, false);
+#pragma unroll 2
+  for (int n = ptx::lane_index(); n < BLOCK_Q; n += ptx::WARP_SIZE) {
+    const int row = tile::smaller(n, work.rows - 1);
+    const float of_row = scale_at(p.q_scale, begin + (work.first + row) * p.q_scale.row);
+    scales_smem.logits[n] = of_row * of_keys * (HAS_SCORE ? 1.0f : static_cast<float>(p.scale));
+  }
+}
+
+// One warp: publishes the work tiles and their factors.
+__device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorage& shared) {
+  tile_scheduler::publish_work_tiles(p, shared, [&](int w) {
+    publish_work_scales(p, shared.work_tile(w), shared.work_scales[WorkPipeline::stage_of(w)]);
+    __syncwarp();  // the factors
+  });
+}
+
 // A lane's share of the scales of a tile's rows.
 struct LaneScales {
   static constexpr int COUNT = BLOCK_KV / ptx::WARP_SIZE;

@@ -69,6 +69,11 @@ struct Unit {
   }
 };
 
+// The factors of a work tile that come from scales: of its queries' logits, and of its result.
+struct WorkScales {
+  float logits[BLOCK_Q], result;
+};
+
 // Work tiles and the mbarriers of everything.
 struct SharedStorage {
   ScheduledTile work_tiles[WORK_STAGES];
@@ -81,6 +86,7 @@ struct SharedStorage {
   RowScales scales[KV_STAGES];
   float v_unit[KV_STAGES];                   // that power of two
   unsigned int has_nonfinite[KV_STAGES][2];  // of masked tiles, by each transposer
+  WorkScales work_scales[WORK_STAGES];
   unsigned long long q_full[CONSUMERS], q_empty[CONSUMERS];
   WorkPipeline work_pipeline;
 

@@ -458,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
     if (warp == 1) {
-      tile_scheduler::publish_work_tiles(p, *smem.storage);
+      tile_scheduler::publish_work_tiles(p, *smem.storage, [](int) {});
     } else if (warp > 1) {
       if (CHECK_FINITE) finite_check_warps(smem, warp);
     } else if (PAGED || threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {

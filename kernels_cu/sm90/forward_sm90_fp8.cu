@@ -29,7 +29,6 @@
 namespace {
 
 using namespace codes_storage;
-using codes_producer::scale_at;
 
 constexpr int COLUMNS = BLOCK_KV / 4;                 // scores of a thread in each of its two rows
 constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
@@ -40,6 +39,10 @@ constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES; 
 constexpr int PART_ROWS = V_ROWS == 128 ? 128 : 64;
 constexpr int PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
 constexpr int BUFFERS = PARTS < 2 ? PARTS : 2;
+// Whether a warp without any pair that takes part computes no weights of a masked tile: where there
+// are registers for the question, and tiles have more queries than keys, so that at a diagonal many
+// warps have none.
+constexpr bool SKIP_EMPTY_WARPS = HAS_EDGES && BLOCK_Q > BLOCK_KV && !HAS_SCORE && !SCALE_ROWS;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
 constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 160;
@@ -109,6 +112,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   for (int w = 0; more_work; ++w) {
     shared.work_pipeline.wait_full(w);
     const ScheduledTile& work = shared.work_tile(w);
+    const WorkScales& work_scales = shared.work_scales[WorkPipeline::stage_of(w)];
     // The code of the next tile; where that is FULL and the mask has edges, the first tile of its
     // run. Shuffles tell the compiler that lanes agree; without them it serialises the products.
     int next_code = ptx::shuffle(work.first_code, 0), run = ptx::shuffle(work.first_run, 0);
@@ -121,29 +125,21 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
     const HeadConstants head_constants = tile::head_constants_of(p, work.box_of(0));
 
-    // Logits are `factor` times a score of codes, which is multiplied by it or, if it is `direct`,
-    // left as it is.
-    float factor[2];
+    // Logits are factors times scores of codes. Scores are multiplied by them or, if that is
+    // `direct`, left as they are, and their exponents to the base 2 are c times a score. Factors
+    // are read again where they are needed, because registers have no room for them.
+    const float* const factors =
+        work_scales.logits + fragment::warp_row() + fragment::lane_row();  // of rows 0 and 8
+    float c[2];
     bool direct = !HAS_SCORE;
-    {
-      const long long head = layout::divide(work.head, p.group).quotient;
-      float of_keys = 1;
-      if (!K_SCALE_ROWS && work.rows > 0) {
-        of_keys = scale_at(p.k_scale, layout::offset(p.k_scale, work.entry, head, true));
-      }
-      const long long begin = layout::offset(p.q_scale, work.entry, work.head, false);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row =
-            tile::smaller(fragment::warp_row() + 8 * r + fragment::lane_row(), work.rows - 1);
-        const float of_row =
-            work.rows > 0 ? scale_at(p.q_scale, begin + (work.first + row) * p.q_scale.row) : 1.0f;
-        factor[r] = of_row * of_keys * (HAS_SCORE ? 1.0f : scale);
-        direct = direct && factor[r] >= LEAST_FACTOR && factor[r] <= LARGEST_FACTOR;
-      }
-      direct = !ptx::any_lane(!direct);
+    for (int r = 0; r < 2; ++r) {
+      const float factor = work.rows > 0 ? factors[8 * r] : 1.0f;
+      direct = direct && factor >= LEAST_FACTOR && factor <= LARGEST_FACTOR;
+      c[r] = factor * tile::LOG2_E;
     }
-    const auto unit = [&](int r) { return direct ? factor[r] : 1.0f; };
+    direct = !ptx::any_lane(!direct);
+    if (!direct) c[0] = c[1] = tile::LOG2_E;
 
     float alpha[2];            // the factor of the output when the weights are multiplied
     float unit_v[2] = {1, 1};  // of the weights: their values' scales were divided by it
@@ -192,13 +188,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       absorb(PARTS - 1);
       warpgroup::arrive_warpgroup(shared.transposed_pipeline.empty_barrier(n));
     };
-    // Evaluates the mask of a masked tile.
+    // Evaluates the mask of a masked tile. Returns whether any pair of the warp takes part.
     const auto evaluate_mask = [&](int tile, bool masked) {
       if (MAY_MASK && masked) {
-        fragment_tile::evaluate_mask<MASK_COLUMNS, fragment_tile::MASK_COLUMNS_AT_ONCE>(
+        return fragment_tile::evaluate_mask<MASK_COLUMNS, fragment_tile::MASK_COLUMNS_AT_ONCE>(
             p, work.box_of(tile),
             HAS_RANGE ? PARTIAL : warpgroup_tile::class_of(work.classes, tile), mask);
       }
+      return true;
     };
     // Changes the scores, and gives pairs that take no part the score -inf. Returns whether the
     // weights have to mark these pairs: nothing else marks those that a score change hides.
@@ -217,8 +214,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if (!direct) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+          const float factor = factors[8 * r];
 #pragma unroll
-          for (int x = 0; x < COLUMNS; ++x) s[r][x] *= factor[r];
+          for (int x = 0; x < COLUMNS; ++x) s[r][x] *= factor;
         }
       }
       bool hides = false;
@@ -237,7 +235,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
     // Turns the scores of a tile into weights.
     const auto weigh = [&](int n, int tile, bool masked, bool hides) {
-      const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
       codes_softmax::raise_max(s, m, l, alpha, c);
       codes_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
@@ -292,16 +289,22 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       issue_qk(n);
       if (!decltype(first)::value || n != first_kv_use) pass_turn();
       find_next();
-      evaluate_mask(tile, masked);
+      const bool sees = evaluate_mask(tile, masked) || !SKIP_EMPTY_WARPS;
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
       warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
       if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
-      // 3 score mod
-      // 4 mask
-      const bool hides = change_scores(n, tile, masked, first);
-      // 5 row max
-      weigh(n, tile, masked, hides);
+      if (!SKIP_EMPTY_WARPS || !decltype(first)::value || sees) {
+        // 3 score mod
+        // 4 mask
+        const bool hides = change_scores(n, tile, masked, first);
+        // 5 row max
+        weigh(n, tile, masked, hides);
+      } else {
+        alpha[0] = alpha[1] = 1;
+#pragma unroll
+        for (int x = 0; x < COLUMNS / 4; ++x) weights[0][x] = weights[1][x] = 0;
+      }
       // A branch, across which the compiler moves no exponentials: in the turn they would hold up
       // the others.
       shared.transposed_pipeline.wait_full(n);
@@ -346,7 +349,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     fragment_softmax::row_sum(l);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (m[r] != -number::infinity()) m[r] *= unit(r);
+      if (direct && m[r] != -number::infinity()) m[r] *= factors[8 * r];
       l[r] *= codes_softmax::UNSHIFTED;
     }
     float weight[2];
@@ -357,10 +360,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // 8 normalise
     float common = codes_softmax::UNSHIFTED;
     if constexpr (HAS_DROPOUT) common *= static_cast<float>(p.keep_scale);
-    if (!V_SCALE_ROWS && work.rows > 0) {
-      const long long head = layout::divide(work.head, p.group).quotient;
-      common *= scale_at(p.v_scale, layout::offset(p.v_scale, work.entry, head, true));
-    }
+    if (!V_SCALE_ROWS && work.rows > 0) common *= work_scales.result;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       weight[r] = l[r] == 0.0f ? 0.0f : common * weight[r] * ptx::reciprocal(l[r]);
@@ -426,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
     if (warp == 1) {
-      tile_scheduler::publish_work_tiles(p, *smem.storage);
+      codes_producer::publish_work_tiles(p, *smem.storage);
     } else if (warp > 1) {
       codes_producer::transposer_warps(smem, warp - 2);
     } else {

@@ -56,8 +56,10 @@ struct ScheduledTile {
 // Under a mask the work tiles of a head differ in length, so heads are interleaved: a group of
 // heads is dealt together, the last queries first, which may see most keys. A group is all heads;
 // or where queries see ranges of keys, which are often long, as many heads as fill a few rounds, so
-// that their keys and values stay in L2. Every other round is dealt in reverse, and the first block
-// is another one from time to time, lest the same blocks get long tiles again.
+// that their keys and values stay in L2. Codes are half as large: if two blocks share a head's keys
+// and values, memory is fast enough for them, and larger groups are dealt more evenly; not so codes
+// of heads beyond 128. Every other round is dealt in reverse, and the first block is another one
+// from time to time, lest the same blocks get long tiles again.
 //
 // Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on.
 struct TileScheduler {
@@ -75,7 +77,9 @@ struct TileScheduler {
       }
     }
     if constexpr (INTERLEAVE_HEADS) {
-      const unsigned int few = D > 128 || blocks < 8 ? 2 : 4, most = few * gridDim.x / blocks;
+      const unsigned int few = D > 128 || blocks < 8 ? 2 : 4, half = gridDim.x / 2;
+      unsigned int most = few * gridDim.x / blocks;
+      if constexpr (CODES >= 0 && D <= 128) most = most > half ? most : half;
       group_heads = most >= heads || !HAS_RANGE ? heads : most > 0 ? most : 1;
       group_rounds = (group_heads * blocks + gridDim.x - 1) / gridDim.x;
       rounds = static_cast<int>((heads + group_heads - 1) / group_heads * group_rounds);
@@ -139,9 +143,10 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
 }
 
 // One warp: publishes all of the block's work tiles. `shared` has the scheduler, the work tiles and
-// their pipeline.
-template <class SharedStorage>
-__device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorage& shared) {
+// their pipeline. `add(w)` writes what else belongs to a work tile, by all lanes.
+template <class SharedStorage, class Add>
+__device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorage& shared,
+                                                   const Add& add) {
   TileScheduler& scheduler = shared.scheduler;
   if (ptx::lane_index() == 0) scheduler = TileScheduler(p);
   __syncwarp();  // the scheduler, which lane 0 wrote
@@ -149,6 +154,7 @@ __device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorag
   for (int w = 0; w < scheduler.rounds; ++w) {
     shared.work_pipeline.wait_empty(w);
     publish_work_tile(p, scheduler, w, shared.work_tile(w));
+    add(w);
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));
   }
 }

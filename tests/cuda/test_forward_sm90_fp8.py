@@ -75,6 +75,16 @@ def test_sizes_at_the_edges_of_tiles(form, d, edge):
 
 @emulated
 @EACH
+@mostly_thorough("d", [64, 128], quick=[64], why="the same with wider rows")
+def test_warps_that_see_no_key_of_a_tile(form, d):
+    q, k, v = draw((1, 1100 if d == 128 else 380, d), *[(1, 500, d)] * 2)
+    held = Coded.of(form, q, k, v, by="head")
+    options = {"mask": masks.window(20, 20), "scale": 0.02}
+    within_the_bound(held, run(held, **options), **options)
+
+
+@emulated
+@EACH
 @mostly_thorough(
     "by",
     [("head", "row", "all"), ("row", "head", "row"), ("all", "head", "head"), ("row",) * 3],

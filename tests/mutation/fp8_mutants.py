@@ -82,8 +82,25 @@ FAULTS = {
         EDGES,
         "1-64 and e4m3",
     ),
+    "fp8: warps that see no key of a tile forget the tiles before": Fault(
+        KERNEL,
+        "alpha[0] = alpha[1] = 1;",
+        "alpha[0] = alpha[1] = 0;",
+        TESTS + "warps_that_see_no_key_of_a_tile",
+        "64 and e4m3",
+    ),
+    "fp8: factors of the work tile before": Fault(
+        PRODUCER,
+        "shared.work_scales[WorkPipeline::stage_of(w)]",
+        "shared.work_scales[WorkPipeline::stage_of(w + 1)]",
+        SCALES,
+        BY_ROW,
+    ),
+    "fp8: factors are not published": Fault(
+        PRODUCER, "    __syncwarp();  // the factors\n", "", SCALES, BY_ROW
+    ),
     "fp8: the scale of the first row": Fault(
-        KERNEL, "begin + (work.first + row) * p.q_scale.row", "begin", SCALES, BY_ROW
+        PRODUCER, "begin + (work.first + row) * p.q_scale.row", "begin", SCALES, BY_ROW
     ),
     "fp8: the scale of another key": Fault(
         PRODUCER, "scales_gmem[row * stride]", "scales_gmem[(rows - 1) * stride]", SCALES, BY_ROW
@@ -93,9 +110,9 @@ FAULTS = {
         KERNEL, "V_SCALE_ROWS ? own * unit_v[r] : own", "own", SCALES, BY_ROW
     ),
     "fp8: the scale of the query's head for values": Fault(
-        KERNEL,
-        "layout::offset(p.v_scale, work.entry, head, true)",
-        "layout::offset(p.v_scale, work.entry, 0, true) + 1",
+        PRODUCER,
+        "*scales_of(p.v_scale, work.entry, head)",
+        "scales_of(p.v_scale, work.entry, 0)[1]",
         SCALES,
         BY_HEAD,
     ),

@@ -15,9 +15,10 @@ TILES = {64: (192, 128), 128: (192, 128), 256: (128, 128)}
 # For score changes and dropout, which take registers, of which two consumers have more; and for few
 # queries, so that less of a tile is beyond the last one and more blocks share them.
 SMALL_TILES = TILES | {128: (128, 128)}
-# In addition to work tiles: barriers, what is found of a stage's values, and scales of rows.
-_STORAGE_BYTES = 64 + 24
-_QUERY_BYTES, _SCALE_BYTES = 16, 24  # barriers of a consumer; scales of a key's stages
+# In addition to work tiles: barriers, what is found of a stage's values, and factors of results.
+_STORAGE_BYTES = 64 + 24 + 16
+# Barriers of a consumer, and its queries' factors of each work tile; scales of a key's stages.
+_CONSUMER_BYTES, _SCALE_BYTES = 16 + 4 * 64 * sm90.WORK_STAGES, 24
 
 
 def _lines(columns: int) -> int:
@@ -29,7 +30,7 @@ def _bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
     v_stages = sm90.KV_STAGES if d_v <= LINE else 1
     held = block_q * q + sm90.KV_STAGES * (block_kv * q + transposed) + v_stages * block_kv * v
     storage = sm90.SCHEDULER_BYTES + _STORAGE_BYTES + 16 * v_stages
-    return held + storage + _QUERY_BYTES * (block_q // 64) + _SCALE_BYTES * block_kv
+    return held + storage + _CONSUMER_BYTES * (block_q // 64) + _SCALE_BYTES * block_kv
 
 
 def tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
