@@ -4,7 +4,7 @@
 namespace ptx {
 
 // Four of the eight bytes of two words: digit n of `selector`, in base 16, says which is byte n;
-// those of `high` are 4 to 7.
+// those of `high` are 4 to 7. Digits 8 to 15 stand for the sign of one of them, in all of its bits.
 __device__ __forceinline__ unsigned int select_bytes(unsigned int low, unsigned int high,
                                                      unsigned int selector) {
   unsigned int result;

@@ -63,12 +63,14 @@ __device__ __forceinline__ void negate(accum_t (&s)[ROWS][COLUMNS]) {
   }
 }
 
-// Scores become weights of a softmax over this leaf alone, with these statistics.
-__device__ __forceinline__ void weigh(accum_t (&s)[ROWS][COLUMNS], merge::Statistics (&rows)[ROWS],
-                                      accum_t c, bool has_masked) {
-  accum_t m[ROWS], l[ROWS], m_new[ROWS];
+// The first rows' scores become weights of a softmax over this leaf alone, with these statistics.
+template <int FIRST_ROWS>
+__device__ __forceinline__ void weigh_first(accum_t (&s)[FIRST_ROWS][COLUMNS],
+                                            merge::Statistics (&rows)[ROWS], accum_t c,
+                                            bool has_masked) {
+  accum_t m[FIRST_ROWS], l[FIRST_ROWS], m_new[FIRST_ROWS];
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
+  for (int r = 0; r < FIRST_ROWS; ++r) {
     m[r] = -number::infinity();
     l[r] = 0;
   }
@@ -76,7 +78,19 @@ __device__ __forceinline__ void weigh(accum_t (&s)[ROWS][COLUMNS], merge::Statis
   fragment_softmax::exponentiate(s, m_new, l, c, has_masked);
   fragment_softmax::row_sum(l);
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) rows[r] = merge::Statistics{m_new[r], l[r]};
+  for (int r = 0; r < FIRST_ROWS; ++r) rows[r] = merge::Statistics{m_new[r], l[r]};
+}
+
+// weigh_first of both rows of a thread, or of one if the task has none of the second ones, which
+// then mean nothing.
+__device__ __forceinline__ void weigh(accum_t (&s)[ROWS][COLUMNS], merge::Statistics (&rows)[ROWS],
+                                      accum_t c, bool has_masked, bool has_second) {
+  if (has_second) {
+    weigh_first(s, rows, c, has_masked);
+  } else {
+    weigh_first(reinterpret_cast<accum_t(&)[1][COLUMNS]>(s), rows, c, has_masked);
+    rows[1] = merge::no_keys();
+  }
 }
 
 // `keys` is whose they are: a task, or a unit of shared keys.
@@ -121,9 +135,11 @@ struct Weights<false> {
 template <int FIRST, class Meet>
 __device__ __forceinline__ void accumulate(accum_t (&o)[ROWS][COLUMNS_V], const Weights<>& p,
                                            char* v_smem, const decltype(Scales::v)& scales,
-                                           bool has_masked, bool clears, const Meet& meet) {
+                                           bool has_masked, bool clears, bool has_second,
+                                           const Meet& meet) {
   if constexpr (HAS_CODES) {
-    fragment_codes::multiply_add<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales, has_masked);
+    fragment_codes::multiply_add<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales, has_masked,
+                                                            has_second);
   } else {
     fragment::word_t weights[ROWS][STEP_KEYS / 8];
 #pragma unroll

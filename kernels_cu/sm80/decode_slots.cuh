@@ -8,6 +8,7 @@
 namespace decode_slots {
 
 using fragment_codes::ResultColumns;
+constexpr accum_t VALUE_UNIT = fragment_codes::UNIT<fragment_codes::Bfloats>;
 constexpr int ROWS = 2;  // of a thread
 constexpr int COLUMNS_V = ResultColumns::elements(D_V);
 
@@ -72,13 +73,17 @@ __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, lo
   __syncwarp();  // the slot, read by all lanes before it is written again
 }
 
-// Merges `other` into `own`. Where one of the two has no keys its o is 0, and needs no selection.
-__device__ __forceinline__ void merge_states(State& own, const State& other, accum_t c) {
+// Merges a leaf into `own`, with a thread's second row if that `has_second`. The leaf's o is in
+// units of VALUE_UNIT. Where one of the two has no keys its o is 0, and needs no selection.
+__device__ __forceinline__ void merge_leaf(State& own, const State& other, accum_t c,
+                                           bool has_second) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
+    if (r == 1 && !has_second) break;
     merge::Factors factors = merge::statistics(own.row[r], other.row[r], c);
     if (factors.replaces) factors.own = 0;  // instead of NaN, if c is 0
     if (factors.keeps) factors.other = 0;
+    factors.other *= VALUE_UNIT;
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; ++n) own.o[r][n] = factors.sum(own.o[r][n], other.o[r][n]);
   }
@@ -126,6 +131,16 @@ __device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspa
                                                 const State& state, int rows, accum_t c) {
   merge_into_rows([&](int row) { return row < rows ? workspace.row(slot, row) : nullptr; }, state,
                   c);
+}
+
+// Of the o of a leaf, in units of VALUE_UNIT, numbers.
+__device__ __forceinline__ void apply_unit(State& leaf) {
+  if constexpr (VALUE_UNIT == 1) return;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; ++n) leaf.o[r][n] *= VALUE_UNIT;
+  }
 }
 
 __device__ __forceinline__ void clear(State& state) {

@@ -177,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       ptx::cp_async_wait_all();
       __syncwarp();  // the queries, copied by all lanes
     }
+    const bool has_second = task.rows > BLOCK_Q / 2;  // rows of a thread
     bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
     unsigned int mask[ROWS];
     if (MAY_MASK && masked) decode_scores::evaluate_mask(p, task, now, fragment::lane_row(), mask);
@@ -187,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       accum_t part[ROWS][STEP_KEYS / 4];
       const char* const k_smem = wait_for_step(step);
       if constexpr (HAS_CODES) {
-        fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k);
+        fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k, has_second);
       } else {
         fragment::multiply(part, q, k_smem);
       }
@@ -205,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.keys);
     // 5 row max
     State leaf;
-    weigh(s, leaf.row, c, has_masked);
+    weigh(s, leaf.row, c, has_masked, has_second);
     const Weights<> p_of_leaf(s);
     if constexpr (NEXT_BEHIND_KEYS) find_next();
     // 7 accumulate p v
@@ -214,16 +215,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       constexpr int FIRST = (decltype(step)::value - STEPS) * STEP_KEYS;
       char* const v_smem = wait_for_step(step);
       accumulate<FIRST>(leaf.o, p_of_leaf, v_smem, scales.v, MAY_MASK && has_masked, true,
-                        [] { __syncwarp(); });
+                        has_second, [] { __syncwarp(); });
     });
     // The leaf joins its node: merges stand for step 6.
     if constexpr (IN_REGISTERS) {
-      decode_slots::merge_states(node, leaf, c);
+      decode_slots::merge_leaf(node, leaf, c, has_second);
       if (!now.shares_node(next, 1)) {
         nodes.add(node, 2, now, next, task.rows, c);
         decode_slots::clear(node);
       }
     } else {
+      decode_slots::apply_unit(leaf);
       nodes.add(leaf, 1, now, next, task.rows, c);
     }
     now = next;

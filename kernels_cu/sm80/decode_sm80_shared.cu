@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (!has_rows) {
           matmul::clear(part);
         } else if constexpr (HAS_CODES) {
-          fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k);
+          fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k, true);
         } else {
           fragment::multiply(part, q, k_smem);
         }
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (HAS_MASK && masked) fragment_tile::apply_mask(s, mask);
       // 5 row max
       State leaf;
-      weigh(s, leaf.row, c, has_masked);
+      weigh(s, leaf.row, c, has_masked, true);
       const Weights<> p_of_leaf(s);
       // 7 accumulate p v
       matmul::clear(leaf.o);
@@ -220,17 +220,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const ReadyStep ready = wait_for_step(step, MAY_MASK && has_masked);
         if (!has_rows && !ready.holds) return;
         accumulate<FIRST>(leaf.o, p_of_leaf, ready.stage_smem, scales.v, ready.holds, index == 0,
-                          [&] { meet(false); });
+                          true, [&] { meet(false); });
       });
       // The leaf joins its node: merges stand for step 6.
       if constexpr (IN_REGISTERS) {
-        decode_slots::merge_states(node, leaf, c);
+        decode_slots::merge_leaf(node, leaf, c, true);
         if (n == CHILDREN - 1) decode_slots::store_rows(place, node);
-      } else if (n == 0) {
-        decode_slots::store_rows(place, leaf);
-        __syncwarp();  // the rows, written by all lanes
       } else {
-        decode_slots::merge_into_rows(place, leaf, c);
+        decode_slots::apply_unit(leaf);
+        if (n == 0) {
+          decode_slots::store_rows(place, leaf);
+          __syncwarp();  // the rows, written by all lanes
+        } else {
+          decode_slots::merge_into_rows(place, leaf, c);
+        }
       }
     }
   }

@@ -7,6 +7,7 @@
 // `ResultColumns`.
 #pragma once
 #include "../common/cache_row.cuh"
+#include "../ptx/bytes.cuh"
 #include "../ptx/convert.cuh"
 #include "../ptx/pair.cuh"
 #include "fragment.cuh"
@@ -54,7 +55,7 @@ struct Halves {
 };
 struct Bfloats {
   static constexpr bool IS_HALVES = false;
-  static constexpr unsigned int ONE = 0x3f803f80u, MINUS_ONE = 0xbf80bf80u;
+  static constexpr unsigned int ONE = 0x3f803f80u, TWO_TO_127 = 0x7f007f00u, MINUS_2 = 0xc000c000u;
   static constexpr unsigned int MINUS_136 = 0xc308c308u;
   static constexpr unsigned int UNITS = 0x43004300u;  // 128, whose last bit is 1
   static __device__ __forceinline__ unsigned int fma(unsigned int x, unsigned int y,
@@ -62,30 +63,47 @@ struct Bfloats {
     return ptx::fma_bfloats(x, y, z);
   }
 };
+// A constant of integers, in both halves. One operand of an instruction can be a constant, and the
+// compiler would load this one again for each instruction if it knew what it is.
+template <class To>
+__device__ __forceinline__ unsigned int kept_constant() {
+  if constexpr (CODES == code::INT8 && !To::IS_HALVES) {
+    return ptx::shuffle(blockIdx.x < gridDim.x ? To::MINUS_2 : 0u, 0);
+  } else if constexpr (CODES == code::INT8 || CODES == code::INT4) {
+    constexpr unsigned int BIAS = CODES == code::INT4 ? 0x00080008u : 0x00800080u;
+    return ptx::shuffle(blockIdx.x < gridDim.x ? To::UNITS | BIAS : 0u, 0);
+  } else {
+    return 0;
+  }
+}
+
+// What numbers must be multiplied by to be codes: a factor of scores, or of sums of values.
+template <class To>
+constexpr float UNIT = CODES == code::INT8 && !To::IS_HALVES ? 64.0f : 1.0f;
+
 // Codes N and N + 2 of the four bytes of a word, N 0 or 1, as two numbers.
 template <class To, int N>
-__device__ __forceinline__ unsigned int bytes(unsigned int word) {
+__device__ __forceinline__ unsigned int bytes(unsigned int word, unsigned int kept) {
   if constexpr (CODES == code::INT8) {
-    const unsigned int low = N == 0 ? word : word >> 8;
     if constexpr (To::IS_HALVES) {  // 1024 + 128 + code
-      return To::fma((low & 0x00ff00ffu) ^ (To::UNITS | 0x00800080u), To::ONE, To::MINUS_1152);
-    } else {  // 128 and the lower bits, without 128 or, if the code is negative, 256
-      const unsigned int lower = (low & 0x007f007fu) | To::UNITS;
-      return To::fma((low & 0x00800080u) | To::UNITS, To::MINUS_ONE, lower);
+      const unsigned int low = N == 0 ? word : word >> 8;
+      return To::fma((low & 0x00ff00ffu) ^ kept, To::ONE, To::MINUS_1152);
+    } else {  // the bits of 128 + code, which are so many times 2**-133 even if not subnormal
+      const unsigned int both =
+          ptx::select_bytes(word ^ 0x80808080u, 0, N == 0 ? 0x4240u : 0x4341u);
+      return To::fma(both, To::TWO_TO_127, kept);
     }
+  } else if constexpr (To::IS_HALVES && CODES == code::E5M2) {
+    return (N == 0 ? word << 8 : word) & 0xff00ff00u;
   } else {
     // Exponent and fraction move to where the type has them, and a factor makes up for its bias.
     constexpr bool E4M3 = CODES == code::E4M3;
-    constexpr int SHIFT = To::IS_HALVES ? 1 : E4M3 ? 4 : 3;
+    constexpr int SHIFT = To::IS_HALVES ? 7 : E4M3 ? 4 : 5;
     constexpr unsigned int FACTOR = To::IS_HALVES ? 0x5c005c00u : E4M3 ? 0x7b807b80u : 0x77807780u;
-    const unsigned int high = N == 0 ? word << 8 : word;
-    if constexpr (To::IS_HALVES && !E4M3) {
-      return high & 0xff00ff00u;
-    } else {
-      constexpr unsigned int SIZES = 0x7f007f00u >> SHIFT;
-      const unsigned int moved = N == 0 ? word << (8 - SHIFT) : word >> SHIFT;
-      return To::fma((moved & SIZES) | (high & 0x80008000u), FACTOR, 0);
-    }
+    constexpr unsigned int KEPT = 0x80008000u | 0x007f007fu << SHIFT;
+    // Two bytes, and above each of them its sign in all bits.
+    const unsigned int both = ptx::select_bytes(word, 0, N == 0 ? 0xa280u : 0xb391u);
+    return To::fma(both << SHIFT & KEPT, FACTOR, 0);
   }
 }
 
@@ -94,16 +112,25 @@ template <class To>
 constexpr bool LOSES_SPECIALS =
     (CODES == code::E4M3 || CODES == code::E5M2) && !(To::IS_HALVES && CODES == code::E5M2);
 
-// The bits of four codes that are not finite: the sign of each.
-__device__ __forceinline__ unsigned int specials(unsigned int word) {
-  constexpr unsigned int LAST = CODES == code::E4M3 ? 0x01010101u : 0x04040404u;
-  return ((word & 0x7f7f7f7fu) + LAST) & 0x80808080u;
+// Words of codes together: whether one of them is not finite. Adding LAST to such a code changes
+// its sign, and may carry to the next one's.
+struct Specials {
+  static constexpr unsigned int LAST = CODES == code::E4M3 ? 0x01010101u : 0x04040404u;
+  unsigned int changed = 0;
+
+  __device__ __forceinline__ void look_at(unsigned int word) { changed |= word ^ (word + LAST); }
+  __device__ __forceinline__ bool exist() const { return (changed & 0x80808080u) != 0; }
+};
+__device__ __forceinline__ bool is_special(unsigned char byte) {
+  Specials specials;
+  specials.look_at(byte);
+  return specials.exist();
 }
 
 // Codes N and N + 4 of the eight of a word, N from 0 to 3, as two numbers.
 template <class To, int N>
-__device__ __forceinline__ unsigned int nibbles(unsigned int word) {
-  const unsigned int moved = ((word >> 4 * N) & 0x000f000fu) ^ (To::UNITS | 0x00080008u);
+__device__ __forceinline__ unsigned int nibbles(unsigned int word, unsigned int kept) {
+  const unsigned int moved = ((word >> 4 * N) & 0x000f000fu) ^ kept;
   if constexpr (To::IS_HALVES) {
     return To::fma(moved, To::ONE, To::MINUS_1032);
   } else {
@@ -113,9 +140,9 @@ __device__ __forceinline__ unsigned int nibbles(unsigned int word) {
 
 // Numbers of a word: pair N of `STEPS_OF_PIECE` times two.
 template <class To, int N>
-__device__ __forceinline__ unsigned int numbers(unsigned int word) {
-  if constexpr (BITS == 8) return bytes<To, N>(word);
-  return nibbles<To, N>(word);
+__device__ __forceinline__ unsigned int numbers(unsigned int word, unsigned int kept) {
+  if constexpr (BITS == 8) return bytes<To, N>(word, kept);
+  return nibbles<To, N>(word, kept);
 }
 
 template <bool>
@@ -134,6 +161,14 @@ using Queries = Choose<IS_FLOAT16>::type;
 template <int GROUPS>
 struct RowScales {
   float of[2][GROUPS];
+
+  // Those of a thread's elements of a row of scores, from element FIRST on. All lanes call it
+  // together.
+  template <int FIRST, int COUNT>
+  __device__ __forceinline__ void of_elements(float (&scales)[COUNT], int group) const {
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) scales[n] = key(FIRST + n, group);
+  }
 
   // The scale of the key of a thread's element n of a row of scores. All lanes call it together.
   __device__ __forceinline__ float key(int n, int group) const {
@@ -161,8 +196,8 @@ __device__ __forceinline__ void add_special_keys(float (&c)[ROWS][COLUMNS], cons
 #pragma unroll 1
       for (int d = 0; d < WIDTH; ++d) {
         const int at = fragment::swizzled_offset<BYTES>(key, d / 16) + d % 16;
-        const unsigned int byte = static_cast<unsigned char>(b_smem[at]);
-        if (specials(byte) == 0) continue;
+        const unsigned char byte = static_cast<unsigned char>(b_smem[at]);
+        if (!is_special(byte)) continue;
         const float value = code::product(scale, code::value<CODES>(byte));
         const int column = query_column(d);
 #pragma unroll
@@ -180,17 +215,18 @@ __device__ __forceinline__ void add_special_keys(float (&c)[ROWS][COLUMNS], cons
 }
 
 // c = a b^T for queries a, which begin at a_smem, and 4 COLUMNS rows b of codes with their scales,
-// from row FIRST of their leaf on.
+// from row FIRST of their leaf on. A thread's second row means nothing unless it `has_second`.
 template <int WIDTH, int FIRST, bool IN_REGISTERS, int ROWS, int COLUMNS, int GROUPS>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
                                          const fragment::Left<WIDTH, IN_REGISTERS, false>& a,
                                          const char* a_smem, const char* b_smem,
-                                         const RowScales<GROUPS>& scales) {
+                                         const RowScales<GROUPS>& scales, bool has_second) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
   const auto rows = fragment::right_rows<BYTES>(b_smem);
-  unsigned int seen = 0;  // of codes that are not finite
+  Specials specials;
+  const unsigned int kept = kept_constant<Queries>();
   matmul::clear(c);
-#pragma unroll
+#pragma unroll 1  // Code of all warps has room in the instruction cache.
   for (int pair = 0; pair < pairs(WIDTH); ++pair) {
     unsigned int words[COLUMNS / 4][4];  // of 8 rows and a piece, 8 rows and the next one, ...
 #pragma unroll
@@ -198,7 +234,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
       ptx::ldmatrix_x4(words[n / 4], rows.at(4 * n, pair));
       if constexpr (LOSES_SPECIALS<Queries>) {
 #pragma unroll
-        for (int x = 0; x < 4; ++x) seen |= specials(words[n / 4][x]);
+        for (int x = 0; x < 4; ++x) specials.look_at(words[n / 4][x]);
       }
     }
 #pragma unroll
@@ -214,10 +250,10 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
 #pragma unroll
         for (int n = 0; n < COLUMNS; n += 2) {
           const unsigned int word = words[n / 4][n / 2 % 2 * 2 + piece];
-          const unsigned int low =
-              step == 0 ? numbers<Queries, 0>(word) : numbers<Queries, BITS == 4 ? 2 : 0>(word);
-          const unsigned int high =
-              step == 0 ? numbers<Queries, 1>(word) : numbers<Queries, BITS == 4 ? 3 : 1>(word);
+          const unsigned int low = step == 0 ? numbers<Queries, 0>(word, kept)
+                                             : numbers<Queries, BITS == 4 ? 2 : 0>(word, kept);
+          const unsigned int high = step == 0 ? numbers<Queries, 1>(word, kept)
+                                              : numbers<Queries, BITS == 4 ? 3 : 1>(word, kept);
           if constexpr (BY_PIECES) {
             fragment::mma(part[0][n], part[0][n + 1], part[1][n], part[1][n + 1], left[0], low,
                           high);
@@ -237,15 +273,17 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
     }
   }
   if constexpr (GROUPS == 1) {
+    float own[COLUMNS];
+    scales.template of_elements<FIRST / 4>(own, 0);
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      const float scale = scales.key(FIRST / 4 + n, 0);
+    for (int r = 0; r < ROWS; ++r) {
+      if (r == 1 && !has_second) break;
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) c[r][n] *= scale;
+      for (int n = 0; n < COLUMNS; ++n) c[r][n] = c[r][n] * UNIT<Queries> * own[n];
     }
   }
   if constexpr (LOSES_SPECIALS<Queries>) {
-    if (ptx::any_lane(seen != 0)) add_special_keys<WIDTH, FIRST>(c, a_smem, b_smem, scales);
+    if (ptx::any_lane(specials.exist())) add_special_keys<WIDTH, FIRST>(c, a_smem, b_smem, scales);
   }
 }
 
@@ -266,22 +304,25 @@ struct ResultColumns {
 template <int ROWS, int DEPTH>
 struct ScaledWeights {
   static constexpr int TERMS = IS_FLOAT16 ? 2 : 1;
-  unsigned int words[TERMS][ROWS][DEPTH / 2];
+  unsigned int words[TERMS][ROWS][DEPTH / 2] = {};
 
   template <int FIRST, int GROUPS, int ALL>
   __device__ __forceinline__ void set(const float (&p)[ROWS][ALL], const RowScales<GROUPS>& scales,
-                                      int group, bool masked) {
+                                      int group, bool masked, bool has_second) {
+    // Two terms of two groups leave no registers in which their scales could wait.
+    const bool skips = !(TERMS == 2 && GROUPS > 1) && !has_second;
+    float scale[DEPTH];
+    scales.template of_elements<FIRST / 4>(scale, group);
 #pragma unroll
-    for (int k = 0; k < DEPTH; k += 2) {
-      const float scale[2] = {scales.key(FIRST / 4 + k, group),
-                              scales.key(FIRST / 4 + k + 1, group)};
+    for (int r = 0; r < ROWS; ++r) {
+      if (r == 1 && skips) break;
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
+      for (int k = 0; k < DEPTH; k += 2) {
         float weight[2];
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           const float own = p[r][FIRST / 4 + k + x];
-          weight[x] = masked && !matmul::is_unmasked(own) ? own : own * scale[x];
+          weight[x] = masked && !matmul::is_unmasked(own) ? own : own * scale[k + x];
         }
         words[0][r][k / 2] = ptx::floats_to_bfloats(weight[0], weight[1]);
         if constexpr (TERMS == 2) {
@@ -293,16 +334,22 @@ struct ScaledWeights {
       }
     }
   }
+
+  // The next 16 keys become the first ones.
+  __device__ __forceinline__ void rotate() {
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) fragment::rotate<2>(words[term]);
+  }
 };
 
 // Products of 16 keys with a 16-byte piece of their rows: elements N, N + 1 and on.
 template <int N, int ROWS, int COLUMNS, class Terms>
 __device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const Terms& weights,
                                                int k, unsigned int low, unsigned int high,
-                                               int first) {
+                                               unsigned int kept, int first) {
   constexpr int HALF = ResultColumns::EACH / 2;
   if constexpr (N < HALF) {
-    const unsigned int b0 = numbers<Bfloats, N>(low), b1 = numbers<Bfloats, N>(high);
+    const unsigned int b0 = numbers<Bfloats, N>(low, kept), b1 = numbers<Bfloats, N>(high, kept);
     const int n = first + N;
 #pragma unroll
     for (int term = 0; term < Terms::TERMS; ++term) {
@@ -311,7 +358,7 @@ __device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const 
                                     own[1][k / 2 + 1]};
       ptx::mma_m16n8k16_bf16(c[0][n], c[0][n + HALF], c[1][n], c[1][n + HALF], left, b0, b1);
     }
-    multiply_piece<N + 1>(c, weights, k, low, high, first);
+    multiply_piece<N + 1>(c, weights, k, low, high, kept, first);
   }
 }
 
@@ -343,8 +390,8 @@ __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
       const int column = ResultColumns::column(n);
       if (column >= WIDTH) continue;
       const int at = fragment::swizzled_offset<BYTES>(key, column / 16) + column % 16;
-      const unsigned int byte = static_cast<unsigned char>(b_smem[at]);
-      if (specials(byte) == 0) continue;
+      const unsigned char byte = static_cast<unsigned char>(b_smem[at]);
+      if (!is_special(byte)) continue;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         if (matmul::is_unmasked(weight[r])) {
@@ -357,44 +404,58 @@ __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
 }
 
 // c += a b for weights p of DEPTH keys of a thread, from key FIRST of their leaf on, and rows b of
-// codes with their scales; some pairs may be `masked`.
+// codes with their scales, in units of UNIT<Bfloats>; some pairs may be `masked`, and a thread's
+// second row of weights counts if it `has_second`.
 template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS, int GROUPS>
 __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const float (&p)[ROWS][ALL],
                                              const char* b_smem, const RowScales<GROUPS>& scales,
-                                             bool masked) {
+                                             bool masked, bool has_second) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
   const auto rows = fragment::left_rows<BYTES>(b_smem);
-  unsigned int seen = 0;  // of codes that are not finite
-  ScaledWeights<ROWS, DEPTH> weights[GROUPS > 1 ? 2 : 1];
-  if constexpr (GROUPS == 1) weights[0].template set<FIRST>(p, scales, 0, masked);
+  Specials specials;
+  const unsigned int kept = kept_constant<Bfloats>();
+  // Keys k, k + 1 and 14 other ones, of which `weights` has those from `held` on.
+  const auto multiply_pair = [&](int k, int pair, const auto& weights, int held) {
+    unsigned int words[4];  // 8 keys and a piece, 8 keys and the piece, ...
+    ptx::ldmatrix_x4_trans(words, rows.at(4 * k, pair));
+    if constexpr (LOSES_SPECIALS<Bfloats>) {
 #pragma unroll
-  for (int pair = 0; pair < pairs(WIDTH); ++pair) {
-    if constexpr (GROUPS > 1) {
+      for (int x = 0; x < 4; ++x) specials.look_at(words[x]);
+    }
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      if ((2 * pair + piece) * PIECE >= WIDTH) break;
+      const int first = (2 * pair + piece) * ResultColumns::EACH;
+      multiply_piece<0>(c, weights[GROUPS > 1 ? piece : 0], held, words[2 * piece],
+                        words[2 * piece + 1], kept, first);
+    }
+  };
+  ScaledWeights<ROWS, DEPTH> weights[GROUPS > 1 ? 2 : 1];
+  if constexpr (GROUPS == 1) {
+    weights[0].template set<FIRST>(p, scales, 0, masked, has_second);
+#pragma unroll 1  // as in `multiply`
+    for (int k = 0; k < DEPTH; k += 4) {
+#pragma unroll
+      for (int pair = 0; pair < pairs(WIDTH); ++pair) multiply_pair(k, pair, weights, 0);
+      weights[0].rotate();
+    }
+  } else {
+#pragma unroll
+    for (int pair = 0; pair < pairs(WIDTH); ++pair) {
 #pragma unroll
       for (int piece = 0; piece < 2; ++piece) {
         const int group = 2 * pair + piece;
-        weights[piece].template set<FIRST>(p, scales, group < GROUPS ? group : 0, masked);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < DEPTH; k += 4) {  // 16 keys
-      unsigned int words[4];              // 8 keys and a piece, 8 keys and the piece, ...
-      ptx::ldmatrix_x4_trans(words, rows.at(4 * k, pair));
-      if constexpr (LOSES_SPECIALS<Bfloats>) {
-#pragma unroll
-        for (int x = 0; x < 4; ++x) seen |= specials(words[x]);
+        weights[piece].template set<FIRST>(p, scales, group < GROUPS ? group : 0, masked,
+                                           has_second);
       }
 #pragma unroll
-      for (int piece = 0; piece < 2; ++piece) {
-        if ((2 * pair + piece) * PIECE >= WIDTH) break;
-        const ScaledWeights<ROWS, DEPTH>& own = weights[GROUPS > 1 ? piece : 0];
-        const int first = (2 * pair + piece) * ResultColumns::EACH;
-        multiply_piece<0>(c, own, k, words[2 * piece], words[2 * piece + 1], first);
-      }
+      for (int k = 0; k < DEPTH; k += 4) multiply_pair(k, pair, weights, k);
     }
   }
   if constexpr (LOSES_SPECIALS<Bfloats>) {
-    if (ptx::any_lane(seen != 0)) add_special_values<WIDTH, FIRST, DEPTH>(c, p, b_smem, scales);
+    if (ptx::any_lane(specials.exist())) {
+      add_special_values<WIDTH, FIRST, DEPTH>(c, p, b_smem, scales);
+    }
   }
 }
 

@@ -44,6 +44,12 @@ RARE = mostly_thorough(
     quick=[("float8_e4m3fn", BF16)],
     why="these codes are not finite, and become numbers of another type",
 )
+HALVES = mostly_thorough(
+    ("form", "dtype"),
+    [(form, dtype) for form in FORMATS for dtype in (F16, BF16)],
+    quick=[("int8", BF16)],
+    why="what is skipped is the same in each",
+)
 FORM = mostly_thorough("form", FORMATS, quick=["int4"], why="int4 has groups, too")
 LENGTHS = np.array([130, 0, 65])
 
@@ -179,6 +185,17 @@ def test_pages_and_drafts_and_packed_queries_change_no_bit(form):
         (packed_out, packed_lse),
         (out.swapaxes(0, 1).reshape(4, 9, 32), lse.swapaxes(0, 1).reshape(4, 9)),
     )
+
+
+@HALVES
+def test_steps_of_few_rows_have_the_bits_of_drafts_of_many(form, dtype):
+    """A draft has 9 rows, and a step 3: half of a product's rows are skipped."""
+    held, lengths = cache(form), np.array([140, 67, 65])
+    (q,) = draw((3, 6, 3, 64), dtype=dtype, seed=1)
+    out, lse = run(q, held, lengths, mask=masks.causal())
+    for n in range(3):
+        step = run(np.ascontiguousarray(q[:, :, n : n + 1]), held, lengths - 2 + n)
+        same((out[:, :, n : n + 1], lse[:, :, n : n + 1]), step)
 
 
 @FORM

@@ -45,15 +45,17 @@ def _alike(given: Array, one: Array, other: Array) -> Array:
 
 def _selected(given: Array) -> Array:
     pairs = np.ascontiguousarray(given[:, :2]).view(np.uint8)
-    chosen = [given[:, 2] >> 4 * n & 7 for n in range(4)]
-    picked = np.stack([pairs[np.arange(len(pairs)), x] for x in chosen], 1)
+    digits = [given[:, 2] >> 4 * n for n in range(4)]
+    picked = np.stack([pairs[np.arange(len(pairs)), x & 7] for x in digits], 1)
+    signs = np.where(picked >= 0x80, np.uint8(0xFF), np.uint8(0))
+    picked = np.where(np.stack(digits, 1) & 8, signs, picked)
     return np.ascontiguousarray(picked).view(np.uint32)
 
 
 def _any_selectors() -> Array:
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, (2 * THREADS, 3), np.uint32)
-    words[:, 2] &= 0x7777  # no signs
+    words[:, 2] &= 0xFFFF
     return words
 
 

@@ -10,6 +10,10 @@ from .cache_mutants import Fault
 ROW, NEW_ROW, CODE = (f"kernels_cu/common/{x}.cuh" for x in ("cache_row", "code_row", "code"))
 ON_GPU, ON_CPU = "cuda/test_cached_codes.py::test_", "cpu/test_cached_codes.py::test_"
 MEANING, EVERY = "attention_is_that_over_what_codes_mean", "every_code_means_its_number"
+STEPS, SIZES = "steps_of_few_rows_have_the_bits_of_drafts_of_many", "head_sizes_and_strides"
+DECODE, LEAVES, PRODUCTS = (
+    f"kernels_cu/sm80/{x}" for x in ("decode_sm80.cu", "decode_slots.cuh", "fragment_codes.cuh")
+)
 PAGES, NEW = "pages_and_drafts_and_packed_queries", "new_rows_have_the_codes_of_quantize"
 CACHE_CPU, CODES_CPU, APPEND_CPU = (f"reference/cpu/{x}.py" for x in ("cache", "codes", "append"))
 
@@ -71,6 +75,27 @@ ON_A_GPU = {
         "static_cast<int>(bits << UNUSED >> UNUSED)",
         ON_GPU + EVERY,
         "int",
+    ),
+    "rows that a task has are skipped": Fault(
+        DECODE, "task.rows > BLOCK_Q / 2;", "task.rows > BLOCK_Q;", ON_GPU + STEPS, "int8"
+    ),
+    "all keys have the weights of the first": Fault(
+        PRODUCTS, "      weights[0].rotate();\n", "", ON_GPU + MEANING, "int8"
+    ),
+    "values of int8 are parts of codes": Fault(
+        LEAVES, "    factors.other *= VALUE_UNIT;\n", "", ON_GPU + MEANING, "int8"
+    ),
+    "wide values of int8 are parts of codes": Fault(
+        DECODE, "      decode_slots::apply_unit(leaf);\n", "", ON_GPU + SIZES, "int8 and 256"
+    ),
+    "scores of int8 are parts of codes": Fault(
+        PRODUCTS, "c[r][n] * UNIT<Queries> * own[n];", "c[r][n] * own[n];", ON_GPU + MEANING, "int8"
+    ),
+    "the sign of another byte": Fault(
+        PRODUCTS, "N == 0 ? 0xa280u", "N == 0 ? 0xb290u", ON_GPU + EVERY, "float8"
+    ),
+    "codes that are not finite are not seen": Fault(
+        PRODUCTS, "word ^ (word + LAST)", "word & (word + LAST)", ON_GPU + EVERY, "float8"
     ),
     "the largest of half the columns": Fault(
         NEW_ROW, "lanes > 0; lanes /= 2", "lanes > 1; lanes /= 2", ON_GPU + NEW, "int8"

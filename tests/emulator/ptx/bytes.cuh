@@ -7,8 +7,9 @@ inline unsigned int select_bytes(unsigned int low, unsigned int high, unsigned i
   const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
   unsigned int result = 0;
   for (unsigned int n = 0; n < 4; ++n) {
-    const unsigned int which = selector >> 4 * n & 7;
-    result |= static_cast<unsigned int>(both >> 8 * which & 0xff) << 8 * n;
+    const unsigned int digit = selector >> 4 * n, byte = both >> 8 * (digit & 7) & 0xff;
+    const unsigned int signs = byte >= 0x80 ? 0xff : 0;
+    result |= ((digit & 8) != 0 ? signs : byte) << 8 * n;
   }
   return result;
 }
