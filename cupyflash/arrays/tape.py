@@ -72,6 +72,7 @@ class _State:
 
 
 Step = Callable[[_State], None]
+_Sent = tuple[int, int, int]  # a rank, an address, and bytes
 
 
 class Launch(Protocol):
@@ -207,6 +208,16 @@ class Tape:
         if all(array.size for array in arrays):
             self._add(call, [view.slot for view in views])
 
+    def addressed(self, work: Callable[[list[int]], None], *arrays: Any) -> None:
+        """Note that a function is called with the addresses of arrays that have elements."""
+        places = [self._place(int(array.data.ptr)) for array in arrays]
+
+        def call(state: _State) -> None:
+            at = state.addresses
+            work([at[slot] + offset for slot, offset in places])
+
+        self._add(call, [slot for slot, _ in places])
+
     def launch(
         self,
         compiled: Launches,
@@ -249,18 +260,41 @@ class Tape:
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> int:
         """Note that messages travel; return a number by which they are waited for."""
-        number = len(self._travelling)
         there, back = (
             [(rank, self._view(content)) for rank, content in each] for each in (sends, receives)
         )
 
-        def call(state: _State) -> None:
-            state.transfers[number] = state.exchange(
+        def call(state: _State) -> Any:
+            return state.exchange(
                 [(rank, state.array(view)) for rank, view in there],
                 [(rank, state.array(view)) for rank, view in back],
             )
 
-        self._add(call, [view.slot for _, view in (*there, *back) if view.shape[0]])
+        return self._travels(call, [view.slot for _, view in (*there, *back) if view.shape[0]])
+
+    def exchange_spans(self, sends: Sequence[_Sent], receives: Sequence[_Sent]) -> int:
+        """Note that messages travel, of which addresses and numbers of bytes are given."""
+        there, back = (
+            [(rank, *self._place(place), size) for rank, place, size in each if size]
+            for each in (sends, receives)
+        )
+
+        def call(state: _State) -> Any:
+            at = state.addresses
+            return state.exchange(
+                [(rank, at[slot] + offset, size) for rank, slot, offset, size in there],
+                [(rank, at[slot] + offset, size) for rank, slot, offset, size in back],
+            )
+
+        return self._travels(call, [slot for _, slot, *_ in (*there, *back)])
+
+    def _travels(self, begin: Callable[[_State], Any], slots: Sequence[int]) -> int:
+        number = len(self._travelling)
+
+        def call(state: _State) -> None:
+            state.transfers[number] = begin(state)
+
+        self._add(call, slots)
         self._travelling.append(self._used[-1])
         return number
 
@@ -327,7 +361,8 @@ class Tape:
     ) -> None:
         """Ask it all again, with other arrays and numbers of the same names.
 
-        `made` makes arrays, and `exchange` starts to send and to receive.
+        `made` makes arrays, and `exchange` starts to send and to receive, as it was written down:
+        arrays, or what lies at addresses.
         """
         state = _State(made, self._slots, exchange, timeout)
         for slot, name in enumerate(self.names):

@@ -38,7 +38,7 @@ class _Download(NamedTuple):
     """What arrives in pinned memory, and where it belongs."""
 
     arrived: Any
-    memory: Any
+    memory: Any  # None if it arrives where it belongs
     source: Any  # in device memory, until it was read
     target: Array
     adds: bool
@@ -98,10 +98,8 @@ class Transfers:
         if not array.size:
             return
         copy = self._cuda.runtime.memcpyAsync
-        rows = array.reshape(1, *array.shape) if array.ndim < 2 else array
-        if _rows_are_contiguous(rows) and self._is_pinned(array):
-            for index in np.ndindex(rows.shape[:-2]):
-                part = rows[index]
+        if self._is_pinned(array) and (blocks := _blocks(array)) is not None:
+            for part in blocks:
                 copy(place, part.ctypes.data, part.nbytes, _TO_DEVICE, self._up.ptr)
                 place += part.nbytes
             return
@@ -121,10 +119,14 @@ class Transfers:
             return
         while len(self._downloads) > 1:
             self._receive()
-        memory = self._cuda.alloc_pinned_memory(source.nbytes)
+        blocks = None if adds or not self._is_pinned(target) else _blocks(target)
+        memory: Any = None if blocks else self._cuda.alloc_pinned_memory(source.nbytes)
         self._down.wait_event(self.mark())
         place = device_arrays.address(source)
-        self._cuda.runtime.memcpyAsync(memory.ptr, place, source.nbytes, _TO_HOST, self._down.ptr)
+        ends = [(x.ctypes.data, x.nbytes) for x in blocks or ()] or [(memory.ptr, source.nbytes)]
+        for to, size in ends:
+            self._cuda.runtime.memcpyAsync(to, place, size, _TO_HOST, self._down.ptr)
+            place += size
         arrived = self._event(self._down)
         self._downloads.append(_Download(arrived, memory, source, target, adds))
 
@@ -145,6 +147,8 @@ class Transfers:
     def _receive(self) -> None:
         arrived, memory, _, target, adds = self._downloads.pop(0)
         arrived.synchronize()
+        if memory is None:
+            return
         source = _view(memory, target)
         if adds:
             with np.errstate(all="ignore"):
@@ -201,11 +205,16 @@ def _view(memory: Any, like: Array) -> Array:
     return made
 
 
-def _rows_are_contiguous(array: Array) -> bool:
-    *_, rows, columns = array.shape
-    row, column = array.strides[-2:]
-    whole = columns == 1 or column == array.itemsize
-    return bool(whole and (rows == 1 or row == columns * array.itemsize))
+def _blocks(array: Array) -> list[Array] | None:
+    """Return the parts of an array whose elements are in a row, in C order; None if rows are not.
+
+    They are the array itself, or its last two axes.
+    """
+    if array.flags.c_contiguous:
+        return [array]
+    if array.ndim < 2 or not array[(0,) * (array.ndim - 2)].flags.c_contiguous:
+        return None
+    return [array[index] for index in np.ndindex(array.shape[:-2])]
 
 
 def _parts(array: Array, most: int) -> Iterator[Array]:

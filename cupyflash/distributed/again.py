@@ -22,6 +22,7 @@ from ..problem.options import Options
 from .agreement import Facts, agree_on, digest
 from .communication import Communicator, Exchanger, Message, Transfer
 from .layouts import Layout
+from .peers import spans
 
 
 class _Kept:
@@ -122,7 +123,7 @@ class Again:
                 for array, spec in zip(given, entry.specs, strict=True)
             )
             arrays = signature.arrays | dict(zip(self._names, made, strict=True))
-            exchange = self._comm.exchange
+            exchange = getattr(self._comm, "exchange_spans", self._comm.exchange)
             kept.tape.play(device_arrays, arrays, self._numbers(), exchange, self._timeout)
         return made
 
@@ -173,7 +174,10 @@ class Written:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """Start to send and to receive."""
-        number = self._tape.exchange(sends, receives)
+        if hasattr(self._comm, "exchange_spans"):
+            number = self._tape.exchange_spans(spans(sends), spans(receives))
+        else:
+            number = self._tape.exchange(sends, receives)
         with paused():
             transfer = self._comm.exchange(sends, receives)
         return _WrittenTransfer(transfer, self._tape, number)

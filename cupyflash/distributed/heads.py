@@ -3,22 +3,22 @@
 Each rank has some positions of all heads. It sends to each rank the heads that this one computes,
 and gets all positions of its own. So every head is computed in one call, as on one rank.
 
+On a GPU, heads are computed in turns, if those of a turn fill it: rows of the next heads arrive
+meanwhile, and results of the ones before return. The first and the last turn are short, because
+nothing is computed while their rows arrive and their results return.
+
 With many ranks, those of a group divide the heads among them, and each gets the positions that the
 group has. Then keys and values travel in rounds between the ranks of one share in all groups.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..pieces.parts import part
-from ..pieces.place import Place
 from ..pieces.steps import Targets
 from ..problem.call import Array, Call, Gradients
 from ..problem.positions import whole
@@ -26,9 +26,11 @@ from . import compute
 from .communication import Some
 from .compute import Rank
 from .layouts import Layout
-from .messages import viewed
+from .messages import together
 from .runs import Runs
 from .sums import add_over_ranks
+from .travel import Rows, Travel
+from .turns import shares, turns
 
 Spec = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -51,7 +53,7 @@ class _Item(NamedTuple):
     grouped: int
 
     def heads(self, kv: range) -> slice:
-        """Return the heads that belong to some key-value heads."""
+        """Return the heads that belong to some key-value heads; all if they share the array."""
         if not self.grouped:
             return slice(None)
         return slice(kv.start * self.grouped, kv.stop * self.grouped)
@@ -63,10 +65,24 @@ class _Item(NamedTuple):
         return (*shape[:-3], heads, rows, shape[-1]), self.array.dtype
 
 
-def shares(heads_kv: int, size: int) -> list[range]:
-    """Return the key-value heads that each rank computes."""
-    ends = [heads_kv * rank // size for rank in range(size + 1)]
-    return list(itertools.starmap(range, itertools.pairwise(ends)))
+def on_device(call: Call) -> bool:
+    """Return whether a call's arrays are in the memory of a device."""
+    return call.device is not None
+
+
+class _Target(NamedTuple):
+    """Where results arrive.
+
+    Attributes
+    ----------
+    item : _Item
+        Where they belong.
+    parts : list of array
+        For each rank of the group, this rank's positions of the heads that the former computes.
+    """
+
+    item: _Item
+    parts: list[Array]
 
 
 class Heads:
@@ -99,11 +115,8 @@ class Heads:
         self._bias_is_shared = bias_is_shared
         bias = rank.call.bias
         self._bias_travels = bias is not None and not bias_is_shared
-
-    @property
-    def _heads(self) -> slice:
-        """The query heads that this rank computes."""
-        return slice(self._own.start * self._heads_of_kv, self._own.stop * self._heads_of_kv)
+        several = self._same.size == 1 and on_device(rank.call)
+        self._turns = turns(rank.call, self._shares) if several else [self._shares]
 
     def _rows(self, array: Array, grouped: int | None = None) -> _Item:
         return _Item(array, self._layout, self._heads_of_kv if grouped is None else grouped)
@@ -125,15 +138,15 @@ class Heads:
         array = bias[None] if bias.ndim < 3 else bias
         return self._rows(array, self._heads_of_kv if array.shape[-3] > 1 else 0)
 
-    def _call(self, got: Mapping[str, Array]) -> Call:
-        """Return the call of this rank's heads, with all positions."""
-        call, heads = self._rank.call, self._heads
+    def _call(self, got: Mapping[str, Array], kv: range) -> Call:
+        """Return the call of some key-value heads of this rank, with all positions."""
+        call, heads = self._rank.call, self._heads(kv)
         problem = call.problem
-        if len(self._own) < problem.heads_kv:
+        if len(kv) < problem.heads_kv:
             problem = replace(
                 problem,
                 heads=heads.stop - heads.start,
-                heads_kv=len(self._own),
+                heads_kv=len(kv),
                 origin_h=problem.origin_h + heads.start,
                 whole=whole(problem),
             )
@@ -141,9 +154,19 @@ class Heads:
         if bias is not None and not self._bias_travels and bias.ndim > 2 and bias.shape[-3] > 1:
             bias = bias[..., heads, :, :]
         sink = None if call.sink is None else call.sink[heads]
-        return replace(
-            call, problem=problem, q=got["q"], k=got["k"], v=got["v"], bias=bias, sink=sink
-        )
+        travels = len(self._turns) > 1 and not self._rank.copies
+        q, k, v = (got[name] for name in "qkv")
+        return replace(call, problem=problem, q=q, k=k, v=v, bias=bias, sink=sink, beside=travels)
+
+    def _heads(self, kv: range) -> slice:
+        """Return the query heads of some key-value heads."""
+        return slice(kv.start * self._heads_of_kv, kv.stop * self._heads_of_kv)
+
+    def _own_part(self, item: _Item, array: Array, kv: range) -> Array:
+        """Return some key-value heads of an array that has those that this rank computes."""
+        start = self._own.start
+        made: Array = array[..., item.heads(range(kv.start - start, kv.stop - start)), :, :]
+        return made
 
     def _of(self, item: _Item, peer: int) -> Runs:
         """Return the positions that a rank of the group has."""
@@ -160,150 +183,202 @@ class Heads:
         )
         return replace(self._rank, call=call, rows=rows, keys=keys, comm=self._same)
 
-    def _exchange(
-        self, sends: Mapping[int, _Parcel], specs: Mapping[int, Mapping[str, Spec]], what: str
-    ) -> dict[int, dict[str, Array]]:
-        """Send a parcel to each other rank of the group, and return what each of them sent."""
-        came = {peer: _Parcel(self._place, each) for peer, each in specs.items()}
-        self._group.exchange(
-            [(peer, parcel.content) for peer, parcel in sends.items()],
-            [(peer, parcel.content) for peer, parcel in came.items()],
-        ).wait(self._rank.timeout, what)
-        return {peer: parcel.arrays for peer, parcel in came.items()}
-
     def _others(self) -> list[int]:
         return [peer for peer in range(self._group.size) if peer != self._group.rank]
 
-    def _gather(self, items: Mapping[str, _Item]) -> dict[str, Array]:
-        """Return the positions that the group has of this rank's heads."""
-        place, sends, specs = self._place, {}, {}
+    def _travel(self, sends: dict[int, list[Rows]], receives: dict[int, list[Rows]]) -> Travel:
+        return Travel(self._place, self._group, on_device(self._rank.call), sends, receives)
+
+    def _room(self, items: Mapping[str, _Item]) -> dict[str, Array]:
+        """Return memory for the positions that the group has of this rank's heads."""
+        specs = [item.spec(self._own, self._held(item).count) for item in items.values()]
+        return dict(zip(items, together(self._place, specs), strict=True))
+
+    def _arriving(
+        self, items: Mapping[str, _Item], got: Mapping[str, Array], turn: list[range]
+    ) -> Travel:
+        """Return the rows that travel to the ranks of their heads in a turn."""
+        sends: dict[int, list[Rows]] = {}
+        receives: dict[int, list[Rows]] = {}
         for peer in self._others():
-            theirs = self._shares[peer]
-            sends[peer] = _Parcel(
-                place, {name: item.spec(theirs, item.layout.count) for name, item in items.items()}
-            )
+            sends[peer], receives[peer] = [], []
             for name, item in items.items():
-                own = item.array[..., item.heads(theirs), :, :]
-                place.store(own, sends[peer].arrays[name])
-            specs[peer] = {
-                name: item.spec(self._own, self._of(item, peer).count)
-                for name, item in items.items()
-            }
-        parts = self._exchange(sends, specs, "rows to the ranks of their heads")
-        parts[self._group.rank] = {
-            name: item.array[..., item.heads(self._own), :, :] for name, item in items.items()
-        }
-        made = {}
+                own = item.layout.own
+                theirs = item.array[..., item.heads(turn[peer]), :, :]
+                sends[peer].append(Rows(theirs, own, own))
+                ours = self._own_part(item, got[name], turn[self._group.rank])
+                receives[peer].append(Rows(ours, self._held(item), self._of(item, peer)))
+        return self._travel(sends, receives)
+
+    def _keep(self, items: Mapping[str, _Item], got: Mapping[str, Array]) -> None:
+        """Write the rows that this rank itself has of its heads to where all are."""
+        pairs = []
         for name, item in items.items():
-            held = self._held(item)
-            made[name] = place.empty(*item.spec(self._own, held.count))
-            for peer in range(self._group.size):
-                runs = self._of(item, peer)
-                for run in runs:
-                    source = part(parts[peer][name], runs.rows(run))
-                    place.store(source, part(made[name], held.rows(run)))
-        return made
+            own = item.array[..., item.heads(self._own), :, :]
+            rows = Rows(got[name], self._held(item), item.layout.own)
+            pairs += [(source, target) for target, source in rows.beside(own)]
+        self._place.store_all(pairs)
 
-    def _return(self, items: Mapping[str, _Item], computed: Mapping[str, Array]) -> None:
-        """Write this rank's positions of all heads, from the ranks that computed them.
+    def _leaving(
+        self, items: Mapping[str, _Target], computed: Mapping[str, Array], turn: list[range]
+    ) -> Travel:
+        """Return the results that travel from the ranks of their heads in a turn."""
+        sends: dict[int, list[Rows]] = {}
+        receives: dict[int, list[Rows]] = {}
+        for peer in self._others():
+            sends[peer], receives[peer] = [], []
+            for name, (item, parts) in items.items():
+                ours = self._own_part(item, computed[name], turn[self._group.rank])
+                sends[peer].append(Rows(ours, self._held(item), self._of(item, peer)))
+                start = self._shares[peer].start
+                kv = range(turn[peer].start - start, turn[peer].stop - start)
+                theirs = parts[peer][..., item.heads(kv), :, :]
+                receives[peer].append(Rows(theirs, item.layout.own, item.layout.own))
+        return self._travel(sends, receives)
 
-        `items` has the targets, and `computed` the group's positions of this rank's heads.
-        """
+    def _target(self, item: _Item, computed: Array) -> _Target:
+        """Return where results arrive: where they belong, if they need not be summed or rounded."""
+        if item.grouped and item.array.dtype == computed.dtype:
+            parts = [item.array[..., item.heads(kv), :, :] for kv in self._shares]
+        else:
+            parts = [
+                self._place.empty(item.spec(kv, item.layout.count)[0], computed.dtype)
+                for kv in self._shares
+            ]
+        return _Target(item, parts)
+
+    def _finish(self, items: Mapping[str, _Target]) -> None:
+        """Write results that arrived elsewhere to where they belong."""
         place = self._place
+        for item, parts in items.values():
+            if not item.grouped:
+                total = parts[0]  # of one array for all heads, in the order of ranks
+                for each in parts[1:]:
+                    place.add(each, total)
+                place.store(total, item.array)
+            elif item.array.dtype != parts[0].dtype:
+                for kv, each in zip(self._shares, parts, strict=True):
+                    place.store(each, item.array[..., item.heads(kv), :, :])
 
-        def parcel(peer: int) -> _Parcel:
-            made = _Parcel(place, {
-                name: (item.spec(self._own, self._of(item, peer).count)[0], computed[name].dtype)
-                for name, item in items.items()
-            })  # fmt: skip
-            for name, item in items.items():
-                runs, held = self._of(item, peer), self._held(item)
-                for run in runs:
-                    source = part(computed[name], held.rows(run))
-                    place.store(source, part(made.arrays[name], runs.rows(run)))
-            return made
-
-        specs = {
-            peer: {
-                name: (item.spec(self._shares[peer], item.layout.count)[0], computed[name].dtype)
-                for name, item in items.items()
-            }
-            for peer in self._others()
-        }
-        sends = {peer: parcel(peer) for peer in self._others()}
-        parts = self._exchange(sends, specs, "results from the ranks of their heads")
-        del sends
-        parts[self._group.rank] = parcel(self._group.rank).arrays
-        for name, item in items.items():
-            if item.grouped:
-                for peer, of_peer in parts.items():
-                    heads = item.heads(self._shares[peer])
-                    place.store(of_peer[name], item.array[..., heads, :, :])
-                continue
-            total = parts[0][name]  # of one array for all heads, in the order of ranks
-            for peer in range(1, self._group.size):
-                place.add(parts[peer][name], total)
-            place.store(total, item.array)
+    def _in_turns(
+        self,
+        items: Mapping[str, _Item],
+        got: Mapping[str, Array],
+        targets: Mapping[str, _Item],
+        computed: Mapping[str, Array],
+        compute_heads: Callable[[range], None],
+    ) -> None:
+        """Compute the heads of one turn after the other, while rows and results travel."""
+        place, timeout = self._place, self._rank.timeout
+        arriving = [self._arriving(items, got, turn) for turn in self._turns]
+        arriving[0].post()
+        mark = place.mark() if len(arriving) > 1 else None
+        self._keep(items, got)
+        back = {name: self._target(item, computed[name]) for name, item in targets.items()}
+        leaving = []
+        for n, turn in enumerate(self._turns):
+            arriving[n].wait(timeout, "rows to the ranks of their heads")
+            compute_heads(turn[self._group.rank])
+            if not n and arriving[1:]:  # the device is busy meanwhile
+                with place.beside(mark):
+                    for each in arriving[1:]:
+                        each.post()
+            leaving.append(self._leaving(back, computed, turn))
+            leaving[-1].post()
+        pairs = []
+        for name, (item, parts) in back.items():
+            rows = Rows(computed[name], self._held(item), item.layout.own)
+            pairs += rows.beside(parts[self._group.rank])
+        place.store_all(pairs)
+        for each in leaving:
+            each.wait(timeout, "results from the ranks of their heads")
+        self._finish(back)
 
     def forward(self, out: Array, lse: Array) -> None:
         """Write out and lse of the rank's queries."""
         place, problem = self._place, self._rank.call.problem
+        items = self._inputs()
         with place:
-            call = self._call(self._gather(self._inputs()))
-            shape = *call.q.shape[-3:-1], problem.d_v
-            if not problem.packed:
-                shape = *problem.lead, *shape
-            made = place.empty(shape, problem.dtype)
-            statistics = place.empty(shape[:-1], problem.accumulator)
-            if self._same.size == 1:
-                place.backend.forward_piece(call, (made, statistics), True)
-            else:
-                compute.forward(self._of_group(call), made, statistics)
-            del call
-            items = {"lse": self._rows(lse[..., None]), "out": self._rows(out)}
-            self._return(items, {"lse": statistics[..., None], "out": made})
+            got = self._room(items)
+            shape = *got["q"].shape[:-1], problem.d_v
+            specs = (shape, problem.dtype), (shape[:-1], problem.accumulator)
+            made, statistics = together(place, specs)
+
+            def compute_heads(kv: range) -> None:
+                call = self._call(self._parts(items, got, kv), kv)
+                parts = self._parts(targets, computed, kv)
+                results = parts["out"], parts["lse"][..., 0]
+                if self._same.size == 1:
+                    place.backend.forward_piece(call, results, True)
+                else:
+                    compute.forward(self._of_group(call), *results)
+
+            targets = {"lse": self._rows(lse[..., None]), "out": self._rows(out)}
+            computed = {"lse": statistics[..., None], "out": made}
+            self._in_turns(items, got, targets, computed, compute_heads)
+
+    def _parts(
+        self, items: Mapping[str, _Item], arrays: Mapping[str, Array], kv: range
+    ) -> dict[str, Array]:
+        """Return some key-value heads of arrays that have those that this rank computes."""
+        return {name: self._own_part(item, arrays[name], kv) for name, item in items.items()}
 
     def backward(self, targets: Targets, deterministic: bool) -> None:
         """Write the gradients of what the rank holds."""
         place, number = self._place, self._rank.call.problem.accumulator
-        items = self._inputs()
-        for name, array in targets.rows.items():
-            items[name] = self._rows(array if name in ("do", "out") else array[..., None])
+        inputs, theirs = self._inputs(), targets.gradients
+        rows = {
+            name: self._rows(array if name in ("do", "out") else array[..., None])
+            for name, array in targets.rows.items()
+        }
+        back = {
+            name: item._replace(array=target)
+            for (name, item), target in zip(inputs.items(), theirs[:3], strict=False)
+        }
         with place:
-            got = self._gather(items)
-            call = self._call(got)
-            gradients = Gradients(*(
-                None if x is None else place.empty(x.shape, x.dtype if n < 3 else number)
-                for n, x in enumerate((call.q, call.k, call.v, call.bias, call.sink))
-            ))  # fmt: skip
-            lse, dlse = (got[name][..., 0] if name in got else None for name in ("lse", "dlse"))
-            assert lse is not None
-            if self._same.size == 1:
-                place.backend.backward_piece(
-                    call, got["do"], got["out"], lse, dlse, gradients, deterministic
-                )
-            else:
-                rows = {"do": got["do"], "out": got["out"], "lse": lse}
-                made = Targets(
-                    rows if dlse is None else rows | {"dlse": dlse}, gradients, gradients
-                )
-                own = self._of_group(call)
-                compute.backward(own, made, deterministic, self._bias_is_shared)
-            del call, got
-            theirs, owners = targets.gradients, self._inputs()
-            back = {
-                name: item._replace(array=target)
-                for (name, item), target in zip(owners.items(), theirs[:3], strict=False)
-            }
-            computed = {"q": gradients.dq, "k": gradients.dk, "v": gradients.dv}
+            got = self._room(inputs | rows)
+            whole_call = self._call(got, self._own)
+            owners = whole_call.q, whole_call.k, whole_call.v, whole_call.bias, whole_call.sink
+            specs = [
+                (x.shape, x.dtype if n < 3 else number)
+                for n, x in enumerate(owners)
+                if x is not None
+            ]
+            arrays = iter(together(place, specs))
+            own = Gradients(*(None if x is None else next(arrays) for x in owners))
+            computed = {"q": own.dq, "k": own.dk, "v": own.dv}
             if self._bias_travels:
                 back["bias"] = self._of_bias(theirs.dbias)
-                computed["bias"] = self._of_bias(gradients.dbias).array
-            self._return(back, computed)
-            if gradients.dbias is not None and not self._bias_travels:
-                self._add(gradients.dbias, theirs.dbias, axis=-3)
-            if gradients.dsink is not None:
-                self._add(gradients.dsink, theirs.dsink, axis=-1)
+                computed["bias"] = self._of_bias(own.dbias).array
+
+            def compute_heads(kv: range) -> None:
+                call = self._call(self._parts(inputs, got, kv), kv)
+                made = self._parts(rows, got, kv)
+                parts = self._parts(back, computed, kv)
+                gradients = Gradients(parts["q"], parts["k"], parts["v"], own.dbias, own.dsink)
+                made |= {name: made[name][..., 0] for name in ("lse", "dlse") if name in made}
+                self._backward(call, made, gradients, deterministic)
+
+            self._in_turns(inputs | rows, got, back, computed, compute_heads)
+            if own.dbias is not None and not self._bias_travels:
+                self._add(own.dbias, theirs.dbias, axis=-3)
+            if own.dsink is not None:
+                self._add(own.dsink, theirs.dsink, axis=-1)
+
+    def _backward(
+        self, call: Call, rows: dict[str, Array], gradients: Gradients, deterministic: bool
+    ) -> None:
+        """Compute the gradients of a call with the group's positions."""
+        if self._same.size == 1:
+            do, out, lse, dlse = (rows.get(name) for name in ("do", "out", "lse", "dlse"))
+            assert do is not None
+            assert out is not None
+            assert lse is not None
+            backend = self._place.backend
+            backend.backward_piece(call, do, out, lse, dlse, gradients, deterministic)
+            return
+        made = Targets(rows, gradients, gradients)
+        compute.backward(self._of_group(call), made, deterministic, self._bias_is_shared)
 
     def _add(self, computed: Array, target: Array, axis: int) -> None:
         """Write the sum over the group of what each of its ranks has for its heads."""
@@ -312,30 +387,8 @@ class Heads:
         place.clear(total)
         mine = total
         if target.ndim >= -axis and target.shape[axis] > 1:
-            index: tuple[Any, ...] = (..., self._heads, *(slice(None),) * (-axis - 1))
+            index: tuple[Any, ...] = (..., self._heads(self._own), *(slice(None),) * (-axis - 1))
             mine = total[index]
         place.store(computed, mine)
         add_over_ranks(self._group, place, total, self._rank.timeout)
         place.store(total, target)
-
-
-class _Parcel:
-    """Memory for one message.
-
-    Attributes
-    ----------
-    content : array of uint8
-        The message.
-    arrays : dict of str to array
-        The same bytes as arrays; those with large elements come first.
-    """
-
-    def __init__(self, place: Place, specs: Mapping[str, Spec]) -> None:
-        names = sorted(specs, key=lambda name: -specs[name][1].itemsize)
-        sizes = [math.prod(specs[name][0]) * specs[name][1].itemsize for name in names]
-        self.content = place.empty((sum(sizes),), np.dtype(np.uint8))
-        self.arrays: dict[str, Array] = {}
-        begin = 0
-        for name, size in zip(names, sizes, strict=True):
-            self.arrays[name] = viewed(self.content, begin, *specs[name])
-            begin += size

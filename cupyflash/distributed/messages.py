@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -98,6 +99,18 @@ def viewed(content: Array, begin: int, shape: tuple[int, ...], dtype: np.dtype[A
     size = math.prod(shape) * dtype.itemsize
     own: Array = content[begin : begin + size].view(dtype).reshape(shape)
     return own
+
+
+_ALIGNED = 256  # bytes at whose multiples arrays begin
+
+
+def together(place: Place, specs: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
+    """Return uninitialised arrays of some shapes and dtypes, whose memory is asked for once."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+    steps = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    content = place.empty((sum(steps),), np.dtype(np.uint8))
+    begins = itertools.accumulate(steps, initial=0)
+    return [viewed(content, begin, *spec) for begin, spec in zip(begins, specs, strict=False)]
 
 
 def joined(

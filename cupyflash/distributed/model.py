@@ -17,6 +17,7 @@ import numpy as np
 from ..problem.call import Array, Call
 from .proofs import Proofs
 from .rounds import Scheme, ranks_of_a_node, rounds_of
+from .turns import shares, turns
 
 MESSAGE = 15e-6  # seconds of a short message: measured between two H100 by NCCL
 
@@ -34,26 +35,31 @@ class Machine:
     link, network : float
         Bytes per second that a rank sends and, at the same time, receives: within a node, and
         between nodes.
+    piece : tuple of 2 float
+        Seconds that each piece of a call takes besides, in the forward and in the backward: the
+        last blocks of a kernel leave SMs idle, and small kernels run before and after it.
     """
 
     flops: float
     memory: float
     link: float
     network: float
+    piece: tuple[float, float] = (0.0, 0.0)
 
 
 REACHED = 0.627  # of the peak: causal forward in 16-bit types with 64k positions, on an H100
 LINKS = {"H100-SXM": 266e9, "H200": 266e9}  # NVLink as NCCL uses it, both directions at once
+PIECE = 20e-6, 60e-6  # measured on H200s, of causal calls of 16,384 positions over two
 NETWORK = 45e9  # a card of 400 Gbit/s for each GPU
 
 
 def machine_of(device: str, peak: float, bandwidth: float) -> Machine | None:
     """Return what GPUs of a name can do; None if it is not known how fast they send."""
     link = LINKS.get(device)
-    return None if link is None else Machine(REACHED * peak, bandwidth, link, NETWORK)
+    return None if link is None else Machine(REACHED * peak, bandwidth, link, NETWORK, PIECE)
 
 
-H100 = Machine(REACHED * 989.4e12, 3.35e12, LINKS["H100-SXM"], NETWORK)
+H100 = Machine(REACHED * 989.4e12, 3.35e12, LINKS["H100-SXM"], NETWORK, PIECE)
 
 
 class Traffic:
@@ -115,10 +121,12 @@ class Model:
         self, call: Call, proofs: Proofs, nodes: Sequence[int], machine: Machine, backward: bool
     ) -> None:
         problem = call.problem
+        self._call = call
         self._proofs, self._machine, self._backward = proofs, machine, backward
         self._size, self._nodes = proofs.size, np.asarray(nodes)
         self._item, self._wide = problem.dtype.itemsize, problem.accumulator.itemsize
         self._heads_kv = problem.heads_kv
+        self._piece = machine.piece[backward]  # seconds
         batch = 1 if problem.packed else problem.batch
         d, d_v = problem.d, problem.d_v
         each = 2 * (3 * d + 2 * d_v) if backward else 2 * (d + d_v)
@@ -136,10 +144,13 @@ class Model:
     def _traffic(self) -> Traffic:
         return Traffic(self._size, self._nodes, self._machine)
 
-    def _compute(self, proofs: Proofs, owners: Array, users: Array, at_once: bool = False) -> Array:
+    def _compute(
+        self, proofs: Proofs, owners: Array, users: Array, at_once: bool = False, pieces: int = 1
+    ) -> Array:
         """Return the seconds that each rank computes with the keys of some others.
 
-        `at_once` says that one kernel takes the keys of all of them.
+        `at_once` says that one kernel takes the keys of all of them; else there are so many
+        `pieces` of those of each.
         """
         at, size = (owners, users), proofs.size
         pairs = np.bincount(users, proofs.work[at], size)
@@ -152,7 +163,9 @@ class Model:
         if self._backward:  # gradients are written, and added to the sums
             keys = np.bincount(users, proofs.keys[at], size)
             moved = 2 * moved + 4 * keys * self.kv
-        result: Array = pairs * self._of_pair + moved * self._wide / self._machine.memory
+        count = np.minimum(np.bincount(users[some], minlength=size), 1 if at_once else size)
+        seconds = pairs * self._of_pair + moved * self._wide / self._machine.memory
+        result: Array = seconds + count * pieces * self._piece
         return result
 
     def seconds(self, scheme: Scheme, group: int) -> float:
@@ -160,19 +173,35 @@ class Model:
 
         `group` is how many ranks in a row divide the heads among them.
         """
-        share = np.diff(self._heads_kv * np.arange(group + 1) // group) / max(self._heads_kv, 1)
+        of_ranks = shares(self._heads_kv, group)
+        share = self._part(of_ranks)
         begin = np.zeros(self._size)
-        if scheme in ("heads", "heads x rounds"):
-            begin = self._travel(begin, share, there=True)
         if scheme == "heads":
-            begin = begin + self._proofs.work.sum() * self._of_pair * share
+            begin = self._by_heads(begin, of_ranks)
+        elif scheme == "heads x rounds":
+            begin = self._rounds(self._travel(begin, share, there=True), scheme, share)
+            begin = self._travel(begin, share, there=False)
         elif scheme == "nodes":
             begin = self._by_nodes(begin)
         else:
             begin = self._rounds(begin, scheme, share)
-        if scheme in ("heads", "heads x rounds"):
-            begin = self._travel(begin, share, there=False)
         return float(begin.max(initial=0))
+
+    def _part(self, heads: list[range]) -> Array:
+        """Return which part of the heads some of them are, for each rank of a group."""
+        return np.array([len(x) for x in heads]) / max(self._heads_kv, 1)
+
+    def _by_heads(self, begin: Array, of_ranks: list[range]) -> Array:
+        """Return when each rank is done if it computes some heads, in turns."""
+        parts = list(map(self._part, turns(self._call, of_ranks)))
+        begin = moving = self._travel(begin, parts[0], there=True)
+        busy = self._proofs.work.sum() * self._of_pair * self._part(of_ranks)
+        for part in parts[1:]:  # meanwhile
+            moving = self._travel(moving, part, there=True)
+        for part in parts[:-1]:
+            moving = self._travel(moving, part, there=False)
+        begin = np.maximum(begin + busy + len(parts) * self._piece, moving)
+        return self._travel(begin, parts[-1], there=False)
 
     def _rounds(self, begin: Array, scheme: Scheme, share: Array) -> Array:
         """Return when each rank is done with all keys, of which it computes a share of the heads.
@@ -202,7 +231,8 @@ class Model:
                 add(traffic, owners, users, keys[owners, users] * self._item)
             if self._backward and n > 1:
                 returned(traffic, n - 1)
-            busy = self._compute(proofs, *step)[:, None] * share
+            pieces = 2 if n == 0 and len(steps) > 1 else 1  # own keys, at first and at last
+            busy = self._compute(proofs, step[0], step[1], pieces=pieces)[:, None] * share
             begin = np.maximum(begin + busy.reshape(-1), traffic.done(begin))
         if self._backward and len(steps) > 1:
             traffic = self._traffic()

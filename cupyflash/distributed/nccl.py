@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.cuda_device import current, quick_stream
-from ..arrays.device_arrays import address, is_device_array
+from ..arrays.device_arrays import is_device_array
 from ..errors import DistributedError
 from .communication import Communicator, Message, Transfer
 from .faults import absent
-from .peers import Peers, connect
+from .peers import Peers, Span, connect, spans
 
 _PAUSE = 2e-3  # seconds between two looks at what is under way
 _IDLE = 1.0  # seconds without anything under way, after which the thread ends
@@ -97,6 +97,10 @@ class Nccl:
         if not any(is_device_array(array) for _, array in (*sends, *receives)):
             with self._speaking:
                 return self._host.exchange(sends, receives)
+        return self.exchange_spans(spans(sends), spans(receives))
+
+    def exchange_spans(self, sends: Sequence[Span], receives: Sequence[Span]) -> Transfer:
+        """Start to send and to receive what lies at some addresses of the device."""
         self.check()
         assert self._comm is not None
         with current(self._device):
@@ -114,23 +118,21 @@ class Nccl:
                 far = [[x for x in each if x[0] not in peers] for each in (sends, receives)]
                 copied = peers.exchange(begin, *near) if any(near) else begin
                 arrived = self._by_nccl(copied, *far) if any(far) else copied
-        return _Transfer(self, arrived, sorted({rank for rank, _ in (*sends, *receives)}))
+        return _Transfer(self, arrived, sorted({x[0] for x in (*sends, *receives)}))
 
-    def _by_nccl(self, begin: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+    def _by_nccl(self, begin: Any, sends: Sequence[Span], receives: Sequence[Span]) -> Any:
         """Start to send and to receive by NCCL behind an event; return one behind all that."""
         comm, nccl, stream = self._comm, self._nccl, self._stream
         assert comm is not None
         stream.wait_event(begin)
         nccl.groupStart()
         try:
-            for rank, array in sends:
-                if array.size:
-                    place = address(array)
-                    comm.send(place, array.size, nccl.NCCL_UINT8, rank, stream.ptr)
-            for rank, array in receives:
-                if array.size:
-                    place = address(array)
-                    comm.recv(place, array.size, nccl.NCCL_UINT8, rank, stream.ptr)
+            for rank, place, size in sends:
+                if size:
+                    comm.send(place, size, nccl.NCCL_UINT8, rank, stream.ptr)
+            for rank, place, size in receives:
+                if size:
+                    comm.recv(place, size, nccl.NCCL_UINT8, rank, stream.ptr)
         finally:
             nccl.groupEnd()
         return self._event(stream)

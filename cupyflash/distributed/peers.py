@@ -28,6 +28,8 @@ SLOTS = 4  # for each peer, so that neither side waits for the other one's count
 _COUNTERS = 256  # bytes in front of the slots: two counters, and what aligns the slots
 _ARRIVED, _TAKEN = 0, 128  # where the counters are
 _BOX = _COUNTERS + SLOTS * SLOT  # bytes for one peer
+Span = tuple[int, int, int]  # a rank, and the address and the number of bytes for it, or from it
+
 BLOCK = 64 * 2**10  # bytes in a row from which on rows of an array are sent from where they are
 _RELEASE = 2**30  # added to counters when a communicator ends: everything waits for less
 _PATIENCE = 2.0  # seconds in which all that waits has to be over in the end
@@ -54,7 +56,10 @@ class _Stream:
         self._attributes = [attributes]
 
     def copy(self, parts: Sequence[_Part], place: int, leaves: bool) -> None:
-        """Copy parts to one place in a row, or from there."""
+        """Copy parts to one place in a row, or from there.
+
+        The driver refuses a part that lies in two pieces of memory, though they adjoin.
+        """
         there = [self._place(place + part.at) for part in parts]
         here = [self._place(part.place) for part in parts]
         sizes = [part.size for part in parts]
@@ -129,7 +134,7 @@ class Peers:
         self, device: int, boxes: dict[int, tuple[int, int]], let_go: Callable[[], None]
     ) -> None:
         self._device = device
-        self._peers = {rank: _Peer(*both) for rank, both in boxes.items()}
+        self._peers = {rank: _Peer(*box) for rank, box in boxes.items()}
         with current(device):
             self._out, self._in, self._rescue = (_Stream() for _ in range(3))
         ending = weakref.finalize(
@@ -140,7 +145,7 @@ class Peers:
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
 
-    def exchange(self, begin: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+    def exchange(self, begin: Any, sends: Sequence[Span], receives: Sequence[Span]) -> Any:
         """Start to send and to receive behind an event; return one behind all that.
 
         Messages to one rank are one row of bytes. Chunks are asked for in turns, all first ones at
@@ -193,23 +198,27 @@ def in_blocks(array: Any) -> bool:
     return bool(array.strides[-2:] == steps and rows * columns * array.itemsize >= BLOCK)
 
 
-def _chunks(messages: Sequence[Message]) -> Iterator[list[tuple[int, list[_Part]]]]:
+def _chunks(spans: Sequence[Span]) -> Iterator[list[tuple[int, list[_Part]]]]:
     """Yield the first chunks for all ranks, then the second ones, and so on."""
     of_ranks: dict[int, list[list[_Part]]] = {}
     room: dict[int, int] = {}  # in a rank's last chunk
-    for rank, array in messages:
+    for rank, place, size in spans:
         chunks = of_ranks.setdefault(rank, [])
-        for place, size in _blocks(array):
-            done = 0
-            while done < size:
-                if not room.get(rank):
-                    chunks.append([])
-                    room[rank] = SLOT
-                some = min(size - done, room[rank])
-                chunks[-1].append(_Part(place + done, SLOT - room[rank], some))
-                done, room[rank] = done + some, room[rank] - some
+        done = 0
+        while done < size:
+            if not room.get(rank):
+                chunks.append([])
+                room[rank] = SLOT
+            some = min(size - done, room[rank])
+            chunks[-1].append(_Part(place + done, SLOT - room[rank], some))
+            done, room[rank] = done + some, room[rank] - some
     for several in itertools.zip_longest(*of_ranks.values()):
         yield [(rank, x) for rank, x in zip(of_ranks, several, strict=True) if x is not None]
+
+
+def spans(messages: Sequence[Message]) -> list[Span]:
+    """Return what messages consist of, each in C order."""
+    return [(rank, *block) for rank, array in messages for block in _blocks(array)]
 
 
 def _blocks(array: Any) -> list[tuple[int, int]]:
@@ -242,24 +251,44 @@ def connect(ranks: Communicator, device: int, timeout: float, copies: bool = Tru
     mates = [x for x in range(ranks.size) if ranks.nodes[x] == ranks.nodes[ranks.rank]]
     place, offer = _offer(device, len(mates) - 1 if copies else 0)
     offers = [json.loads(x) for x in ranks.tell(json.dumps(offer).encode(), timeout)]
-    opened = {}
-    for rank in mates:
-        if place and rank != ranks.rank and (there := _opened(offers[rank], device)):
-            opened[rank] = there
-    reached = [json.loads(x) for x in ranks.tell(json.dumps(sorted(opened)).encode(), timeout)]
-    mutual = [rank for rank in opened if ranks.rank in reached[rank]]
-    foreign = [x for rank, x in opened.items() if offers[rank]["process"] != _process()]
-    if not mutual:
-        _let_go(device, place, foreign)
-        return None
 
     def box(whole: int, owner: int, other: int) -> int:
         return whole + (mates.index(other) - (other > owner)) * _BOX
 
+    opened = {}
+    foreign = []
+    for rank in mates:
+        if not place or rank == ranks.rank or not (there := _opened(offers[rank], device)):
+            continue
+        foreign.append(there)
+        if _reaches(device, box(place, ranks.rank, rank), box(there, rank, ranks.rank)):
+            opened[rank] = there
+    reached = [json.loads(x) for x in ranks.tell(json.dumps(sorted(opened)).encode(), timeout)]
+    mutual = [rank for rank in opened if ranks.rank in reached[rank]]
+    if not mutual:
+        _let_go(device, place, foreign)
+        return None
     boxes = {
         rank: (box(place, ranks.rank, rank), box(opened[rank], rank, ranks.rank)) for rank in mutual
     }
     return Peers(device, boxes, lambda: _let_go(device, place, foreign))
+
+
+def _reaches(device: int, own: int, there: int) -> bool:
+    """Return whether the driver copies from a box here to one of a peer, and counts there.
+
+    Nobody uses them yet: a byte is copied to a slot, and counters are set to 0, as they are.
+    """
+    with current(device):
+        try:
+            stream = _Stream()
+            stream.copy([_Part(own + _COUNTERS, 0, 1)], there + _COUNTERS, True)
+            for counter in (_ARRIVED, _TAKEN):
+                stream.count(there + counter, 0)
+            stream.stream.synchronize()
+        except Exception:  # noqa: BLE001, NCCL serves without it
+            return False
+    return True
 
 
 def _offer(device: int, peers: int) -> tuple[int, dict[str, Any]]:
@@ -293,36 +322,21 @@ def _try(stream: _Stream, place: int) -> None:
 
 
 def _opened(offer: dict[str, Any], device: int) -> int:
-    """Return where a peer's boxes are in this rank's address space; 0 if they cannot be reached."""
-    if "place" not in offer:
+    """Return where a peer's boxes are in this rank's address space; 0 if they cannot be reached.
+
+    Ranks of one process do not copy to each other: what one asks of the driver may wait for its
+    device, and meanwhile keep the other one from sending what that device waits for.
+    """
+    if "place" not in offer or offer["process"] == _process():
         return 0
     import cupy
 
     runtime = cupy.cuda.runtime
     try:
         with current(device):
-            if offer["process"] != _process():
-                return int(runtime.ipcOpenMemHandle(bytes.fromhex(offer["handle"])))
-            peer = offer["device"]
-            if peer != device and not runtime.deviceCanAccessPeer(device, peer):
-                return 0
-            if peer != device:
-                _enable(runtime, peer)
-            return int(offer["place"])
+            return int(runtime.ipcOpenMemHandle(bytes.fromhex(offer["handle"])))
     except runtime.CUDARuntimeError:
         return 0
-
-
-_ALREADY = 704  # cudaErrorPeerAccessAlreadyEnabled
-
-
-def _enable(runtime: Any, peer: int) -> None:
-    """Let the current device reach the memory of another one."""
-    try:
-        runtime.deviceEnablePeerAccess(peer)
-    except runtime.CUDARuntimeError as error:
-        if error.status != _ALREADY:
-            raise
 
 
 def _end(

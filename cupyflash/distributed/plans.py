@@ -104,9 +104,15 @@ def candidates(call: Call, nodes: Sequence[int], by_heads: bool = True) -> list[
     return found
 
 
-def cheapest(call: Call, proofs: Proofs, nodes: Sequence[int], by_heads: bool = True) -> Scheme:
-    """Return the scheme that takes the least time for the forward, by the model of H100s."""
-    model = Model(call, proofs, nodes, H100, backward=False)
+def cheapest(
+    call: Call,
+    proofs: Proofs,
+    nodes: Sequence[int],
+    by_heads: bool = True,
+    backward: bool = False,
+) -> Scheme:
+    """Return the scheme that takes the least time, by the model of H100s."""
+    model = Model(call, proofs, nodes, H100, backward)
     return min(
         candidates(call, nodes, by_heads),
         key=lambda scheme: model.seconds(scheme, group_size(call, scheme, nodes)),
@@ -121,6 +127,7 @@ def plan(
     nodes: Sequence[int],
     by_heads: bool = True,
     copies: bool = False,
+    backward: bool = False,
 ) -> Plan:
     """Return the plan of this rank, whose peers are on these nodes.
 
@@ -139,18 +146,19 @@ def plan(
         _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
     expr, arrays = (None, ()) if call.mask is None else call.mask.structure
     if arrays or not by_heads:
-        return _made(call, layout, layout_k, scheme, nodes, by_heads, copies)
+        return _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
     problem = call.problem
     sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
     facts = problem.lead, problem.heads, problem.heads_kv, sizes, bool(problem.dropout)
     options = None if call.score_mod is None else call.score_mod.structure[0], call.sink is None
     bias = None if call.bias is None else call.bias.shape[-1:]
-    key = expr, facts, options, bias, _offsets(problem), scheme, tuple(nodes), copies
+    how = scheme, tuple(nodes), copies, backward and scheme == "auto"
+    key = expr, facts, options, bias, _offsets(problem), how
     known = layout.remembered.get(key)
     if known is None or known[0] is not layout_k:
         while len(layout.remembered) >= MOST_REMEMBERED:
             del layout.remembered[next(iter(layout.remembered))]
-        known = layout_k, _made(call, layout, layout_k, scheme, nodes, by_heads, copies)
+        known = layout_k, _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
         layout.remembered[key] = known
     made: Plan = known[1]
     return made
@@ -176,11 +184,12 @@ def _made(
     nodes: Sequence[int],
     by_heads: bool,
     copies: bool,
+    backward: bool,
 ) -> Plan:
     proofs: Proofs | None = None
     if scheme == "auto":
         proofs = Proofs(call, layout, layout_k)
-        scheme = cheapest(call, proofs, nodes, by_heads)
+        scheme = cheapest(call, proofs, nodes, by_heads, backward)
     group = group_size(call, scheme, nodes)
     if scheme == "heads":
         return Plan(scheme, [], group)

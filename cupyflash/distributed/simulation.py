@@ -11,12 +11,12 @@ import numpy as np
 from ..expr.interval import EMPTY
 from ..pieces.schedule import classes
 from ..problem.call import Array, Call
-from .heads import shares
 from .layouts import BLOCK, Layout, cheapest_layout
 from .model import Machine, Model
 from .plans import BY_HEADS, candidates, cheapest, group_size
 from .proofs import Proofs
 from .rounds import Scheme, ranks_of_a_node, rounds_of
+from .turns import shares
 
 MOST_BLOCKS = 2**26  # pairs of blocks that are examined
 
@@ -98,7 +98,7 @@ def simulate(
     proofs = Proofs(call, layout, keys_of)
     of_ranks = [rank * nodes // ranks for rank in range(ranks)]
     known = candidates(call, of_ranks)
-    scheme = cheapest(call, proofs, of_ranks)
+    scheme = cheapest(call, proofs, of_ranks, backward=backward)
     one_rank, seconds = None, {}
     if machine is not None:
         model = Model(call, proofs, of_ranks, machine, backward)

@@ -115,6 +115,8 @@ class Distributed:
         self._bias_is_shared = False
         self._reads_parts = reads_parts(options)
         self._bounded: Call | None = None  # for proofs, if look-ups are divided
+        self._is_backward = False
+        self._plans: dict[bool, Plan] = {}
         self.facts: Facts = {}
 
     @property
@@ -160,12 +162,16 @@ class Distributed:
                     f"the layout gives to rank {each.rank}. layout.take(whole array) returns them."
                 )
 
-    @functools.cached_property
+    @property
     def plan(self) -> Plan:
-        """The scheme, and what this rank sends, receives and computes."""
-        call = self.call if self._bounded is None else self._bounded
-        scheme, nodes = self._ranks.scheme, self.comm.nodes
-        return plan(call, *self.layouts, scheme, nodes, not self._reads_parts, self._copies)
+        """The scheme, and what this rank sends, receives and computes: of what began last."""
+        known = self._plans.get(self._is_backward)
+        if known is None:
+            call = self.call if self._bounded is None else self._bounded
+            scheme, nodes = self._ranks.scheme, self.comm.nodes
+            how = not self._reads_parts, self._copies, self._is_backward
+            known = self._plans[self._is_backward] = plan(call, *self.layouts, scheme, nodes, *how)
+        return known
 
     @property
     def _copies(self) -> bool:
@@ -225,11 +231,12 @@ class Distributed:
         """Whether the rows of the bias are one for all ranks, after `begin`."""
         return self._bias_is_shared
 
-    def begin(self, name: str, prepare: Callable[[], T], more: dict[str, Any]) -> T:
+    def begin(self, name: str, prepare: Callable[[], T], more: dict[str, Any], backward: bool) -> T:
         """Return what `prepare` returns, if every rank is ready for the same call.
 
         `more` are options that have to be the same on every rank.
         """
+        self._is_backward = backward
         self.comm.check()
         facts: dict[str, str] = {}
         error: Exception | None = None
@@ -345,7 +352,7 @@ def _forward(
     with request.running():
         if again is not None and (results := again.results()) is not None:
             return results[0], results[1]
-        made = request.begin(request.name, prepare, {})
+        made = request.begin(request.name, prepare, {}, backward=False)
         with _recording(again, made.shown) as tape:
             if request.plan.scheme in BY_HEADS:
                 request.heads(tape).forward(made.out, made.lse)
@@ -400,7 +407,7 @@ def backward(
         if again is not None and (results := again.results()) is not None:
             return Gradients(*results)
         more = {"deterministic": bool(deterministic), "dlse": "None" if dlse is None else "given"}
-        made = request.begin(name, prepare, more)
+        made = request.begin(name, prepare, more, backward=True)
         with _recording(again, made.shown) as tape:
             if request.plan.scheme in BY_HEADS:
                 request.heads(tape).backward(made, bool(deterministic))

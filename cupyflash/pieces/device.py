@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays import cuda_device, device_arrays
+from ..arrays import copies, cuda_device, device_arrays
 from ..arrays.device_arrays import is_device_array
 from ..arrays.transfers import Transfers
 from ..backends.backend import Backend
@@ -148,6 +148,11 @@ class Device:
                 with cuda_device.current(self._device):
                     device_arrays.convert(computed, rounded)
             self._transfers.download(rounded, to)
+
+    def store_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Write arrays in device memory to other ones there."""
+        with cuda_device.current(self._device):
+            copies.copy_all(pairs)
 
     def store_sum(self, summands: Sequence[Array], to: Array) -> None:
         """Write the sum of arrays in device memory to another one there, rounded."""

@@ -56,6 +56,10 @@ class Place(Protocol):
         """Write what was computed at this place, or summed by `add`, to an array, rounded."""
         ...
 
+    def store_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Write the first array of each pair to the second one; all are at this place."""
+        ...
+
     def store_sum(self, summands: Sequence[Array], to: Array) -> None:
         """Write the sum of arrays, added in their order, to another one, rounded.
 
@@ -131,6 +135,11 @@ class Host:
         """Write an array to another one, rounded."""
         with np.errstate(all="ignore"):
             to[...] = computed.astype(to.dtype, copy=False)
+
+    def store_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Write arrays to other ones."""
+        for computed, to in pairs:
+            self.store(computed, to)
 
     def store_sum(self, summands: Sequence[Array], to: Array) -> None:
         """Write the sum of arrays to another one, rounded."""

@@ -13,8 +13,8 @@ import cupyflash
 from cupyflash import distributed, masks, scores
 from cupyflash.backends.cpu import Cpu
 from cupyflash.distributed import DistributedError, plans
-from cupyflash.distributed.heads import shares
 from cupyflash.distributed.model import Model
+from cupyflash.distributed.turns import shares
 from cupyflash.problem import validate
 
 OFFSETS = [0, 30, 30, 41, 90], [0, 20, 33, 40, 77]

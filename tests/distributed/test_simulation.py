@@ -15,7 +15,7 @@ import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks
 from cupyflash.commands.explain import seconds
 from cupyflash.commands.main import main
-from cupyflash.distributed import model, simulation
+from cupyflash.distributed import model, simulation, turns
 from cupyflash.distributed.model import H100, Machine, Model
 from cupyflash.distributed.proofs import Proofs
 from cupyflash.explanation.works import fake_array
@@ -41,7 +41,7 @@ def said(mask, ranks, backward, scheme, nodes=1):
     )
     call = validate.call(q, k, v, Options(mask=mask))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "cheapest", lambda *_: scheme)
+        patch.setattr(simulation, "cheapest", lambda *_, **__: scheme)
         return simulation.simulate(call, ranks, nodes, backward, H100)
 
 
@@ -187,10 +187,26 @@ def test_messages_and_partial_results_take_time(monkeypatch):
     nothing = Machine(1e30, 1e30, 1e30, 1e30)
     assert modelled(nothing).seconds("rounds", 1) == pytest.approx(3 * model.MESSAGE)
     assert modelled(nothing).seconds("gather", 1) == pytest.approx(model.MESSAGE)
-    assert modelled(nothing).seconds("heads", 4) == pytest.approx(2 * model.MESSAGE)
+    monkeypatch.setattr(turns, "TILES", 256)
+    # There and back, of one head in each of two turns, or at once.
+    assert modelled(nothing).seconds("heads", 4) == pytest.approx(4 * model.MESSAGE)
+    assert modelled(nothing, ranks=8).seconds("heads", 8) == pytest.approx(2 * model.MESSAGE)
     monkeypatch.setattr(model, "MESSAGE", 0.0)
     memory = modelled(replace(nothing, memory=1e9))
     assert memory.seconds("rounds", 1) == pytest.approx(4 * 2 * 4 * 8 * 128 * 2**13 / 1e9)
+    # Own keys are two pieces, those of each round one, and a turn of heads is one, too.
+    for machine, backward, piece in ((nothing, False, 1.0), (nothing, True, 10.0)):
+        lost = modelled(replace(machine, piece=(1.0, 10.0)), backward=backward)
+        assert lost.seconds("rounds", 1) == pytest.approx(5 * piece)
+        assert lost.seconds("gather", 1) == pytest.approx(5 * piece)
+        assert lost.seconds("heads", 4) == pytest.approx(2 * piece)
+    # Rows of the second turn arrive, and results of the first one return, during the computation.
+    part = 2 * 8 * 128 * 2 * 2**13
+    for flops, least in ((1e30, 2.0), (1e9, 1.0)):
+        busy = modelled(Machine(flops, 1e30, 1e9, 1e30))
+        once = 0.75 * (1.5 * part + 0.5 * part) / 1e9
+        expected = least / 2 * once + busy.one_rank / 4
+        assert busy.seconds("heads", 4) == pytest.approx(expected)
     causal = modelled(FAST, masks.causal())  # the last of four ranks has 7 of 16 pairs
     assert causal.seconds("rounds", 1) == pytest.approx(7 / 16 * causal.one_rank, rel=0.01)
 
@@ -241,8 +257,8 @@ def test_one_rank_sends_nothing():
 
 
 def test_keys_of_another_length():
-    made = cupyflash.explain((8, 1024, 64), (2, 4096, 64), device="cpu", ranks=4).over_ranks
-    assert made.moved == made.needed == 4 * 3072 * 2 * 2 * 64 * 2
+    made = cupyflash.explain((8, 1024, 64), (1, 4096, 64), device="cpu", ranks=4).over_ranks
+    assert made.moved == made.needed == 4 * 3072 * 2 * 64 * 4 // 2
 
 
 @pytest.mark.parametrize(

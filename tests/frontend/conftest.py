@@ -7,13 +7,14 @@ import sys
 import pytest
 from host_cupy import HostCupy
 
-from cupyflash.arrays import cuda_device, device_arrays
+from cupyflash.arrays import copies, cuda_device, device_arrays
 from cupyflash.gpu import driver, launch_cache
 from cupyflash.gpu import jit as compiler
 
 REMEMBERED = (
     driver.queue,
     cuda_device.of,
+    copies._kernel,
     device_arrays._converter,
     device_arrays._converter_of_rows,
 )

@@ -46,6 +46,7 @@ def cupy(install, monkeypatch):
         gc.collect()  # ranks of another CuPy
         module = install(StreamCupy(seed))
         module.held = {}
+        module.refuses = False  # what leaves
 
         def malloc(size):
             memory = np.full(size, 0xFF, np.uint8)
@@ -58,10 +59,8 @@ def cupy(install, monkeypatch):
         runtime.ipcGetMemHandle = lambda place: place.to_bytes(64, "little")
         runtime.ipcOpenMemHandle = lambda handle: int.from_bytes(handle, "little")
         runtime.ipcCloseMemHandle = lambda place: module.closed.append(place)
-        runtime.deviceCanAccessPeer = lambda one, other: module.connected
-        runtime.deviceEnablePeerAccess = lambda peer: module.enabled.append(peer)
         runtime.CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {"status": 0})
-        module.closed, module.enabled, module.connected = [], [], True
+        module.closed = []
         runtime.deviceSynchronize = lambda: None
 
         class Stream:
@@ -71,6 +70,8 @@ def cupy(install, monkeypatch):
                 self.stream = module.cuda.Stream()
 
             def copy(self, parts, place, leaves):
+                if leaves and module.refuses:
+                    raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
                 for here, at, size in parts:
                     both = (place + at, here) if leaves else (here, place + at)
                     module.enqueue(functools.partial(ctypes.memmove, *both, size), self.stream.ptr)
@@ -112,16 +113,16 @@ def exchanged(cupy, ranks, sent, come):
         begin.record(cupy.cuda.Stream(0))
         sends = [(b, x) for (a, b), several in sent.items() if a == rank for x in several]
         receives = [(a, x) for (a, b), several in come.items() if b == rank for x in several]
-        made.append(own.exchange(begin, sends, receives))
+        made.append(own.exchange(begin, peers.spans(sends), peers.spans(receives)))
     return made
 
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
-@given(st.integers(0, 2**32), st.integers(2, 4), st.booleans(), st.data())
-def test_messages_arrive_whatever_comes_first(cupy, monkeypatch, seed, size, apart, data):
+@given(st.integers(0, 2**32), st.integers(2, 4), st.data())
+def test_messages_arrive_whatever_comes_first(cupy, monkeypatch, seed, size, data):
     """Several exchanges at once, of messages that are longer than all slots, or empty."""
     module = cupy(seed)
-    ranks = connected(module, monkeypatch, size, apart)
+    ranks = connected(module, monkeypatch, size)
     rng = np.random.default_rng(seed)
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
     drawn_sizes = st.lists(st.integers(0, 40), max_size=3)
@@ -218,6 +219,27 @@ def test_ranks_that_are_not_connected_have_no_boxes(cupy, monkeypatch):
     monkeypatch.setattr(peers, "_try", lambda *_: 1 / 0)
     assert connected(module, monkeypatch) == [None, None]
     assert not module.held
+
+
+def test_ranks_of_one_process_have_no_boxes(cupy, monkeypatch):
+    module = cupy()
+    assert connected(module, monkeypatch, apart=False) == [None, None]
+    assert not module.held
+
+
+def test_a_peer_to_which_the_driver_does_not_copy_has_no_box(cupy, monkeypatch):
+    module = cupy()
+    monkeypatch.setattr(peers, "_try", lambda *_: None)
+    module.refuses = True
+    assert connected(module, monkeypatch) == [None, None]
+    assert not module.held
+    assert len(module.closed) == 2
+
+
+def test_messages_that_adjoin_stay_apart():
+    """They may be pieces of memory of their own, and no part may lie in two of them."""
+    ((first,),) = ([x for _, x in each] for each in peers._chunks([(1, 4096, 8), (1, 4104, 4)]))
+    assert first == [(4096, 0, 8), (4104, 8, 4)]
 
 
 def test_ranks_of_which_one_cannot_reach_the_other_have_no_boxes(cupy, monkeypatch):

@@ -205,7 +205,31 @@ def test_pinned_arrays_are_copied_from_where_they_are(device):
         cupy = device(pinned=pinned)
         streamed.attention(q, k, v, chunk=(ROWS, 256), device=0)
         largest.append(max(size for kind, size in cupy.copies if kind == 1))
-    assert largest == [4096, 256 * 24 * 4]  # a block, and the values of a head
+    assert largest == [4096, q.nbytes]  # a block, and all queries
+
+
+@pytest.mark.parametrize("part", [np.s_[:], np.s_[:, 1:3], np.s_[..., :24]], ids=str)
+def test_results_in_pinned_memory_arrive_where_they_belong(part, device):
+    """Without memory in between, if their rows are in a row."""
+    q, k, v, do, lse = draw()
+    out, lse = streamed.attention(q, k, v, chunk=128, return_lse=True)
+    options = {"chunk": (ROWS, 128)}
+    expected = streamed.attention_backward(do, q, k, v, out, lse, **options)
+    cupy = device(pinned=True)
+    asked, alloc = [], cupy.cuda.alloc_pinned_memory
+    cupy.cuda.alloc_pinned_memory = lambda size: (asked.append(size), alloc(size))[1]
+    dk, dv = (np.zeros((2, 4, KEYS, 48), np.float32)[part] for _ in "kv")
+    dk, dv = dk[:, :2, :, :16], dv[:, :2, :, :24]
+    if part == np.s_[:, 1:3]:
+        dk, dv = (np.zeros((2, 4, *x.shape[2:]), np.float32)[part] for x in (dk, dv))
+    arrays = map(cupy.asarray, (do, q))
+    on_device = [*map(cupy.asarray, (out, lse))]
+    given = next(arrays), next(arrays), k, v, *on_device
+    made = streamed.attention_backward(*given, grads_out=(None, dk, dv), **options)
+    assert made.dk is dk
+    assert same_bits(dk, expected.dk)
+    assert same_bits(dv, expected.dv)
+    assert bool(asked) == (part != np.s_[:, 1:3])
 
 
 def test_arrays_and_numbers_of_another_device_are_refused(device):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from fake_cupy import H200
 
+from cupyflash.arrays import copies
 from cupyflash.expr.nodes import rebuild
 
 
@@ -133,6 +134,9 @@ class HostCupy(ModuleType):
                 module._kernels[self.kernel.ptr] = self
 
             def __call__(self, grid, block, args, shared_mem):
+                if self.name == "cupyflash_copy_blocks":
+                    module.copy_blocks(grid[0] * block[0], args[0])
+                    return
                 words = np.concatenate([argument.view(np.uint64) for argument in args])
                 stream = module.current_stream().ptr
                 how = self.name, False, grid[0], block[0], shared_mem, stream, words
@@ -206,6 +210,22 @@ class HostCupy(ModuleType):
 
     def alloc(self, size):
         return MemoryPointer(_aligned(size), device_id=self.device)
+
+    def copy_blocks(self, threads, told):
+        """Copy what the kernel of `cupyflash.arrays.copies` copies."""
+        table = told.view(copies._ROW)
+        begin, unit = 0, copies.UNIT
+        assert threads * copies.UNITS >= table["end"][-1]
+        for row in table:
+            to, source, width = (int(row[name]) for name in ("to", "from", "width"))
+            assert not to % unit
+            assert not source % unit
+            pitches = unit * int(row["pitch_to"]), unit * int(row["pitch_from"])
+            count, rest = divmod(int(row["end"]) - begin, width)
+            assert not rest
+            for n in range(count):
+                ctypes.memmove(to + n * pitches[0], source + n * pitches[1], unit * width)
+            begin = int(row["end"])
 
     def current_stream(self):
         pointer = getattr(self._stream, "pointer", 0)

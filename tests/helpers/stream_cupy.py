@@ -132,6 +132,10 @@ class StreamCupy(HostCupy):
         *summands, to = (x.host for x in arrays)
         self._later(lambda: _write(to, functools.reduce(np.add, summands)))
 
+    def copy_blocks(self, threads, told):
+        copied = told.copy()  # as the driver does
+        self._later(super().copy_blocks, threads, copied)
+
     def _copy_rows(self, *x):
         *where, kind, stream = x
         assert kind == 3

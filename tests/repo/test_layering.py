@@ -50,7 +50,11 @@ ORDER = [
 # The same inside of folders whose modules depend on each other one way, too. Modules of the other
 # folders may import each other.
 INSIDE = {
-    "arrays": [["cuda_device", "dtypes", "tape"], ["device_arrays"], ["interop", "transfers"]],
+    "arrays": [
+        ["cuda_device", "dtypes", "tape"],
+        ["device_arrays"],
+        ["copies", "interop", "transfers"],
+    ],
     "problem": [
         ["formats", "options"],
         ["call"],
@@ -66,10 +70,10 @@ INSIDE = {
         ["append"],
     ],
     "distributed": [
-        ["communication", "faults", "runs"],
+        ["communication", "faults", "runs", "turns"],
         ["peers"],
         ["layouts", "messages", "mpi", "nccl", "threads"],
-        ["agreement", "connect", "proofs", "sums", "tasks"],
+        ["agreement", "connect", "proofs", "sums", "tasks", "travel"],
         ["again", "rounds", "sharded"],
         ["model"],
         ["plans"],
@@ -110,6 +114,7 @@ REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_na
 
 # CuPy stays behind these, and even they import it only when one of their functions is called.
 USERS_OF_CUPY = [
+    "cupyflash.arrays.copies",
     "cupyflash.arrays.cuda_device",
     "cupyflash.arrays.device_arrays",
     "cupyflash.arrays.transfers",
