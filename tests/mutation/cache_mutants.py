@@ -81,8 +81,15 @@ ON_A_GPU = {
     ),
     "the page before": Fault(
         CACHE,
-        "number * p.table_step)",
-        "(number > 0 ? number - 1 : 0) * p.table_step)",
+        "number * p.table_step;",
+        "(number > 0 ? number - 1 : 0) * p.table_step;",
+        DECODED + "pages_change_no_bit",
+        "simt and 3",
+    ),
+    "sizes of pages are taken for powers of two": Fault(
+        CACHE,
+        "const bool shifts = (size & (size - 1)) == 0;",
+        "const bool shifts = true;",
         DECODED + "pages_change_no_bit",
         "simt and 3",
     ),
