@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import ml_dtypes
+import mpi_processes
 import numpy as np
 import pytest
 from placement import same_bits
@@ -316,14 +317,19 @@ def test_a_rank_that_gives_up_ends_the_others(two, cupy):
     assert all("rank 1 gave up" in text for text in errors.values())
 
 
-def test_the_example_runs_with_a_gpu_for_each_rank(cupy):
-    """As `mpirun -n 2 python -m mpi4py examples/ring.py --gpus` does, but with threads."""
+@pytest.mark.parametrize("how", ["threads", "processes"])
+def test_the_example_runs_with_a_gpu_for_each_rank(how, cupy):
+    """The example fails if results differ. Only GPUs of different processes copy to each other."""
     count = cupy.cuda.runtime.getDeviceCount()
-    command = [sys.executable, "examples/ring.py", "--threads", str(count), "--gpus"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert f"4096 positions on {count} ranks" in done.stdout
-    assert {"none", "causal", "window", "documents"} <= set(done.stdout.split())
+    if how == "processes":
+        printed = mpi_processes.run("examples/ring.py", "--gpus", ranks=count)
+    else:
+        command = [sys.executable, "examples/ring.py", "--threads", str(count), "--gpus"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    assert f"4096 positions on {count} ranks" in printed
+    assert {"none", "causal", "window", "documents"} <= set(printed.split())
 
 
 LONG = 1024  # positions of 16 heads: tiles that share a grid with messages are many
