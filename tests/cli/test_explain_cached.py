@@ -187,6 +187,33 @@ def test_codes_move_their_bytes_and_scales(kv_dtype, row):
     assert made.main.name == "decode_sm80"
 
 
+@pytest.mark.parametrize(
+    ("keys", "more", "decode", "join"),
+    [
+        (4096, {}, (4, 3), 8),  # 512 leaves, of which 132 SMs may have 4 each
+        (4096, {"page": 16}, (4, 2), 8),
+        (4096, {"page": 1}, (4, 2), 8),
+        (4224, {"page": 1}, (4, 2), 8),
+        (4225, {}, (8, 3), 16),
+        (4225, {"page": 16}, (8, 3), 16),
+        (4096, {"device": "A100-80GB"}, (4, 3), 16),  # its grids do not overlap
+    ],
+)
+def test_short_caches_have_small_blocks(keys, more, decode, join):
+    q, k = (1, 32, 1, 128), (1, 8, keys, 128)
+    found = explain(q, k, dtype="bfloat16", lengths=keys, **({"device": "H100"} | more))
+    assert [x.name for x in found.kernels] == ["decode_sm80", "decode_combine"]
+    assert (found.kernels[0].warps, found.kernels[0].stages) == decode
+    assert found.kernels[1].warps == join
+
+
+def test_the_join_of_compressed_keys_has_large_blocks():
+    k, v = (1, 1, 4096, 576), (1, 1, 4096, 512)
+    found = explain((1, 128, 1, 576), k, v, dtype="bfloat16", lengths=4096, device="H100")
+    assert found.kernels[-1].name == "decode_combine"
+    assert found.kernels[-1].warps == 16
+
+
 @pytest.mark.parametrize("device", ["cpu", "H200"])
 def test_shared_positions_are_in_memory_once(device):
     made = explain(lengths=LENGTHS, shared=700, device=device, dtype="float32")

@@ -92,7 +92,7 @@ def test_who_begins_beside_shared_keys_waits_for_them_at_its_end():
 
 def test_a_cursor_that_begins_early_waits_before_it_writes():
     text = source.read("decode/cursor.cuh")
-    body = text[text.index("void begin_early(") : text.index("Leaf next() {")]
+    body = text[text.index("bool begin_early(") : text.index("Leaf next() {")]
     assert body.count("ptx::wait_for_grids();") == 2  # at once, or behind the first unit
     assert body.rindex("ptx::wait_for_grids();") < body.index("keep_record();")
 

@@ -7,7 +7,7 @@ import numpy as np
 from ...arrays.dtypes import FLOATS
 from . import decode, grid
 from .simt import LARGEST_HEAD, LARGEST_HEAD_OF_CACHE
-from .sm80 import CAPABILITY, HALVES
+from .sm80 import CAPABILITY, DECODE_ROWS, HALVES
 from .spec import KernelSpec, Request, Tiles
 
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
@@ -18,7 +18,7 @@ SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 # Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.
 NODES, SHARED_MEMORY, FEW_NODES, ROWS_OF_SM = 64, 48 << 10, 8, 6
-BESIDE = 256  # threads of it that share an SM with a block of few warps
+BESIDE = 256  # threads of it that share an SM with a block of decode_sm80.cu of few warps
 SHARED_BY_MANY = 17 << 10  # bytes for a row of tasks with many rows, each of which has a block
 WARP_ROW = 512  # bytes of o that a warp folds at once
 _METHOD = "sums in {accumulator}"
@@ -47,7 +47,8 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
     many = request.blocks[0] >= decode.ROWS_OF_BLOCK
     nodes = min(NODES, (SHARED_BY_MANY if many else SHARED_MEMORY) // row)
     threads = 512 if rows <= at_once else 128
-    if decode.has_few_leaves(problem, request.blocks[0], request.device):
+    small = request.blocks[0] == DECODE_ROWS
+    if small and decode.has_few_leaves(problem, DECODE_ROWS, request.device):
         threads = min(threads, BESIDE)
     return Tiles(request.blocks[0], 0, threads, nodes * row)
 
