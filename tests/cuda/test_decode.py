@@ -312,10 +312,13 @@ def test_large_nodes(dtype, blocks):
 @pytest.mark.thorough("many keys; fewer nodes are quick")
 @BOTH
 def test_more_nodes_than_have_room_in_shared_memory(dtype, blocks):
-    """Their kernel keeps 64 nodes of 512 keys there, and others where their units were."""
-    q, k, v = draw(dtype, (1, 1, 1, 8), (1, 1, 33_000, 8), (1, 1, 33_000, 8), seed=17)
+    """Their kernel keeps 64 nodes of 512 keys there, and others where their units were.
+
+    The last node of the first head has one unit, and those of the second head follow it.
+    """
+    q, k, v = draw(dtype, (1, 2, 1, 8), (1, 2, 32_800, 8), (1, 2, 32_800, 8), seed=17)
     blocks = dataclasses.replace(blocks, multiprocessors=60)
-    for lengths in ([32_768], [33_000]):
+    for lengths in ([32_768], [32_800]):
         within_the_bound(blocks, q, k, v, lengths, *run(q, k, v, lengths[0], blocks))
 
 

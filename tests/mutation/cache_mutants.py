@@ -215,8 +215,8 @@ ON_A_GPU = {
         JOIN,
         "units.slot + matmul::larger(child - units.first_node, 0)",
         "units.slot + matmul::larger(child - units.first_node, 0) + (level > own)",
-        GRID,
-        "simt and 40",
+        DECODED + "more_nodes_than_have_room_in_shared_memory",
+        "simt",
     ),
     "shared memory for one node less": Fault(
         JOIN,

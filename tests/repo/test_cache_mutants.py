@@ -58,6 +58,29 @@ def test_a_fault_changes_one_place(name):
     assert f"def {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def collected():
+    """Return the names of all tests in the files of the tests that find faults."""
+    files = sorted(
+        {str(ROOT / "tests" / fault.test.partition("::")[0]) for fault in FAULTS.values()}
+    )
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-m", ""]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *files],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_a_test(name, collected):
+    """`only` selects some: without any, a fault would not be tried."""
+    fault = FAULTS[name]
+    words = fault.only.lower().split(" and ") if fault.only else []
+    own = [x for x in collected if fault.test in x]
+    assert any(all(word in x.lower() for word in words) for x in own)
+
+
 @pytest.mark.thorough("mutants of every kernel; that they exist is quick")
 @pytest.mark.parametrize("name", TRIED)
 def test_a_fault_is_found(name, tmp_path):
