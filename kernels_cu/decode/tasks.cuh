@@ -17,7 +17,7 @@ constexpr int LEAF = 64, LOG_LEAF = 6, LOG_CHILDREN = 3, CHILDREN = 1 << LOG_CHI
 constexpr int MOST_ROWS = BLOCK_Q;
 constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
-constexpr int FEW_WARPS = 4;  // of a block where there is little work
+constexpr int FEW_WARPS = 4;  // of a block if an SM has as many leaves at most
 // Units of a block that keep its warps busy enough, the part of its leaves by which a block may
 // have more than others, and most units for each block. Codes need more instructions for each byte.
 constexpr int FILL = 3, FILL_OF_CODES = 7, EVEN = 24, MOST_UNITS = 64;

@@ -449,5 +449,5 @@ def test_sizes_are_those_of_the_kernels():
     """What the host assumes of units is what the kernels choose them by."""
     text = (source.read("decode/tasks.cuh") + source.read("decode/workspace.cuh")).replace(",", ";")
     found = dict(re.findall(r"(?:constexpr int|;) (\w+) = (\d+)", text))
-    for name in ("LEAF", "FILL", "MOST_UNITS", "LEVELS"):
+    for name in ("LEAF", "FILL", "FEW_WARPS", "MOST_UNITS", "LEVELS"):
         assert int(found[name]) == getattr(decode, name)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
+from cuda_on_cpu import library
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from placement import same_bits
@@ -36,16 +35,8 @@ extern "C" void copy_blocks(unsigned grid, const Table* table) {
 @pytest.fixture(scope="session")
 def kernel(tmp_path_factory):
     """Return the kernel as a function of the host."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed, and this test compiles the kernel with it")
-    folder = tmp_path_factory.mktemp("copies")
-    file, library = folder / "copies.cpp", folder / "copies.so"
-    file.write_text(SHIM + copies.SOURCE + CALL % copies.THREADS)
-    subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", file, "-o", library], check=True
-    )
-    return ctypes.CDLL(str(library)).copy_blocks
+    text = SHIM + copies.SOURCE + CALL % copies.THREADS
+    return library(text, tmp_path_factory.mktemp("copies")).copy_blocks
 
 
 class Device(StreamCupy):

@@ -104,13 +104,22 @@ def _read_for_cpu(path: str) -> str:
     return "" if path.startswith("ptx/") else source.read(path)
 
 
+def library(text: str, folder: Path) -> ctypes.CDLL:
+    """Compile a text for the CPU, and load it."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed, and this test compiles CUDA C++ with it")
+    file, made = folder / "compiled.cpp", folder / "compiled.so"
+    file.write_text(text)
+    flags = "-std=c++17 -O1 -ffp-contract=off -Werror=return-type".split()
+    subprocess.run([compiler, *flags, "-shared", "-fPIC", file, "-o", made], check=True)
+    return ctypes.CDLL(str(made))
+
+
 class Compiled:
     """Several calls' generated functions in one library."""
 
     def __init__(self, made: Sequence[Generated], double: bool, folder: Path, scores: bool) -> None:
-        compiler = shutil.which("g++")
-        if compiler is None:
-            pytest.skip("g++ is not installed, and this test compiles generated code with it")
         self.made, self.double = list(made), double
         self.sizes = tuple(
             max(1, *(len(getattr(each, name)) for each in made))
@@ -136,11 +145,7 @@ class Compiled:
             text += f"namespace n{n} {{\n{each.functions.source}}}\n" + (
                 SCORE_CALLS if scores else CALLS
             ).format(n=n, slope=slope)
-        file, library = folder / "expressions.cpp", folder / "expressions.so"
-        file.write_text(text)
-        flags = "-std=c++17 -O1 -ffp-contract=off -Werror=return-type".split()
-        subprocess.run([compiler, *flags, "-shared", "-fPIC", file, "-o", library], check=True)
-        self.library = ctypes.CDLL(str(library))
+        self.library = library(text, folder)
 
     def _params(self, n: int) -> Any:
         each = self.made[n]

@@ -33,9 +33,9 @@ MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
 COMPRESSED = 576, 512  # columns of keys, the first of which are the values
 MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single steps
-# Leaves of an SM up to which a block has as many warps, so that SMs have room for a block of the
-# grid ahead and for one of the grid behind, where grids overlap.
-FEW_LEAVES, OVERLAPS = 4, (9, 0)
+# Warps of a block if an SM has as many leaves at most: it has room for a block of the grid ahead
+# and one of the grid behind, where grids overlap.
+FEW_WARPS, OVERLAPS = 4, (9, 0)
 
 
 def values_in_keys(call: Call) -> bool:
@@ -56,7 +56,7 @@ def wanted(problem: Problem) -> bool:
 
 
 def has_few_leaves(problem: Problem, block_q: int, device: Target) -> bool:
-    """Return whether there are never more than `FEW_LEAVES` for each SM, and grids overlap.
+    """Return whether there are never more than `FEW_WARPS` for each SM, and grids overlap.
 
     Lengths are not known, and so it is about the capacity. No bit depends on it.
     """
@@ -66,7 +66,7 @@ def has_few_leaves(problem: Problem, block_q: int, device: Target) -> bool:
     heads, queries = rows_of_task(group, block_q)
     tasks = -(-group // heads) * -(-int(np.max(problem.len_q, initial=0)) // queries)
     leaves = -(-int(np.max(problem.len_k, initial=0)) // LEAF)
-    most = FEW_LEAVES * device.multiprocessors
+    most = FEW_WARPS * device.multiprocessors
     return problem.batch * problem.heads_kv * tasks * leaves <= most
 
 

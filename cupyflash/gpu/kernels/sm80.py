@@ -166,7 +166,7 @@ def decode_tiles(request: Request, few: bool, paged: bool) -> Tiles | None:
     problem = request.problem
     most_warps, most_stages = DECODE_WARPS[0]
     if few:
-        most_warps, most_stages = decode.FEW_LEAVES, 2 if paged else 3
+        most_warps, most_stages = decode.FEW_WARPS, 2 if paged else 3
     for warps, stages in DECODE_WARPS:
         if warps > most_warps or stages > most_stages:
             continue
