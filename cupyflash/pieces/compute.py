@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..problem.call import Array, Call, Gradients, Problem
+from ..problem.call import Array, Call, Gradients, Problem, Results
 from .parts import call_of, part, part_of_bias, part_of_pairs, part_of_statistic
 from .place import Parts, Place
 from .schedule import Piece, Schedule
@@ -74,14 +74,14 @@ class _Readers:
 
 def forward(call: Call, schedule: Schedule, place: Place, out: Array, lse: Array) -> None:
     """Write out and lse, wherever they live."""
-    problem, pieces = call.problem, list(schedule.by_rows())
-    readers = _Readers(call, pieces, place, lambda _: {})
+    readers = _Readers(call, list(schedule.by_rows()), place, lambda _: {})
     with place:
-        for rows, group in itertools.groupby(pieces, lambda piece: piece.rows):
-            partial = Partial(place, problem, part(out, rows), part_of_statistic(lse, rows))
-            of_rows = list(group)
-            for piece in of_rows:
-                partial.compute(readers.of(piece)[0], piece.first, piece is of_rows[-1])
+        for n, rows in enumerate(schedule.rows):
+            partial = Partial(place, call.problem, part(out, rows), part_of_statistic(lse, rows))
+            pieces = schedule.of_rows(n)
+            for piece in pieces:
+                own = range(piece.rows.start - rows.start, piece.rows.stop - rows.start)
+                partial.compute(readers.of(piece)[0], piece.first, piece is pieces[-1], own)
 
 
 class Partial:
@@ -107,20 +107,35 @@ class Partial:
 
     def begin(self, piece: Call, rows: range) -> None:
         """Compute the first piece of some of the queries; it is not their last one."""
-        out, lse = self._wide
-        wide = part(out, rows), part_of_statistic(lse, rows)
-        self._place.backend.forward_piece(piece, wide, True)
+        self._place.backend.forward_piece(piece, _rows_of(self._wide, rows), True)
 
-    def compute(self, piece: Call, first: bool, last: bool) -> None:
-        """Compute a piece."""
+    def compute(self, piece: Call, first: bool, last: bool, rows: range | None = None) -> None:
+        """Compute a piece; `rows` says which of the queries it has, unless it has all of them."""
         backend, results = self._place.backend, self._results
+        count = results[0].shape[-2]
+        rows = range(count) if rows is None else rows
         if last and self._place.has(results[0]):
-            backend.forward_piece(piece, results if first else self._wide, first, results)
+            to = _rows_of(results, rows)
+            backend.forward_piece(piece, to if first else _rows_of(self._wide, rows), first, to)
+            self._store(range(rows.start))
+            self._store(range(rows.stop, count))
             return
-        backend.forward_piece(piece, self._wide, first)
+        backend.forward_piece(piece, _rows_of(self._wide, rows), first)
         if last:
-            for wide, to in zip(self._wide, results, strict=True):
+            self._store(range(count))
+
+    def _store(self, rows: range) -> None:
+        if rows:
+            pairs = zip(_rows_of(self._wide, rows), _rows_of(self._results, rows), strict=True)
+            for wide, to in pairs:
                 self._place.store(wide, to)
+
+
+def _rows_of(results: Results, rows: range) -> Results:
+    out, lse = results
+    if len(rows) == out.shape[-2]:
+        return results
+    return part(out, rows), part_of_statistic(lse, rows)
 
 
 def backward(
@@ -147,7 +162,8 @@ def backward(
     pieces = [x for x in schedule.by_keys() if x.keys or call.sink is not None]
     readers = _Readers(call, pieces, place, rows_too)
     with place:
-        sums = Sums(call, place, gradients, schedule.rows)
+        parts = parts_of([*schedule.rows, *(x.rows for x in pieces)])
+        sums = Sums(call, place, gradients, parts)
         for keys in set(schedule.keys) - {x.keys for x in pieces}:  # which no query sees
             for gradient in gradients[1:3]:
                 place.clear(part(gradient, keys))

@@ -8,8 +8,8 @@ FULL, the mask is not evaluated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ MOST_CLASSES = 2**22  # of pieces of single heads; with more, all heads and entr
 SPLIT = 8  # a rectangle of chunks that is PARTIAL is divided into so many by so many
 FIRST_RECTANGLES = 2**10  # that are examined first, at least
 NO_KEYS = range(0)
+# A chunk of queries has so many parts of whole tiles; those that see no keys may be left out.
+TILE, MOST_PARTS = 128, 64
 
 
 class Piece(NamedTuple):
@@ -61,23 +63,56 @@ class Schedule:
     classes : array of int
         The class of each piece for all entries and heads together, (chunks of rows, chunks of
         keys): FULL if it is FULL for each of them, EMPTY if it is EMPTY for each.
+    seeing : mapping of (int, int) to tuple of range and bool
+        Of pieces that have some queries of their chunk: these, and whether they are masked.
     """
 
     rows: Sequence[range]
     keys: Sequence[range]
     classes: Array
+    seeing: Mapping[tuple[int, int], tuple[range, bool]] = field(default_factory=dict)
+
+    def of_rows(self, n: int) -> list[Piece]:
+        """Return the pieces of a chunk of queries, at least one: it has all of the queries.
+
+        It has no keys if the queries see none.
+        """
+        rows, classes = self.rows[n], self.classes[n]
+        needed = [int(m) for m in np.flatnonzero(classes != EMPTY)]
+        if not needed:
+            return [Piece(rows, NO_KEYS, False, True)]
+        made = [Piece(rows, self.keys[needed[0]], bool(classes[needed[0]] != FULL), True)]
+        for m in needed[1:]:
+            seeing, masked = self.seeing.get((n, m), (rows, bool(classes[m] != FULL)))
+            made.append(Piece(seeing, self.keys[m], masked, False))
+        return made
 
     def by_rows(self) -> Iterator[Piece]:
-        """Return the pieces, those of a chunk of queries one after the other.
+        """Return the pieces, those of a chunk of queries one after the other."""
+        for n in range(len(self.rows)):
+            yield from self.of_rows(n)
 
-        Every chunk of queries has at least one piece. It has no keys if the queries see none.
+    def narrowed(self, call: Call) -> Schedule:
+        """Return the schedule whose pieces have no queries at either end that see none of the keys.
+
+        The first piece of a chunk of queries has all of them.
         """
-        for rows, classes in zip(self.rows, self.classes, strict=True):
-            needed = np.flatnonzero(classes != EMPTY)
-            for n in needed:
-                yield Piece(rows, self.keys[int(n)], bool(classes[n] != FULL), bool(n == needed[0]))
-            if not needed.size:
-                yield Piece(rows, NO_KEYS, False, True)
+        if call.mask is None or len(self.keys) < 2:
+            return self
+        parts = [chunks_of(x, _parts_of(len(x))) for x in self.rows]
+        each = classes(call.mask, call.problem, [x for of in parts for x in of], self.keys)
+        found, seeing, end = self.classes.copy(), dict[tuple[int, int], tuple[range, bool]](), 0
+        for n, of_chunk in enumerate(parts):
+            own, end = each[end : end + len(of_chunk)], end + len(of_chunk)
+            for m in np.flatnonzero(found[n] == PARTIAL):
+                (seen,) = np.nonzero(own[:, m] != EMPTY)
+                if not seen.size:
+                    found[n, m] = EMPTY
+                    continue
+                rows = range(of_chunk[seen[0]].start, of_chunk[seen[-1]].stop)
+                masked = own[seen[0] : seen[-1] + 1, m] != FULL
+                seeing[n, int(m)] = rows, bool(masked.any())
+        return replace(self, classes=found, seeing=seeing)
 
     def by_keys(self) -> Iterator[Piece]:
         """Return the pieces, those of a chunk of keys one after the other; without keys first."""
@@ -86,7 +121,17 @@ class Schedule:
 
 def chunks(length: int, size: int) -> list[range]:
     """Return chunks of `size` positions; the last one may be shorter."""
-    return [range(first, min(first + size, length)) for first in range(0, length, size)]
+    return chunks_of(range(length), size)
+
+
+def chunks_of(whole: range, size: int) -> list[range]:
+    """Return parts of `size` positions of a range; the last one may be shorter."""
+    return [whole[first : first + size] for first in range(0, len(whole), size)]
+
+
+def _parts_of(length: int) -> int:
+    """Return the positions of the parts of which those that see no keys are left out."""
+    return -(-length // (TILE * MOST_PARTS)) * TILE
 
 
 def growing(length: int, first: int, last: int, factor: float) -> list[range]:

@@ -25,10 +25,10 @@ Chunk: TypeAlias = Literal["auto"] | SupportsIndex | tuple[SupportsIndex, Suppor
 
 # Queries and keys of a chunk. They do not depend on the batch, so no bit of a result does.
 AUTO = {"cpu": (16384, 8192), "gpu": (32768, 16384)}
-# On a GPU, a chunk of keys arrives while the one before is computed. If that takes about as long,
-# for few queries of each key-value head, the first chunk is short, and each one longer than the one
-# before it.
-FIRST, FACTOR, FEW = 4096, 1.25, 32768
+# On a GPU, a chunk of keys arrives while the one before is computed. So the first one is short, and
+# each one longer than the one before it: by this factor if each key-value head has so many queries,
+# and more if it has more, because these take longer.
+FIRST, FACTOR, QUERIES = 4096, 1.5, 16384
 
 
 class Streamed:
@@ -80,11 +80,25 @@ class Streamed:
             keys = -(-keys // 128) * 128  # kernels draw for four keys at once, and load whole tiles
             if is_device_array(call.q):
                 rows = max(problem.len_q, 1)
-        queries = problem.len_q * problem.heads // max(problem.heads_kv, 1)
-        if call.device is None or not isinstance(self._chunk, str) or queries >= FEW:
+        if call.device is None or not isinstance(self._chunk, str):
             return schedule(call, rows, keys)
-        of_keys = growing(problem.len_k, FIRST, keys, FACTOR)
+        queries = min(rows, problem.len_q) * problem.heads // max(problem.heads_kv, 1)
+        factor = FACTOR * max(queries / QUERIES, 1)
+        of_keys = growing(problem.len_k, FIRST, keys, factor)
         return of_chunks(call, chunks(problem.len_q, rows), of_keys)
+
+    @functools.cached_property
+    def _narrowed(self) -> Schedule:
+        return self.schedule.narrowed(self.call)
+
+    def schedule_at(self, place: Place, *rows: Array | None) -> Schedule:
+        """Return the pieces; `rows` are what is read of queries.
+
+        Where some of them are elsewhere, all queries of a chunk travel there once.
+        """
+        if all(x is None or place.has(x) for x in (self.call.q, *rows)):
+            return self._narrowed
+        return self.schedule
 
 
 def _device(device: Any, q: Array) -> int:
@@ -197,7 +211,8 @@ def forward(request: Streamed, return_lse: Any, out: Any, lse_out: Any) -> Any:
     call = request.call
     made = outputs(call, out, lse_out)
     place = request.place()
-    compute.forward(place.ready(call), request.schedule, place, made.out, made.lse)
+    pieces = request.schedule_at(place)
+    compute.forward(place.ready(call), pieces, place, made.out, made.lse)
     return made.shown if return_lse else made.shown[0]
 
 
@@ -250,7 +265,7 @@ def backward(
     place = request.place()
     compute.backward(
         place.ready(call),
-        request.schedule,
+        request.schedule_at(place, *made.rows.values()),
         place,
         made.rows["do"],
         made.rows["out"],

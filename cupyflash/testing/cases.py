@@ -212,6 +212,8 @@ def problem(
         out_shape = (lengths[0], full["v"][-1])
         out_shape = out_shape if matrices else (*lead, heads, *out_shape)
     made = FAMILIES[family](rng_of("arrays"), shapes | {"do": out_shape})
+    if family == "near overflow" and dropout:  # what is kept is divided by 1 - dropout
+        made["v"] = made["v"] * (0.999 * (1 - dropout))
     with np.errstate(over="ignore"):
         arrays = {name: place(x.astype(held), name) for name, x in made.items()}
 

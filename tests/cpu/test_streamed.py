@@ -31,6 +31,14 @@ BY_DTYPE = mostly_thorough(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_parts():
+    """Leave out queries that see no keys of a piece, however few there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "TILE", 1)
+        yield
+
+
 def subject_of(chunk, tiles):
     return Subject(
         partial(streamed.attention, chunk=chunk),
@@ -194,6 +202,45 @@ def test_pieces_are_those_that_the_mask_needs(name):
     assert sorted(pieces, key=str) == sorted(made.by_keys(), key=str)
     assert sum(piece.first for piece in pieces) == len(made.rows)
     assert any(made.classes.ravel() == EMPTY) or name not in ("causal", "window", "segments")
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "segments", "lengths", "dense", "blocks"])
+def test_queries_at_the_ends_that_see_no_keys_are_left_out(name, monkeypatch):
+    monkeypatch.setattr(schedule, "TILE", 3)
+    monkeypatch.setattr(schedule, "MOST_PARTS", 4)
+    p = problem("float32", (2, 2, 40, 4), (2, 2, 64, 4), mask=name, seed=3)
+    call = validate.call(p.q, p.k, p.v, Options(**p.options))
+    whole = schedule.schedule(call, 25, 10)
+    made = whole.narrowed(call)
+    allowed = p.options["mask"].to_array(2, 2, 40, 64).any(axis=(0, 1))
+    everywhere = p.options["mask"].to_array(2, 2, 40, 64).all(axis=(0, 1))
+    computed = np.zeros((40, 64), int)
+    for n, rows in enumerate(whole.rows):
+        first, *others = made.of_rows(n)
+        assert first.rows == rows
+        assert first.first
+        assert not any(piece.first for piece in others)
+        for piece in (first, *others):
+            where = np.ix_(piece.rows, piece.keys)
+            computed[where] += 1
+            assert piece.masked or everywhere[where].all()
+            assert set(piece.rows) <= set(rows)
+    assert computed.max() == 1
+    assert not allowed[computed == 0].any()
+    count = sum(len(x.rows) * len(x.keys) for x in whole.by_rows())
+    assert computed.sum() < count or name not in ("causal", "window")
+
+
+def test_queries_that_are_left_out_change_no_bit(monkeypatch):
+    q, k, v, do = draw((2, 2, 50, 16), (2, 1, 70, 16), (2, 1, 70, 16), (2, 2, 50, 16))
+    found = []
+    for size in (1, 16, 1000):
+        monkeypatch.setattr(schedule, "TILE", size)
+        options = {"mask": masks.window(9, 4), "chunk": (30, 16), "dropout": 0.2, "seed": 1}
+        out, lse, vjp = streamed.attention_vjp(q, k, v, return_lse=True, **options)
+        found.append((out, lse, *vjp(do)[1:3]))
+    for others in found[1:]:
+        assert all(map(same_bits, found[0], others))
 
 
 def test_heads_and_entries_share_proofs_where_there_are_many(monkeypatch):

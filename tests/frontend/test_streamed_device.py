@@ -54,6 +54,11 @@ class Late(Gpu):
         self.cupy.enqueue(lambda: work(call, *arguments))
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(schedule, "TILE", 2)
+
+
 @pytest.fixture
 def device(install, monkeypatch):
     def made(seed=0, pinned=False, block=4096):
@@ -161,12 +166,12 @@ def test_the_second_chunk_arrives_while_the_first_one_is_computed(device, monkey
     assert same_bits(in_host(out), streamed.attention(q, k, v, chunk=(ROWS, 128)))
 
 
-def test_first_chunks_of_keys_are_shorter_for_few_queries_on_a_device(device, monkeypatch):
+def test_chunks_of_keys_grow_on_a_device_and_faster_for_more_queries(device, monkeypatch):
     monkeypatch.setattr(steps, "FIRST", 128)
-    monkeypatch.setattr(steps, "FEW", 2 * ROWS)
+    monkeypatch.setattr(steps, "QUERIES", ROWS)
     q, k, v, *_ = draw()
     cupy = device()
-    for queries, expected in ((q, [400]), (q[:, :2], [128, 256, 16])):
+    for queries, expected in ((q, [128, 272]), (q[:, :2], [128, 256, 16])):
         request = steps.Streamed(cupy.asarray(queries), k, v, Options(), "auto", None)
         assert [len(keys) for keys in request.schedule.keys] == expected
         ours = streamed.attention(cupy.asarray(queries), k, v)

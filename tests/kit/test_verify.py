@@ -241,6 +241,15 @@ def test_every_named_option_can_be_made():
         cupyflash.attention(p.q, p.k, p.v, **p.options)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1, 0.9])
+def test_results_near_overflow_are_numbers(dropout):
+    for seed in range(20):
+        p = testing.problem(
+            "float16", (2, 1, 1), family="near overflow", dropout=dropout, seed=seed
+        )
+        assert np.isfinite(cupyflash.attention(p.q, p.k, p.v, **p.options)).all()
+
+
 def test_the_strategies_keep_to_the_features():
     @given(testing.problems(np.dtype(np.float32), features=["causal"], tiles=(16, 16)))
     def check(p):
