@@ -300,7 +300,7 @@ class Heads:
         items = self._inputs()
         with place:
             got = self._room(items)
-            shape = *got["q"].shape[:-1], problem.d_v
+            shape = *out.shape[:-3], *got["q"].shape[-3:-1], problem.d_v
             specs = (shape, problem.dtype), (shape[:-1], problem.accumulator)
             made, statistics = together(place, specs)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import cuda_device, device_arrays, tape
 from ..errors import ArgumentError
-from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.call import Array, Call, Gradients, Plan, Results
 from . import decode_recipe, driver, recipe, tma
 from . import jit as compiler
 from .kernels import registry
@@ -321,11 +321,12 @@ def forward(
     plan: Plan | None = None,
     visited: Array | None = None,
     workspace: Array | None = None,
+    before: Results | None = None,
 ) -> CallResult:
     """Write out and, unless it is None, lse.
 
     A `plan` gives tiles instead of the table. `visited`, one uint64 in device memory, grows by the
-    number of tiles that were not EMPTY.
+    number of tiles that were not EMPTY. `before` is as in `recipe.forward`.
     """
     device = _device(call)
     with cuda_device.current(device):
@@ -333,12 +334,15 @@ def forward(
             size = workspace_size_cached(call)
             if size:
                 raise _no_workspace(size)
-        made = recipe.forward(call, cuda_device.of(device), out, lse, plan, visited is not None)
+        facts = cuda_device.of(device)
+        made = recipe.forward(call, facts, out, lse, plan, visited is not None, before)
         compiled = compiled_recipe(made, device)
         addresses, copies = _read_in_place(call, made)
         addresses["out"] = device_arrays.address(out)
         if lse is not None:
             addresses["lse"] = device_arrays.address(lse)
+        if before is not None:
+            addresses["out_before"], addresses["lse_before"] = map(device_arrays.address, before)
         if visited is not None:
             addresses["tiles_visited"] = device_arrays.address(visited)
         scratch = compiled.forward(addresses, workspace)

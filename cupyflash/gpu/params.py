@@ -61,7 +61,8 @@ _FIXED: Fields = [
     *(
         (name, OPERAND, 1)
         for name in (
-            "q k v out d_out dq dk dv dbias lse dlse delta dq_accum k_scale v_scale q_scale".split()
+            "q k v out d_out dq dk dv dbias lse dlse delta dq_accum k_scale v_scale q_scale "
+            "out_before lse_before".split()
         )
     ),
     *((name, "Q", 1) for name in "sink dsink offsets_q offsets_k seed_gmem tiles_visited".split()),

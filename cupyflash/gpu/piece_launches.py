@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from ..arrays import cuda_device, device_arrays
 from ..problem import positions
 from ..problem.call import Array, Call, Gradients, Results
 from ..problem.options import Options
@@ -22,40 +21,13 @@ def forward(call: Call, partial: Results, first: bool, results: Results | None =
     If `results` are given, these are written instead, rounded. The first piece of all has them as
     `partial`, too.
     """
-    if first:
-        _forward(call, *partial)
-        return
-    assert call.device is not None
-    with cuda_device.current(call.device):
-        out, lse = part = tuple(device_arrays.empty(x.shape, x.dtype) for x in partial)
-        _forward(call, out, lse)
-        if results is not None:
-            _join([partial, part], *results)
-            return
-        joined = device_arrays.empty(lse.shape, lse.dtype)  # lanes read the old one to the end
-        _join([partial, part], partial[0], joined)
-        device_arrays.convert(joined, partial[1])
-
-
-def _forward(call: Call, out: Array, lse: Array) -> None:
-    signature = _signature("forward", call, {}, {"out": out, "lse": lse})
+    out, lse = partial if results is None else results
+    before = None if first else partial
+    read = {} if before is None else {"out_before": before[0], "lse_before": before[1]}
     _launch(
-        signature,
+        _signature("forward", call, read, {"out": out, "lse": lse}),
         lambda entry, addresses: launch_cache.forward(entry, addresses, out, lse),
-        lambda: launch.forward(call, out, lse),
-        (out, lse),
-    )
-
-
-def _join(parts: list[Results], out: Array, lse: Array) -> None:
-    """Write the combination of two parts."""
-    read = {f"out {n}": x for n, (x, _) in enumerate(parts)}
-    read |= {f"lse {n}": x for n, (_, x) in enumerate(parts)}
-    signature = launch_cache.signature("join", read, Options(), {"out": out, "lse": lse})
-    _launch(
-        signature,
-        lambda entry, addresses: launch_cache.forward(entry, addresses, out, lse),
-        lambda: launch.combine(parts, out, lse),
+        lambda: launch.forward(call, out, lse, before=before),
         (out, lse),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..arrays.cuda_device import Target
 from ..problem import pack_gqa
-from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.call import Array, Call, Gradients, Plan, Results
 from . import decode_recipe, params, strides
 from .kernels import any as all_hardware
 from .kernels import registry
@@ -30,11 +30,13 @@ def forward(
     lse: Array | None,
     plan: Plan | None = None,
     count_tiles: bool = False,
+    before: Results | None = None,
 ) -> Recipe:
     """Return the recipe of out and, unless it is None, lse.
 
     A `plan` gives tiles instead of the table. Counting tiles needs special kernels, which add the
-    number of tiles that were not EMPTY to the uint64 at ``tiles_visited``.
+    number of tiles that were not EMPTY to the uint64 at ``tiles_visited``. `before` is the result
+    over other keys, of the accumulator's type, which these keys join.
     """
     rows = ArraySpec(out.shape[:-1], call.problem.accumulator) if lse is None else lse
     if not math.prod(rows.shape):
@@ -48,10 +50,16 @@ def forward(
     ):
         return decode_recipe.forward(call, facts, out, rows, lse is not None)
     part = "forward" if call.codes is None else "forward_codes"
+    written = [(out, 3), (rows, 2)]
+    if before is not None:
+        written += [(before[0], 3), (before[1], 2)]
     if call.codes is None:
-        call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))
+        call, (out, rows, *others) = pack_gqa.joined(call, *written)
+        before = (others[0], others[1]) if others else None
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (rows, 2)}
+    if before is not None:
+        arrays |= {"out_before": (before[0], 3), "lse_before": (before[1], 2)}
     if call.codes is not None:
         arrays |= {name: (scale, 3) for name, scale in call.codes.scales.items()}
     writer = Writer(call, facts, arrays, False, plan, count_tiles)

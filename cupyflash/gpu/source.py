@@ -55,9 +55,9 @@ class Specialisation:
     dropout, count_tiles, atomic_dq, tma_store : bool
         Whether pairs are dropped, whether tiles are counted, whether the kernel that computes dk
         and dv also adds its share of dq to memory, and whether results are stored by TMA.
-    origins, wide_result : bool
+    origins, wide_result, resumes : bool
         For pieces of a larger problem: whether dropout counts positions from other numbers than 0,
-        and whether the result has the accumulator's type.
+        whether the result has the accumulator's type, and whether it joins one over other keys.
     codes : Format or None
         The format of keys and values, or of queries, too, if they are codes.
     shared : bool
@@ -86,6 +86,7 @@ class Specialisation:
     tma_store: bool = False
     origins: bool = False
     wide_result: bool = False
+    resumes: bool = False
     codes: Format | None = None
     k_rows: bool = False
     v_rows: bool = False
@@ -118,6 +119,7 @@ class Specialisation:
             "boxes": self.tma_store,
             "origins": self.origins,
             "wide": self.wide_result,
+            "resumes": self.resumes,
             "krows": self.k_rows,
             "vrows": self.v_rows,
             "shared": self.shared,
@@ -180,6 +182,7 @@ def prelude(special: Specialisation) -> str:
             "TMA_STORE": special.tma_store,
             "HAS_ORIGINS": special.origins,
             "WIDE_RESULT": special.wide_result,
+            "RESUMES": special.resumes,
             "K_SCALE_ROWS": special.k_rows,
             "V_SCALE_ROWS": special.v_rows,
             "SHARED": special.shared,

@@ -265,6 +265,7 @@ class Writer:
             origins=spec.scores and self.has_origins,
             codes=codes.form if codes is not None else None,
             wide_result=wide_result,
+            resumes=part == "forward" and "out_before" in self.arrays,
             shared=shared,
             team=team,
             k_rows=self.call.codes is not None and self.told["k_scale"].row != 0,

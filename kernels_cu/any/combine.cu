@@ -11,7 +11,7 @@
 #include "../common/params.cuh"
 #include "../ptx/warp.cuh"
 #include "../common/layout.cuh"
-#include "../common/number.cuh"
+#include "../common/join.cuh"
 
 namespace {
 
@@ -91,12 +91,6 @@ __device__ __forceinline__ void load_lse(const Operand& operand, const Row& row,
   for (int r = 0; r < ROWS; ++r) lse[r] = r < rows ? from[r * operand.row] : -number::infinity();
 }
 
-// exp(lse - m): exactly 1 for the largest lse, 0 for a set without keys.
-__device__ __forceinline__ accum_t weight(accum_t lse, accum_t m) {
-  if (lse == -number::infinity()) return 0;
-  return lse == m ? accum_t(1) : exp(lse - m);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -127,13 +121,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int n = 0; n < p.parts; ++n) {
     load_lse(p.lses[n], row, rows, lse);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) m[r] = lse[r] > m[r] || lse[r] != lse[r] ? lse[r] : m[r];
+    for (int r = 0; r < ROWS; ++r) m[r] = join::larger(m[r], lse[r]);
   }
 #pragma unroll 1
   for (int n = 0; n < p.parts; ++n) {
     load_lse(p.lses[n], row, rows, lse);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) l[r] += weight(lse[r], m[r]);
+    for (int r = 0; r < ROWS; ++r) l[r] += join::weight(lse[r], m[r]);
   }
   // Where no set has keys, infinite and unused.
 #pragma unroll
@@ -157,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         if (lse[r] == -number::infinity()) continue;  // its output may be anything
-        const accum_t factor = weight(lse[r], m[r]) * inverse[r];
+        const accum_t factor = join::weight(lse[r], m[r]) * inverse[r];
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
           sums[r][c] += factor * elements[r][c];
@@ -170,12 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int r = 0; r < ROWS; ++r) {
       if (r >= rows) break;
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
-        // Rounded weights may add up to more than 1, but a mean must not be larger than its
-        // elements.
-        const accum_t sum = sums[r][c], held = sum < 0 ? -most[r][c] : most[r][c];
-        sums[r][c] = fabs(sum) > most[r][c] ? held : sum;
-      }
+      for (int c = 0; c < COLUMNS; ++c) sums[r][c] = join::bounded(sums[r][c], most[r][c]);
       store_columns(p.out, p.kind_out, target + r * p.out.row + first * p.out.col, left, sums[r]);
     }
   }

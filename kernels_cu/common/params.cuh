@@ -59,6 +59,10 @@ struct Params {
   Operand k_scale;
   Operand v_scale;
   Operand q_scale;
+  // The result over keys before these, in builds that RESUMES: (lead..., H, Lq, Dv) and (lead...,
+  // H, Lq) of the accumulator's type. It may be where the result goes.
+  Operand out_before;
+  Operand lse_before;
 
   const char* sink;            // (Hq,) contiguous, or null
   char* dsink;                 // (Hq,) contiguous

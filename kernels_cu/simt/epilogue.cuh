@@ -1,6 +1,7 @@
 // The epilogue of SIMT kernels: a block of results from registers to global memory.
 #pragma once
 #include "../ptx/red.cuh"
+#include "../common/join.cuh"
 #include "../common/matmul.cuh"
 
 namespace epilogue {
@@ -25,6 +26,42 @@ __device__ __forceinline__ void store_as(const accum_t (&result)[ROWS][COLUMNS],
       element += ((n + 1) % RUN == 0 ? RUN * (COLUMN_THREADS - 1) + 1 : 1) * to.col;
     }
   }
+}
+
+// The keys of a result, of which a thread has a part, join those before them. `acc` times `inverse`
+// is the result over the keys here, with row maxima m and sums l; afterwards it is that over all
+// keys. Row 0 of the block is row `first` of the head; `valid` rows exist.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void resume(accum_t (&acc)[ROWS][COLUMNS], accum_t (&inverse)[ROWS],
+                                       accum_t (&m)[ROWS], accum_t (&l)[ROWS], const Params& p,
+                                       const layout::Entry& entry, long long head, long long first,
+                                       int valid) {
+  const Operand& before = p.out_before;
+  const memory::RowStatistic lse = memory::row_statistic(p.lse_before, entry, head);
+  const accum_t* const data = reinterpret_cast<const accum_t*>(before.data) +
+                              layout::offset(before, entry, head, false) + first * before.row;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = matmul::row_thread() + ROW_THREADS * r;
+    const accum_t own = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
+    const accum_t lse_before =
+        row < valid ? lse.data[(first + row) * lse.row] : -number::infinity();
+    const bool has_before = lse_before != -number::infinity();
+    const join::Joined joined(own, lse_before);
+    accum_t held[COLUMNS];  // all loaded before the first is used: the result may go there
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int column = matmul::result_column<WIDTH>(n);
+      const bool exists = has_before && column < WIDTH;
+      held[n] = exists ? data[row * before.row + column * before.col] : accum_t(0);
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) acc[r][n] = joined.mean(acc[r][n] * inverse[r], held[n]);
+    inverse[r] = 1;
+    m[r] = joined.lse;
+    l[r] = joined.lse == -number::infinity() ? accum_t(0) : accum_t(1);
+  }
+  __syncwarp();  // the lse before, read by all lanes of its row
 }
 
 // store_as the storage type or, if `wide`, the accumulator's.

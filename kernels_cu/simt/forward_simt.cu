@@ -91,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t inverse[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) inverse[r] = l[r] == accum_t(0) ? accum_t(0) : accum_t(1) / l[r];
+  if constexpr (RESUMES) epilogue::resume<D_V>(acc, inverse, m, l, p, entry, h, i0, ni);
   epilogue::store_as<D_V, result_t>(acc, p.out, layout::offset(p.out, entry, h, false), i0, ni,
                                     inverse);
   // 9 store lse

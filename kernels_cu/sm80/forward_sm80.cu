@@ -191,6 +191,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll
   for (int r = 0; r < ROWS; ++r)
     weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
+  if constexpr (RESUMES) {
+    fragment::resume<D_V>(acc, weight, m, l, p, entry, h, i0 + fragment::warp_row(),
+                          ni - fragment::warp_row(),
+                          [](int n) { return fragment::result_column(fragment::Kind(), n); });
+  }
   if constexpr (WIDE_RESULT) {
     ptx::cp_async_wait<0>();
     fragment::store_wide<D_V>(

@@ -200,4 +200,7 @@ __device__ __forceinline__ void put_rows(Narrow, const float (&result)[ROWS][COL
   }
 }
 
+// Column of a thread's element n, n even, of a product with values.
+__device__ __forceinline__ int result_column(Narrow, int n) { return pair_column(n); }
+
 }  // namespace fragment

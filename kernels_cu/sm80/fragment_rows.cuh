@@ -10,6 +10,7 @@
 // stored at c ^ swizzle(row), so that the rows that a warp reads at a time fall on all banks.
 #pragma once
 #include "../ptx/mma.cuh"
+#include "../common/join.cuh"
 #include "../common/tile.cuh"
 
 namespace fragment {
@@ -303,6 +304,64 @@ struct alignas(2 * sizeof(accum_t)) Pair {
   accum_t x[2];
 };
 
+// Column of a thread's element n, n even, in a result as tensor cores make it.
+__device__ __forceinline__ int pair_column(int n) { return 4 * n + lane_column(); }
+
+// The keys of a result, of which a warp has some rows, join those before them. `acc` times `weight`
+// is the result over the keys here, with row maxima m and sums l; afterwards it is that over all
+// keys. Elements n and n + 1, n even, are in column `column_of(n)` and the next one. The warp's
+// first row is row `first` of the head; `valid` rows exist.
+template <int WIDTH, int ROWS, int COLUMNS, class ColumnOf>
+__device__ __forceinline__ void resume(accum_t (&acc)[ROWS][COLUMNS], accum_t (&weight)[ROWS],
+                                       accum_t (&m)[ROWS], accum_t (&l)[ROWS], const Params& p,
+                                       const layout::Entry& entry, long long head, long long first,
+                                       int valid, const ColumnOf& column_of) {
+  constexpr int AT_ONCE = COLUMNS < 32 ? COLUMNS : 32;  // elements that are loaded at a time
+  const Operand& before = p.out_before;
+  const memory::RowStatistic lse = memory::row_statistic(p.lse_before, entry, head);
+  const accum_t* const data = reinterpret_cast<const accum_t*>(before.data) +
+                              layout::offset(before, entry, head, false) + first * before.row;
+  const bool pairs = WIDTH % 2 == 0 && before.col == 1 && before.row % 2 == 0 &&
+                     reinterpret_cast<unsigned long long>(data) % sizeof(Pair) == 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = 8 * r + lane_row();
+    const accum_t own = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
+    const accum_t lse_before =
+        row < valid ? lse.data[(first + row) * lse.row] : -number::infinity();
+    const bool has_before = lse_before != -number::infinity();
+    const join::Joined joined(own, lse_before);
+    const accum_t* const row_gmem = data + row * before.row;
+#pragma unroll
+    for (int begin = 0; begin < COLUMNS; begin += AT_ONCE) {
+      Pair held[AT_ONCE / 2];  // all loaded before the first is used: the result may go there
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; n += 2) {
+        const int column = column_of(begin + n);
+        held[n / 2] = Pair{};
+        if (!has_before) continue;
+        if (pairs && column < WIDTH) {
+          held[n / 2] = *reinterpret_cast<const Pair*>(row_gmem + column);
+        } else {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            if (column + x < WIDTH) held[n / 2].x[x] = row_gmem[(column + x) * before.col];
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) {
+        accum_t& element = acc[r][begin + n];
+        element = joined.mean(element * weight[r], held[n / 2].x[n % 2]);
+      }
+    }
+    weight[r] = 1;
+    m[r] = joined.lse;
+    l[r] = joined.lse == -number::infinity() ? accum_t(0) : accum_t(1);
+  }
+  __syncwarp();  // the lse before, read by all lanes of its row
+}
+
 // Writes a warp's rows of a result of WIDTH columns, each times a factor, to an array of the
 // accumulator's type. The warp's row 0 goes to `offset`; `valid` rows exist.
 template <int WIDTH, int ROWS, int COLUMNS>
@@ -319,7 +378,7 @@ __device__ __forceinline__ void store_wide(const accum_t (&result)[ROWS][COLUMNS
     accum_t* const row_gmem = data + row * to.row;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
-      const int column = 4 * n + lane_column();
+      const int column = pair_column(n);
       const Pair stored{{result[r][n] * factor[r], result[r][n + 1] * factor[r]}};
       if (pairs && column < WIDTH) {
         *reinterpret_cast<Pair*>(row_gmem + column) = stored;

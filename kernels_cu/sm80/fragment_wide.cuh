@@ -383,4 +383,7 @@ __device__ __forceinline__ void put_rows(Wide, const accum_t (&result)[ROWS][COL
   }
 }
 
+// Column of a thread's element n, n even, of a product with values.
+__device__ __forceinline__ int result_column(Wide, int n) { return column_of(n); }
+
 }  // namespace fragment

@@ -400,6 +400,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     for (int r = 0; r < 2; ++r) {
       weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] * ptx::reciprocal(l[r]);
     }
+    if constexpr (RESUMES) {
+      fragment::resume<D_V>(acc, weight, m, l, p, work.entry, work.head,
+                            work.first + fragment::warp_row(), work.rows - fragment::warp_row(),
+                            [](int n) { return fragment::pair_column(n); });
+    }
     unsigned int out[2][COLUMNS_V / 2];
     if constexpr (!WIDE_RESULT) warpgroup_rows::narrow_rows(acc, weight, out);
     more_work = shared.has_work(w + 1);  // asked where registers are free, before the stores

@@ -211,6 +211,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
+  if constexpr (RESUMES) {
+    fragment::resume<D_V>(acc, weight, m, l, p, entry, h, i0 + fragment::warp_row(),
+                          ni - fragment::warp_row(),
+                          [](int n) { return fragment::pair_column(n); });
+  }
   __syncthreads();  // the queries, which were read: the output takes their place
   char* const out_smem = q_smem + fragment::warp_row() * V_ROW_BYTES;
   warpgroup_split::put_rows<D_V>(acc, weight, out_smem);

@@ -231,12 +231,17 @@ def test_queries_at_the_ends_that_see_no_keys_are_left_out(name, monkeypatch):
     assert computed.sum() < count or name not in ("causal", "window")
 
 
-def test_queries_that_are_left_out_change_no_bit(monkeypatch):
+@pytest.mark.parametrize(
+    "mask",
+    [masks.window(9, 4), masks.mask(lambda b, h, i, j: i + j < 60)],
+    ids=["window", "turned"],
+)
+def test_queries_that_are_left_out_change_no_bit(mask, monkeypatch):
     q, k, v, do = draw((2, 2, 50, 16), (2, 1, 70, 16), (2, 1, 70, 16), (2, 2, 50, 16))
     found = []
     for size in (1, 16, 1000):
         monkeypatch.setattr(schedule, "TILE", size)
-        options = {"mask": masks.window(9, 4), "chunk": (30, 16), "dropout": 0.2, "seed": 1}
+        options = {"mask": mask, "chunk": (30, 16), "dropout": 0.2, "seed": 1}
         out, lse, vjp = streamed.attention_vjp(q, k, v, return_lse=True, **options)
         found.append((out, lse, *vjp(do)[1:3]))
     for others in found[1:]:

@@ -94,6 +94,57 @@ def test_pieces_are_within_the_bound(kernels, dtype, kind):
             assert rho(gradient, *getattr(bounds, name)).value <= 1, name
 
 
+@emulated
+@mostly_thorough(
+    ("kernels", "dtype", "d"),
+    [("simt", np.float16, 40), ("simt", np.float64, 33), ("sm80", BFLOAT16, 72),
+     ("sm80", np.float16, 33), ("sm80", np.float64, 40), ("sm80", np.float32, 33),
+     ("sm90", BFLOAT16, 128), ("sm90", np.float16, 72), ("sm90", np.float32, 40)],
+    quick=[("sm80", BFLOAT16, 72), ("sm90", np.float16, 72)],
+    why="the same epilogue with other fragments",
+)  # fmt: skip
+@pytest.mark.parametrize("gap", [0, 3])
+def test_keys_join_the_result_before_them(kernels, dtype, d, gap):
+    """Some rows have no keys here, some none before, and some neither; and memory has gaps."""
+    rng = np.random.default_rng(d)
+    q, k, v = (rng.standard_normal((2, 3, n, d)).astype(dtype) for n in (70, 50, 50))
+    tf32 = {"precision": "tf32x3"} if dtype == np.float32 else {}
+    mask = masks.mask(lambda b, h, i, j: i % 5 > 0)
+    call = validate.call(q, k, v, Options(mask=mask, **tf32))
+    backend, number = Emulator(KERNELS[kernels]), call.problem.accumulator
+    shape = q.shape[:-1]
+    own = np.empty(q.shape, number), np.empty(shape, number)
+    backend.forward_piece(call, own, True)
+    out = np.full((*shape, d + gap), np.nan, number)[..., :d]
+    lse = np.full((*shape, 1 + gap), np.nan, number)[..., 0]
+    out[...] = 3 * rng.standard_normal(out.shape)
+    lse[...] = 3 + 2 * rng.standard_normal(shape)
+    lse[..., ::7], out[..., ::7, :] = -np.inf, np.nan
+    out[0, 0, 1], lse[0, 0, 1] = np.finfo(number).max, 3
+    out[..., 3::10, :] = own[0][..., 3::10, :]
+    largest = np.fmax(abs(own[0]), abs(out))  # no mean is larger
+    with np.errstate(all="ignore"):
+        sums = np.logaddexp(own[1].astype(np.longdouble), lse)
+        means = np.zeros(q.shape, np.longdouble)
+        for part_out, part_lse in (own, (out, lse)):
+            weight = np.exp(part_lse - sums)[..., None]
+            means += np.where(np.isneginf(part_lse)[..., None], 0, weight * part_out)
+    results = np.full(q.shape, np.nan, dtype), np.full(shape, np.nan, number)
+    backend.forward_piece(call, (out, lse), False, results)
+    backend.forward_piece(call, (out, lse), False)
+    eps = np.finfo(number).eps
+    assert np.isneginf(lse[..., ::35]).all()
+    assert np.isfinite(np.delete(lse, np.s_[::35], axis=-1)).all()
+    assert same_bits(results[1], lse)
+    assert (abs(out) <= largest).all()
+    assert (abs(out - means) <= 20 * eps * np.maximum(abs(means), 10)).all()
+    some = np.isfinite(lse)
+    assert (abs(lse[some] - sums[some]) <= 20 * eps * 10).all()
+    assert same_bits(out[..., 7::35, :], own[0][..., 7::35, :])  # no keys before
+    with np.errstate(over="ignore"):
+        assert same_bits(results[0], out.astype(dtype))
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_one_kernel_serves_all_pieces(dropout):
     x = np.zeros((1, 4, 4096, 64), BFLOAT16)

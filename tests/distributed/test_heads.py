@@ -77,6 +77,22 @@ def test_gradients_of_any_bias(shape, size, scheme):
     np.testing.assert_allclose(gradients.dbias, vjp(do).dbias, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("leads", [((), (2,), (2,)), ((1,), (1,), (2,)), ((3, 1), (2,), (1, 1))])
+@pytest.mark.parametrize(("size", "scheme"), [(2, "heads"), (6, "heads x rounds"), (3, "rounds")])
+def test_leading_axes_that_are_repeated(leads, size, scheme):
+    shapes = (4, 30, 16), (4, 40, 16), (4, 40, 24)
+    q, k, v = draw(*((*lead, *shape) for lead, shape in zip(leads, shapes, strict=True)))
+    (do,) = draw((*np.broadcast_shapes(*leads), 4, 30, 24), seed=1)
+    out, lse, vjp = cupyflash.attention_vjp(q, k, v, return_lse=True)
+    over = OverRanks(size, "contiguous", "contiguous", scheme=scheme)
+    with blocks_of(8):
+        ours, our_lse = over.attention(q, k, v, return_lse=True)
+        gradients = over.attention_backward(do, q, k, v, ours, our_lse)
+    for mine, theirs in zip((ours, our_lse, *gradients), (out, lse, *vjp(do)), strict=True):
+        if theirs is not None:
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [60, 9])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_groups_of_ranks_divide_the_heads(packed, window):

@@ -116,6 +116,12 @@ def cases() -> list[Case]:
         dtype, options = dtypes[3 * (n % 2)], list(OPTIONS)[n // 2]
         own = wide_sizes[dtype.itemsize]
         found.append(Case("forward_sm80", dtype, own[n // 2 % len(own)], options, n % 3 == 2))
+    for kernel, dtype, own in [
+        ("forward_simt", BFLOAT16, (64, 64)), ("forward_sm80", BFLOAT16, (128, 128)),
+        ("forward_sm80", dtypes[3], (64, 64)), ("forward_sm90", BFLOAT16, (128, 128)),
+        ("forward_sm90", dtypes[1], (256, 256)), ("forward_sm90_tf32", dtypes[0], (64, 64)),
+    ]:  # fmt: skip
+        found.append(Case(kernel, dtype, own, "causal", False, "resumes"))
     for n, (own, options) in enumerate([
         ((64, 64), "plain"), ((128, 128), "causal"), ((40, 72), "everything"),
         ((128, 128), "plain"), ((1, 3), "bias"), ((64, 64), "segments"),
@@ -239,7 +245,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
     form = case.cache.rpartition(" ")[2]
-    held = "" if case.cache.startswith(("rows", "float8")) else case.cache
+    resumes = case.cache == "resumes"
+    held = "" if resumes or case.cache.startswith(("rows", "float8")) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, None
     if of_codes:
@@ -267,10 +274,10 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     request = Request(problem, target_of(arch), call, slope=functions.has_slope, blocks=blocks)
     assert spec.is_for(problem, request.device)
     tiles = _tiles(spec, case, request)
-    wide = of_codes and case.dtype == np.float32
+    wide = (of_codes and case.dtype == np.float32) or (resumes and case.dtype.itemsize == 2)
     return Specialisation(
         spec,
-        "bfloat16" if wide else problem.dtype.name,
+        "bfloat16" if of_codes and wide else problem.dtype.name,
         problem.d if "d" in spec.sizes else 0,
         problem.d_v if "d_v" in spec.sizes else 0,
         tiles,
@@ -280,11 +287,12 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         page_rows=16 if held.startswith("paged16") else 1,
         codes=FORMATS.get(form),
         wide_result=wide,
+        resumes=resumes,
         k_rows=case.cache.startswith("rows"),
         v_rows=case.cache.startswith("rows"),
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
-        tma_store=not case.packed and _tma_stores(spec, problem, tiles),
+        tma_store=not case.packed and not resumes and _tma_stores(spec, problem, tiles),
         atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
     )

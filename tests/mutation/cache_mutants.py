@@ -15,7 +15,7 @@ class Fault(NamedTuple):
     Attributes
     ----------
     file : str
-        In the checkout: of `kernels_cu/` or `reference/cpu/`.
+        In the checkout: of `kernels_cu/`, `reference/cpu/` or `cupyflash/`.
     before, after : str
         What stands there once, and what takes its place.
     test : str

@@ -1,4 +1,4 @@
-"""A plugin of pytest: one file of `reference/cpu` or `kernels_cu` has another text in this process.
+"""A plugin of pytest: one file of the package has another text in this process.
 
 Tests that pass with the files as they are run with a mutant so, whatever they import or compile.
 """
@@ -36,7 +36,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds the changed module where the others find it as it is."""
 
     def __init__(self, file: str, before: str, after: str) -> None:
-        self._name = "cupyflash." + file.removesuffix(".py").replace("/", ".")
+        inside = file.removeprefix("cupyflash/").removesuffix(".py")  # or in reference/
+        self._name = "cupyflash." + inside.replace("/", ".")
         self._before, self._after = before, after
 
     def find_spec(

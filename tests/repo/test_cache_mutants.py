@@ -1,4 +1,4 @@
-"""Faults of the kernels of a cache and of codes are found, each by the test that is for it."""
+"""Faults of kernels of caches, codes and pieces are found, each by the test that is for it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mutation import (
     cached_code_mutants,
     code_mutants,
     fp8_mutants,
+    piece_mutants,
     schedule_mutants,
     shared_mutants,
 )
@@ -23,6 +24,7 @@ from mutation.changed_file import GIVEN, changed
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = cache_mutants.FAULTS | code_mutants.FAULTS | cached_code_mutants.FAULTS
 FAULTS |= shared_mutants.FAULTS | fp8_mutants.FAULTS | schedule_mutants.FAULTS
+FAULTS |= piece_mutants.FAULTS
 # All of them take half an hour; a few show that the tests find what they are there for.
 TRIED = list(FAULTS)
 if os.environ.get("CUPYFLASH_EVERY_FAULT") != "1":
