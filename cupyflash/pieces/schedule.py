@@ -64,7 +64,8 @@ class Schedule:
         The class of each piece for all entries and heads together, (chunks of rows, chunks of
         keys): FULL if it is FULL for each of them, EMPTY if it is EMPTY for each.
     seeing : mapping of (int, int) to tuple of range and bool
-        Of pieces that have some queries of their chunk: these, and whether they are masked.
+        Of pieces that do not have all queries of their chunk: those that they have, and whether
+        the mask is evaluated.
     """
 
     rows: Sequence[range]
@@ -93,9 +94,10 @@ class Schedule:
             yield from self.of_rows(n)
 
     def narrowed(self, call: Call) -> Schedule:
-        """Return the schedule whose pieces have no queries at either end that see none of the keys.
+        """Return the schedule whose pieces leave out queries that see none of their keys.
 
-        The first piece of a chunk of queries has all of them.
+        Those are left out that are the first or the last ones of a chunk. The first piece of a
+        chunk has all of its queries.
         """
         if call.mask is None or len(self.keys) < 2:
             return self
