@@ -38,6 +38,7 @@ def forward(
     number of tiles that were not EMPTY to the uint64 at ``tiles_visited``. `before` is the result
     over other keys, of the accumulator's type, which these keys join.
     """
+    assert before is None or (call.cache is None and call.codes is None)
     rows = ArraySpec(out.shape[:-1], call.problem.accumulator) if lse is None else lse
     if not math.prod(rows.shape):
         return Recipe()
@@ -45,6 +46,8 @@ def forward(
         plan is None
         and not count_tiles
         and call.problem.whole is None
+        and before is None
+        and out.dtype == call.problem.dtype
         and call.codes is None
         and registry.decodes(call.problem, facts)
     ):

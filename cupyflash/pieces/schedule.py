@@ -63,7 +63,7 @@ class Schedule:
     classes : array of int
         The class of each piece for all entries and heads together, (chunks of rows, chunks of
         keys): FULL if it is FULL for each of them, EMPTY if it is EMPTY for each.
-    seeing : mapping of (int, int) to tuple of range and bool
+    spans : mapping of (int, int) to tuple of range and bool
         Of pieces that do not have all queries of their chunk: those that they have, and whether
         the mask is evaluated.
     """
@@ -71,7 +71,7 @@ class Schedule:
     rows: Sequence[range]
     keys: Sequence[range]
     classes: Array
-    seeing: Mapping[tuple[int, int], tuple[range, bool]] = field(default_factory=dict)
+    spans: Mapping[tuple[int, int], tuple[range, bool]] = field(default_factory=dict)
 
     def of_rows(self, n: int) -> list[Piece]:
         """Return the pieces of a chunk of queries, at least one: it has all of the queries.
@@ -84,8 +84,8 @@ class Schedule:
             return [Piece(rows, NO_KEYS, False, True)]
         made = [Piece(rows, self.keys[needed[0]], bool(classes[needed[0]] != FULL), True)]
         for m in needed[1:]:
-            seeing, masked = self.seeing.get((n, m), (rows, bool(classes[m] != FULL)))
-            made.append(Piece(seeing, self.keys[m], masked, False))
+            span, masked = self.spans.get((n, m), (rows, bool(classes[m] != FULL)))
+            made.append(Piece(span, self.keys[m], masked, False))
         return made
 
     def by_rows(self) -> Iterator[Piece]:
@@ -101,9 +101,9 @@ class Schedule:
         """
         if call.mask is None or len(self.keys) < 2:
             return self
-        parts = [chunks_of(x, _parts_of(len(x))) for x in self.rows]
+        parts = [chunks_of(x, _part_size(len(x))) for x in self.rows]
         each = classes(call.mask, call.problem, [x for of in parts for x in of], self.keys)
-        found, seeing, end = self.classes.copy(), dict[tuple[int, int], tuple[range, bool]](), 0
+        found, spans, end = self.classes.copy(), dict[tuple[int, int], tuple[range, bool]](), 0
         for n, of_chunk in enumerate(parts):
             own, end = each[end : end + len(of_chunk)], end + len(of_chunk)
             for m in np.flatnonzero(found[n] == PARTIAL):
@@ -113,8 +113,8 @@ class Schedule:
                     continue
                 rows = range(of_chunk[seen[0]].start, of_chunk[seen[-1]].stop)
                 masked = own[seen[0] : seen[-1] + 1, m] != FULL
-                seeing[n, int(m)] = rows, bool(masked.any())
-        return replace(self, classes=found, seeing=seeing)
+                spans[n, int(m)] = rows, bool(masked.any())
+        return replace(self, classes=found, spans=spans)
 
     def by_keys(self) -> Iterator[Piece]:
         """Return the pieces, those of a chunk of keys one after the other; without keys first."""
@@ -131,7 +131,7 @@ def chunks_of(whole: range, size: int) -> list[range]:
     return [whole[first : first + size] for first in range(0, len(whole), size)]
 
 
-def _parts_of(length: int) -> int:
+def _part_size(length: int) -> int:
     """Return the positions of the parts of which those that see no keys are left out."""
     return -(-length // (TILE * MOST_PARTS)) * TILE
 

@@ -1,5 +1,6 @@
 // Results over disjoint sets of keys become one: the weights of combine.cu, and of forward kernels
 // whose keys join a result over those before them. Part of the twin of reference/cpu/combine.py.
+// On the CPU a forward begins with the result before instead (reference/cpu/forward.py).
 #pragma once
 #include "number.cuh"
 

@@ -337,6 +337,7 @@ __device__ __forceinline__ void resume(accum_t (&acc)[ROWS][COLUMNS], accum_t (&
       Pair held[AT_ONCE / 2];  // all loaded before the first is used: the result may go there
 #pragma unroll
       for (int n = 0; n < AT_ONCE; n += 2) {
+        if (begin + n >= COLUMNS) break;
         const int column = column_of(begin + n);
         held[n / 2] = Pair{};
         if (!has_before) continue;
@@ -351,6 +352,7 @@ __device__ __forceinline__ void resume(accum_t (&acc)[ROWS][COLUMNS], accum_t (&
       }
 #pragma unroll
       for (int n = 0; n < AT_ONCE; ++n) {
+        if (begin + n >= COLUMNS) break;
         accum_t& element = acc[r][begin + n];
         element = joined.mean(element * weight[r], held[n / 2].x[n % 2]);
       }

@@ -99,8 +99,10 @@ def test_pieces_are_within_the_bound(kernels, dtype, kind):
     ("kernels", "dtype", "d"),
     [("simt", np.float16, 40), ("simt", np.float64, 33), ("sm80", BFLOAT16, 72),
      ("sm80", np.float16, 33), ("sm80", np.float64, 40), ("sm80", np.float32, 33),
-     ("sm90", BFLOAT16, 128), ("sm90", np.float16, 72), ("sm90", np.float32, 40)],
-    quick=[("sm80", BFLOAT16, 72), ("sm90", np.float16, 72)],
+     ("sm80", BFLOAT16, 136), ("sm80", np.float32, 192), ("sm80", np.float16, 256),
+     ("sm90", BFLOAT16, 128), ("sm90", np.float16, 72), ("sm90", np.float32, 40),
+     ("sm90", BFLOAT16, 192), ("sm90", np.float16, 160), ("sm90", BFLOAT16, 256)],
+    quick=[("sm80", BFLOAT16, 72), ("sm90", np.float16, 72), ("sm90", BFLOAT16, 192)],
     why="the same epilogue with other fragments",
 )  # fmt: skip
 @pytest.mark.parametrize("gap", [0, 3])
@@ -143,6 +145,25 @@ def test_keys_join_the_result_before_them(kernels, dtype, d, gap):
     assert same_bits(out[..., 7::35, :], own[0][..., 7::35, :])  # no keys before
     with np.errstate(over="ignore"):
         assert same_bits(results[0], out.astype(dtype))
+
+
+@emulated
+@pytest.mark.parametrize("kernels", ["simt", "sm80"])
+def test_few_queries_and_many_keys_are_pieces_too(kernels):
+    """Such a call alone is one of the decode kernels, which have no wide results and join none."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 2, 3, 32)).astype(BFLOAT16)
+    k, v = rng.standard_normal((2, 1, 2, 1200, 32)).astype(BFLOAT16)
+    backend = Emulator(KERNELS[kernels])
+    partial = np.full(q.shape, np.nan, np.float32), np.full(q.shape[:-1], np.nan, np.float32)
+    results = np.full(q.shape, np.nan, BFLOAT16), np.full(q.shape[:-1], np.nan, np.float32)
+    for n, keys in enumerate((range(600), range(600, 1200))):
+        own = validate.call(q, part(k, keys), part(v, keys), Options())
+        backend.forward_piece(own, partial, n == 0, results if n else None)
+    precision = Precision.of(BFLOAT16, kernels != "simt")
+    bound = forward_bound(q, k, v, precision=precision, splits=2, block_kv=16)
+    assert rho(results[0], *bound.out).value <= 1
+    assert rho(results[1], *bound.lse).value <= 1
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -64,7 +64,7 @@ ON_A_CPU = {
     "the first piece leaves out queries": Fault(
         SCHEDULE,
         "made = [Piece(rows, self.keys[needed[0]]",
-        "made = [Piece(self.seeing.get((n, needed[0]), (rows, True))[0], self.keys[needed[0]]",
+        "made = [Piece(self.spans.get((n, needed[0]), (rows, True))[0], self.keys[needed[0]]",
         PIECES,
     ),
     "queries behind those of the last piece are not written": Fault(
