@@ -168,13 +168,15 @@ class Broken(Exception):
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_an_exception_comes_out_once_all_have_stopped(set_threads, number):
     set_threads(number)
-    running, left = itertools.count(), []
+    running, left, raised = itertools.count(), [], threading.Event()
 
     def run(first: int, last: int) -> None:
         n = next(running)
         if n == 0:
+            raised.set()
             raise Broken("chunk 0")
-        time.sleep(0.02)
+        assert raised.wait(PATIENCE)
+        time.sleep(0.2)  # it has been noticed
         left.append(n)
 
     with pytest.raises(Broken, match="chunk 0"):

@@ -6,8 +6,9 @@ import threading
 
 import numpy as np
 import pytest
+from lost_messages import lose_messages
 from placement import same_bits
-from ranks import OverRanks, blocks_of
+from ranks import TIMEOUT, OverRanks, blocks_of
 
 import cupyflash
 from cupyflash import distributed, masks, scores
@@ -230,28 +231,24 @@ def test_a_rank_that_raises_in_the_middle_ends_all(name, scheme, monkeypatch):
 @pytest.mark.parametrize("scheme", ["heads", "heads x rounds"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_lost_message_ends_all(backward, scheme, monkeypatch):
-    threads = distributed.Threads(2 if scheme == "heads" else 4)
-    kind = type(threads.ranks[0])
-    exchange = kind.exchange
+    threads, to_lose = distributed.Threads(2 if scheme == "heads" else 4), threading.Event()
 
     def work(comm):
         if not backward:
-            return call(comm, scheme, timeout=0.2)
+            return call(comm, scheme, timeout=TIMEOUT)
         layout = distributed.layout(comm, 300)
         own = layout.take(np.ones((2, 300, 8), np.float32))
-        options = {"comm": comm, "layout": layout, "scheme": scheme, "timeout": 0.2}
+        options = {"comm": comm, "layout": layout, "scheme": scheme, "timeout": TIMEOUT}
         out, vjp = distributed.attention_vjp(own, own, own, **options)
-        comm.tell(b"", 60.0)  # no rank is still in the forward
-        monkeypatch.setattr(kind, "exchange", leaky)
+        comm.tell(b"", TIMEOUT)  # no rank is still in the forward
+        to_lose.set()
         return vjp(out)
 
-    def leaky(comm, sends, receives):
-        return exchange(comm, [] if comm.rank == 0 else sends, receives)
-
     if not backward:
-        monkeypatch.setattr(kind, "exchange", leaky)
-    words = r"waited 0\.2 s for rank"  # whose time is up first: a rank may wait for one that waits
-    if scheme == "heads":
-        words += " 0.*ranks of their heads"
+        to_lose.set()
+    lose_messages(monkeypatch, threads, lambda rank: rank == 0 and to_lose.is_set())
+    words = "waited 60 s for rank 0, which did not come "
+    if scheme == "heads":  # others may come to a round first
+        words += r"\(.*ranks of their heads"
     with pytest.raises(DistributedError, match=words):
         threads.run(work)
