@@ -67,7 +67,7 @@ def test_ctrl_c_is_heard_within_half_a_second(tmp_path, number):
 
         def interrupt():
             time.sleep(1.5)
-            pressed.append(time.perf_counter())
+            pressed.append(time.process_time())
             signal.pthread_kill(main, signal.SIGINT)
 
         threading.Thread(target=interrupt).start()
@@ -75,12 +75,13 @@ def test_ctrl_c_is_heard_within_half_a_second(tmp_path, number):
             cupyflash.attention(long, long, long)
             print("it was over before")
         except KeyboardInterrupt:
-            seconds = time.perf_counter() - pressed[0]
+            seconds = time.process_time() - pressed[0]
             right = (cupyflash.attention(x, x, x) == wanted).all()
             print("heard", seconds < LIMIT and right or seconds)
     """
-    # Half a second on a machine without other work; tests share theirs. All of it takes a minute.
-    program = program.replace("LIMIT", "10")
+    # Half a second, of two threads on a machine without other work. What other processes take does
+    # not count, but they slow down cores that are shared.
+    program = program.replace("LIMIT", "1.0")
     assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS=number) == "heard True"
 
 
