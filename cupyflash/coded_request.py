@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from .execute import Request
 from .gpu import launch_cache
+from .lazy import cached_property
 from .problem import coded, validate
 from .problem.call import Call
 from .problem.options import Options
@@ -29,7 +29,7 @@ class CodedRequest(Request):
         super().__init__(q, k, v, options, offsets, check)
         self._given = given
 
-    @functools.cached_property
+    @cached_property
     def call(self) -> Call:
         """The validated call."""
         qkv, given = (self._q, self._k, self._v), self._given

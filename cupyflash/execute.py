@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -13,6 +12,7 @@ from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .errors import ArgumentError, ArgumentTypeError
 from .gpu import launch_cache
+from .lazy import cached_property
 from .problem import cached as cached_calls
 from .problem import validate
 from .problem.call import Array, Call, Gradients
@@ -54,7 +54,7 @@ class Request:
         self._options = options
         self._offsets, self._check = offsets, check
 
-    @functools.cached_property
+    @cached_property
     def call(self) -> Call:
         """The validated call."""
         qkv = self._q, self._k, self._v
@@ -100,7 +100,7 @@ class CachedRequest(Request):
         self._codes, self._shared = codes, shared
         self._lengths, self._table, self._offsets_q = lengths, table, offsets_q
 
-    @functools.cached_property
+    @cached_property
     def call(self) -> Call:
         """The validated call."""
         return cached_calls.call(

@@ -7,7 +7,6 @@ computed at all: that gives the pairs that each rank computes and the keys that 
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import Dense
 from ..expr.evaluate import host
+from ..lazy import cached_property
 from ..masks import Mask
 from ..pieces.packed import Cells, Packed, pairs
 from ..pieces.schedule import chunks, classes
@@ -163,7 +163,7 @@ class Layout:
         runs = [Runs.of(run for x in self.runs[n : n + size] for run in x) for n in firsts]
         return Layout(self.length, tuple(runs), self.rank // size, self.kind, self.chunk)
 
-    @functools.cached_property
+    @cached_property
     def chunks(self) -> tuple[list[range], Array]:
         """The chunks of all ranks, one rank after the other, and the rank of each."""
         of_ranks = [runs.cut(self.chunk) for runs in self.runs]

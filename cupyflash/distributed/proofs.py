@@ -7,13 +7,13 @@ where sequences do, and only pairs of one sequence are looked at.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ..expr.interval import EMPTY, FULL
+from ..lazy import cached_property
 from ..pieces import packed
 from ..pieces.packed import Cells
 from ..pieces.schedule import NO_KEYS, Piece, classes
@@ -99,7 +99,7 @@ class Proofs:
         made._used = np.logical_or.reduceat(self._used, np.arange(0, self.size, size), axis=0)
         return made
 
-    @functools.cached_property
+    @cached_property
     def keys(self) -> Array:
         """How many keys each rank needs of each, (owners, users); its own ones count, too."""
         made = np.zeros((self.size, self.size), np.int64)
@@ -118,7 +118,7 @@ class Proofs:
         np.add.at(made, (self._keys.rank[cells], groups), self._keys.cells.size[cells])
         return made
 
-    @functools.cached_property
+    @cached_property
     def work(self) -> Array:
         """The pairs that each rank computes with the keys of each, (owners, users).
 
@@ -131,7 +131,7 @@ class Proofs:
         made: Array = flat.reshape(self.size, self.size)
         return made
 
-    @functools.cached_property
+    @cached_property
     def rows(self) -> Array:
         """How many queries of each rank see keys of each, (owners, users)."""
         made = np.zeros((self.size, self.size), np.int64)
@@ -176,7 +176,7 @@ class Proofs:
         firsts, lasts = start[np.append(0, ends + 1)], stop[np.append(ends, -1)]
         return Runs(tuple(map(range, firsts.tolist(), lasts.tolist())))
 
-    @functools.cached_property
+    @cached_property
     def _of_owners(self) -> list[Array]:
         order = np.argsort(self._keys.rank, kind="stable")
         ends = np.cumsum(np.bincount(self._keys.rank, minlength=self.size))

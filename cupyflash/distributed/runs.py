@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
+from ..lazy import cached_property
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Runs:
     def __bool__(self) -> bool:
         return bool(self.ranges)
 
-    @functools.cached_property
+    @cached_property
     def count(self) -> int:
         """The positions of all runs."""
         return sum(map(len, self.ranges))
 
-    @functools.cached_property
+    @cached_property
     def _starts(self) -> tuple[list[int], list[int]]:
         """The first position of each run, and the row that has it."""
         first, rows = [], [0]

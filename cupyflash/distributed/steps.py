@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from ..arrays.tape import Tape
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..execute import Vjp, check_flag
 from ..expr.bind import bind
+from ..lazy import cached_property
 from ..pieces import steps as pieces_steps
 from ..pieces.device import Device
 from ..pieces.place import Host, Place
@@ -124,12 +124,12 @@ class Distributed:
         """Name of the public function that computes the call's gradients."""
         return f"cupyflash.distributed.{self.name}_backward"
 
-    @functools.cached_property
+    @cached_property
     def layouts(self) -> tuple[Layout, Layout]:
         """The layouts of queries and of keys."""
         return self._ranks.checked()
 
-    @functools.cached_property
+    @cached_property
     def call(self) -> Call:
         """The validated call. Its arrays are those of this rank, its lengths those of all."""
         call = self._validated()

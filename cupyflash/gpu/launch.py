@@ -7,7 +7,6 @@ addition to the results, it needs the memory that `workspace_size` states. With
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..arrays import cuda_device, device_arrays, tape
 from ..errors import ArgumentError
+from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from . import decode_recipe, driver, recipe, tma
 from . import jit as compiler
@@ -145,7 +145,7 @@ class CompiledRecipe:
         sums = any(name in Gradients._fields for name, _, _ in self.scratch)
         return self.all_zero or sums or WAIT_AFTER_LAUNCH
 
-    @functools.cached_property
+    @cached_property
     def adds_to_dq(self) -> bool:
         """Whether a backward adds to dq itself, which must hold zeros before."""
         return self.atomic_dq and all(name != "dq_accum" for name, _, _ in self.scratch)

@@ -8,11 +8,11 @@ gradients are sums over pieces.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Problem, Results
 from .parts import call_of, part, part_of_bias, part_of_pairs, part_of_statistic
 from .place import Parts, Place
@@ -100,7 +100,7 @@ class Partial:
     def __init__(self, place: Place, problem: Problem, out: Array, lse: Array) -> None:
         self._place, self._number, self._results = place, problem.accumulator, (out, lse)
 
-    @functools.cached_property
+    @cached_property
     def _wide(self) -> tuple[Array, Array]:
         out, lse = (self._place.empty(x.shape, self._number) for x in self._results)
         return out, lse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias
@@ -14,6 +13,7 @@ from ..arrays import interop
 from ..arrays.device_arrays import device_of, is_device_array
 from ..errors import ArgumentError, ArgumentTypeError
 from ..execute import Vjp, check_flag, given_rows, gradient_arrays, result_shapes
+from ..lazy import cached_property
 from ..problem import validate
 from ..problem.call import Array, Call, Gradients
 from ..problem.options import Options
@@ -50,7 +50,7 @@ class Streamed:
         self._q, self._k, self._v = q, k, v
         self._options, self._chunk, self._device = options, chunk, device
 
-    @functools.cached_property
+    @cached_property
     def call(self) -> Call:
         """The validated call. Its arrays are where the user has them."""
         call = validate.call(self._q, self._k, self._v, self._options, in_one_place=False)
@@ -70,7 +70,7 @@ class Streamed:
 
         return Device(dispatch.GPU, self.call.device)
 
-    @functools.cached_property
+    @cached_property
     def schedule(self) -> Schedule:
         """The pieces."""
         call = self.call
@@ -87,7 +87,7 @@ class Streamed:
         of_keys = growing(problem.len_k, FIRST, keys, factor)
         return of_chunks(call, chunks(problem.len_q, rows), of_keys)
 
-    @functools.cached_property
+    @cached_property
     def _narrowed(self) -> Schedule:
         return self.schedule.narrowed(self.call)
 

@@ -176,7 +176,7 @@ def test_an_exception_comes_out_once_all_have_stopped(set_threads, number):
             raised.set()
             raise Broken("chunk 0")
         assert raised.wait(PATIENCE)
-        time.sleep(0.2)  # it has been noticed
+        time.sleep(0.2)  # until it has been noticed
         left.append(n)
 
     with pytest.raises(Broken, match="chunk 0"):
@@ -390,6 +390,35 @@ def test_fork_while_other_threads_call_and_compile(tmp_path, forks):
     """)
     environment = {"CUPYFLASH_NUM_THREADS": "2", "PYTHONWARNINGS": "ignore::DeprecationWarning"}
     assert output_of(program, tmp_path, **environment) == str([0] * forks)
+
+
+@CAN_FORK
+def test_fork_while_another_thread_checks_a_call(tmp_path):
+    """Its request is computed once, and no lock of that is inherited."""
+    program = WORK + textwrap.dedent("""
+        from cupyflash.problem import validate
+        expected, checked = work(), validate.call
+        entered, leave = threading.Event(), threading.Event()
+
+        def slow(*arguments):
+            if threading.get_ident() == other.ident:
+                entered.set()
+                leave.wait()
+            return checked(*arguments)
+
+        validate.call = slow
+        other = threading.Thread(target=work)
+        other.start()
+        entered.wait()
+        child = os.fork()
+        if not child:
+            os._exit(0 if work() == expected else 3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        leave.set()
+        other.join()
+    """)
+    environment = {"CUPYFLASH_NUM_THREADS": "2", "PYTHONWARNINGS": "ignore::DeprecationWarning"}
+    assert output_of(program, tmp_path, **environment) == "0"
 
 
 @pytest.mark.thorough("a fork by hand is quick, and a fresh process in every test of commands")

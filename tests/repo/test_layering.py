@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folders and modules of `cupyflash`, lowest first: each imports from lower rows only. `__init__`
 # and `__main__` may import all of them.
 ORDER = [
-    ["errors", "install", "similar"],
+    ["errors", "install", "lazy", "similar"],
     ["elsewhere", "files"],
     ["arrays"],
     ["analysis"],

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-import functools
 import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from ...arrays.cuda_device import OLDEST_CAPABILITY, Target
+from ...lazy import cached_property
 from ...problem.call import Array, Call, Problem
 from .. import strides
 from ..params import Operand
@@ -113,7 +113,7 @@ class Request:
         cache = None if self.call is None else self.call.cache
         return name in ("k", "v") and cache is not None and cache.table is not None
 
-    @functools.cached_property
+    @cached_property
     def _lead(self) -> Lead:
         if self.lead is not None:
             return self.lead
