@@ -12,6 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 from . import disk_cache
+from .kernels.spec import Tiles
 from .source import Specialisation, source
 
 # Compilers before 12.9 refuse a second -arch, and CuPy already gives that of the device. Only
@@ -22,7 +23,7 @@ _DEFAULT_SHARED_MEMORY = 48 * 1024  # what a block may have without a request
 # To load a kernel may wait for what the device does, such as messages that wait for another device:
 # its thread must be able to load a kernel meanwhile.
 _locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-_kernels: dict[tuple[int, str], Any] = {}
+_kernels: dict[tuple[int, str, bool], Any] = {}
 
 
 def kernel(special: Specialisation, device: int) -> Any:
@@ -36,27 +37,30 @@ def kernel(special: Specialisation, device: int) -> Any:
         The device.
     """
     text = source(special)
-    key = (device, text)
+    key = (device, text, special.tiles.beside)
     found = _kernels.get(key)
     if found is None:
         with _locks[device]:
             found = _kernels.get(key)
             if found is None:
-                shared_memory = special.tiles.shared_memory
-                found = _compiled(special.name, text, shared_memory, special.architecture)
+                found = _compiled(special.name, text, special.tiles, special.architecture)
                 _kernels[key] = found
     return found
 
 
-def _compiled(name: str, text: str, shared_memory: int, architecture: str | None = None) -> Any:
+def _compiled(name: str, text: str, tiles: Tiles, architecture: str | None) -> Any:
     import cupy
 
     disk_cache.warn_once()
     options = OPTIONS if architecture is None else (*OPTIONS, f"-arch={architecture}")
     try:
         made = cupy.RawModule(code=text, options=options).get_function(name)
-        if shared_memory > _DEFAULT_SHARED_MEMORY:
-            made.max_dynamic_shared_size_bytes = shared_memory
+        if tiles.shared_memory > _DEFAULT_SHARED_MEMORY:
+            made.max_dynamic_shared_size_bytes = tiles.shared_memory
+        if tiles.beside:
+            # Drivers leave a kernel the least that it needs, and the rest to the L1 cache; a kernel
+            # that needs another share then waits until the SM is empty.
+            made.preferred_shared_memory_carveout = 100  # percent
     except Exception as error:
         error.add_note(f"while compiling the kernel {name}")
         raise

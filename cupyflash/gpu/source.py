@@ -66,6 +66,8 @@ class Specialisation:
         Warps that share their keys in that kernel; elsewhere 0.
     k_rows, v_rows : bool
         Whether rows of keys or of values have scales of their own, where all are codes.
+    aligned : bool
+        Whether 16-byte copies are known to be able to read all rows of q, k and v.
     functions : Functions
         The functions of the call's expressions.
     """
@@ -90,6 +92,7 @@ class Specialisation:
     codes: Format | None = None
     k_rows: bool = False
     v_rows: bool = False
+    aligned: bool = False
     shared: bool = False
     team: int = 0
 
@@ -122,6 +125,7 @@ class Specialisation:
             "resumes": self.resumes,
             "krows": self.k_rows,
             "vrows": self.v_rows,
+            "aligned": self.aligned,
             "shared": self.shared,
             f"team{self.team}": self.team > 0,
         }
@@ -185,6 +189,7 @@ def prelude(special: Specialisation) -> str:
             "RESUMES": special.resumes,
             "K_SCALE_ROWS": special.k_rows,
             "V_SCALE_ROWS": special.v_rows,
+            "ALIGNED": special.aligned,
             "SHARED": special.shared,
             "EACH_LANE_ARRIVES": EACH_LANE_ARRIVES,
         },

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import device_arrays
 from ..arrays.cuda_device import MAX_GRID, Target
 from ..errors import ArgumentError
 from ..expr import width
@@ -32,6 +33,7 @@ from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
+ROW_ALIGNMENT = 16  # bytes, that a thread copies at once
 _RESULT = {
     "forward": "out",
     "forward_codes": "out",
@@ -257,6 +259,7 @@ class Writer:
             cached=cache is not None,
             paged=cache is not None and cache.table is not None,
             page_rows=_page_rows(self.call, spec),
+            aligned=spec.aligned and _are_aligned(self.call),
             dropout=spec.scores and problem.dropout > 0,
             count_tiles=spec.scores and "tiles_visited" in self.named,
             functions=functions,
@@ -296,6 +299,16 @@ def _page_rows(call: Call, spec: KernelSpec) -> int:
     """Return the neighbouring positions of a cache that lie in the same page, for a kernel."""
     in_pages = call.cache is not None and call.cache.table is not None
     return spec.page_rows if in_pages and call.k.shape[-2] % spec.page_rows == 0 else 1
+
+
+def _are_aligned(call: Call) -> bool:
+    """Return whether rows of q, k and v are contiguous and begin at multiples of 16 bytes."""
+    return all(
+        x.strides[-1] == x.itemsize
+        and not any(step % ROW_ALIGNMENT for step in x.strides[:-1])
+        and not device_arrays.address(x) % ROW_ALIGNMENT
+        for x in (call.q, call.k, call.v)
+    )
 
 
 def _scales(codes: Codes, paged: bool) -> dict[str, Any]:

@@ -69,6 +69,7 @@ struct Task {
   int first, last;                    // visible leaves: from `first` to before `last`
 
   __device__ __forceinline__ layout::Entry entry() const {
+    if constexpr (CACHED) return layout::Entry{b, {0, 0, 0, b}, len_q, len_k, start_q, 0};
     return layout::Entry{b, {lead[0], lead[1], lead[2], lead[3]}, len_q, len_k, start_q, 0};
   }
   __device__ __forceinline__ long long head_of(int row) const {
@@ -132,7 +133,9 @@ __device__ __forceinline__ Task task_of(const Params& p, int number, int len_k =
 #pragma unroll
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
     entry.lead[axis] = 0;
-    if (p.lead_size[axis] > 1) {
+    if (CACHED && axis == MAX_LEAD - 1) {
+      entry.lead[axis] = slice;  // the only axis of a cache
+    } else if (!CACHED && p.lead_size[axis] > 1) {
       const Division rest(slice, p.lead_size[axis]);
       entry.lead[axis] = rest.remainder;
       slice = rest.quotient;

@@ -80,6 +80,7 @@ struct Source {
 
   // 16-byte copies are possible: rows are contiguous and begin at 16 bytes.
   __device__ __forceinline__ bool vectors(int whole = STORED_VECTOR) const {
+    if constexpr (ALIGNED) return true;
     const long long steps = row | (PAGED ? page : 0);
     return col == 1 && steps % whole == 0 &&
            reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
@@ -299,9 +300,13 @@ __device__ __forceinline__ void begin_queries(const Params& p, const Rows& task,
   const long long steps = p.q.row | p.q.head | entries;
   const bool vectors = Source{first, 0, steps, p.q.col}.vectors() && D % 8 == 0;
   const bool has_piece = lanes.piece < Row::PIECES;
+  // Lane n finds row n, because that takes many instructions.
+  const long long own = reinterpret_cast<long long>(query_row(p, task, ptx::lane_index() % 16));
   const auto source = [&](int row) {
+    const long long found = ptx::shuffle(own, row);
     const bool exists = row < task.rows && has_piece && STORED_VECTOR * lanes.piece < D;
-    return exists ? query_row(p, task, row) + STORED_VECTOR * lanes.piece : nullptr;
+    return exists ? reinterpret_cast<const storage_t*>(found) + STORED_VECTOR * lanes.piece
+                  : nullptr;
   };
   __syncwarp();  // the queries before, read by all lanes
   if (vectors && ASYNC) {

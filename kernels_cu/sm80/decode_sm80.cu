@@ -125,20 +125,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   };
   // The first keys are on their way as early as possible; the queries are in their group.
   int loaded = -1;  // the number of the task whose queries are loaded
-  while (true) {
-    for_steps<0, STAGES - 1>([&](auto step) {
-      copy_step(step, decltype(step)::value);
-      if (decltype(step)::value == 0 && now.exists && loaded < 0) {
-        loaded = task_of(now).number;
-        decode_rows::begin_queries(p, task_of(now), q_smem);
-      }
-      ptx::cp_async_commit();
-    });
-    if (!guessed || !entries.differ(found)) break;
-    guessed = false;
+  for_steps<0, STAGES - 1>([&](auto step) {
+    copy_step(step, decltype(step)::value);
+    if (decltype(step)::value == 0 && now.exists) {
+      loaded = task_of(now).number;
+      decode_rows::begin_queries(p, task_of(now), q_smem);
+    }
+    ptx::cp_async_commit();
+  });
+  if (guessed && entries.differ(found)) {
     places = decode_rows::LeafPlaces(p, found);
     ptx::cp_async_wait_all();
     __syncwarp();  // the stages, copied by all lanes before they are copied again
+    for_steps<0, STAGES - 1>([&](auto step) {
+      copy_step(step, decltype(step)::value);
+      ptx::cp_async_commit();
+    });
   }
   if (now.exists) next = cursor.next();
   decode_rows::LeafEntries next_entries = look_up(next);

@@ -232,7 +232,7 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
     if case.cache.endswith(" few"):
-        few = sm80.decode_tiles(request, few=True, paged=case.cache.startswith("paged"))
+        few = sm80.decode_tiles(request, few=True)
         assert few is not None
         return few
     tiles = spec.configure(request)
@@ -288,6 +288,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         codes=FORMATS.get(form),
         wide_result=wide,
         resumes=resumes,
+        aligned=spec.aligned and held != "",
         k_rows=case.cache.startswith("rows"),
         v_rows=case.cache.startswith("rows"),
         dropout=problem.dropout > 0 and spec.scores,

@@ -48,9 +48,10 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
     nodes = min(NODES, (SHARED_BY_MANY if many else SHARED_MEMORY) // row)
     threads = 512 if rows <= at_once else 128
     small = request.blocks[0] == DECODE_ROWS
-    if small and decode.has_few_leaves(problem, DECODE_ROWS, request.device):
+    beside = small and decode.has_few_leaves(problem, DECODE_ROWS, request.device)
+    if beside:
         threads = min(threads, BESIDE)
-    return Tiles(request.blocks[0], 0, threads, nodes * row)
+    return Tiles(request.blocks[0], 0, threads, nodes * row, beside=beside)
 
 
 def hadamard_tiles(columns: int, itemsize: int) -> Tiles:

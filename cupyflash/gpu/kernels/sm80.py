@@ -157,30 +157,29 @@ def decode_bytes(warps: int, stages: int, d: int, _: int) -> int:
     return -(-storage // 128) * 128 + warps * (queries + stages * DECODE_STAGE)
 
 
-def decode_tiles(request: Request, few: bool, paged: bool) -> Tiles | None:
+def decode_tiles(request: Request, few: bool) -> Tiles | None:
     """Return the tiles of decode_sm80.cu, for a cache with `few` leaves or with many.
 
-    Blocks of few leaves in pages are so small that an SM has room for two of them: those of the
-    next grid look their pages up meanwhile. Without pages that is slower, by 1 us on an H100.
+    Beside a block of few leaves an SM has room for one of the grid that joins, but not for another
+    one of these: two that copy keys at the same time are slower, by 1 us on an H100.
     """
     problem = request.problem
     most_warps, most_stages = DECODE_WARPS[0]
     if few:
-        most_warps, most_stages = decode.FEW_WARPS, 2 if paged else 3
+        most_warps, most_stages = decode.FEW_WARPS, 3
     for warps, stages in DECODE_WARPS:
         if warps > most_warps or stages > most_stages:
             continue
         shared = decode_bytes(warps, stages, problem.d, problem.d_v)
         if shared <= request.device.shared_memory:
-            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared, 1, stages)
+            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared, 1, stages, beside=few)
     return None
 
 
 def _configure_decode(request: Request) -> Tiles | None:
-    call = request.call
-    paged = call is not None and call.cache is not None and call.cache.table is not None
-    few = decode.has_few_leaves(request.problem, DECODE_ROWS, request.device)
-    return decode_tiles(request, few, paged)
+    return decode_tiles(
+        request, decode.has_few_leaves(request.problem, DECODE_ROWS, request.device)
+    )
 
 
 def shared_bytes(warps: int, stages: int, d: int) -> int:
@@ -264,6 +263,7 @@ DECODE = KernelSpec(
     caches=True,
     page_rows=16,
     codes=True,
+    aligned=True,
     overlaps=True,
 )
 SHARED = KernelSpec(
@@ -279,6 +279,7 @@ SHARED = KernelSpec(
     grid=grid.by_units,
     caches=True,
     codes=True,
+    aligned=True,
     overlaps=True,
     beside=DECODE.name,
 )

@@ -41,6 +41,8 @@ class Tiles:
         Blocks that share the registers of an SM: the compiler gives a thread at most its share.
     stages : int or None
         Pipeline stages in shared memory for the streamed operand; None if nothing is streamed.
+    beside : bool
+        Whether blocks of other grids are to share the SM, which needs all of its shared memory.
     """
 
     block_q: int
@@ -49,6 +51,7 @@ class Tiles:
     shared_memory: int
     resident_blocks: int = 1
     stages: int | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,6 +282,8 @@ class KernelSpec:
         Neighbouring positions that it copies together where pages are a multiple of them.
     codes : bool
         Whether keys and values may be codes of 8 or 4 bits.
+    aligned : bool
+        Whether it is compiled anew for q, k and v that 16-byte copies can read.
     scores : bool
         Whether it evaluates masks and scores.
     slope : bool
@@ -315,6 +320,7 @@ class KernelSpec:
     caches: bool = False
     page_rows: int = 1
     codes: bool = False
+    aligned: bool = False
     scores: bool = True
     slope: bool = False
     sizes: tuple[str, ...] = ("d", "d_v")
