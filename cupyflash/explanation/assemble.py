@@ -86,7 +86,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
     problem, sizes, unknown = call.problem, subject.sizes, subject.unknown
     backward = subject.backward
     allowed = trees(call).allowed if subject.allowed is None else subject.allowed
-    surveys: dict[tuple[int, int], Survey] = {}
+    surveys: dict[tuple[int, int, int], Survey] = {}
     kernels = tuple(
         _use(
             subject,
@@ -97,7 +97,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         for work in works
     )
     main = next(work for work in works if work.block_kv)
-    found = surveys[main.block_q, main.block_kv]
+    found = surveys[main.blocks_of_tiles]
     least = sizes.least(backward, found)
     pairs = found.visited_pairs if found.pairs is None else found.pairs
     if found.pairs is None:
@@ -144,9 +144,9 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
 
 
 def _survey(
-    subject: Subject, allowed: Expr | None, work: Work, known: dict[tuple[int, int], Survey]
+    subject: Subject, allowed: Expr | None, work: Work, known: dict[tuple[int, int, int], Survey]
 ) -> Survey | None:
-    key = work.block_q, work.block_kv
+    key = work.blocks_of_tiles
     if not work.block_kv:
         return None
     if key not in known:
@@ -156,7 +156,8 @@ def _survey(
         lengths = subject.entries or [(tuple(range(problem.batch)), problem.len_k)]
         known[key] = together([
             survey(
-                allowed, changed(problem, len_k=length), *tile, machine=machine,
+                allowed, changed(problem, len_k=length), *tile, missing=work.missing,
+                machine=machine,
                 most_cells=() if n else GRIDS, at=(numbers[0], 0), count_pairs=first,
                 entries=numbers,
             )

@@ -41,6 +41,12 @@ class Work:
     block_q: int = 0
     block_kv: int = 0
     special: Specialisation | None = None  # None: on the CPU
+    missing: int = 0  # queries that the first tiles lack
+
+    @property
+    def blocks_of_tiles(self) -> tuple[int, int, int]:
+        """What the tiles depend on."""
+        return self.block_q, self.block_kv, self.missing
 
     @property
     def spec(self) -> KernelSpec | None:
@@ -185,6 +191,7 @@ def on_gpu(
             launch.special.tiles.block_q if has_tiles else 0,
             launch.special.tiles.block_kv if has_tiles else 0,
             launch.special,
+            launch.special.missing_queries(int(problem.len_q)),
         )
         for launch in made.launches
         for has_tiles in [

@@ -41,6 +41,8 @@ class Grid:
         Numbers of queries, from top to bottom, and of keys, from left to right.
     block_q, block_kv : int
         Queries and keys of a tile.
+    missing : int
+        Queries that the first tiles lack.
     down, across : int
         Number of tiles along each side of a cell; cells at the ends may have fewer.
     tiles : numpy.ndarray of int, shape (rows, columns, 3)
@@ -51,6 +53,7 @@ class Grid:
     len_k: int
     block_q: int
     block_kv: int
+    missing: int
     down: int
     across: int
     tiles: Array
@@ -65,7 +68,7 @@ class Grid:
     @property
     def edges_q(self) -> Array:
         """First query of every row of cells, and the number of queries."""
-        return _edges(self.len_q, self.block_q * self.down)
+        return _edges(self.len_q, self.block_q * self.down, self.missing)
 
     @property
     def edges_k(self) -> Array:
@@ -106,8 +109,24 @@ class Survey:
     grids: tuple[Grid, ...]
 
 
-def _edges(length: int, step: int) -> Array:
-    return np.append(np.arange(0, length, step), length)
+def _edges(length: int, step: int, missing: int = 0) -> Array:
+    return np.append(np.maximum(np.arange(-missing, length, step), 0), length)
+
+
+class _Blocks(NamedTuple):
+    """Queries and keys of a tile, and how many queries the first tiles lack."""
+
+    q: int
+    kv: int
+    missing: int
+
+    def rows(self, tile: Any, sizes: Sizes) -> Any:
+        """Return the first query of a tile, or the number of queries behind the last one."""
+        return np.clip(tile * self.q - self.missing, 0, sizes.len_q)
+
+    def columns(self, tile: Any, sizes: Sizes) -> Any:
+        """Return the first key of a tile, or the number of keys behind the last one."""
+        return np.minimum(tile * self.kv, sizes.len_k)
 
 
 class _Rectangles(NamedTuple):
@@ -131,11 +150,11 @@ class _Rectangles(NamedTuple):
         number: Array = (self.bottom - self.top) * (self.right - self.left)
         return number
 
-    def extents(self, sizes: Sizes, blocks: tuple[int, int]) -> tuple[Array, Array]:
-        """Return queries and keys of each; the last tiles may have fewer."""
+    def extents(self, sizes: Sizes, blocks: _Blocks) -> tuple[Array, Array]:
+        """Return queries and keys of each; the first and the last tiles may have fewer."""
         return (
-            np.minimum(self.bottom * blocks[0], sizes.len_q) - self.top * blocks[0],
-            np.minimum(self.right * blocks[1], sizes.len_k) - self.left * blocks[1],
+            blocks.rows(self.bottom, sizes) - blocks.rows(self.top, sizes),
+            blocks.columns(self.right, sizes) - blocks.columns(self.left, sizes),
         )
 
     def quarters(self) -> _Rectangles:
@@ -160,6 +179,7 @@ def survey(
     block_q: int,
     block_kv: int,
     *,
+    missing: int = 0,
     machine: str = "gpu",
     most_cells: Sequence[tuple[int, int]] = (),
     at: tuple[int, int] = (0, 0),
@@ -177,6 +197,8 @@ def survey(
         Sizes of the problem; no axis is empty.
     block_q, block_kv : int
         Queries and keys of a tile.
+    missing : int
+        Queries that the first tiles lack.
     machine : {"gpu", "cpu", "exact"}
         Which kernels' classes to return; "exact" examines every element of the arrays that a mask
         reads.
@@ -215,8 +237,8 @@ def survey(
     times = 1 if only_grids else len(counted) * sizes.heads // (len(looked_at) * len(heads))
     count_pairs = count_pairs and not only_grids
 
-    shape = -(-sizes.len_q // block_q), -(-sizes.len_k // block_kv)
-    blocks = block_q, block_kv
+    blocks = _Blocks(block_q, block_kv, missing)
+    shape = -(-(sizes.len_q + missing) // block_q), -(-sizes.len_k // block_kv)
     grids = [_empty_grid(sizes, shape, blocks, most) for most in most_cells]
     counts = np.zeros(3, np.int64)
     visited = np.zeros(3, np.int64)  # pairs, keys, queries
@@ -292,7 +314,7 @@ def together(parts: Sequence[Survey]) -> Survey:
 
 
 def _empty_grid(
-    sizes: Sizes, shape: tuple[int, int], blocks: tuple[int, int], most: tuple[int, int]
+    sizes: Sizes, shape: tuple[int, int], blocks: _Blocks, most: tuple[int, int]
 ) -> Grid:
     down, across = (-(-n // cells) for n, cells in zip(shape, most, strict=True))
     cells = np.zeros((-(-shape[0] // down), -(-shape[1] // across), 3), np.int64)
@@ -310,7 +332,7 @@ def _classes(
     classes: Expr | None,
     sizes: Sizes,
     shape: tuple[int, int],
-    blocks: tuple[int, int],
+    blocks: _Blocks,
     machine: str,
     b: int,
     h: int,
@@ -332,10 +354,10 @@ def _classes(
         kinds = np.full(found.top.shape, FULL, np.int64)
         if classes is not None:
             corners = {
-                "i_low": found.top * blocks[0],
-                "i_high": np.minimum(found.bottom * blocks[0], sizes.len_q) - 1,
-                "j_low": found.left * blocks[1],
-                "j_high": np.minimum(found.right * blocks[1], sizes.len_k) - 1,
+                "i_low": blocks.rows(found.top, sizes),
+                "i_high": blocks.rows(found.bottom, sizes) - 1,
+                "j_low": blocks.columns(found.left, sizes),
+                "j_high": blocks.columns(found.right, sizes) - 1,
             }
             kinds[:] = tile_classes(classes, symbols_of(sizes, b, h, **corners), machine)
         again = (kinds == PARTIAL) & (found.tiles > 1)
@@ -368,15 +390,15 @@ def _overlaps(first: Array, last: Array, step: int, cells: int) -> Array:
 
 
 def _partial_pairs(
-    allowed: Expr, sizes: Sizes, blocks: tuple[int, int], tiles: _Rectangles, b: int, h: int
+    allowed: Expr, sizes: Sizes, blocks: _Blocks, tiles: _Rectangles, b: int, h: int
 ) -> int:
     """Count the pairs that attend in single tiles."""
     total = 0
     order = np.lexsort((tiles.left, tiles.top))
     rows, begins = np.unique(tiles.top[order], return_index=True)
     for row, columns in zip(rows, np.split(tiles.left[order], begins[1:]), strict=True):
-        i = np.arange(row * blocks[0], min((row + 1) * blocks[0], sizes.len_q))[:, None]
-        keys = (columns[:, None] * blocks[1] + np.arange(blocks[1])).reshape(-1)
+        i = np.arange(blocks.rows(row, sizes), blocks.rows(row + 1, sizes))[:, None]
+        keys = (columns[:, None] * blocks.kv + np.arange(blocks.kv)).reshape(-1)
         keys = keys[keys < sizes.len_k]
         step = max(1, PAIRS_AT_A_TIME // len(i))
         for first in range(0, len(keys), step):

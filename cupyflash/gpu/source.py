@@ -18,7 +18,7 @@ from typing import Any
 from ..arrays.dtypes import DTYPES
 from ..expr.cuda import Functions
 from ..problem.formats import Format
-from .kernels.spec import KernelSpec, Tiles
+from .kernels.spec import WARP_ROWS, KernelSpec, Tiles
 
 # Racecheck of CUDA's compute-sanitizer does not see the order between lanes that synchronise and
 # the one of them that arrives at a barrier in shared memory for all. For such tools, each lane
@@ -105,6 +105,17 @@ class Specialisation:
     def architecture(self) -> str | None:
         """What the kernel is compiled for, if that is not the current device."""
         return self.spec.architecture
+
+    def missing_queries(self, len_q: int) -> int:
+        """Return how many of its `block_q` queries an entry's first tile lacks.
+
+        This is the twin of rows_of_first_block in kernels_cu/sm90/tile_scheduler.cuh.
+        """
+        if not self.spec.ends_with_queries or not self.functions.has_range or self.packed:
+            return 0
+        block = self.tiles.block_q
+        rows = -(-(len_q % block) // WARP_ROWS) * WARP_ROWS
+        return block - rows if rows else 0
 
     @property
     def name(self) -> str:

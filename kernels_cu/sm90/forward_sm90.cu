@@ -414,7 +414,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                     (work.first + fragment::warp_row()) * p.out.row,
                                 work.rows - fragment::warp_row());
     } else if constexpr (TMA_STORE) {
-      if (work.rows > 0) {
+      if (ptx::shuffle(fragment::warp_row(), 0) < work.rows) {
         warpgroup_rows::tma_store_wait();
         warpgroup_rows::tma_store_rows<D_V, OUT_SLAB_BYTES>(
             out, out_address, out_map, work.out, work.first_row_q + fragment::warp_row());

@@ -107,6 +107,15 @@ struct TileScheduler {
   }
 };
 
+// How many queries the first block of an entry has. Where queries see ranges of keys, blocks end
+// with the last query, and the first one may be shorter: under a causal mask it sees the fewest
+// keys. It has whole rows of warps, each of which stores its own.
+__device__ __forceinline__ int rows_of_first_block(const layout::Entry& entry) {
+  if constexpr (!HAS_RANGE || PACKED) return BLOCK_Q;
+  const int over = static_cast<int>(entry.len_q % BLOCK_Q);
+  return over == 0 ? BLOCK_Q : matmul::round_up(over, fragment::WARP_ROWS);
+}
+
 // Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
 // makes it visible.
 __device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
@@ -115,8 +124,10 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
   const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
   const layout::WorkTile work = cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
   const bool idle = work.idle || index == work_tiles;
-  const long long first = work.block * BLOCK_Q;
-  const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, BLOCK_Q);
+  const int of_first = rows_of_first_block(work.entry);
+  const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;
+  const int most = work.block == 0 ? of_first : BLOCK_Q;
+  const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, most);
   if (ptx::lane_index() == 0) {
     work_smem.entry = work.entry;
     work_smem.head = work.head;

@@ -89,21 +89,24 @@ def test_bounds_stop_at_the_ends_on_a_gpu_alone():
 # -- surveys --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at_a_time", [1, 2**18])
+@pytest.mark.parametrize(("at_a_time", "missing"), [(1, 0), (2**18, 0), (2**18, 3)])
 @pytest.mark.parametrize("name", MASKS)
-def test_everything_counted_is_there(name, at_a_time, monkeypatch):
+def test_everything_counted_is_there(name, at_a_time, missing, monkeypatch):
     monkeypatch.setattr(module, "AT_A_TIME", at_a_time)
     monkeypatch.setattr(module, "PAIRS_AT_A_TIME", 60)
     sizes, block_q, block_kv = Dense((2,), 3, 41, 37), 8, 5
     mask = MASKS[name]
     bound = None if mask is None else bind(mask.expr, sizes)
-    found = survey(bound, sizes, block_q, block_kv, most_cells=[(3, 8), (99, 99)], at=(1, 2))
+    found = survey(
+        bound, sizes, block_q, block_kv, missing=missing, most_cells=[(3, 8), (99, 99)], at=(1, 2)
+    )
     pairs = np.ones((2, 3, 41, 37), bool) if mask is None else mask.to_array(2, 3, 41, 37)
     assert found.pairs == pairs.sum()
     counts, visited, keys, queries = [0, 0, 0], 0, 0, 0
     classes = np.zeros((2, 3, 6, 8), int)
     for b, h, i, j in np.ndindex(classes.shape):
-        tile = pairs[b, h, i * 8 : i * 8 + 8, j * 5 : j * 5 + 5]
+        rows = slice(max(8 * i - missing, 0), 8 * i + 8 - missing)
+        tile = pairs[b, h, rows, j * 5 : j * 5 + 5]
         kind = FULL if tile.all() else PARTIAL if tile.any() else EMPTY
         classes[b, h, i, j] = kind
         counts[kind] += 1
@@ -119,6 +122,8 @@ def test_everything_counted_is_there(name, at_a_time, monkeypatch):
     assert found.by_head == (name in ("by head", "dense"))
     coarse, fine = found.grids
     np.testing.assert_array_equal(fine.classes, classes[1, 2])
+    ends = [8 - missing, 16 - missing, 24 - missing, 32 - missing, 40 - missing, 41]
+    np.testing.assert_array_equal(fine.edges_q, [0, *ends])
     assert (coarse.down, coarse.across, coarse.tiles.shape) == (2, 1, (3, 8, 3))
     for row in range(3):
         both = classes[1, 2, 2 * row : 2 * row + 2]
@@ -131,21 +136,22 @@ def test_everything_counted_is_there(name, at_a_time, monkeypatch):
     st.sampled_from(["cpu", "gpu", "exact"]), st.sampled_from([1, 7, 60]),
 )  # fmt: skip
 def test_a_rectangle_says_what_its_tiles_say(data, block_q, block_kv, machine, limit):
+    missing = data.draw(st.integers(0, block_q - 1))
     sizes = Dense((1,), 1, *data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40))))
     bound = bound_or_none(data.draw(expressions("bool")), sizes)
     if bound is None:
         return
-    shape = -(-sizes.len_q // block_q), -(-sizes.len_k // block_kv)
-    i, j = np.arange(shape[0])[:, None] * block_q, np.arange(shape[1]) * block_kv
+    shape = -(-(sizes.len_q + missing) // block_q), -(-sizes.len_k // block_kv)
+    i, j = np.arange(shape[0])[:, None] * block_q - missing, np.arange(shape[1]) * block_kv
     corners = {
-        "i_low": i, "i_high": np.minimum(i + block_q, sizes.len_q) - 1,
+        "i_low": np.maximum(i, 0), "i_high": np.minimum(i + block_q, sizes.len_q) - 1,
         "j_low": j, "j_high": np.minimum(j + block_kv, sizes.len_k) - 1,
     }  # fmt: skip
     with mock.patch.dict(RANGE_LIMIT, {"cpu": limit, "gpu": limit}):
         each = tile_classes(tile_class(bound), module.symbols_of(sizes, 0, 0, **corners), machine)
         found = survey(
-            bound, sizes, block_q, block_kv, machine=machine, most_cells=[(40, 40)],
-            count_pairs=False,
+            bound, sizes, block_q, block_kv, missing=missing, machine=machine,
+            most_cells=[(99, 99)], count_pairs=False,
         )  # fmt: skip
     np.testing.assert_array_equal(found.grids[0].classes, np.broadcast_to(each, shape))
 

@@ -12,7 +12,15 @@ from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from halves import mostly_thorough
 from harness import attend
 from placement import same_bits
-from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
+from warpgroup_calls import (
+    EACH_TYPE,
+    TYPES,
+    draw,
+    emulated,
+    run,
+    tiles_to_visit,
+    within_the_bound,
+)
 
 from cupyflash import masks, scores
 from cupyflash.gpu import source
@@ -46,8 +54,7 @@ def test_masks(monkeypatch, name):
     sink = np.array([-np.inf, 0.5], np.float32)
     out, lse, visited = run(q, k, v, randomly(1), mask=mask, sink=sink)
     within_the_bound(q, k, v, out, lse, mask=mask, sink=sink)
-    tiles = sm90.FORWARD_TILES[rows][64]
-    assert visited == attend(q, k, v, tiles=tiles, mask=mask).visited
+    assert visited == tiles_to_visit(q, k, v, sm90.FORWARD_TILES[rows][64], mask)
 
 
 @pytest.mark.thorough("masks are quick in the tiles of other heads")
@@ -63,8 +70,21 @@ def test_masks_of_other_heads(sizes, name):
     out, lse, visited = run(q, k, v, mask=MASKS[name])
     within_the_bound(q, k, v, out, lse, mask=MASKS[name])
     block = sm90.fit_forward(d, d_v, "masks")
-    tiles = block.block_q, block.block_kv
-    assert visited == attend(q, k, v, tiles=tiles, mask=MASKS[name]).visited
+    assert visited == tiles_to_visit(q, k, v, (block.block_q, block.block_kv), MASKS[name])
+
+
+@emulated
+@pytest.mark.parametrize("rows", [192 + 1, 192 + 100, 2 * 192 - 1, 2 * 192])
+def test_tiles_end_with_the_last_query_under_a_causal_mask(monkeypatch, rows):
+    monkeypatch.setattr(sm90, "FEW_QUERIES", 0)
+    q, k, v = draw(TYPES[1], (1, rows, 64), *[(1, 640, 64)] * 2)
+    out, lse, visited = run(q, k, v, randomly(1), mask=masks.causal())
+    within_the_bound(q, k, v, out, lse, mask=masks.causal())
+    # The last queries see 5 tiles of 128 keys, and the others end 192 before them.
+    others = rows - 192
+    first = -(-others // 16) * 16
+    assert visited == 5 + -(-(640 - rows + first) // 128)
+    assert visited == tiles_to_visit(q, k, v, (192, 128), masks.causal())
 
 
 @emulated

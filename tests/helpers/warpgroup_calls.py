@@ -12,9 +12,12 @@ from emulator.calls import Blocks, Emulator
 from emulator.machine import REVERSE
 from halves import mostly_thorough
 
+from cupyflash.expr.key_range import key_range
+from cupyflash.figures.survey import survey
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
+from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, forward_bound_varlen, rho
 
@@ -71,6 +74,17 @@ def run(
         call, out, lse, visited
     )
     return out, lse, int(visited[0])
+
+
+def tiles_to_visit(q, k, v, tiles, mask):
+    """Return how many tiles of a call on dense arrays are not EMPTY."""
+    call = validate.call(q, k, v, Options(mask=mask))
+    problem, allowed = call.problem, trees(call).allowed
+    missing = 0
+    if key_range(allowed, problem) is not None:
+        rows = -(-(problem.len_q % tiles[0]) // 16) * 16  # of the first tile
+        missing = -rows % tiles[0]
+    return survey(allowed, problem, *tiles, missing=missing).tiles.visited
 
 
 def within_the_bound(q, k, v, out, lse, offsets=None, **options):

@@ -11,7 +11,7 @@ from ...problem.call import Call, Problem
 from .. import params, tma
 from . import grid, tma_operands
 from .sm80 import ENTRY_BYTES, HALVES, bias_storage_bytes
-from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
+from .spec import WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
 SHARED_MEMORY = 232448  # bytes, of a block
@@ -149,10 +149,16 @@ FORWARD = KernelSpec(
         loads=("q", "k", "v"),
         stores=("out",),
         # a consumer's queries; a tile's keys; a warp's rows
-        rows=lambda tiles: {"q": 64, "k": tiles.block_kv, "v": tiles.block_kv, "out": 16},
+        rows=lambda tiles: {
+            "q": 64,
+            "k": tiles.block_kv,
+            "v": tiles.block_kv,
+            "out": WARP_ROWS,
+        },
         has_room=_has_room,
     ),
     caches=True,
+    ends_with_queries=True,
 )
 
 # -- forward_sm90_tf32 ----------------------------------------------------------------------------

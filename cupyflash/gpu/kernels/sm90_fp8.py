@@ -6,7 +6,7 @@ from ...problem import codes
 from ...problem.call import Problem
 from . import grid, sm90, tma_operands
 from .sm80 import HALVES
-from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
+from .spec import WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 LINE = 128  # codes in a row of a slab
 # Largest head -> queries and keys of a tile of forward_sm90_fp8.cu. A word has the bits of a row's
@@ -88,8 +88,9 @@ FORWARD = KernelSpec(
         loads=("q", "k", "v"),
         stores=("out",),
         # a consumer's queries; a tile's keys; a warp's rows
-        rows=lambda made: {"q": 64, "k": made.block_kv, "v": made.block_kv, "out": 16},
+        rows=lambda made: {"q": 64, "k": made.block_kv, "v": made.block_kv, "out": WARP_ROWS},
         has_room=lambda request, made: results_have_room(made, request.problem),
     ),
     codes=True,
+    ends_with_queries=True,
 )

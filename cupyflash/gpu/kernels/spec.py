@@ -24,6 +24,8 @@ Entry = TypeVar("Entry")
 REGISTERS = 65536  # of an SM
 RESERVED = 1024  # bytes of an SM's shared memory that every block takes in addition to its own
 
+WARP_ROWS = 16  # of results, that a warp of a tensor-core kernel stores together
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -294,6 +296,9 @@ class KernelSpec:
         Storage types for which it can also add its share of dq to memory.
     dq_accum_step : int
         Distance in `dq_accum` between the numbers that one thread adds.
+    ends_with_queries : bool
+        Whether its tiles of queries end with the last query where queries see ranges of keys, so
+        that the first tile may be shorter.
     overlaps : bool
         Whether it waits for earlier launches itself, and so may begin while the last one ends.
     beside : str
@@ -326,6 +331,7 @@ class KernelSpec:
     sizes: tuple[str, ...] = ("d", "d_v")
     atomic_dq: tuple[str, ...] = ()
     dq_accum_step: int = 1
+    ends_with_queries: bool = False
     overlaps: bool = False
     beside: str = ""
 
