@@ -138,6 +138,17 @@ def test_the_device_at_hand():
             explain(SHAPE, device="gpu")
 
 
+@pytest.mark.parametrize("n_q", [1100, 1152])
+def test_tiles_end_with_the_last_query_on_hopper(n_q):
+    q = (1, 1, n_q, 64)
+    found = explain(q, q, q, mask=masks.causal(), dtype="bfloat16", device="H100", compile=False)
+    assert (found.main.name, found.main.block_q, found.main.block_kv) == ("forward_sm90", 192, 128)
+    over = -(-(n_q % 192) // 16) * 16  # queries of the first tile, unless it is as long as others
+    ends = [*range(over or 192, n_q, 192), n_q]
+    assert found.main.tiles.visited == sum(-(-end // 128) for end in ends)
+    assert found.figure is not None
+
+
 # -- what it costs --------------------------------------------------------------------------------
 
 

@@ -77,13 +77,12 @@ def test_masks_of_other_heads(sizes, name):
 @pytest.mark.parametrize("rows", [192 + 1, 192 + 100, 2 * 192 - 1, 2 * 192])
 def test_tiles_end_with_the_last_query_under_a_causal_mask(monkeypatch, rows):
     monkeypatch.setattr(sm90, "FEW_QUERIES", 0)
-    q, k, v = draw(TYPES[1], (1, rows, 64), *[(1, 640, 64)] * 2)
-    out, lse, visited = run(q, k, v, randomly(1), mask=masks.causal())
+    # The first query sees 3 tiles of 128 keys, and the second one another tile.
+    q, k, v = draw(TYPES[1], (1, rows, 64), *[(1, rows + 383, 64)] * 2)
+    out, lse, visited = run(q, k, v, multiprocessors=1, mask=masks.causal())
     within_the_bound(q, k, v, out, lse, mask=masks.causal())
-    # The last queries see 5 tiles of 128 keys, and the others end 192 before them.
-    others = rows - 192
-    first = -(-others // 16) * 16
-    assert visited == 5 + -(-(640 - rows + first) // 128)
+    first = -(-(rows - 192) // 16) * 16
+    assert visited == -(-(rows + 383) // 128) + -(-(first + 383) // 128)
     assert visited == tiles_to_visit(q, k, v, (192, 128), masks.causal())
 
 

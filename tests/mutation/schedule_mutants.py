@@ -9,6 +9,8 @@ from .cache_mutants import DECODED, GRID, JOIN, TASKS, Fault
 
 TENSOR = "kernels_cu/sm80/decode_sm80.cu"
 CURSOR, ROWS = "kernels_cu/decode/cursor.cuh", "kernels_cu/sm80/decode_rows.cuh"
+FORWARD, SCHEDULER = "kernels_cu/sm90/forward_sm90.cu", "kernels_cu/sm90/tile_scheduler.cuh"
+SHORTER = "cuda/test_forward_sm90_masks.py::test_tiles_end_with_the_last_query_under_a_causal_mask"
 LATE = DECODED + "what_the_grid_ahead_writes_at_its_end_is_read"
 MANY, JOINED = DECODED + "more_entries_than_lanes", DECODED + "rows_are_joined_by_warps_or_blocks"
 
@@ -32,8 +34,8 @@ _FAULTS = {
     ),
     "keys of pages that are no more": Fault(
         TENSOR,
-        "if (!guessed || !entries.differ(found)) break;",
-        "break;",
+        "if (guessed && entries.differ(found)) {",
+        "if (false) {",
         LATE,
         "sm80 and 16 and table",
     ),
@@ -103,12 +105,25 @@ _FAULTS = {
         GRID,
         "sm80 and 3",
     ),
+    "all rows of queries are the first one": Fault(
+        ROWS, "ptx::shuffle(own, row)", "ptx::shuffle(own, 0)", GRID, "sm80 and 1"
+    ),
     "queries of a later task are those of the first": Fault(
         TENSOR,
         "      decode_rows::begin_queries(p, task, q_smem);\n      ptx::cp_async_wait_all();",
         "      ptx::cp_async_wait_all();",
         GRID,
         "sm80 and 1",
+    ),
+    "the first tile of queries is stored as a whole": Fault(
+        FORWARD,
+        "ptx::shuffle(fragment::warp_row(), 0) < work.rows",
+        "work.rows > 0",
+        SHORTER,
+        "193",
+    ),
+    "rows of a warp are in two tiles of queries": Fault(
+        SCHEDULER, "matmul::round_up(over, fragment::WARP_ROWS)", "over", SHORTER, "193"
     ),
 }
 
