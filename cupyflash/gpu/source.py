@@ -109,7 +109,7 @@ class Specialisation:
     def missing_queries(self, len_q: int) -> int:
         """Return how many of its `block_q` queries an entry's first tile lacks.
 
-        This is the twin of rows_of_first_block in kernels_cu/sm90/tile_scheduler.cuh.
+        This is the twin of `rows_of_first_block` in tile_scheduler.cuh.
         """
         if not self.spec.ends_with_queries or not self.functions.has_range or self.packed:
             return 0
