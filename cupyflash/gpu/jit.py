@@ -12,7 +12,6 @@ from collections import defaultdict
 from typing import Any
 
 from . import disk_cache
-from .kernels.spec import Tiles
 from .source import Specialisation, source
 
 # Compilers before 12.9 refuse a second -arch, and CuPy already gives that of the device. Only
@@ -43,21 +42,30 @@ def kernel(special: Specialisation, device: int) -> Any:
         with _locks[device]:
             found = _kernels.get(key)
             if found is None:
-                found = _compiled(special.name, text, special.tiles, special.architecture)
+                tiles = special.tiles
+                found = _compiled(
+                    special.name, text, tiles.shared_memory, special.architecture, tiles.beside
+                )
                 _kernels[key] = found
     return found
 
 
-def _compiled(name: str, text: str, tiles: Tiles, architecture: str | None) -> Any:
+def _compiled(
+    name: str,
+    text: str,
+    shared_memory: int,
+    architecture: str | None = None,
+    beside: bool = False,
+) -> Any:
     import cupy
 
     disk_cache.warn_once()
     options = OPTIONS if architecture is None else (*OPTIONS, f"-arch={architecture}")
     try:
         made = cupy.RawModule(code=text, options=options).get_function(name)
-        if tiles.shared_memory > _DEFAULT_SHARED_MEMORY:
-            made.max_dynamic_shared_size_bytes = tiles.shared_memory
-        if tiles.beside:
+        if shared_memory > _DEFAULT_SHARED_MEMORY:
+            made.max_dynamic_shared_size_bytes = shared_memory
+        if beside:
             # Drivers leave a kernel the least that it needs, and the rest to the L1 cache; a kernel
             # that needs another share then waits until the SM is empty.
             made.preferred_shared_memory_carveout = 100  # percent

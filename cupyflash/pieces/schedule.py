@@ -8,7 +8,7 @@ FULL, the mask is not evaluated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ FIRST_RECTANGLES = 2**10  # that are examined first, at least
 NO_KEYS = range(0)
 # A chunk of queries has so many parts of whole tiles; those that see no keys may be left out.
 TILE, MOST_PARTS = 128, 64
+# Classes that are kept, and the chunks that they may have.
+_kept: dict[Hashable, Array] = {}
+_MOST_KEPT, _MOST_CHUNKS = 64, 1024
 
 
 class Piece(NamedTuple):
@@ -163,8 +166,30 @@ def classes(
 ) -> Array:
     """Return the class of each piece, (chunks of rows, chunks of keys): see `Schedule`.
 
-    Chunks do not overlap, and come in any order.
+    Chunks do not overlap, and come in any order. What only numbers decide is kept for later calls:
+    no piece is computed before the proofs are there.
     """
+    key: Hashable = None
+    if mask is not None and len(rows) + len(keys) <= _MOST_CHUNKS:
+        structure, arrays = mask.structure
+        if not arrays:
+            sizes = math.prod(problem.lead), problem.heads, int(problem.len_q), int(problem.len_k)
+            key = structure, sizes, tuple(rows), tuple(keys)
+            known = _kept.get(key)  # in one step: another thread may clear them
+            if known is not None:
+                return known
+    found = _classes(mask, problem, rows, keys)
+    found.setflags(write=False)
+    if key is not None:
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        _kept[key] = found
+    return found
+
+
+def _classes(
+    mask: Mask | None, problem: Sizes, rows: Sequence[range], keys: Sequence[range]
+) -> Array:
     shape = len(rows), len(keys)
     batch = math.prod(problem.lead)
     if not batch * problem.heads:

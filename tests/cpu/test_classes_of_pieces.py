@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cupyflash import masks
 from cupyflash.expr import tile_classes
 from cupyflash.expr.bind import Dense
+from cupyflash.expr.interval import EMPTY, FULL
 from cupyflash.pieces import schedule
 
 LENGTH = 1000
@@ -29,6 +30,7 @@ TRIED = {
 @pytest.mark.parametrize("at_once", [False, True], ids=["heads apart", "all heads"])
 def test_rectangles_prove_what_pieces_prove(name, at_once, monkeypatch):
     """In any order of chunks; and they examine far fewer."""
+    monkeypatch.setattr(schedule, "_MOST_CHUNKS", 0)  # nothing is kept
     if at_once:
         monkeypatch.setattr(schedule, "MOST_CLASSES", 1)
     rng = np.random.default_rng(1)
@@ -54,6 +56,38 @@ def test_rectangles_prove_what_pieces_prove(name, at_once, monkeypatch):
     assert np.array_equal(each, together)
     assert of_each == each.size
     assert of_together < (0.5 if name not in ("dilated", "heads") else 1.2) * of_each
+
+
+def test_what_only_numbers_decide_is_proven_once(monkeypatch):
+    chunks = schedule.chunks(LENGTH, 100)
+    sizes = [
+        Dense((2,), heads, LENGTH, len_k) for heads, len_k in ((2, LENGTH), (3, LENGTH), (2, 900))
+    ]
+
+    def found(width, problem, rows=chunks):
+        return schedule.classes(masks.window(width, 0), problem, rows, chunks)
+
+    monkeypatch.setattr(schedule, "_kept", {})
+    made = [found(70, sizes[0]), found(170, sizes[0]), *(found(70, x) for x in sizes[1:])]
+    made.append(found(70, sizes[0], chunks[1:]))
+    assert len(schedule._kept) == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(schedule, "_classes", None)
+        assert found(70, sizes[0]) is made[0]
+        assert not made[0].flags.writeable
+    assert not np.array_equal(made[0], made[1])
+    monkeypatch.setattr(schedule, "_MOST_KEPT", 5)
+    found(71, sizes[0])
+    assert len(schedule._kept) == 1
+
+
+def test_what_arrays_decide_is_looked_at_each_time():
+    ids = np.zeros(LENGTH, np.int64)
+    mask, sizes = masks.segments(ids), Dense((1,), 1, LENGTH, LENGTH)
+    chunks = schedule.chunks(LENGTH, 500)
+    assert (schedule.classes(mask, sizes, chunks, chunks) == FULL).all()
+    ids[500:] = 1
+    assert (schedule.classes(mask, sizes, chunks, chunks) == [[FULL, EMPTY], [EMPTY, FULL]]).all()
 
 
 @given(st.data())

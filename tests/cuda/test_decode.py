@@ -396,6 +396,16 @@ def test_only_aligned_arrays_have_copies_without_other_code(name, how):
         assert "aligned" in launches[0].special.name
 
 
+@pytest.mark.parametrize(("keys", "arch", "beside"), [
+    (256, "sm_90", True), (257, "sm_90", False), (256, "sm_80", False),
+])  # fmt: skip
+def test_grids_of_few_leaves_share_an_sm(keys, arch, beside):
+    q, k, v = draw(F16, (1, 4, 1, 64), *[(1, 1, keys, 64)] * 2, seed=16)
+    call = cached.call(q, k, v, keys)
+    launches = decode_recipe.forward(call, target_of(arch), *results(call), True).launches
+    assert [x.special.tiles.beside for x in launches] == [beside, beside]
+
+
 @of_one("sm80-f16")
 def test_lengths_and_tables_of_a_device_are_held_in_range(dtype, blocks, monkeypatch):
     """They are not read before the kernel runs, and lead nowhere outside of the cache."""

@@ -283,7 +283,9 @@ def test_devices_of_one_process_load_kernels_at_the_same_time(install, monkeypat
     monkeypatch.setattr(jit, "source", lambda special: special.name)
     monkeypatch.setattr(jit, "_compiled", lambda *_: both.wait(10))
     special = SimpleNamespace(
-        name="a kernel", tiles=SimpleNamespace(shared_memory=0), architecture=None
+        name="a kernel",
+        tiles=SimpleNamespace(shared_memory=0, beside=False),
+        architecture=None,
     )
     made = distributed.Threads(2).run(lambda comm: jit.kernel(special, comm.rank))
     assert sorted(made) == [0, 1]
