@@ -117,6 +117,18 @@ def exchanged(cupy, ranks, sent, come):
     return made
 
 
+def test_ranks_that_connect_at_the_same_time_reach_each_other(cupy, monkeypatch):
+    """The driver of these tests serves threads that take turns at any moment."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for seed in range(10):
+            ranks = connected(cupy(seed), monkeypatch, 4)
+            assert all(n in own for own in ranks for n in range(4) if own is not ranks[n])
+    finally:
+        sys.setswitchinterval(interval)
+
+
 @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 4), st.data())
 def test_messages_arrive_whatever_comes_first(cupy, monkeypatch, seed, size, data):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import weakref
 from collections import deque
 from types import SimpleNamespace
@@ -56,6 +57,7 @@ class StreamCupy(HostCupy):
         super().__init__()
         self.rng = np.random.default_rng(seed)
         self.queues = {0: deque()}
+        self.turn = threading.RLock()  # of the threads that ask the device for something
         self.copies, self.pinned = [], pinned
         self._free = []
         self.current = 0
@@ -78,8 +80,9 @@ class StreamCupy(HostCupy):
 
         class Stream:
             def __init__(self, ptr=None, non_blocking=False, priority=0):
-                self.ptr = len(module.queues) if ptr is None else ptr
-                module.queues.setdefault(self.ptr, deque())
+                with module.turn:
+                    self.ptr = len(module.queues) if ptr is None else ptr
+                    module.queues.setdefault(self.ptr, deque())
 
             def wait_event(self, event):
                 module.queues[self.ptr].append(event.marker)
@@ -163,14 +166,17 @@ class StreamCupy(HostCupy):
 
     def run_until(self, reached):
         """Let streams take turns until the host waits no longer."""
-        while not reached():
-            ready = [
-                queue for queue in self.queues.values() if queue and getattr(queue[0], "done", True)
-            ]
-            assert ready, "the host waits for what never happens"
-            work = ready[self.rng.integers(len(ready))].popleft()
-            if callable(work):
-                work()
+        with self.turn:
+            while not reached():
+                ready = [
+                    queue
+                    for queue in self.queues.values()
+                    if queue and getattr(queue[0], "done", True)
+                ]
+                assert ready, "the host waits for what never happens"
+                work = ready[self.rng.integers(len(ready))].popleft()
+                if callable(work):
+                    work()
 
     def run_all(self):
         self.run_until(lambda: not any(self.queues.values()))
