@@ -33,8 +33,8 @@ MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
 COMPRESSED = 576, 512  # columns of keys, the first of which are the values
 MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single steps
-# Warps of a block if an SM has as many leaves at most: it has room for a block of the grid ahead
-# and one of the grid behind, where grids overlap.
+# Warps of a block if an SM has as many leaves at most: beside it, the SM has room for a block of
+# the grid that joins, where grids overlap.
 FEW_WARPS, OVERLAPS = 4, (9, 0)
 
 
