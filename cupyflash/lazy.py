@@ -1,8 +1,8 @@
-"""Properties that are computed once, without a lock."""
+"""What is computed once, without a lock: properties, and what later calls need again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar, overload
 
 T = TypeVar("T")
@@ -41,3 +41,27 @@ class cached_property(Generic[T]):  # noqa: N801, as in functools
         # Of two threads that compute it, both return the same object.
         kept: T = instance.__dict__.setdefault(self._name, value)
         return kept
+
+
+class Kept(Generic[T]):
+    """Results for later calls, by what they depend on. With too many, all are forgotten.
+
+    Parameters
+    ----------
+    most : int
+        How many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.results: dict[Hashable, T] = {}
+
+    def find(self, key: Hashable) -> T | None:
+        """Return the result that is kept for a key, or None."""
+        return self.results.get(key)  # in one step: another thread may forget it
+
+    def keep(self, key: Hashable, result: T) -> None:
+        """Keep a result, which is not None."""
+        if len(self.results) >= self.most:
+            self.results.clear()
+        self.results[key] = result

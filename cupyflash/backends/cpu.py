@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from ..expr.key_range import KeyRange, key_range
 from ..gpu.launch import CallResult
+from ..lazy import Kept
 from ..problem import positions
 from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
@@ -41,8 +41,7 @@ def _programs(call: Call, len_k: Array | None = None) -> Any:
     return Programs(score, slope, mask, tile, bound, ends)
 
 
-_kept: dict[Hashable, tuple[Trees, KeyRange | None]] = {}
-_MOST_KEPT = 64
+_kept = Kept[tuple[Trees, KeyRange | None]](64)
 
 
 def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
@@ -56,15 +55,13 @@ def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
         structure, arrays = call.mask.structure
         if not arrays and not problem.packed and call.cache is None:
             key = structure, positions.key_of(problem)
-            known = _kept.get(key)  # in one step: another thread may clear them
+            known = _kept.find(key)
             if known is not None:
                 return known
     bound = trees(call)
     result = bound, None if bound.allowed is None else key_range(bound.allowed, problem)
     if key is not None:
-        if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
-        _kept[key] = result
+        _kept.keep(key, result)
     return result
 
 

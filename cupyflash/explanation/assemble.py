@@ -157,9 +157,8 @@ def _survey(
         known[key] = together([
             survey(
                 allowed, changed(problem, len_k=length), *tile, missing=work.missing,
-                machine=machine,
-                most_cells=() if n else GRIDS, at=(numbers[0], 0), count_pairs=first,
-                entries=numbers,
+                machine=machine, most_cells=() if n else GRIDS, at=(numbers[0], 0),
+                count_pairs=first, entries=numbers,
             )
             for n, (numbers, length) in enumerate(lengths)
         ])  # fmt: skip

@@ -45,7 +45,7 @@ class Work:
 
     @property
     def blocks_of_tiles(self) -> tuple[int, int, int]:
-        """What the tiles depend on."""
+        """Queries and keys of a tile, and the queries that the first tiles lack."""
         return self.block_q, self.block_kv, self.missing
 
     @property

@@ -18,6 +18,7 @@ from ..expr.bind import Sizes, bind
 from ..expr.interval import EMPTY, FULL, PARTIAL, bounds, tile_class
 from ..expr.nodes import Expr, operation, walk
 from ..expr.tile_classes import tile_classes
+from ..lazy import Kept
 from ..masks import Mask
 from ..problem.call import Array, Call
 
@@ -27,9 +28,8 @@ FIRST_RECTANGLES = 2**10  # that are examined first, at least
 NO_KEYS = range(0)
 # A chunk of queries has so many parts of whole tiles; those that see no keys may be left out.
 TILE, MOST_PARTS = 128, 64
-# Classes that are kept, and the chunks that they may have.
-_kept: dict[Hashable, Array] = {}
-_MOST_KEPT, _MOST_CHUNKS = 64, 1024
+_kept = Kept[Array](64)  # classes
+_MOST_CHUNKS = 1024  # that they may have
 
 
 class Piece(NamedTuple):
@@ -175,15 +175,13 @@ def classes(
         if not arrays:
             sizes = math.prod(problem.lead), problem.heads, int(problem.len_q), int(problem.len_k)
             key = structure, sizes, tuple(rows), tuple(keys)
-            known = _kept.get(key)  # in one step: another thread may clear them
+            known = _kept.find(key)
             if known is not None:
                 return known
     found = _classes(mask, problem, rows, keys)
     found.setflags(write=False)
     if key is not None:
-        if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
-        _kept[key] = found
+        _kept.keep(key, found)
     return found
 
 

@@ -11,6 +11,7 @@ from cupyflash import masks
 from cupyflash.expr import tile_classes
 from cupyflash.expr.bind import Dense
 from cupyflash.expr.interval import EMPTY, FULL
+from cupyflash.lazy import Kept
 from cupyflash.pieces import schedule
 
 LENGTH = 1000
@@ -67,18 +68,18 @@ def test_what_only_numbers_decide_is_proven_once(monkeypatch):
     def found(width, problem, rows=chunks):
         return schedule.classes(masks.window(width, 0), problem, rows, chunks)
 
-    monkeypatch.setattr(schedule, "_kept", {})
+    monkeypatch.setattr(schedule, "_kept", Kept(64))
     made = [found(70, sizes[0]), found(170, sizes[0]), *(found(70, x) for x in sizes[1:])]
     made.append(found(70, sizes[0], chunks[1:]))
-    assert len(schedule._kept) == 5
+    assert len(schedule._kept.results) == 5
     with monkeypatch.context() as patch:
         patch.setattr(schedule, "_classes", None)
         assert found(70, sizes[0]) is made[0]
         assert not made[0].flags.writeable
     assert not np.array_equal(made[0], made[1])
-    monkeypatch.setattr(schedule, "_MOST_KEPT", 5)
+    schedule._kept.most = 5
     found(71, sizes[0])
-    assert len(schedule._kept) == 1
+    assert len(schedule._kept.results) == 1
 
 
 def test_what_arrays_decide_is_looked_at_each_time():

@@ -8,6 +8,7 @@ import pytest
 from cupyflash import attention, attention_varlen_vjp, attention_vjp, lookup, masks, scores
 from cupyflash.backends import cpu, cpu_ranges
 from cupyflash.expr.key_range import key_range
+from cupyflash.lazy import Kept
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import kernels, program
@@ -61,7 +62,7 @@ def test_other_masks_need_it(name):
 def with_programs(monkeypatch, call):
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "key_range", lambda allowed, problem: None)
-        patch.setattr(cpu, "_kept", {})
+        patch.setattr(cpu, "_kept", Kept(64))
         return call()
 
 
@@ -117,10 +118,10 @@ def test_a_looked_up_end_is_read_at_the_call():
 
 
 def test_what_numbers_decide_is_kept_for_later_calls(monkeypatch):
-    monkeypatch.setattr(cpu, "_kept", {})
+    monkeypatch.setattr(cpu, "_kept", Kept(64))
     x = arrays()
     want = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
-    assert len(cpu._kept) == 2
+    assert len(cpu._kept.results) == 2
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "trees", None)  # nothing is proved again
         got = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
@@ -130,7 +131,7 @@ def test_what_numbers_decide_is_kept_for_later_calls(monkeypatch):
     lengths[:] = 40
     assert not np.array_equal(before, attention(*x, mask=masks.lengths(lengths)))
     attention(*x, mask=masks.causal(), score_mod=scores.softcap(3.0))
-    assert len(cpu._kept) == 2
-    for left in range(cpu._MOST_KEPT + 5):
+    assert len(cpu._kept.results) == 2
+    for left in range(cpu._kept.most + 5):
         attention(*(a[..., :1, :] for a in x), mask=masks.window(left, 0))
-    assert len(cpu._kept) <= cpu._MOST_KEPT
+    assert len(cpu._kept.results) <= cpu._kept.most

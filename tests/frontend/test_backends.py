@@ -11,6 +11,7 @@ from host_cupy import HostCupy
 
 from cupyflash import dispatch
 from cupyflash.backends.backend import Backend
+from cupyflash.gpu import jit
 
 METHODS = [name for name in vars(Backend) if not name.startswith("_")]
 
@@ -28,3 +29,10 @@ def test_methods_are_those_of_the_protocol(backend):
     for name in METHODS:
         ours, wanted = (inspect.signature(getattr(of, name)) for of in (type(backend), Backend))
         assert ours == wanted
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_kernel_beside_others_asks_for_all_shared_memory(cupy, beside):
+    made = jit._compiled("one", "", 50_000, beside=beside)
+    assert made.max_dynamic_shared_size_bytes == 50_000
+    assert getattr(made, "preferred_shared_memory_carveout", None) == (100 if beside else None)

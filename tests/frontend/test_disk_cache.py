@@ -70,10 +70,3 @@ def test_a_folder_that_is_not_there_and_one_in_memory(folder, monkeypatch):
     there.chmod(0o777)
     (message,) = warned()
     assert str(there) in message
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_kernel_beside_others_asks_for_all_shared_memory(folder, beside):
-    made = compiler._compiled("one", "", 50_000, beside=beside)
-    assert made.max_dynamic_shared_size_bytes == 50_000
-    assert getattr(made, "preferred_shared_memory_carveout", None) == (100 if beside else None)

@@ -23,7 +23,6 @@ Entry = TypeVar("Entry")
 
 REGISTERS = 65536  # of an SM
 RESERVED = 1024  # bytes of an SM's shared memory that every block takes in addition to its own
-
 WARP_ROWS = 16  # of results, that a warp of a tensor-core kernel stores together
 
 
