@@ -67,6 +67,24 @@ __device__ __forceinline__ Words words(Key key, unsigned int group, unsigned int
   return philox4x32(Words{{group, i, b_h_low, b_h_high}}, key);
 }
 
+// The random words of query i and keys j to j + 3, wherever these begin: two draws, unless j is a
+// multiple of 4.
+__device__ __forceinline__ Words words_from(Key key, unsigned long long j, unsigned int i,
+                                            unsigned long long b_h) {
+  const unsigned int group = static_cast<unsigned int>(j >> 2);
+  Words drawn = words(key, group, i, b_h);
+  if ((j & 3) != 0) {
+    Words next = words(key, group + 1, i, b_h);
+    // Indices are constants, so that words stay in registers.
+    if ((j & 2) != 0) {
+      drawn = Words{{drawn.word[2], drawn.word[3], next.word[0], next.word[1]}};
+      next.word[0] = next.word[2];
+    }
+    if ((j & 1) != 0) drawn = Words{{drawn.word[1], drawn.word[2], drawn.word[3], next.word[0]}};
+  }
+  return drawn;
+}
+
 // Whether dropout keeps the pair (i, j). threshold is round(p * 2^32), in 64 bits because a p
 // within 2^-33 of 1 rounds to 2^32, which drops every pair.
 __device__ __forceinline__ bool keep(Key key, unsigned long long threshold, unsigned long long b_h,

@@ -172,7 +172,7 @@ __device__ __forceinline__ long long origin_q(const Params& p) {
   return 0;
 }
 __device__ __forceinline__ long long origin_k(const Params& p) {
-  if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 3];  // a multiple of 4
+  if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 3];
   return 0;
 }
 __device__ __forceinline__ unsigned long long number_of_head(const Params& p, const TileBox& box) {
@@ -183,6 +183,17 @@ __device__ __forceinline__ unsigned long long number_of_head(const Params& p, co
     b_h = box.b * p.heads + box.h;
   }
   return static_cast<unsigned long long>(b_h);
+}
+
+// What dropout draws for a query and four keys of a launch, `group` times four from its first one.
+// A piece's first key may be any.
+__device__ __forceinline__ philox::Words draw(const Params& p, philox::Key key, long long group,
+                                              unsigned int i, unsigned long long b_h) {
+  if constexpr (HAS_ORIGINS) {
+    const long long j = origin_k(p) + 4 * group;
+    return philox::words_from(key, static_cast<unsigned long long>(j), i, b_h);
+  }
+  return philox::words(key, static_cast<unsigned int>(group), i, b_h);
 }
 
 // Applies dropout to a tile of weights and writes the result to `to_smem`, which may be the tile
@@ -201,9 +212,8 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
     // Neighbouring threads work on neighbouring cells.
     const int i = KEYS_ARE_ROWS ? n % BLOCK_Q : n / (BLOCK_KV / 4);
     const int group = KEYS_ARE_ROWS ? n / BLOCK_Q : n % (BLOCK_KV / 4);
-    const philox::Words drawn =
-        philox::words(key, static_cast<unsigned int>((origin_k(p) + box.j_low) / 4 + group),
-                      static_cast<unsigned int>(origin_q(p) + box.i_low + i), b_h);
+    const philox::Words drawn = draw(p, key, box.j_low / 4 + group,
+                                     static_cast<unsigned int>(origin_q(p) + box.i_low + i), b_h);
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int j = 4 * group + x;

@@ -89,16 +89,16 @@ __device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box
   const int index = KEYS_ARE_ROWS ? ptx::lane_index() / 4 % 4 : ptx::lane_index() % 2;
   const int at = KEYS_ARE_ROWS ? corner.column + index / 2 * 8 + index % 2 : corner.row + 8 * index;
   const long long i = tile::origin_q(p) + box.i_low + at;
-  const long long j = tile::origin_k(p) + box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
+  const long long j = box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) kept[r] = 0;
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += STEP) {
 #pragma unroll
     for (int r = 0; r < ROWS; r += KEYS_ARE_ROWS ? 1 : 2) {
-      philox::Words drawn = philox::words(
-          key, static_cast<unsigned int>((j + (KEYS_ARE_ROWS ? 8 * r : 4 * column)) / 4),
-          static_cast<unsigned int>(i + (KEYS_ARE_ROWS ? 4 * column : 8 * r)), b_h);
+      philox::Words drawn =
+          tile::draw(p, key, (j + (KEYS_ARE_ROWS ? 8 * r : 4 * column)) / 4,
+                     static_cast<unsigned int>(i + (KEYS_ARE_ROWS ? 4 * column : 8 * r)), b_h);
       if constexpr (KEYS_ARE_ROWS) {
         transpose(drawn.word, index, 4);
 #pragma unroll

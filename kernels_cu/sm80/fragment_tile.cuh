@@ -242,13 +242,12 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
   const unsigned int i =
       static_cast<unsigned int>(tile::origin_q(p) + box.i_low + fragment::warp_row() +
                                 fragment::lane_row() + (second ? 8 : 0));
-  unsigned int group =
-      static_cast<unsigned int>((tile::origin_k(p) + box.j_low) / 4 + fragment::lane_column() / 4);
+  unsigned int group = static_cast<unsigned int>(box.j_low / 4 + fragment::lane_column() / 4);
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += 2) {
 #pragma unroll
     for (int r = 0; r < ROWS; r += 2) {
-      const philox::Words drawn = philox::words(key, group, i + 8 * r, b_h);
+      const philox::Words drawn = tile::draw(p, key, group, i + 8 * r, b_h);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         // The first lane holds keys 0 and 1 of four, the second 2 and 3.

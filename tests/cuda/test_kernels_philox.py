@@ -35,6 +35,12 @@ extern "C" void keep(unsigned long long seed, unsigned long long threshold, long
   const philox::Key key = philox::split_seed(seed);
   for (long long n = 0; n < size; ++n) out[n] = philox::keep(key, threshold, b_h[n], i[n], j[n]);
 }}
+
+extern "C" void words_from(unsigned long long seed, unsigned long long j, unsigned int i,
+                           unsigned long long b_h, unsigned int* out) {{
+  const philox::Words words = philox::words_from(philox::split_seed(seed), j, i, b_h);
+  for (int n = 0; n < 4; ++n) out[n] = words.word[n];
+}}
 """
 
 # The published known answers of philox4x32-10 (Random123): counter, key, words.
@@ -106,6 +112,21 @@ def test_keeps_what_the_twin_keeps(compiled, seed, dropout, b_h, i, j):
     np.testing.assert_array_equal(
         cuda_keep(compiled, seed, dropout, heads, rows, columns), expected
     )
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    b_h=st.integers(0, 2**40),
+    i=st.integers(0, 2**32 - 1),
+    j=st.integers(0, 2**34 - 16) | st.integers(0, 8),
+)
+def test_four_keys_from_any_one_have_their_words(compiled, seed, b_h, i, j):
+    out = (ctypes.c_uint * 4)()
+    numbers = ctypes.c_ulonglong(seed), ctypes.c_ulonglong(j), ctypes.c_uint(i)
+    compiled.words_from(*numbers, ctypes.c_ulonglong(b_h), out)
+    key, head = philox.split_seed(seed), (b_h % 2**32, b_h >> 32)
+    expected = [philox.philox4x32((n >> 2, i, *head), key)[n & 3] for n in range(j, j + 4)]
+    assert list(out) == [int(word) for word in expected]
 
 
 def test_the_largest_probability_drops_all(compiled):
