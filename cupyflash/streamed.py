@@ -52,7 +52,8 @@ def attention(
     chunk : "auto" or int or tuple of 2 int
         The queries and the keys that are computed at a time: one number for both, or a pair.
         Queries in the memory of the GPU that computes form one chunk. There, numbers of keys are
-        rounded up to a multiple of 128.
+        rounded up to a multiple of 128. By default, a chunk on a GPU may have all keys of some
+        heads instead.
     device : int, optional
         The GPU that computes. Default: the one that has `q`, or the CPU if `q` is in host memory.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
@@ -67,8 +68,8 @@ def attention(
     Returns
     -------
     out : array, shape (..., Hq, Lq, Dv)
-        The output, in the dtype and memory order of `q`, and where `q` is. It is summed in the
-        accumulator's type over all chunks of keys, in their order, and rounded once.
+        The output, in the dtype and memory order of `q`, and where `q` is. Over chunks of keys it
+        is summed in the accumulator's type, in their order, and rounded once.
     lse : array, shape (..., Hq, Lq)
         Only with `return_lse`, as in `cupyflash.attention`.
 
@@ -80,7 +81,7 @@ def attention(
     Notes
     -----
     In addition to its arrays, a call needs memory for the output of a chunk of queries in the
-    accumulator's type, and on a GPU for two chunks of what is in host memory.
+    accumulator's type, if keys are divided, and on a GPU for two chunks of what is in host memory.
 
     Examples
     --------

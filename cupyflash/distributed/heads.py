@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..pieces.parts import problem_of_heads
 from ..pieces.steps import Targets
 from ..problem.call import Array, Call, Gradients
-from ..problem.positions import whole
 from . import compute
 from .communication import Some
 from .compute import Rank
@@ -143,13 +143,7 @@ class Heads:
         call, heads = self._rank.call, self._heads(kv)
         problem = call.problem
         if len(kv) < problem.heads_kv:
-            problem = replace(
-                problem,
-                heads=heads.stop - heads.start,
-                heads_kv=len(kv),
-                origin_h=problem.origin_h + heads.start,
-                whole=whole(problem),
-            )
+            problem = problem_of_heads(problem, kv)
         bias = got.get("bias", call.bias)
         if bias is not None and not self._bias_travels and bias.ndim > 2 and bias.shape[-3] > 1:
             bias = bias[..., heads, :, :]

@@ -23,6 +23,18 @@ def part_of_statistic(array: Array, positions: range) -> Array:
     return rows
 
 
+def some_heads(array: Array, heads: range) -> Array:
+    """Return some heads of an array (..., H, L, D)."""
+    made: Array = array[..., heads.start : heads.stop, :, :]
+    return made
+
+
+def some_heads_of_statistic(array: Array, heads: range) -> Array:
+    """Return the numbers of some heads of an array (..., H, L)."""
+    made: Array = array[..., heads.start : heads.stop, :]
+    return made
+
+
 def part_of_pairs(array: Array, rows: range, keys: range) -> Array:
     """Return the part of an array that broadcasts to (..., Lq, Lk) for some queries and keys."""
     index: tuple[Any, ...] = (...,)
@@ -86,6 +98,18 @@ def call_of(
         sink=whole.sink if piece.first else None,
         offsets=_offsets(problem, q, k) if problem.packed else None,
         beside=beside,
+    )
+
+
+def problem_of_heads(whole: Problem, kv: range) -> Problem:
+    """Return the problem of some key-value heads, and of the queries that share them."""
+    group = whole.heads // whole.heads_kv
+    return changed(
+        whole,
+        heads=group * len(kv),
+        heads_kv=len(kv),
+        origin_h=whole.origin_h + group * kv.start,
+        whole=entire(whole),
     )
 
 

@@ -17,7 +17,7 @@ from ..lazy import cached_property
 from ..problem import validate
 from ..problem.call import Array, Call, Gradients
 from ..problem.options import Options
-from . import compute
+from . import compute, heads
 from .place import Host, Place
 from .schedule import Schedule, chunks, growing, of_chunks, schedule
 
@@ -28,7 +28,7 @@ AUTO = {"cpu": (16384, 8192), "gpu": (32768, 16384)}
 # On a GPU, a chunk of keys arrives while the one before is computed. So the first one is short, and
 # each one longer than the one before it: by this factor if each key-value head has so many queries,
 # and more if it has more, because these take longer.
-FIRST, FACTOR, QUERIES = 4096, 1.5, 16384
+FIRST, FACTOR, QUERIES = 4096, 1.2, 16384
 
 
 class Streamed:
@@ -77,7 +77,7 @@ class Streamed:
         problem = call.problem
         rows, keys = _chunk(self._chunk, "cpu" if call.device is None else "gpu")
         if call.device is not None:
-            keys = -(-keys // 128) * 128  # kernels draw for four keys at once, and load whole tiles
+            keys = -(-keys // 128) * 128  # kernels load whole tiles
             if is_device_array(call.q):
                 rows = max(problem.len_q, 1)
         if call.device is None or not isinstance(self._chunk, str):
@@ -86,6 +86,18 @@ class Streamed:
         factor = FACTOR * max(queries / QUERIES, 1)
         of_keys = growing(problem.len_k, FIRST, keys, factor)
         return of_chunks(call, chunks(problem.len_q, rows), of_keys)
+
+    def groups_at(self, place: Place, *rows: Array | None) -> list[heads.Group]:
+        """Return groups of heads that are calls of their own, if there are any.
+
+        `rows` are what is read of queries.
+        """
+        call = self.call
+        if call.device is None or not isinstance(self._chunk, str):
+            return []
+        of_queries, of_keys = AUTO["gpu"]
+        stays = all(x is None or place.has(x) for x in (call.q, *rows))
+        return heads.groups(call, self.schedule, 0 if stays else of_queries, of_keys)
 
     @cached_property
     def _narrowed(self) -> Schedule:
@@ -211,8 +223,11 @@ def forward(request: Streamed, return_lse: Any, out: Any, lse_out: Any) -> Any:
     call = request.call
     made = outputs(call, out, lse_out)
     place = request.place()
-    pieces = request.schedule_at(place)
-    compute.forward(place.ready(call), pieces, place, made.out, made.lse)
+    if groups := request.groups_at(place):
+        heads.forward(place.ready(call), groups, place, made.out, made.lse)
+    else:
+        pieces = request.schedule_at(place)
+        compute.forward(place.ready(call), pieces, place, made.out, made.lse)
     return made.shown if return_lse else made.shown[0]
 
 
@@ -262,7 +277,10 @@ def backward(
     check_flag(deterministic, "deterministic")
     call = request.call
     made = targets(call, do, out, lse, dlse, grads_out)
-    place = request.place()
+    place, exact = request.place(), bool(deterministic)
+    if groups := request.groups_at(place, *made.rows.values()):
+        heads.backward(place.ready(call), groups, place, made.rows, made.gradients, exact)
+        return made.shown
     compute.backward(
         place.ready(call),
         request.schedule_at(place, *made.rows.values()),
@@ -272,7 +290,7 @@ def backward(
         made.rows["lse"],
         made.rows.get("dlse"),
         made.gradients,
-        bool(deterministic),
+        exact,
     )
     return made.shown
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from placement import same_bits
 from stream_cupy import StreamCupy
 
+import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, dispatch, masks, scores, streamed
 from cupyflash.arrays import transfers
 from cupyflash.backends.gpu import Gpu
-from cupyflash.pieces import schedule, steps
+from cupyflash.pieces import heads, schedule, steps
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
 
@@ -190,6 +191,79 @@ def test_chunks_grow_by_whole_tiles(length, first, more, factor):
     assert all(size % 128 == 0 and size <= 128 * (first + more) for size in sizes)
     assert all(min(int(one * factor), 128 * (first + more)) <= other
                <= one * factor + 128 for one, other in itertools.pairwise(sizes))  # fmt: skip
+
+
+OF_HEADS = {
+    "dropout": {"mask": masks.causal(), "dropout": 0.4, "seed": 3},
+    "of one head": {
+        "mask": masks.mask(lambda b, h, i, j: (i + h) % 3 != j % 3),
+        "score_mod": scores.alibi(np.linspace(0.1, 1, 8).astype(np.float32)),
+    },
+    "plain": {},
+}
+
+
+@pytest.fixture
+def few_tiles(monkeypatch):
+    """Let two heads of a group have tiles enough."""
+    monkeypatch.setattr(heads, "TILES", 2)
+
+
+def draw_heads(group=2):
+    rng = np.random.default_rng(2)
+    shapes = [(2, n, length, d) for n, length, d in
+              ((4 * group, 100, 16), (4, 90, 16), (4, 90, 24), (4 * group, 100, 24))]  # fmt: skip
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize("kind", OF_HEADS)
+@mostly_thorough(
+    "homes", ["hhhh", "dhhd", "ddhd", "dhdh", "dddd"], quick=["hhhh", "dhhd"], why="as above"
+)
+def test_heads_with_all_of_their_keys_have_the_bits_of_one_call(device, kind, homes):
+    q, k, v, do = arrays = draw_heads()
+    out, lse, vjp = cupyflash.attention_vjp(q, k, v, return_lse=True, **OF_HEADS[kind])
+    dlse = np.random.default_rng(5).standard_normal(lse.shape, np.float32)
+    for seed in range(2):
+        cupy = device(seed, pinned=bool(seed))
+        at = [x if home == "h" else cupy.asarray(x) for x, home in zip(arrays, homes, strict=True)]
+        request = steps.Streamed(*at[:3], Options(**OF_HEADS[kind]), "auto", 0)
+        assert len(request.groups_at(request.place())) == 4
+        ours, our_lse = streamed.attention(*at[:3], device=0, return_lse=True, **OF_HEADS[kind])
+        more = {"dlse": dlse, "device": 0} | OF_HEADS[kind]
+        gradients = streamed.attention_backward(at[3], *at[:3], ours, our_lse, **more)
+        cupy.run_all()
+        for x, y in ((ours, out), (our_lse, lse), *zip(gradients[:3], vjp(do, dlse), strict=False)):
+            assert same_bits(in_host(x), y)
+        assert isinstance(gradients.dk, np.ndarray) == (homes[1] == "h")
+
+
+def test_heads_are_divided_where_each_group_fills_the_device(monkeypatch):
+    """And where there is memory for its keys and its queries, and somebody sees each chunk."""
+
+    def made(rows=0, keys=90, **options):
+        q, k, v, _ = draw_heads()
+        request = steps.Streamed(q, k, v, Options(**options), (100, 30), None)
+        found = heads.groups(request.call, request.schedule, rows, keys)
+        assert [x for of in found for x in of.kv] == list(range(4) if found else ())
+        assert all(list(of.heads) == [2 * x + n for x in of.kv for n in (0, 1)] for of in found)
+        return len(found)
+
+    assert not made()  # 2 tiles of a key-value head
+    monkeypatch.setattr(heads, "TILES", 2)
+    assert made() == 4
+    monkeypatch.setattr(heads, "TILES", 4)
+    assert not made()  # 2 groups
+    monkeypatch.setattr(heads, "FEWEST", 2)
+    assert made() == 2
+    assert made(keys=45, rows=50) == 2
+    assert not made(keys=44)
+    assert not made(rows=49)
+    assert not made(mask=masks.prefix(59) & masks.window(None, 0, offset=-40))
+    assert made(mask=masks.prefix(61) & masks.causal()) == 2
+    assert not made(sink=np.zeros(8, np.float32))
+    assert not made(bias=np.zeros((100, 90), np.float32))
 
 
 def test_keys_that_nobody_sees_are_not_copied(device):

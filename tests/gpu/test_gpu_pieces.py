@@ -104,6 +104,26 @@ def test_streamed_calls_are_within_the_bound(dtype, kind, chunk, cupy):
     check(bounds_of_kind(dtype, kind), out, lse, vjp(do))
 
 
+@pytest.mark.parametrize("home", ["keys", "all"])
+def test_streamed_heads_have_the_bits_of_one_call(home, cupy):
+    """All keys of some heads are on the GPU at a time: with dropout, which counts heads."""
+    length, heads = 16384, 16
+    options = {"mask": masks.causal(), "dropout": 0.2, "seed": 3}
+    shape = 1, heads, length, D
+    drawn = (cupy.random.default_rng(n).standard_normal(shape, dtype=np.float32) for n in range(4))
+    q, k, v, do = (x.astype(np.float16) for x in drawn)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    more = {"deterministic": True} | options
+    expected = cupyflash.attention_backward(do, q, k, v, out, lse, **more)
+    hk, hv = k.get(), v.get()
+    at = [q, do, out, lse] if home == "keys" else [x.get() for x in (q, do, out, lse)]
+    ours = streamed.attention(at[0], hk, hv, device=0, return_lse=True, **options)
+    made = streamed.attention_backward(at[1], at[0], hk, hv, *at[2:], device=0, **more)
+    pairs = [*zip(ours, (out, lse), strict=True), *zip(made[:3], expected[:3], strict=True)]
+    assert all(same_bits(np.asarray(x if isinstance(x, np.ndarray) else x.get()), y.get())
+               for x, y in pairs)  # fmt: skip
+
+
 def over_ranks(comms, q, k, v, do, options, scheme="rounds"):
     """Compute a call on the ranks of `comms`; return the whole results in host memory.
 

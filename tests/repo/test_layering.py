@@ -82,7 +82,12 @@ INSIDE = {
         ["simulation", "steps"],
         ["calls", "varlen"],
     ],
-    "pieces": [["schedule"], ["packed", "parts", "place"], ["compute", "device"], ["steps"]],
+    "pieces": [
+        ["schedule"],
+        ["packed", "parts", "place"],
+        ["compute", "device", "heads"],
+        ["steps"],
+    ],
     "gpu": [
         ["disk_cache", "driver", "params"],
         ["strides", "tma"],
