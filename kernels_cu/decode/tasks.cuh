@@ -18,8 +18,9 @@ constexpr int MOST_ROWS = BLOCK_Q;
 constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
 constexpr int FEW_WARPS = 4;  // of a block if an SM has as many leaves at most
-// Units of a block that keep its warps busy enough, the part of its leaves by which a block may
-// have more than others, and most units for each block. Codes need more instructions for each byte.
+// Units of an SM's blocks that keep their warps busy enough, the part of its leaves by which a
+// block may have more than others, and most units for each block. Codes need more instructions for
+// each byte.
 constexpr int FILL = 3, FILL_OF_CODES = 7, EVEN = 24, MOST_UNITS = 64;
 // If all of a block works on one unit, this holds instead: the least level, with nodes that are in
 // registers, the largest one, whose nodes are in the workspace, and most units for each block.
@@ -203,7 +204,7 @@ __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]
 #pragma unroll
   for (int n = FIRST + 1; n <= LAST; ++n) {
     const unsigned int most = (totals[n] + blocks - 1) / blocks << (LOG_CHILDREN * n);
-    if (totals[n] >= FEWEST * blocks && most <= leaves + leaves / EVEN) level = n;
+    if (totals[n] * RESIDENT_BLOCKS >= FEWEST * blocks && most <= leaves + leaves / EVEN) level = n;
   }
 #pragma unroll
   for (int n = FIRST; n < LAST; ++n) {

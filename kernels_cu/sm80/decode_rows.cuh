@@ -95,7 +95,8 @@ __device__ __forceinline__ void prefetch_keys(const Source& from, const LeafPlac
   constexpr int BYTES = 2 * fragment_codes::units(D) & ~15;
   if (BYTES == 0 || !from.vectors(16 / STEP)) return;
   // Pieces of one row each are worth it where few warps ask for them.
-  if (RUN == 1 ? decode::WARPS > decode::FEW_WARPS : from.row * STEP != BYTES) return;
+  constexpr bool MANY_WARPS = decode::WARPS * RESIDENT_BLOCKS > decode::FEW_WARPS;
+  if (RUN == 1 ? MANY_WARPS : from.row * STEP != BYTES) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = ptx::lane_index() + half * ptx::WARP_SIZE;

@@ -17,17 +17,15 @@ namespace {
 using namespace decode_leaf;
 
 struct SharedStorage {
-  decode::ScheduleStorage schedule;
   decode::WarpTasks tasks[decode::WARPS];
 };
 constexpr int SHARED_STORAGE_BYTES = matmul::round_up(static_cast<int>(sizeof(SharedStorage)), 128);
-constexpr int WARP_BYTES = (SHARED_BYTES - SHARED_STORAGE_BYTES) / decode::WARPS;
-constexpr int STAGES = (WARP_BYTES - QUERY_BYTES) / STAGE_BYTES;
+constexpr int WARP_ROOM = (SHARED_BYTES - SHARED_STORAGE_BYTES) / decode::WARPS;
+constexpr int STAGES = (WARP_ROOM - QUERY_BYTES) / STAGE_BYTES;
+constexpr int WARP_BYTES = QUERY_BYTES + STAGES * STAGE_BYTES;
 
 static_assert(BLOCK_Q == 16 && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
-static_assert(SHARED_BYTES ==
-                  SHARED_STORAGE_BYTES + decode::WARPS * (QUERY_BYTES + STAGES * STAGE_BYTES),
-              "SHARED_BYTES");
+static_assert(sizeof(decode::ScheduleStorage) <= decode::WARPS * WARP_BYTES, "SHARED_BYTES");
 static_assert(2 <= STAGES && STAGES - 1 <= 2 * STEPS, "a stage belongs to this leaf or the next");
 
 // A leaf's keys and values, step by step: the producer of a warp's pipeline.
@@ -68,7 +66,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       reinterpret_cast<char*>(shared_smem) + SHARED_STORAGE_BYTES + warp * WARP_BYTES;
   char* const q_smem = warp_smem + STAGES * STAGE_BYTES;
 
-  decode::Schedule schedule(p, &storage_smem->schedule);
+  // Units are counted and found before the first keys are copied to the same memory.
+  decode::Schedule schedule(p, reinterpret_cast<decode::ScheduleStorage*>(
+                                   reinterpret_cast<char*>(shared_smem) + SHARED_STORAGE_BYTES));
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
   decode::Cursor cursor(p, workspace, tasks_smem);
@@ -89,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     });
   }
   ptx::launch_dependents();
+  if constexpr (!decode::EQUAL_TASKS) __syncthreads();  // what is counted, read by all warps
 
   const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `logit_scale` times a score; scores are negated if the scale is negative.

@@ -194,8 +194,8 @@ def test_codes_move_their_bytes_and_scales(kv_dtype, row):
         (4096, {"page": 16}, (4, 3), 8),
         (4096, {"page": 1}, (4, 3), 8),
         (4224, {"page": 1}, (4, 3), 8),
-        (4225, {}, (8, 3), 16),
-        (4225, {"page": 16}, (8, 3), 16),
+        (4225, {}, (4, 3), 16),
+        (4225, {"page": 16}, (4, 3), 16),
         (4096, {"device": "A100-80GB"}, (4, 3), 16),  # its grids do not overlap
     ],
 )

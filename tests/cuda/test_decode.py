@@ -396,14 +396,22 @@ def test_only_aligned_arrays_have_copies_without_other_code(name, how):
         assert "aligned" in launches[0].special.name
 
 
-@pytest.mark.parametrize(("keys", "arch", "beside"), [
-    (256, "sm_90", True), (257, "sm_90", False), (256, "sm_80", False),
-])  # fmt: skip
-def test_grids_of_few_leaves_share_an_sm(keys, arch, beside):
+@pytest.mark.parametrize(
+    ("keys", "arch", "warps", "blocks", "beside"),
+    [
+        (256, "sm_90", 4, 1, [True, True]),
+        (257, "sm_90", 4, 2, [True, False]),
+        (256, "sm_80", 6, 1, [False, False]),
+    ],
+)
+def test_grids_of_few_leaves_share_an_sm(keys, arch, warps, blocks, beside):
+    """And an SM has two blocks of more leaves."""
     q, k, v = draw(F16, (1, 4, 1, 64), *[(1, 1, keys, 64)] * 2, seed=16)
     call = cached.call(q, k, v, keys)
     launches = decode_recipe.forward(call, target_of(arch), *results(call), True).launches
-    assert [x.special.tiles.beside for x in launches] == [beside, beside]
+    tiles = launches[0].special.tiles
+    assert (tiles.threads // 32, tiles.resident_blocks) == (warps, blocks)
+    assert [x.special.tiles.beside for x in launches] == beside
 
 
 @of_one("sm80-f16")
@@ -417,6 +425,22 @@ def test_lengths_and_tables_of_a_device_are_held_in_range(dtype, blocks, monkeyp
     held = np.clip(table, 0, 4)
     want = run(q, k, v, np.array([48, 48, 0]), blocks, held)
     assert same_bits(got[0], want[0])
+
+
+def test_rows_with_more_nodes_than_a_block_folds_at_once():
+    """By blocks of 16 warps; and an SM has two blocks that compute them."""
+    keys = 64 * 8 * 20 - 100
+    q, k, v = draw(F16, (1, 1, 1, 16), (1, 1, keys, 16), (1, 1, keys, 16), seed=18)
+    target = dataclasses.replace(target_of("sm_90"), multiprocessors=30)
+    call = cached.call(q, k, v, keys)
+    launches = decode_recipe.forward(call, target, *results(call), True).launches
+    sizes = [(x.special.tiles.threads, x.special.tiles.resident_blocks) for x in launches]
+    assert sizes == [(128, 2), (512, 1)]
+    many = Blocks(hopper=True, multiprocessors=30)
+    out, lse = run(q, k, v, keys, many)
+    within_the_bound(many, q, k, v, [keys], out, lse)
+    assert same_bits(run(q, k, v, keys, many, schedule=randomly(4))[0], out)
+    assert same_bits(run(q, k, v, keys, TENSOR)[0], out)
 
 
 @of_one("simt-f32")

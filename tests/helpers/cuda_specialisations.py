@@ -231,11 +231,10 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         return sm90.fit_forward(*case.sizes, registers)
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
-    if case.cache.endswith(" few"):
-        few = sm80.decode_tiles(request, few=True)
-        assert few is not None
-        return few
     tiles = spec.configure(request)
+    if spec is sm80.DECODE:
+        few, codes = case.cache.endswith(" few"), case.cache.rpartition(" ")[2] in FORMATS
+        tiles = sm80.decode_tiles(request, few, codes)
     assert tiles is not None
     return tiles
 

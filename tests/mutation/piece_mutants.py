@@ -10,9 +10,14 @@ from .cache_mutants import Fault
 WEIGHTS, FRAGMENTS = "kernels_cu/common/join.cuh", "kernels_cu/sm80/fragment_rows.cuh"
 SCALARS, SCHEDULE = "kernels_cu/simt/epilogue.cuh", "cupyflash/pieces/schedule.py"
 COMPUTE = "cupyflash/pieces/compute.py"
+DROPOUT, SM80_DROPOUT = "kernels_cu/common/tile.cuh", "sm80-dtype1-causal"
+ANY_KEY = "cuda/test_pieces.py::test_pieces_are_within_the_bound"
 JOINS = "cuda/test_pieces.py::test_keys_join_the_result_before_them"
 PIECES = "cpu/test_streamed.py::test_queries_at_the_ends_that_see_no_keys_are_left_out"
 BITS = "cpu/test_streamed.py::test_queries_that_are_left_out_change_no_bit"
+HEADS = (
+    "frontend/test_streamed_device.py::test_heads_with_all_of_their_keys_have_the_bits_of_one_call"
+)
 SM80, SM90, SIMT = "3-sm80 and 33", "0-sm90 and 72", "0-simt and 40"
 
 ON_A_GPU = {
@@ -50,6 +55,20 @@ ON_A_GPU = {
     "a mean may be larger than what it is of": Fault(
         WEIGHTS, "return bounded(sum, fmax(fabs(x), fabs(x_before)));", "return sum;", JOINS, SIMT
     ),
+    "dropout counts four keys at a time from a multiple of 4": Fault(
+        DROPOUT,
+        "return philox::words_from(key, static_cast<unsigned long long>(j), i, b_h);",
+        "return philox::words(key, static_cast<unsigned int>(j / 4), i, b_h);",
+        ANY_KEY,
+        SM80_DROPOUT,
+    ),
+    "the second draw of four keys is the first one's": Fault(
+        "kernels_cu/common/philox.cuh",
+        "words(key, group + 1, i, b_h)",
+        "words(key, group, i, b_h)",
+        ANY_KEY,
+        SM80_DROPOUT,
+    ),
     "weights do not add up to 1": Fault(
         WEIGHTS, "    before *= accum_t(1) / l;\n", "", JOINS, SM90
     ),
@@ -69,6 +88,26 @@ ON_A_CPU = {
     ),
     "queries behind those of the last piece are not written": Fault(
         COMPUTE, "            self._store(range(rows.stop, count))\n", "", BITS, "turned"
+    ),
+    "heads of a group are counted from its first one": Fault(
+        "cupyflash/pieces/parts.py",
+        "origin_h=whole.origin_h + group * kv.start",
+        "origin_h=whole.origin_h",
+        HEADS,
+        "dropout and dhhd",
+    ),
+    "queries of a group are as many as its keys' heads": Fault(
+        "cupyflash/pieces/heads.py",
+        "_of_queries(rows, group.heads)",
+        "_of_queries(rows, group.kv)",
+        HEADS,
+        "plain and dhhd",
+    ),
+    "groups of heads read keys that nobody sees": Fault(
+        "cupyflash/pieces/heads.py",
+        "if not is_small or not is_seen or",
+        "if not is_small or",
+        "frontend/test_streamed_device.py::test_heads_are_divided_where_each_group_fills_the_device",
     ),
     "queries before those of the last piece are not written": Fault(
         COMPUTE, "            self._store(range(rows.start))\n", "", BITS, "window"

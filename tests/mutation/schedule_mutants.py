@@ -14,7 +14,19 @@ SHORTER = "cuda/test_forward_sm90_masks.py::test_tiles_end_with_the_last_query_u
 LATE = DECODED + "what_the_grid_ahead_writes_at_its_end_is_read"
 MANY, JOINED = DECODED + "more_entries_than_lanes", DECODED + "rows_are_joined_by_warps_or_blocks"
 
+MANY_NODES = DECODED + "rows_with_more_nodes_than_a_block_folds_at_once"
+
 _FAULTS = {
+    "keys are copied to where units are still counted": Fault(
+        TENSOR,
+        "if constexpr (!decode::EQUAL_TASKS) __syncthreads();",
+        "",
+        DECODED + "packed_queries",
+        "sm80",
+    ),
+    "children of nodes that do not exist are folded": Fault(
+        JOIN, "&& node <= last;", "&& true;", MANY_NODES
+    ),
     "units of lengths that are no more": Fault(
         CURSOR, "while (schedule.is_outdated());", "while (false);", LATE, "simt and lengths"
     ),

@@ -18,7 +18,7 @@ from .spec import Grid, Tiles
 
 LEAF = 64  # keys of a leaf; 8 nodes are one of the next level
 MOST_UNITS = 64  # for each block, unless there are more of the largest
-FILL = 3  # units of a block from which on they may be larger nodes
+FILL = 3  # units of an SM's blocks from which on they may be larger nodes
 HELD = 2  # slots of a warp for nodes below its unit
 ROWS_OF_BLOCK = 64  # rows of tasks from which on all of a block works on one unit: most of them
 MOST_OF_BLOCK = 16
@@ -150,7 +150,7 @@ def slots(grid: Grid, tiles: Tiles, capacity: int) -> Slots:
     if tiles.block_q >= ROWS_OF_BLOCK:
         return Slots(min(units(1), max(MOST_OF_BLOCK * blocks, units(2))), 0)
     most = MOST_UNITS * blocks
-    large = units(2) >= FILL * blocks or units(1) > most
+    large = units(2) * tiles.resident_blocks >= FILL * blocks or units(1) > most
     return Slots(min(units(0), max(most, units(3))), HELD if large else 0)
 
 

@@ -147,39 +147,45 @@ def _configure_backward(kernel: str, request: Request) -> Tiles | None:
 
 # Warps and stages of decode_sm80.cu, the most bytes in flight first.
 DECODE_WARPS = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2))
-DECODE_ROWS, DECODE_STAGE = 16, 8192
+DECODE_ROWS, DECODE_STAGE, DECODE_STAGES = 16, 8192, 3  # the bytes of a stage; most stages
 
 
 def decode_bytes(warps: int, stages: int, d: int, _: int) -> int:
     """Bytes of decode_sm80.cu: its SharedStorage, and each warp's stages and queries."""
-    storage = -(-decode.schedule_bytes(warps) // 8) * 8 + 2 * decode.TASK_BYTES * warps
+    storage = 2 * decode.TASK_BYTES * warps
     queries = DECODE_ROWS * row_bytes(d)
     return -(-storage // 128) * 128 + warps * (queries + stages * DECODE_STAGE)
 
 
-def decode_tiles(request: Request, few: bool) -> Tiles | None:
-    """Return the tiles of decode_sm80.cu, for a cache with `few` leaves or with many.
+def decode_tiles(request: Request, few: bool, codes: bool) -> Tiles | None:
+    """Return the tiles of decode_sm80.cu, for a cache with `few` leaves or many, maybe of codes.
 
-    Beside a block of few leaves an SM has room for one of the grid that joins, but not for another
-    one of these: two that copy keys at the same time are slower, by 1 us on an H100.
+    Where grids overlap, an SM has two blocks of many leaves: they end at different times, and so
+    does what its memory idles at their ends. Codes take more instructions, and are faster in one
+    larger block. Beside a block of few leaves an SM has room for one of the grid that joins, but
+    not for another one of these: two that copy so few keys at the same time are slower, by 1 us on
+    an H100.
     """
-    problem = request.problem
-    most_warps, most_stages = DECODE_WARPS[0]
-    if few:
-        most_warps, most_stages = decode.FEW_WARPS, 3
+    problem, limit = request.problem, request.device.shared_memory
+    half = (limit + RESERVED) // 2 - RESERVED
+    small = decode_bytes(decode.FEW_WARPS, DECODE_STAGES, problem.d, problem.d_v)
+    halves = request.device.capability >= decode.OVERLAPS and not codes
+    blocks = 1 if few else 2 if halves and small <= half else 0
+    shared = max(small, half + 128) if few else small
+    if blocks and shared <= limit:
+        threads = 32 * decode.FEW_WARPS
+        sizes = threads, shared, blocks, DECODE_STAGES
+        return Tiles(DECODE_ROWS, decode.LEAF, *sizes, beside=True)
     for warps, stages in DECODE_WARPS:
-        if warps > most_warps or stages > most_stages:
-            continue
         shared = decode_bytes(warps, stages, problem.d, problem.d_v)
-        if shared <= request.device.shared_memory:
-            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared, 1, stages, beside=few)
+        if shared <= limit:
+            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared, 1, stages)
     return None
 
 
 def _configure_decode(request: Request) -> Tiles | None:
-    return decode_tiles(
-        request, decode.has_few_leaves(request.problem, DECODE_ROWS, request.device)
-    )
+    few = decode.has_few_leaves(request.problem, DECODE_ROWS, request.device)
+    return decode_tiles(request, few, request.has_codes)
 
 
 def shared_bytes(warps: int, stages: int, d: int) -> int:
