@@ -373,47 +373,6 @@ def test_any_strides(dtype, blocks):
     assert same_bits(got[0], want[0])
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "none"])
-@pytest.mark.parametrize("how", ["begins later", "rows apart", "columns apart"])
-def test_only_aligned_arrays_have_copies_without_other_code(name, how):
-    arrays = dict(
-        zip("qkv", draw(F16, (2, 4, 3, 64), *[(2, 2, 200, 64)] * 2, seed=15), strict=True)
-    )
-    if name != "none":
-        x = arrays[name]
-        room = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), F16)
-        moved = {
-            "begins later": room[..., 4:68],
-            "rows apart": np.zeros((*x.shape[:-1], 68), F16)[..., :64],
-            "columns apart": room[..., ::2],
-        }[how]
-        moved[...] = x
-        arrays[name] = moved
-    call = cached.call(*arrays.values(), 190)
-    launches = decode_recipe.forward(call, target_of("sm_90"), *results(call), True).launches
-    assert [x.special.aligned for x in launches] == [name == "none", False]
-    if name == "none":
-        assert "aligned" in launches[0].special.name
-
-
-@pytest.mark.parametrize(
-    ("keys", "arch", "warps", "blocks", "beside"),
-    [
-        (256, "sm_90", 4, 1, [True, True]),
-        (257, "sm_90", 4, 2, [True, False]),
-        (256, "sm_80", 6, 1, [False, False]),
-    ],
-)
-def test_grids_of_few_leaves_share_an_sm(keys, arch, warps, blocks, beside):
-    """And an SM has two blocks of more leaves."""
-    q, k, v = draw(F16, (1, 4, 1, 64), *[(1, 1, keys, 64)] * 2, seed=16)
-    call = cached.call(q, k, v, keys)
-    launches = decode_recipe.forward(call, target_of(arch), *results(call), True).launches
-    tiles = launches[0].special.tiles
-    assert (tiles.threads // 32, tiles.resident_blocks) == (warps, blocks)
-    assert [x.special.tiles.beside for x in launches] == beside
-
-
 @of_one("sm80-f16")
 def test_lengths_and_tables_of_a_device_are_held_in_range(dtype, blocks, monkeypatch):
     """They are not read before the kernel runs, and lead nowhere outside of the cache."""

@@ -219,7 +219,10 @@ def draw_heads(group=2):
 @pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize("kind", OF_HEADS)
 @mostly_thorough(
-    "homes", ["hhhh", "dhhd", "ddhd", "dhdh", "dddd"], quick=["hhhh", "dhhd"], why="as above"
+    "homes",
+    ["hhhh", "dhhd", "ddhd", "dhdh", "dddd"],
+    quick=["hhhh", "dhhd"],
+    why="other homes alike",
 )
 def test_heads_with_all_of_their_keys_have_the_bits_of_one_call(device, kind, homes):
     q, k, v, do = arrays = draw_heads()
