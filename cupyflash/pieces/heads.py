@@ -36,7 +36,9 @@ class Group(NamedTuple):
     heads: range
 
 
-def groups(call: Call, schedule: Schedule, rows: int, keys: int) -> list[Group]:
+def groups(
+    call: Call, schedule: Schedule, rows: int, keys: int, travel: Sequence[Array]
+) -> list[Group]:
     """Return groups of heads, or none where the keys are divided instead.
 
     No bit of a result depends on the batch, so this does not, either.
@@ -51,6 +53,8 @@ def groups(call: Call, schedule: Schedule, rows: int, keys: int) -> list[Group]:
     rows, keys : int
         The queries and the keys of each head for which there is memory if all heads are there;
         no `rows` if queries do not travel.
+    travel : sequence of array, shape (..., H, L, D)
+        The arrays in host memory. A file whose rows have all heads would be read for each group.
     """
     problem = call.problem
     if call.bias is not None or call.sink is not None or not problem.len_q * problem.heads_kv:
@@ -60,8 +64,9 @@ def groups(call: Call, schedule: Schedule, rows: int, keys: int) -> list[Group]:
     is_small = least * problem.len_k <= keys * problem.heads_kv
     if rows:
         is_small &= least * problem.len_q <= rows * problem.heads_kv
+    by_heads = all(abs(x.strides[-3]) >= abs(x.strides[-2]) for x in travel)
     is_seen = (schedule.classes != EMPTY).any(axis=0).all()
-    if not is_small or not is_seen or problem.heads_kv < FEWEST * least:
+    if not (is_small and by_heads and is_seen) or problem.heads_kv < FEWEST * least:
         return []
     ends = [*range(0, problem.heads_kv, least), problem.heads_kv]
     return [

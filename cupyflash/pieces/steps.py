@@ -96,8 +96,10 @@ class Streamed:
         if call.device is None or not isinstance(self._chunk, str):
             return []
         of_queries, of_keys = AUTO["gpu"]
-        stays = all(x is None or place.has(x) for x in (call.q, *rows))
-        return heads.groups(call, self.schedule, 0 if stays else of_queries, of_keys)
+        of_rows = [x for x in (call.q, *rows) if x is not None and not place.has(x)]
+        travel = [x for x in (call.k, call.v) if not place.has(x)]
+        travel += [x for x in of_rows if x.ndim == call.q.ndim]
+        return heads.groups(call, self.schedule, of_queries if of_rows else 0, of_keys, travel)
 
     @cached_property
     def _narrowed(self) -> Schedule:

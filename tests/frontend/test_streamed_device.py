@@ -245,10 +245,10 @@ def test_heads_with_all_of_their_keys_have_the_bits_of_one_call(device, kind, ho
 def test_heads_are_divided_where_each_group_fills_the_device(monkeypatch):
     """And where there is memory for its keys and its queries, and somebody sees each chunk."""
 
-    def made(rows=0, keys=90, **options):
+    def made(rows=0, keys=90, travel=(), **options):
         q, k, v, _ = draw_heads()
         request = steps.Streamed(q, k, v, Options(**options), (100, 30), None)
-        found = heads.groups(request.call, request.schedule, rows, keys)
+        found = heads.groups(request.call, request.schedule, rows, keys, travel)
         assert [x for of in found for x in of.kv] == list(range(4) if found else ())
         assert all(list(of.heads) == [2 * x + n for x in of.kv for n in (0, 1)] for of in found)
         return len(found)
@@ -263,6 +263,9 @@ def test_heads_are_divided_where_each_group_fills_the_device(monkeypatch):
     assert made(keys=45, rows=50) == 2
     assert not made(keys=44)
     assert not made(rows=49)
+    rows_of_all_heads = np.zeros((2, 90, 4, 16)).swapaxes(1, 2)
+    assert made(travel=[rows_of_all_heads.copy()]) == 2
+    assert not made(travel=[rows_of_all_heads])
     assert not made(mask=masks.prefix(59) & masks.window(None, 0, offset=-40))
     assert made(mask=masks.prefix(61) & masks.causal()) == 2
     assert not made(sink=np.zeros(8, np.float32))
