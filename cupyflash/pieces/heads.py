@@ -75,21 +75,13 @@ def groups(
     ]
 
 
-def _of_queries(rows: Mapping[str, Array | None], heads: range) -> Parts:
-    """Return some heads of do, out, lse and dlse."""
-    take = {"do": some_heads, "out": some_heads}
-    return {
-        name: None if x is None else take.get(name, some_heads_of_statistic)(x, heads)
-        for name, x in rows.items()
-    }
-
-
-def _read(call: Call, group: Group, rows: Mapping[str, Array | None]) -> Parts:
-    """Return what is read of a group's heads; `rows` are arrays that queries have."""
-    k, v = (some_heads(x, group.kv) for x in (call.k, call.v))
-    return {"q": some_heads(call.q, group.heads), "k": k, "v": v} | dict(
-        _of_queries(rows, group.heads)
-    )
+def _read(call: Call, group: Group, rows: Mapping[str, Array]) -> Parts:
+    """Return what is read of a group's heads; `rows` are further arrays that queries have."""
+    made = {"k": some_heads(call.k, group.kv), "v": some_heads(call.v, group.kv)}
+    for name, array in {"q": call.q, **rows}.items():
+        take = some_heads_of_statistic if name in ("lse", "dlse") else some_heads
+        made[name] = take(array, group.heads)
+    return made
 
 
 def _call_of(whole: Call, group: Group, parts: Parts) -> Call:

@@ -98,8 +98,8 @@ ON_A_CPU = {
     ),
     "queries of a group are as many as its keys' heads": Fault(
         "cupyflash/pieces/heads.py",
-        "_of_queries(rows, group.heads)",
-        "_of_queries(rows, group.kv)",
+        "made[name] = take(array, group.heads)",
+        "made[name] = take(array, group.kv)",
         HEADS,
         "plain and dhhd",
     ),
