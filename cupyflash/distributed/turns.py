@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from ..pieces.heads import TILES
 from ..problem.call import Call
-
-# Tiles of 128 keys, of all heads of a turn: some for each SM, so that all end together. With half
-# as many, there are more turns, for which the host takes longer, and calls do so, too.
-TILES = 512
 
 
 def shares(heads_kv: int, size: int) -> list[range]:

@@ -16,7 +16,8 @@ from .parts import problem_of_heads, some_heads, some_heads_of_statistic
 from .place import Parts, Place
 from .schedule import Schedule
 
-# Tiles of 128 queries, of all heads of a group: some for each SM, so that all end together.
+# Tiles of 128 positions, of all heads of a group: some for each SM, so that all end together. With
+# half as many, there are more groups, for which the host takes longer, and calls do so, too.
 TILES = 512
 FEWEST = 4  # groups: nothing is computed before the first one is there
 

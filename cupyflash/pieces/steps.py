@@ -96,9 +96,9 @@ class Streamed:
         if call.device is None or not isinstance(self._chunk, str):
             return []
         of_queries, of_keys = AUTO["gpu"]
-        of_rows = [x for x in (call.q, *rows) if x is not None and not place.has(x)]
-        travel = [x for x in (call.k, call.v) if not place.has(x)]
-        travel += [x for x in of_rows if x.ndim == call.q.ndim]
+        of_rows = _elsewhere(place, call.q, *rows)
+        travel = _elsewhere(place, call.k, call.v)
+        travel += [x for x in of_rows if x.ndim == call.q.ndim]  # others are numbers of queries
         return heads.groups(call, self.schedule, of_queries if of_rows else 0, of_keys, travel)
 
     @cached_property
@@ -110,9 +110,12 @@ class Streamed:
 
         Where some of them are elsewhere, all queries of a chunk travel there once.
         """
-        if all(x is None or place.has(x) for x in (self.call.q, *rows)):
-            return self._narrowed
-        return self.schedule
+        return self.schedule if _elsewhere(place, self.call.q, *rows) else self._narrowed
+
+
+def _elsewhere(place: Place, *arrays: Array | None) -> list[Array]:
+    """Return the arrays that travel to a place."""
+    return [x for x in arrays if x is not None and not place.has(x)]
 
 
 def _device(device: Any, q: Array) -> int:

@@ -7,8 +7,8 @@
 // in shared memory, and meets no other one before its keys are done.
 //
 // Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
-// Shared memory: SharedStorage; of every warp its stages and its queries. BLOCK_Q is 16,
-// BLOCK_KV 64.
+// Shared memory: the tasks of all warps; of every warp its stages and its queries. What counts
+// units lies where the stages are, and is done before these are filled. BLOCK_Q is 16, BLOCK_KV 64.
 #include "../common/params.cuh"
 #include "decode_leaf.cuh"
 
@@ -16,11 +16,9 @@ namespace {
 
 using namespace decode_leaf;
 
-struct SharedStorage {
-  decode::WarpTasks tasks[decode::WARPS];
-};
-constexpr int SHARED_STORAGE_BYTES = matmul::round_up(static_cast<int>(sizeof(SharedStorage)), 128);
-constexpr int WARP_ROOM = (SHARED_BYTES - SHARED_STORAGE_BYTES) / decode::WARPS;
+constexpr int TASKS_BYTES =
+    matmul::round_up(decode::WARPS * static_cast<int>(sizeof(decode::WarpTasks)), 128);
+constexpr int WARP_ROOM = (SHARED_BYTES - TASKS_BYTES) / decode::WARPS;
 constexpr int STAGES = (WARP_ROOM - QUERY_BYTES) / STAGE_BYTES;
 constexpr int WARP_BYTES = QUERY_BYTES + STAGES * STAGE_BYTES;
 
@@ -60,17 +58,14 @@ struct Producer {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
-  SharedStorage* const storage_smem = reinterpret_cast<SharedStorage*>(shared_smem);
   const int warp = threadIdx.x / ptx::WARP_SIZE;
-  char* const warp_smem =
-      reinterpret_cast<char*>(shared_smem) + SHARED_STORAGE_BYTES + warp * WARP_BYTES;
+  char* const warps_smem = reinterpret_cast<char*>(shared_smem) + TASKS_BYTES;
+  char* const warp_smem = warps_smem + warp * WARP_BYTES;
   char* const q_smem = warp_smem + STAGES * STAGE_BYTES;
 
-  // Units are counted and found before the first keys are copied to the same memory.
-  decode::Schedule schedule(p, reinterpret_cast<decode::ScheduleStorage*>(
-                                   reinterpret_cast<char*>(shared_smem) + SHARED_STORAGE_BYTES));
+  decode::Schedule schedule(p, reinterpret_cast<decode::ScheduleStorage*>(warps_smem));
   const decode::Workspace workspace(p);
-  decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
+  decode::WarpTasks& tasks_smem = reinterpret_cast<decode::WarpTasks*>(shared_smem)[warp];
   decode::Cursor cursor(p, workspace, tasks_smem);
   // What the table said of the first leaf before the grids ahead had ended.
   decode_rows::LeafEntries entries{};

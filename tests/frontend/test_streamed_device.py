@@ -205,14 +205,14 @@ OF_HEADS = {
 
 @pytest.fixture
 def few_tiles(monkeypatch):
-    """Let two heads of a group have tiles enough."""
+    """Let the two query heads of one key-value head be enough for a group."""
     monkeypatch.setattr(heads, "TILES", 2)
 
 
-def draw_heads(group=2):
+def draw_heads():
     rng = np.random.default_rng(2)
     shapes = [(2, n, length, d) for n, length, d in
-              ((4 * group, 100, 16), (4, 90, 16), (4, 90, 24), (4 * group, 100, 24))]  # fmt: skip
+              ((8, 100, 16), (4, 90, 16), (4, 90, 24), (8, 100, 24))]  # fmt: skip
     return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
 

@@ -13,7 +13,6 @@ FORWARD, SCHEDULER = "kernels_cu/sm90/forward_sm90.cu", "kernels_cu/sm90/tile_sc
 SHORTER = "cuda/test_forward_sm90_masks.py::test_tiles_end_with_the_last_query_under_a_causal_mask"
 LATE = DECODED + "what_the_grid_ahead_writes_at_its_end_is_read"
 MANY, JOINED = DECODED + "more_entries_than_lanes", DECODED + "rows_are_joined_by_warps_or_blocks"
-
 MANY_NODES = DECODED + "rows_with_more_nodes_than_a_block_folds_at_once"
 
 _FAULTS = {

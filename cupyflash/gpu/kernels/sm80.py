@@ -145,16 +145,16 @@ def _configure_backward(kernel: str, request: Request) -> Tiles | None:
     return fit_backward(kernel, problem.d, problem.d_v, request.device.shared_memory)
 
 
-# Warps and stages of decode_sm80.cu, the most bytes in flight first.
-DECODE_WARPS = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2))
-DECODE_ROWS, DECODE_STAGE, DECODE_STAGES = 16, 8192, 3  # the bytes of a stage; most stages
+# Warps and stages of decode_sm80.cu, the most bytes in flight first, and those of a small block.
+DECODE_WARPS, SMALL_DECODE = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2)), (decode.FEW_WARPS, 3)
+DECODE_ROWS, DECODE_STAGE = 16, 8192
 
 
 def decode_bytes(warps: int, stages: int, d: int, _: int) -> int:
-    """Bytes of decode_sm80.cu: its SharedStorage, and each warp's stages and queries."""
-    storage = 2 * decode.TASK_BYTES * warps
+    """Bytes of decode_sm80.cu: the tasks of all warps, and each warp's stages and queries."""
+    tasks = 2 * decode.TASK_BYTES * warps
     queries = DECODE_ROWS * row_bytes(d)
-    return -(-storage // 128) * 128 + warps * (queries + stages * DECODE_STAGE)
+    return -(-tasks // 128) * 128 + warps * (queries + stages * DECODE_STAGE)
 
 
 def decode_tiles(request: Request, few: bool, codes: bool) -> Tiles | None:
@@ -166,18 +166,18 @@ def decode_tiles(request: Request, few: bool, codes: bool) -> Tiles | None:
     not for another one of these: two that copy so few keys at the same time are slower, by 1 us on
     an H100.
     """
-    problem, limit = request.problem, request.device.shared_memory
-    half = (limit + RESERVED) // 2 - RESERVED
-    small = decode_bytes(decode.FEW_WARPS, DECODE_STAGES, problem.d, problem.d_v)
-    halves = request.device.capability >= decode.OVERLAPS and not codes
-    blocks = 1 if few else 2 if halves and small <= half else 0
-    shared = max(small, half + 128) if few else small
-    if blocks and shared <= limit:
-        threads = 32 * decode.FEW_WARPS
-        sizes = threads, shared, blocks, DECODE_STAGES
-        return Tiles(DECODE_ROWS, decode.LEAF, *sizes, beside=True)
+    limit, sizes = request.device.shared_memory, (request.problem.d, request.problem.d_v)
+    half = (limit + RESERVED) // 2 - RESERVED  # each of two blocks has no more
+    warps, stages = SMALL_DECODE
+    small = decode_bytes(warps, stages, *sizes)
+    has_halves = request.device.capability >= decode.OVERLAPS and not few and not codes
+    if has_halves and small <= half:
+        return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, small, 2, stages, beside=True)
+    if few and small <= limit:
+        alone = max(small, half + 128)
+        return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, alone, 1, stages, beside=True)
     for warps, stages in DECODE_WARPS:
-        shared = decode_bytes(warps, stages, problem.d, problem.d_v)
+        shared = decode_bytes(warps, stages, *sizes)
         if shared <= limit:
             return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared, 1, stages)
     return None
