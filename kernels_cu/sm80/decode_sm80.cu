@@ -84,7 +84,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     });
   }
   ptx::launch_dependents();
-  if constexpr (!decode::EQUAL_TASKS) __syncthreads();  // what is counted, read by all warps
+  if constexpr (!decode::EQUAL_TASKS) {
+    __syncthreads();  // what is counted, read by all warps
+  }
 
   const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `logit_scale` times a score; scores are negated if the scale is negative.

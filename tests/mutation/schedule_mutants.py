@@ -18,7 +18,7 @@ MANY_NODES = DECODED + "rows_with_more_nodes_than_a_block_folds_at_once"
 _FAULTS = {
     "keys are copied to where units are still counted": Fault(
         TENSOR,
-        "if constexpr (!decode::EQUAL_TASKS) __syncthreads();",
+        "    __syncthreads();  // what is counted, read by all warps\n",
         "",
         DECODED + "packed_queries",
         "sm80",
