@@ -28,27 +28,30 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.mi
 F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 TENSOR, PORTABLE = Blocks(), Blocks(tensor=False)
+HOPPER = Blocks(hopper=True)  # with two blocks to an SM, or small ones if leaves are few
 KERNELS = {
     "sm80-f16": (F16, TENSOR),
-    "sm80-bf16": (BF16, TENSOR),
+    "sm80-hopper-bf16": (BF16, HOPPER),
     "simt-f32": (F32, TENSOR),
     "simt-f64": (F64, TENSOR),
     "simt-f16": (F16, PORTABLE),
 }
 EACH = pytest.mark.parametrize(("dtype", "blocks"), KERNELS.values(), ids=KERNELS)
 BOTH = pytest.mark.parametrize(
-    ("dtype", "blocks"), [KERNELS["sm80-f16"], KERNELS["simt-f32"]], ids=["sm80", "simt"]
+    ("dtype", "blocks"),
+    [KERNELS["sm80-f16"], KERNELS["sm80-hopper-bf16"], KERNELS["simt-f32"]],
+    ids=["sm80", "hopper", "simt"],
 )
 
 
 def of_one(name):
-    """Parametrize with both kernels; one is quick, for both deal out work and join it alike."""
+    """Parametrize with all kernels; one is quick, for all deal out work and join it alike."""
     return mostly_thorough(
         ("dtype", "blocks"),
-        [KERNELS["sm80-f16"], KERNELS["simt-f32"]],
+        [KERNELS["sm80-f16"], KERNELS["sm80-hopper-bf16"], KERNELS["simt-f32"]],
         quick=[KERNELS[name]],
-        why="the other kernel shares what this is about; its own products have quick tests",
-        ids=["sm80", "simt"],
+        why="the other kernels share what this is about; their products have quick tests",
+        ids=["sm80", "hopper", "simt"],
     )
 
 
@@ -420,7 +423,7 @@ def test_a_workspace_may_hold_anything_and_serves_again(dtype, blocks):
 @mostly_thorough(
     ("dtype", "blocks"),
     KERNELS.values(),
-    quick=[KERNELS["sm80-bf16"]],
+    quick=[KERNELS["sm80-hopper-bf16"]],
     why="each type has a quick test over a cache",
     ids=KERNELS,
 )

@@ -98,7 +98,7 @@ class Entries:
                 names.append(special.kernel)
             return True
 
-        blocks = blocks or Blocks(multiprocessors=3)
+        blocks = blocks or Blocks(hopper=True, multiprocessors=3)
         Emulator(blocks, schedule, runs=runs).forward(call, out, lse)
         return out, lse
 
