@@ -28,30 +28,32 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.mi
 F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 TENSOR, PORTABLE = Blocks(), Blocks(tensor=False)
-HOPPER = Blocks(hopper=True)  # with two blocks to an SM, or small ones if leaves are few
+HOPPER = Blocks(hopper=True)  # two blocks to an SM, or a small one if leaves are few
 KERNELS = {
     "sm80-f16": (F16, TENSOR),
-    "sm80-hopper-bf16": (BF16, HOPPER),
+    "sm80-bf16": (BF16, TENSOR),
+    "hopper-bf16": (BF16, HOPPER),
     "simt-f32": (F32, TENSOR),
     "simt-f64": (F64, TENSOR),
     "simt-f16": (F16, PORTABLE),
 }
 EACH = pytest.mark.parametrize(("dtype", "blocks"), KERNELS.values(), ids=KERNELS)
-BOTH = pytest.mark.parametrize(
-    ("dtype", "blocks"),
-    [KERNELS["sm80-f16"], KERNELS["sm80-hopper-bf16"], KERNELS["simt-f32"]],
-    ids=["sm80", "hopper", "simt"],
-)
+FORMS = {
+    "sm80": KERNELS["sm80-f16"],
+    "hopper": KERNELS["hopper-bf16"],
+    "simt": KERNELS["simt-f32"],
+}
+OF_ALL = pytest.mark.parametrize(("dtype", "blocks"), FORMS.values(), ids=FORMS)
 
 
 def of_one(name):
-    """Parametrize with all kernels; one is quick, for all deal out work and join it alike."""
+    """Parametrize with all forms; one is quick, for all of them deal out work and join it alike."""
     return mostly_thorough(
         ("dtype", "blocks"),
-        [KERNELS["sm80-f16"], KERNELS["sm80-hopper-bf16"], KERNELS["simt-f32"]],
-        quick=[KERNELS[name]],
-        why="the other kernels share what this is about; their products have quick tests",
-        ids=["sm80", "hopper", "simt"],
+        FORMS.values(),
+        quick=[FORMS[name]],
+        why="the other forms share what this is about; their products have quick tests",
+        ids=FORMS,
     )
 
 
@@ -119,7 +121,7 @@ OPTIONS = {
 }
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 @mostly_thorough(
     "name", OPTIONS, quick=["not a range", "scale 0"], why="other masks and scores, a build each"
 )
@@ -131,7 +133,7 @@ def test_masks_and_scores(dtype, blocks, name):
     within_the_bound(blocks, q, k, v, lengths, out, lse, lambda b: options)
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 def test_a_bias_and_a_mask_as_arrays(dtype, blocks):
     lengths = (600, 70)
     q, k, v = draw(dtype, (2, 4, 2, 32), (2, 2, 640, 32), (2, 2, 640, 32), seed=2)
@@ -149,7 +151,7 @@ def test_a_bias_and_a_mask_as_arrays(dtype, blocks):
     within_the_bound(blocks, q, k, v, lengths, out, lse, of_entry)
 
 
-@of_one("simt-f32")
+@of_one("simt")
 def test_what_is_masked_may_hold_anything(dtype, blocks):
     q, k, v = draw(dtype, (1, 2, 2, 32), (1, 1, 200, 32), (1, 1, 200, 32), seed=4)
     mask = np.ones((2, 200), bool)
@@ -161,7 +163,7 @@ def test_what_is_masked_may_hold_anything(dtype, blocks):
     assert same_bits(got[1], want[1])
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 @mostly_thorough("page", [1, 3, 16, 64, 100], quick=[3], why="other sizes of pages")
 def test_pages_change_no_bit(dtype, blocks, page):
     lengths, rng = np.array([600, 131]), np.random.default_rng(page)
@@ -189,7 +191,7 @@ LATE = {
 }
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 @mostly_thorough("masked", [False, True], quick=[False], why="masks have their units counted later")
 @mostly_thorough("page", [None, 3, 16], quick=[None, 16], why="pages of another size")
 @pytest.mark.parametrize("name", LATE)
@@ -220,7 +222,7 @@ def test_what_the_grid_ahead_writes_at_its_end_is_read(dtype, blocks, masked, pa
     assert same_bits(got[1], want[1])
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 @mostly_thorough("multiprocessors", [1, 3, 40], quick=[3], why="grids of other sizes")
 @pytest.mark.parametrize("schedule", [FORWARD, randomly(7)], ids=["forward", "random"])
 def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocessors, schedule):
@@ -234,7 +236,7 @@ def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocesso
     within_the_bound(blocks, q, k, v, lengths, *got)
 
 
-@of_one("simt-f32")
+@of_one("simt")
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "causal"])
 def test_more_entries_than_lanes(dtype, blocks, masked):
     """A lane counts several entries, some without keys; a mask makes threads count tasks."""
@@ -250,7 +252,7 @@ def test_more_entries_than_lanes(dtype, blocks, masked):
         assert same_bits(lse[b : b + 1], own[1])
 
 
-@of_one("simt-f32")
+@of_one("simt")
 @mostly_thorough("multiprocessors", [1, 2, 12], quick=[2], why="other shares of a row")
 def test_rows_are_joined_by_warps_or_blocks(dtype, blocks, multiprocessors):
     """Two warps have a row each, and one is left over; or blocks of two sizes have it."""
@@ -264,7 +266,7 @@ def test_rows_are_joined_by_warps_or_blocks(dtype, blocks, multiprocessors):
     assert same_bits(lse, one[1])
 
 
-@of_one("simt-f32")
+@of_one("simt")
 def test_leaves_whose_scores_lie_far_apart(dtype, blocks):
     """A maximum that grows from leaf to leaf: weights by the first one would overflow."""
     blocks = dataclasses.replace(blocks, multiprocessors=1)  # units are nodes of 8 leaves
@@ -275,7 +277,7 @@ def test_leaves_whose_scores_lie_far_apart(dtype, blocks):
         within_the_bound(blocks, *arrays, [1536], *run(*arrays, 1536, blocks))
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 def test_no_bit_depends_on_the_batch_or_the_capacity(dtype, blocks):
     lengths = np.array([900, 10, 700])
     q, k, v = draw(dtype, (3, 2, 1, 16), (3, 1, 900, 16), (3, 1, 900, 16), seed=7)
@@ -288,7 +290,7 @@ def test_no_bit_depends_on_the_batch_or_the_capacity(dtype, blocks):
             assert same_bits(got[1], want[1][b : b + 1])
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 def test_drafts_are_single_steps(dtype, blocks):
     """Verifying n tokens in one call gives the bits of n calls."""
     end = 580
@@ -301,7 +303,7 @@ def test_drafts_are_single_steps(dtype, blocks):
 
 
 @pytest.mark.thorough("many keys; smaller nodes are quick")
-@BOTH
+@OF_ALL
 def test_large_nodes(dtype, blocks):
     """With one block, units are nodes of 512 and of 4096 keys; the bits stay."""
     lengths = np.array([4500, 4200, 4100])
@@ -313,7 +315,7 @@ def test_large_nodes(dtype, blocks):
 
 
 @pytest.mark.thorough("many keys; fewer nodes are quick")
-@BOTH
+@OF_ALL
 def test_more_nodes_than_have_room_in_shared_memory(dtype, blocks):
     """Their kernel keeps 64 nodes of 512 keys there, and others where their units were.
 
@@ -325,7 +327,7 @@ def test_more_nodes_than_have_room_in_shared_memory(dtype, blocks):
         within_the_bound(blocks, q, k, v, lengths, *run(q, k, v, lengths[0], blocks))
 
 
-@of_one("simt-f32")
+@of_one("simt")
 def test_packed_queries(dtype, blocks):
     counts, lengths = [3, 0, 5, 1], np.array([600, 300, 70, 5])
     offsets = np.cumsum([0, *counts])
@@ -340,7 +342,7 @@ def test_packed_queries(dtype, blocks):
         assert same_bits(lse[:, first:last], want[1][0])
 
 
-@BOTH
+@OF_ALL
 @mostly_thorough(
     ("heads", "heads_kv"), [(20, 1), (6, 2), (3, 3)], quick=[(20, 1)], why="groups of other sizes"
 )
@@ -350,7 +352,7 @@ def test_groups_of_any_size(dtype, blocks, heads, heads_kv):
     within_the_bound(blocks, q, k, v, [130], out, lse, lambda b: {"mask": masks.causal()})
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 @mostly_thorough("d", [1, 7, 40, 128, 200, 256], quick=[7], why="other heads, a build each")
 def test_heads_of_any_size(dtype, blocks, d):
     q, k, v = draw(dtype, (1, 2, 1, d), (1, 1, 130, d), (1, 1, 130, max(d - 3, 1)), seed=d)
@@ -367,7 +369,7 @@ def test_compressed_keys(dtype):
 
 
 @pytest.mark.thorough("the emulator is slow on strided rows")
-@BOTH
+@OF_ALL
 def test_any_strides(dtype, blocks):
     q, k, v = draw(dtype, (2, 3, 4, 32), (2, 300, 2, 64), (2, 300, 2, 33), seed=12)
     views = q.swapaxes(1, 2), k.swapaxes(1, 2)[..., ::2], v.swapaxes(1, 2)[..., :0:-1]
@@ -376,7 +378,7 @@ def test_any_strides(dtype, blocks):
     assert same_bits(got[0], want[0])
 
 
-@of_one("sm80-f16")
+@of_one("sm80")
 def test_lengths_and_tables_of_a_device_are_held_in_range(dtype, blocks, monkeypatch):
     """They are not read before the kernel runs, and lead nowhere outside of the cache."""
     q, k, v = draw(dtype, (3, 2, 1, 16), (5, 1, 16, 16), (5, 1, 16, 16), seed=13)
@@ -405,7 +407,7 @@ def test_rows_with_more_nodes_than_a_block_folds_at_once():
     assert same_bits(run(q, k, v, keys, TENSOR)[0], out)
 
 
-@of_one("simt-f32")
+@of_one("simt")
 def test_a_workspace_may_hold_anything_and_serves_again(dtype, blocks):
     q, k, v = draw(dtype, (2, 2, 1, 16), (2, 1, 1100, 16), (2, 1, 1100, 16), seed=14)
     blocks = dataclasses.replace(blocks, multiprocessors=9)
@@ -423,7 +425,7 @@ def test_a_workspace_may_hold_anything_and_serves_again(dtype, blocks):
 @mostly_thorough(
     ("dtype", "blocks"),
     KERNELS.values(),
-    quick=[KERNELS["sm80-hopper-bf16"]],
+    quick=[KERNELS["sm80-bf16"]],
     why="each type has a quick test over a cache",
     ids=KERNELS,
 )
@@ -449,7 +451,7 @@ def test_host_memory_needs_no_workspace():
     assert workspace_size_cached(q, k, v, table=table) == 0
 
 
-@BOTH
+@OF_ALL
 def test_a_cache_without_pages_holds_nothing(dtype, blocks, monkeypatch):
     """Whatever lengths and tables of a device say."""
     q, k = draw(dtype, (2, 2, 1, 16), (0, 1, 16, 16))

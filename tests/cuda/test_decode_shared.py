@@ -98,7 +98,7 @@ class Entries:
                 names.append(special.kernel)
             return True
 
-        blocks = blocks or Blocks(hopper=True, multiprocessors=3)
+        blocks = blocks or Blocks(multiprocessors=3)
         Emulator(blocks, schedule, runs=runs).forward(call, out, lse)
         return out, lse
 
@@ -125,6 +125,9 @@ def test_no_bit_depends_on_what_is_shared(mask):
     assert same(case.poisoned().run(case.n, names=names, **MASKS[mask]), expected)
     assert SHARED in names
     assert same(case.run(600, **MASKS[mask]), expected)
+    # Hopper's blocks are smaller, and an SM has two of them.
+    hopper = Blocks(hopper=True, multiprocessors=3)
+    assert same(case.poisoned().run(case.n, hopper, **MASKS[mask]), expected)
     # Teams of one block, with a unit each.
     assert same(case.poisoned().run(case.n, Blocks(multiprocessors=1), **MASKS[mask]), expected)
 
@@ -161,13 +164,14 @@ def test_teams_of_any_size(batch, group, len_q, team):
     len_q=st.sampled_from([1, 1, 2, 3]),
     mask=st.sampled_from(["all", "causal", "by entry"]),
     multiprocessors=st.integers(1, 5),
+    hopper=st.booleans(),
 )
-@example(0, 1024, 16, 3, 2, 1, "all", 60)
-def test_draws(seed, n, page, batch, group, len_q, mask, multiprocessors):
+@example(0, 1024, 16, 3, 2, 1, "all", 60, False)
+def test_draws(seed, n, page, batch, group, len_q, mask, multiprocessors, hopper):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, n + 300, batch)
     case = Entries.draw(lengths, n, page=page, group=group, len_q=len_q, seed=seed)
-    blocks, options = Blocks(multiprocessors=multiprocessors), MASKS[mask]
+    blocks, options = Blocks(hopper=hopper, multiprocessors=multiprocessors), MASKS[mask]
     expected = case.run(blocks=blocks, **options)
     for schedule in (FORWARD, randomly(seed)):
         ours = case.poisoned().run(case.n, blocks=blocks, schedule=schedule, **options)
