@@ -238,26 +238,27 @@ def solve(
     pz = p * _size(z)
     e_v = np.where(
         seen,
-        e_p * _size(z) + (ar.operand + 2 * u) * (pz + e_p * _size(z)) + ar.tiny + ar.operand_tiny,
+        e_p * _size(z)
+        + (ar.operand + 2 * u) * (pz + e_p * _size(z))
+        + (ar.tiny + ar.operand_tiny) * (1 + _size(z)),  # z may be a factor of the whole sum
         0,
     )
 
     def flip(x: Array) -> Array:
         return x.swapaxes(-1, -2)
 
-    def scaled(exact: Array, errors: Array, sizes: Array) -> tuple[Array, Array, Array]:
-        return scale * exact, size * errors + ar.tiny * (1 + size), sizes
+    def product(
+        a: Array, pairs: Array, x: Array, errors: Array, sizes: Array, factor: Any = 1
+    ) -> tuple[Array, Array, Array]:
+        # Each step of a sum may lose what is below the smallest normal number, before the factor.
+        lost = ar.tiny * (1 + float(abs(factor))) * pairs.sum(-1)[..., None]
+        errors = float(abs(factor)) * _times(errors, _size(x)) + lost
+        return factor * _product(a, pairs, x), errors, _times(sizes, _size(x))
 
-    rows, columns = _size(k), _size(q)
     sums_of = {
-        "dq": scaled(_product(ds, seen, k), _times(e_s, rows), _times(size_s, rows)),
-        "dk": scaled(
-            _product(flip(ds), seen_t, q), _times(flip(e_s), columns), _times(flip(size_s), columns)
-        ),
-        "dv": (
-            _product(flip(exact_pz), seen_t, do),
-            _times(flip(e_v), _size(do)), _times(flip(pz * seen + e_v), _size(do)),
-        ),
+        "dq": product(ds, seen, k, e_s, size_s, scale),
+        "dk": product(flip(ds), seen_t, q, flip(e_s), flip(size_s), scale),
+        "dv": product(flip(exact_pz), seen_t, do, flip(e_v), flip(pz * seen + e_v)),
         "dbias": (dt, e_t, _size(dt) + e_t),
     }  # fmt: skip
     nobody = ~seen.any(-2)[..., None]
