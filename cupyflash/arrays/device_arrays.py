@@ -26,7 +26,9 @@ def is_device_array(value: Any) -> bool:
     if kind in _kinds:
         return True
     cupy = sys.modules.get("cupy")
-    if cupy is None or not isinstance(value, getattr(cupy, "ndarray", ())):
+    if cupy is None or isinstance(value, np.ndarray):  # whatever a program has put there
+        return False
+    if not isinstance(value, getattr(cupy, "ndarray", ())):
         return False
     _kinds.add(kind)
     return True

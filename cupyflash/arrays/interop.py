@@ -34,16 +34,11 @@ def array(value: Any, name: str) -> Array:
     ArgumentTypeError
         If it is not an array, or is on a device for which there are no kernels.
     """
-    if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentTypeError(
-            f"{name}: got a masked array; expected a plain array. Pass its .data, and say by "
-            "mask= what to attend to (True = attend)."
-        )
-    if isinstance(value, np.matrix):
-        raise ArgumentTypeError(
-            f"{name}: got a numpy.matrix; expected a NumPy array. Convert it with np.asarray."
-        )
+    if type(value) is not np.ndarray:
+        _check_kind(value, name)
     if isinstance(value, np.ndarray):
+        if value.ndim > MOST_AXES:
+            raise too_many_axes(value.ndim, name)
         return value
     if is_device_array(value):
         return _of_device(value, name)
@@ -53,7 +48,7 @@ def array(value: Any, name: str) -> Array:
             came = f"a scalar of {came}"
         raise ArgumentTypeError(
             f"{name}: got {came}; expected a NumPy array, or an array that exports DLPack. "
-            "Convert it with np.asarray."
+            f"{_conversion(value)}"
         )
     if getattr(value, "requires_grad", False) is True:
         raise ArgumentTypeError(
@@ -78,6 +73,54 @@ def array(value: Any, name: str) -> Array:
         return _bfloat16_from_dlpack(value, name)
 
 
+def _check_kind(value: Any, name: str) -> None:
+    """Refuse arrays that mean more than their numbers: a mask, a unit, another product."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{name}: got a masked array; expected a plain array. Pass its .data, and say by "
+            "mask= what to attend to (True = attend)."
+        )
+    if isinstance(value, np.matrix):
+        raise ArgumentTypeError(
+            f"{name}: got a numpy.matrix; expected a NumPy array. Convert it with np.asarray."
+        )
+    _check_no_unit(value, name)
+
+
+def _check_no_unit(value: Any, name: str) -> None:
+    if hasattr(value, "units") or hasattr(value, "unit"):
+        numbers = "magnitude" if hasattr(value, "magnitude") else "value"
+        raise ArgumentTypeError(
+            f"{name}: got {type(value).__name__}, whose numbers have a unit; expected plain "
+            f"numbers, because the result would lose the unit. Pass its .{numbers}."
+        )
+
+
+MOST_AXES = 32  # that NumPy can broadcast at once, with several arrays
+
+
+def too_many_axes(came: int, name: str) -> ArgumentError:
+    """Return the error about an array of more than `MOST_AXES` axes."""
+    return ArgumentError(
+        f"{name}: got {came} axes; expected at most {MOST_AXES}. Join leading axes: "
+        "x.reshape(-1, *x.shape[-3:])."
+    )
+
+
+def _conversion(value: Any) -> str:
+    """Return in words how something becomes a NumPy array."""
+    if hasattr(value, "toarray"):  # SciPy's sparse matrices, of which np.asarray makes an object
+        return "Convert it with .toarray()."
+    if type(value).__module__.partition(".")[0] in ("h5py", "zarr"):  # arrays in files
+        return (
+            "Read it into memory with np.asarray; or, for a streamed call, copy it once into a "
+            "file that NumPy maps: "
+            'y = np.lib.format.open_memmap("x.npy", "w+", x.dtype, x.shape), and write y[n] = x[n] '
+            "for every n."
+        )
+    return "Convert it with np.asarray."
+
+
 _DLPACK_DEVICE = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
@@ -99,6 +142,8 @@ def of_device(**named: Any) -> list[Any]:
 
 def _of_device(value: Any, name: str) -> Array:
     """Return a CuPy array whose elements kernels can read."""
+    if value.ndim > MOST_AXES:
+        raise too_many_axes(value.ndim, name)
     steps = [stride for stride, size in zip(value.strides, value.shape, strict=True) if size > 1]
     if value.size and any(x % value.itemsize for x in (address(value), *steps)):
         raise ArgumentError(
@@ -265,9 +310,12 @@ def floats(value: Any, name: str) -> Array:
         codes = " Codes of 8 bits are for cupyflash.attention and cupyflash.attention_varlen, "
         codes += "with their scales; "
         codes += "keep copies of 16 bits for gradients." if name in ("q", "k", "v") else ""
+        remedy = "Convert it with .astype(...)."
+        if name == "bias" and result.dtype == np.bool_:  # .astype would add 1 and 0 to the scores
+            remedy = "Pass it as mask= (True = attend)."
         raise ArgumentTypeError(
             f"{name}: got dtype {result.dtype}; expected {WORDS} (bfloat16 is the type of "
-            "ml_dtypes) in native byte order. Convert it with .astype(...)."
+            f"ml_dtypes) in native byte order. {remedy}"
             + (codes if result.dtype.name.startswith("float8") else "")
         )
     return result
@@ -288,6 +336,8 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
                 f"{name}: got {type(target).__name__}; expected a NumPy array to write to. For an "
                 "array of another library, np.from_dlpack makes one that shares its memory."
             )
+        if type(target) is not np.ndarray:
+            _check_no_unit(target, name)
         if target.shape != shape or target.dtype != dtype:
             raise ArgumentError(
                 f"{name}: got shape {target.shape}, dtype {target.dtype}; expected shape {shape}, "

@@ -46,7 +46,7 @@ def number_or_per_batch(value: Any, argument: str) -> Expr:
         check_whole(value, argument)  # it has no axis of positions
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
-    if hasattr(value, "__dlpack__"):
+    if hasattr(value, "dtype") or hasattr(value, "__dlpack__"):
         value = interop.array(value, argument)
     if not hasattr(value, "dtype") or np.dtype(value.dtype).kind not in "iu":
         kind = getattr(value, "dtype", type(value).__name__)

@@ -197,6 +197,14 @@ def _ends(value: Any) -> tuple[int, int]:
     return (int(value.min()), int(value.max())) if value.size else (0, 0)
 
 
+def _padding_hint(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+    """Return how to pass (B, Lk) or (B, 1, Lk), which say what each entry's keys are."""
+    if len(full) == 4 and len(shape) in (2, 3) and shape in (full[::3], (full[0], 1, full[3])):
+        index = ":, None, None, :" if len(shape) == 2 else ":, None"
+        return f" For the keys of each batch entry, pass keep[{index}]."
+    return ""
+
+
 def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     """Return the look-up that reads an aligned array in a problem of these sizes."""
     array, axes = alignment.array, alignment.axes
@@ -223,6 +231,7 @@ def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
         raise ArgumentError(
             f"{alignment.argument}: got an array of shape {shape}; expected one that broadcasts "
             f"to {full}{' (the leading axes' + names + ')' if lead else ''}."
+            + _padding_hint(shape, full)
         )
     indices: list[Expr] = []
     stride = math.prod(lead)

@@ -174,7 +174,7 @@ def lengths_of(value: Any, batch: int, capacity: int) -> Any:
         return int(value)
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
-    if not hasattr(value, "__dlpack__") and not device_arrays.is_device_array(value):
+    if not hasattr(value, "dtype") and not hasattr(value, "__dlpack__"):
         raise ArgumentTypeError(f"lengths: got {value!r}; expected {wanted}.")
     lengths = array(value, "lengths")
     if (

@@ -57,19 +57,21 @@ def head_sizes(q: Any, k: Any, v: Any, most: int = MAX_HEAD_SIZE) -> tuple[int, 
 
 
 def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
-    """Return the heads of q, and of k and v."""
-    heads, heads_kv = q.shape[-3], k.shape[-3]
-    if v.shape[-3] != heads_kv:
+    """Return the heads of q, and of k and v; a matrix is one head."""
+    heads, heads_kv, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v))
+    if heads_v != heads_kv:
         raise ArgumentError(
             f"v: got shape {v.shape} with k of shape {k.shape}; expected the same heads, that is, "
-            f"equal axes third from the end, but {v.shape[-3]} is not {heads_kv}."
+            f"equal axes third from the end, but {heads_v} is not {heads_kv}."
         )
     if heads != heads_kv and (not heads_kv or heads % heads_kv or not heads):
+        remedy = "pass an array of shape (B, L, H, D) as x.swapaxes(-3, -2)"
+        if q.ndim == 2:
+            remedy = "a matrix is one head"
         raise ArgumentError(
             f"q: got shape {q.shape} with k of shape {k.shape}, that is, {heads} query heads for "
             f"{heads_kv} key-value heads; expected a multiple of {heads_kv} (grouped-query "
-            "attention). The head axis is the third from the end: pass an array of shape (B, L, "
-            "H, D) as x.swapaxes(-3, -2)."
+            f"attention). The head axis is the third from the end: {remedy}."
         )
     return heads, heads_kv
 
@@ -101,10 +103,10 @@ def call(
                 f"{name}: got shape {x.shape}; expected (..., H, L, D), or (L, D) for one head."
             )
     q, k, v = operands.values()
-    matrices = (q.ndim == 2, k.ndim == 2, v.ndim == 2)
-    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     d, d_v = head_sizes(q, k, v)
     heads, heads_kv = heads_of(q, k, v)
+    matrices = (q.ndim == 2, k.ndim == 2, v.ndim == 2)
+    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     try:
         lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:

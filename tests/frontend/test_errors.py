@@ -122,7 +122,7 @@ FORWARD = {
     "heads of v": case(V, "v: got shape (2, 4, 6, 3)", "4 is not 2", v=filled(B, H, LK, DV)),
     "not a multiple": case(V, "q: got shape (2, 3, 5, 8)", "swapaxes", q=filled(B, 3, LQ, D)),
     "one query head": case(V, "1 query heads for 2", "multiple", q=filled(B, 1, LQ, D)),
-    "matrix q, two heads": case(V, "q: got shape (1, 5, 8)", "multiple", q=filled(LQ, D)),
+    "matrix q, two heads": case(V, "q: got shape (5, 8)", "multiple", q=filled(LQ, D)),
     "no kv heads": case(V, "4 query heads for 0", change=lambda a: {
         "k": a["k"][:, :0], "v": a["v"][:, :0]}),
     "no query heads": case(V, "0 query heads for 2", q=filled(B, 0, LQ, D)),
