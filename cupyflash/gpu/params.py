@@ -109,12 +109,13 @@ _APPEND: Fields = [
     ("offsets", "Q", 1),
     *((name, "q", 1) for name in "batch rows length capacity pages page_size rotary_rows".split()),
     *((name, "i", 1) for name in "heads heads_kv columns columns_v pairs interleaved".split()),
-    *((name, "i", 1) for name in "kind_lengths kind_table kind_positions unused".split()),
+    *((name, "i", 1) for name in "kind_lengths kind_table kind_positions kind_angles".split()),
 ]
 _ROPE: Fields = [
     *((name, OPERAND, 1) for name in "x out cos sin positions".split()),
     *((name, "q", 1) for name in "batch rows rotary_rows".split()),
-    *((name, "i", 1) for name in "heads columns pairs interleaved inverse kind_positions".split()),
+    *((name, "i", 1) for name in "heads columns pairs interleaved inverse".split()),
+    *((name, "i", 1) for name in "kind_positions kind_angles unused".split()),
 ]
 _QUANTIZE: Fields = [
     *((name, OPERAND, 1) for name in "x codes scale".split()),

@@ -213,4 +213,5 @@ def _angles(rotary: Rotary) -> dict[str, Any]:
         "rotary_rows": rotary.rows,
         "pairs": rotary.pairs,
         "interleaved": int(rotary.interleaved),
+        "kind_angles": KINDS[rotary.arrays["cos"].dtype.name],
     }

@@ -23,9 +23,10 @@ class Rotary:
 
     Parameters
     ----------
-    cos : array of float32, shape (S, R / 2)
+    cos : array of float32 or float64, shape (S, R / 2)
         Cosines of S positions, on the device of q, with any strides. R is at most the head size.
-    sin : array of float32, shape (S, R / 2)
+        float64 is for rows of float64; these may have angles of float32, too.
+    sin : array of the dtype of cos, shape (S, R / 2)
         Sines of the same angles.
     interleaved : bool
         Whether pair m is columns 2 m and 2 m + 1 (GPT-J); otherwise it is m and m + R / 2 (Llama,
@@ -57,11 +58,15 @@ class Rotary:
     def __post_init__(self) -> None:
         for name in ("cos", "sin"):
             angles = array(getattr(self, name), name)
-            if angles.ndim != 2 or angles.dtype != np.float32 or not angles.dtype.isnative:
+            if angles.ndim != 2:
                 raise ArgumentTypeError(
-                    f"{name}: got shape {angles.shape}, dtype {angles.dtype}; expected (S, R / 2) "
-                    "of float32, with one row of angles for each position. Convert it with "
-                    ".astype(np.float32)."
+                    f"{name}: got shape {angles.shape}; expected (S, R / 2), with one row of "
+                    "angles for each position."
+                )
+            if angles.dtype not in (np.float32, np.float64) or not angles.dtype.isnative:
+                raise ArgumentTypeError(
+                    f"{name}: got dtype {angles.dtype}; expected float32, or float64 for rows of "
+                    "float64. Convert it with .astype(np.float32)."
                 )
             if not angles.size:
                 raise ArgumentError(
@@ -73,6 +78,11 @@ class Rotary:
             raise ArgumentError(
                 f"sin: got shape {self.arrays['sin'].shape} with cos of shape "
                 f"{self.arrays['cos'].shape}; expected equal shapes."
+            )
+        if self.arrays["sin"].dtype != self.arrays["cos"].dtype:
+            raise ArgumentTypeError(
+                f"sin: got dtype {self.arrays['sin'].dtype} with cos of "
+                f"{self.arrays['cos'].dtype}; expected equal dtypes. Convert with .astype(...)."
             )
         if not isinstance(self.interleaved, (bool, np.bool_)):
             raise ArgumentTypeError(
@@ -150,6 +160,11 @@ def check_rotary(rotary: Any, name: str, x: Array) -> None:
     if not isinstance(rotary, Rotary):
         raise ArgumentTypeError(
             f"rotary: got {type(rotary).__name__}; expected cupyflash.Rotary(cos, sin)."
+        )
+    if rotary.arrays["cos"].dtype == np.float64 != x.dtype:
+        raise ArgumentTypeError(
+            f"rotary: got cos and sin of float64 with {name} of {x.dtype}; expected angles of "
+            "float32. Convert cos and sin with .astype(np.float32)."
         )
     if not 1 <= x.shape[-1] <= MAX_HEAD_SIZE:
         raise ArgumentError(

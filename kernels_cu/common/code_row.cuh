@@ -29,7 +29,8 @@ __device__ __forceinline__ accum_t rotated(const rotary::Row& from, const rotary
   const int low = by.interleaved ? 2 * pair : pair;
   const int high = by.interleaved ? low + 1 : low + by.pairs;
   storage_t first = from.data[low * from.col], second = from.data[high * from.col];
-  rotary::rotate(first, second, by.cos[pair * by.cos_col], by.sin[pair * by.sin_col], by.inverse);
+  rotary::rotate(first, second, rotary::number_of(by.cos, by.wide, pair * by.cos_col),
+                 rotary::number_of(by.sin, by.wide, pair * by.sin_col), by.inverse);
   return number::widen(column == low ? first : second);
 }
 

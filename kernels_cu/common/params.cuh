@@ -150,7 +150,7 @@ struct AppendParams {
   Operand k;  // (pages, Hkv, page_size, D)
   Operand v;
   Operand out;  // q, rotated
-  Operand cos;  // (rotary_rows, pairs) of float32
+  Operand cos;  // (rotary_rows, pairs) of float32, or float64 for rows of float64
   Operand sin;
   Operand lengths;    // (B,) of integers; data is null where `length` is that of all entries
   Operand table;      // (B, capacity / page_size) of integers along row and col, or null
@@ -176,13 +176,13 @@ struct AppendParams {
   int kind_lengths;
   int kind_table;
   int kind_positions;
-  int unused;
+  int kind_angles;
 };
 
 struct RopeParams {
   Operand x;  // (B, H, rows, D); lead[MAX_LEAD - 1] is the distance of entries
   Operand out;
-  Operand cos;  // (rotary_rows, pairs) of float32
+  Operand cos;  // (rotary_rows, pairs) of float32, or float64 for rows of float64
   Operand sin;
   Operand positions;  // (B, rows) of integers
 
@@ -196,6 +196,8 @@ struct RopeParams {
   int interleaved;
   int inverse;
   int kind_positions;
+  int kind_angles;
+  int unused;
 };
 
 // Rows are numbered along the leading axes; of operands only `data`, `lead` and `col` are used.

@@ -28,15 +28,16 @@ __device__ __forceinline__ Row row_of(const Operand& operand, long long entry, l
   return Row{data + lead + head * operand.head + row * operand.row, operand.col};
 }
 
-// The angles of a position.
+// The angles of a position: numbers of accum_t if they are wide, else of float32.
 struct Angles {
-  const float* cos;
-  const float* sin;
+  const char* cos;
+  const char* sin;
   long long cos_col;
   long long sin_col;
   int pairs;
   bool interleaved;
   bool inverse;
+  bool wide;
 };
 
 // Of rows that are copied.
@@ -46,25 +47,36 @@ __device__ __forceinline__ Angles none() { return Angles{}; }
 template <typename P>
 __device__ __forceinline__ Angles angles(const P& p, long long position, bool inverse) {
   const long long row = layout::clamp(position, 0, p.rotary_rows - 1);
-  return Angles{reinterpret_cast<const float*>(p.cos.data) + row * p.cos.row,
-                reinterpret_cast<const float*>(p.sin.data) + row * p.sin.row,
+  const bool wide = sizeof(accum_t) == sizeof(double) && p.kind_angles == KIND_FLOAT64;
+  const long long step = wide ? sizeof(double) : sizeof(float);
+  return Angles{reinterpret_cast<const char*>(p.cos.data) + row * p.cos.row * step,
+                reinterpret_cast<const char*>(p.sin.data) + row * p.sin.row * step,
                 p.cos.col,
                 p.sin.col,
                 p.pairs,
                 p.interleaved != 0,
-                inverse};
+                inverse,
+                wide};
+}
+
+// Number n of a row of angles.
+__device__ __forceinline__ accum_t number_of(const char* row, bool wide, long long n) {
+  if constexpr (sizeof(accum_t) == sizeof(double)) {
+    if (wide) return reinterpret_cast<const accum_t*>(row)[n];
+  }
+  return reinterpret_cast<const float*>(row)[n];
 }
 
 // Loads COUNT numbers from number `first` on.
 template <int COUNT>
-__device__ __forceinline__ void load(const float* row, long long col, int first,
-                                     float (&values)[COUNT]) {
+__device__ __forceinline__ void load(const char* row, long long col, bool wide, int first,
+                                     accum_t (&values)[COUNT]) {
   constexpr int WIDTH = COUNT < 4 ? COUNT : 4;
   struct alignas(WIDTH * sizeof(float)) Chunk {
     float x[WIDTH];
   };
-  const float* from = row + first * col;
-  if (col == 1 && reinterpret_cast<unsigned long long>(from) % sizeof(Chunk) == 0) {
+  const float* from = reinterpret_cast<const float*>(row) + first * col;
+  if (!wide && col == 1 && reinterpret_cast<unsigned long long>(from) % sizeof(Chunk) == 0) {
 #pragma unroll
     for (int n = 0; n < COUNT; n += WIDTH) {
       const Chunk chunk = *reinterpret_cast<const Chunk*>(from + n);
@@ -73,17 +85,17 @@ __device__ __forceinline__ void load(const float* row, long long col, int first,
     }
   } else {
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n) values[n] = from[n * col];
+    for (int n = 0; n < COUNT; ++n) values[n] = number_of(row, wide, (first + n) * col);
   }
 }
 
 // Rotates a pair.
-__device__ __forceinline__ void rotate(storage_t& first, storage_t& second, float cos, float sin,
-                                       bool inverse) {
+__device__ __forceinline__ void rotate(storage_t& first, storage_t& second, accum_t cos,
+                                       accum_t sin, bool inverse) {
   const accum_t x = number::widen(first), y = number::widen(second);
-  const accum_t c = cos, s = inverse ? -sin : sin;
-  number::narrow(x * c - y * s, &first);
-  number::narrow(y * c + x * s, &second);
+  const accum_t s = inverse ? -sin : sin;
+  number::narrow(x * cos - y * s, &first);
+  number::narrow(y * cos + x * s, &second);
 }
 
 __device__ __forceinline__ StoredVector vector(const Row& row, int column) {
@@ -104,9 +116,9 @@ __device__ __forceinline__ void copy_vectors(const Row& to, const Row& from, int
 #pragma unroll 1
     for (int c = lane_column; c < rotated; c += STEP) {
       StoredVector values = vector(from, c);
-      float cos[PAIRS], sin[PAIRS];
-      load(by.cos, by.cos_col, c / 2, cos);
-      load(by.sin, by.sin_col, c / 2, sin);
+      accum_t cos[PAIRS], sin[PAIRS];
+      load(by.cos, by.cos_col, by.wide, c / 2, cos);
+      load(by.sin, by.sin_col, by.wide, c / 2, sin);
 #pragma unroll
       for (int n = 0; n < PAIRS; ++n) {
         rotate(values.x[2 * n], values.x[2 * n + 1], cos[n], sin[n], by.inverse);
@@ -117,9 +129,9 @@ __device__ __forceinline__ void copy_vectors(const Row& to, const Row& from, int
 #pragma unroll 1
     for (int c = lane_column; c < by.pairs; c += STEP) {
       StoredVector first = vector(from, c), second = vector(from, c + by.pairs);
-      float cos[STORED_VECTOR], sin[STORED_VECTOR];
-      load(by.cos, by.cos_col, c, cos);
-      load(by.sin, by.sin_col, c, sin);
+      accum_t cos[STORED_VECTOR], sin[STORED_VECTOR];
+      load(by.cos, by.cos_col, by.wide, c, cos);
+      load(by.sin, by.sin_col, by.wide, c, sin);
 #pragma unroll
       for (int n = 0; n < STORED_VECTOR; ++n) {
         rotate(first.x[n], second.x[n], cos[n], sin[n], by.inverse);
@@ -145,7 +157,8 @@ __device__ __forceinline__ void copy_row(const Row& to, const Row& from, int col
   for (int n = ptx::lane_index(); n < by.pairs; n += ptx::WARP_SIZE) {
     const int c = by.interleaved ? 2 * n : n, d = by.interleaved ? c + 1 : n + by.pairs;
     storage_t first = from.data[c * from.col], second = from.data[d * from.col];
-    rotate(first, second, by.cos[n * by.cos_col], by.sin[n * by.sin_col], by.inverse);
+    rotate(first, second, number_of(by.cos, by.wide, n * by.cos_col),
+           number_of(by.sin, by.wide, n * by.sin_col), by.inverse);
     to.data[c * to.col] = first;
     to.data[d * to.col] = second;
   }

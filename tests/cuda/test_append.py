@@ -177,7 +177,7 @@ def test_rows_are_rotated_within_the_bound(dtype, interleaved):
             for values in (rng.standard_normal(shape), None)
         )
         pairs = int(rng.choice([1, shape[-1] // 4, shape[-1] // 2]))
-        rotary = draw_rotary(rng, 40, pairs, interleaved)
+        rotary = draw_rotary(rng, 40, pairs, interleaved, dtype)
         positions = rng.integers(0, 40, (*shape[:-3], shape[-2])).astype(rng.choice(["i4", "i8"]))
         inverse = bool(seed % 3 == 1)
         copies = Copies(HostMemory())

@@ -139,7 +139,7 @@ def test_rows_are_rotated_within_the_bound(dtype, interleaved, inverse, shape):
     for pairs in (1, shape[-1] // 2):
         layout = random_layout(rng, len(shape), np.dtype(dtype).itemsize, repeats=True)
         x = Placed(shape, dtype, layout, rng.standard_normal(shape)).view
-        rotary = draw_rotary(rng, 11, pairs, interleaved)
+        rotary = draw_rotary(rng, 11, pairs, interleaved, dtype)
         positions = rng.integers(0, 11, (*shape[:-3], shape[-2]))
         out = Placed(shape, dtype, random_layout(rng, len(shape), np.dtype(dtype).itemsize))
         result = rope(x, positions, rotary, inverse=inverse, out=out.view)
@@ -162,12 +162,13 @@ def test_one_list_of_positions_is_that_of_all_entries():
 def test_rotation_keeps_norms_and_products_know_the_distance_alone(interleaved):
     rng = np.random.default_rng(6)
     q, k = rng.standard_normal((2, 1, 1, 12))
-    rotary = draw_rotary(rng, 80, 6, interleaved)
+    angles = np.outer(np.arange(80), 3.0 ** -np.arange(6))
+    rotary = Rotary(np.cos(angles), np.sin(angles), interleaved)
 
     def at(x, position):
         return rope(x, [position], rotary)[0, 0]
 
-    unit = 12 * 2.0**-20  # cos and sin are float32
+    unit = 12 * 2.0**-48
     for i, j, far in ((3, 1, 40), (17, 17, 9), (2, 30, 49)):
         assert abs(np.linalg.norm(at(q, i)) - np.linalg.norm(q)) < unit
         assert abs(at(q, i) @ at(k, j) - at(q, i + far) @ at(k, j + far)) < unit
@@ -315,6 +316,8 @@ REFUSED = {
     "shape of out": (call, {"q": ones(2, 4, 3, 8), "rotary": ANGLES, "out": ones(2, 4, 3, 4)}, A,
                      ("out: got shape (2, 4, 3, 4)", "(2, 4, 3, 8)")),
     "a pair of arrays": (call, {"rotary": (COS, COS)}, T, ("rotary: got tuple", "Rotary(cos")),
+    "angles of float64": (call, {"rotary": Rotary(*ones(2, 40, 2, dtype=np.float64))}, T,
+                          ("rotary: got cos and sin of float64 with k_new of float32", "astype")),
     "too many pairs": (call, {"rotary": Rotary(ones(40, 5), ones(40, 5))}, A,
                        ("rotary: got 5 pairs of columns with k_new", "at most 4 columns")),
     "lengths without angles": (call, {"rotary": Rotary(ones(9, 2), ones(9, 2))}, A,
@@ -374,7 +377,8 @@ def test_nothing_is_written_by_a_call_that_is_refused():
 @pytest.mark.parametrize(
     ("arrays", "error", "words"),
     [
-        ((COS.astype(np.float64), COS), T, ("cos: got shape (40, 2), dtype float64", "astype")),
+        ((COS.astype(np.float16), COS), T, ("cos: got dtype float16", "astype(np.float32)")),
+        ((COS.astype(np.float64), COS), T, ("sin: got dtype float32 with cos of float64",)),
         ((COS, COS.astype(ml_dtypes.bfloat16)), T, ("sin: ", "bfloat16", "float32")),
         ((COS[0], COS[0]), T, ("cos: got shape (2,)", "(S, R / 2)")),
         ((COS, COS[:, :1]), A, ("sin: got shape (40, 1) with cos of shape (40, 2)",)),

@@ -70,7 +70,7 @@ def test_rows_are_rotated_within_the_bound(gpu, dtype, interleaved):
         layout = random_layout(rng, len(shape), itemsize)
         layout = layout._replace(shift=layout.shift // itemsize * itemsize)
         x = Placed(shape, dtype, layout if seed % 2 else PLAIN, rng.standard_normal(shape)).view
-        rotary = draw_rotary(rng, 40, int(rng.choice([1, shape[-1] // 2])), interleaved)
+        rotary = draw_rotary(rng, 40, int(rng.choice([1, shape[-1] // 2])), interleaved, dtype)
         positions = rng.integers(0, 40, (*shape[:-3], shape[-2])).astype(rng.choice(["i4", "i8"]))
         copies = Copies(gpu)
         held = Rotary(copies.array(rotary.cos), copies.array(rotary.sin), interleaved)

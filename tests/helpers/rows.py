@@ -58,14 +58,20 @@ class Step:
         return {name: getattr(self, name) for name in names}
 
 
-def draw_rotary(rng: np.random.Generator, rows: int, pairs: int, interleaved: bool) -> Rotary:
-    """Return angles of positions, with gaps between their elements or without."""
-    angles = np.outer(np.arange(rows), 3.0 ** -np.arange(pairs)).astype(np.float32)
+def draw_rotary(
+    rng: np.random.Generator, rows: int, pairs: int, interleaved: bool, of: Any = np.float32
+) -> Rotary:
+    """Return angles of positions, with gaps between their elements or without.
+
+    They are float32, and for rows `of` float64 sometimes float64.
+    """
+    number = np.dtype(of if of == np.float64 and rng.random() < 0.7 else np.float32)
+    angles = np.outer(np.arange(rows), 3.0 ** -np.arange(pairs)).astype(number)
     arrays = []
     for values in (np.cos(angles), np.sin(angles)):
-        layout = random_layout(rng, 2, 4) if rng.random() < 0.5 else PLAIN
-        layout = layout._replace(shift=layout.shift // 4 * 4)
-        arrays.append(Placed(values.shape, np.float32, layout, values).view)
+        layout = random_layout(rng, 2, number.itemsize) if rng.random() < 0.5 else PLAIN
+        layout = layout._replace(shift=layout.shift // number.itemsize * number.itemsize)
+        arrays.append(Placed(values.shape, number, layout, values).view)
     return Rotary(*arrays, interleaved)
 
 
@@ -119,7 +125,7 @@ def draw_step(
     q = rotary = at = None
     if positions or rng.random() < 0.7:
         pairs = int(rng.choice([d // 2, max(1, d // 4)]))
-        rotary = draw_rotary(rng, 64, pairs, bool(rng.random() < 0.5))
+        rotary = draw_rotary(rng, 64, pairs, bool(rng.random() < 0.5), dtype)
         if positions or rng.random() < 0.7:
             q = place((*lead, heads_kv * group, total, d), True)
         if positions or (positions is None and rng.random() < 0.4):
