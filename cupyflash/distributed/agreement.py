@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from ..errors import DistributedError
 from ..expr.bind import bind
 from ..expr.evaluate import host
-from ..expr.nodes import Expr
+from ..expr.nodes import Expr, walk
 from ..expr.sharded import HeldArray
 from ..expr.structure import structure
 from ..problem.call import Array, Call
@@ -22,6 +23,8 @@ from .faults import caused, named
 from .layouts import Layout
 
 Facts = dict[str, str]
+SHOWN = 160  # characters of a fact that differs
+MOST_SHOWN = 200  # operations of a mask or a score, as it is written, that ranks tell in words
 _IN_WORDS = b"?"  # instead of a digest, where facts may differ, or where an error is told
 
 
@@ -81,9 +84,23 @@ def _differences(of_ranks: list[Facts]) -> list[str]:
         for rank, facts in enumerate(of_ranks):
             values.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(values) > 1:
-            each = [f"{value} on {named(ranks)}" for value, ranks in values.items()]
+            shown = _around_difference(list(values))
+            each = [
+                f"{x} on {named(ranks)}" for x, ranks in zip(shown, values.values(), strict=True)
+            ]
             found.append(f"  {name}: {'; '.join(each)}")
     return found
+
+
+def _around_difference(texts: list[str]) -> list[str]:
+    """Return texts without most of what they have in common before they first differ."""
+    same = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
+    begin = max(sum(1 for _ in same) - SHOWN // 2, 0)
+    return [_cut(f"...{text[begin:]}" if begin else text) for text in texts]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def facts_of(call: Call, layout: Layout, layout_k: Layout, more: Mapping[str, Any]) -> Facts:
@@ -140,7 +157,11 @@ def _digest(root: Expr, call: Call) -> str:
             found.update(f"{array.shape} {array.dtype} {array.axis}".encode())
         else:
             _update(found, host(array))
-    return f"{len(made.nodes)} operations [{_short(found)}]"
+    words = f"{len(made.nodes)} operations [{_short(found)}]"
+    sizes: dict[Expr, int] = {}
+    for node in walk(root):
+        sizes[node] = 1 + sum(sizes[arg] for arg in node.args)
+    return f"{root}, {words}" if sizes[root] <= MOST_SHOWN else words
 
 
 def _content(x: Any) -> str:

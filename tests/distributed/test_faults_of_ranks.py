@@ -196,6 +196,32 @@ def test_numbers_of_masks_arrays_of_masks_and_layouts_are_compared():
     all_raise(outcomes(lambda comm: call(comm, sink=sinks[comm.rank])), "sink: (2,) of float32 [")
 
 
+def test_masks_that_differ_are_told_in_words_around_the_difference():
+    def masked(comm, *parts):
+        first, last = (parts[comm.rank == 2], parts[comm.rank != 2])
+        return call(comm, mask=masks.window(first, 0) & ~masks.prefix(last))
+
+    all_raise(
+        outcomes(lambda comm: masked(comm, 5, 6)), "- 5) <= j)", "on ranks 0, 1; ", "- 6) <= j)"
+    )
+    long = masks.causal()
+    for n in range(30):
+        long |= masks.prefix(n)
+
+    def longer(comm):
+        return call(comm, mask=long & masks.prefix(40 + (comm.rank == 2)) & masks.lengths(200))
+
+    all_raise(outcomes(longer), "mask: ...", "(j < 40)", "(j < 41)")
+
+    def too_long(comm):  # each of these doublings is one operation
+        doubled = masks.prefix(40 + (comm.rank == 2))
+        for _ in range(40):
+            doubled = doubled & doubled
+        return call(comm, mask=doubled)
+
+    all_raise(outcomes(too_long), "mask: 4", " operations [")
+
+
 def test_a_backward_meets_a_forward_or_another_backward():
     threads = distributed.Threads(SIZE)
 
