@@ -46,6 +46,20 @@ def test_every_kind_type_word_and_layout_is_drawn():
     assert any(x.options.scale == 0 for x in cases)
 
 
+def test_variants_differ_in_lengths_and_numbers_alone():
+    def words(x):
+        return tuple(map(words, x)) if isinstance(x, tuple) else x if isinstance(x, str) else ""
+
+    for first in range(0, 320, 16):
+        cases = [fuzz_problems.draw(3, n, variants=16) for n in range(first, first + 16)]
+        kernels = {
+            (c.kind, c.dtype, len(c.lead), words(c.options.mask or ()), words(c.options.scores))
+            for c in cases
+        }
+        assert len(kernels) == 1
+        assert len({c.describe() for c in cases}) > 8
+
+
 def test_problems_are_drawn_again():
     a, b = (fuzz.draw(SEED, 17) for _ in "ab")
     assert a.describe() == b.describe()

@@ -2,7 +2,8 @@
 
     python tests/tools/fuzz.py                                20,000 problems on the CPU
     python tests/tools/fuzz.py --problems 500 --seed 7        others, and fewer
-    python tests/tools/fuzz.py --device gpu                   the same problems on CuPy arrays
+    python tests/tools/fuzz.py --device gpu --variants 16     on CuPy arrays; 16 problems in a row
+                                                              share their compiled kernels
     python tests/tools/fuzz.py --seed 7 --only 41             one of them, with its description
 
 Every problem is drawn from the seed and its number alone. tests/helpers/independent_model.py has
@@ -298,12 +299,12 @@ def beyond(y: Array, wanted: Bounded, low: Any, high: Any) -> str:
     )
 
 
-def attempt(index: int, seed: int, device: str) -> tuple[int, str, str, str]:
+def attempt(index: int, seed: int, device: str, variants: int = 1) -> tuple[int, str, str, str]:
     """Run one problem: its number, kind and type, and what is wrong."""
     xp: Any = np
     if device == "gpu":
         import cupy as xp
-    case = draw(seed, index, device == "gpu")
+    case = draw(seed, index, device == "gpu", variants)
     try:
         found = wrong(case, xp)
     except Exception:  # noqa: BLE001 (whatever is raised, it is a finding)
@@ -317,22 +318,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--variants", type=int, default=1, help="problems that share their kernels")
     parser.add_argument("--only", type=int, help="the number of one problem")
     asked = parser.parse_args(arguments)
-    one = partial(attempt, seed=asked.seed, device=asked.device)
+    one = partial(attempt, seed=asked.seed, device=asked.device, variants=asked.variants)
     if asked.only is not None:
-        print("   ", draw(asked.seed, asked.only, asked.device == "gpu").describe())
+        case = draw(asked.seed, asked.only, asked.device == "gpu", asked.variants)
+        print("   ", case.describe())
     numbers = range(asked.problems) if asked.only is None else [asked.only]
     counts, failed, begin = Counter[tuple[str, str]](), 0, time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, asked.jobs), context) as pool:
-        done = map(one, numbers) if asked.jobs < 2 else pool.map(one, numbers, chunksize=50)
+        several = -(-50 // asked.variants) * asked.variants
+        done = map(one, numbers) if asked.jobs < 2 else pool.map(one, numbers, chunksize=several)
         for n, (index, kind, dtype, found) in enumerate(done, 1):
             counts[kind, dtype] += 1
             if found:
                 failed += 1
-                device = " --device gpu" if asked.device == "gpu" else ""
-                command = f"python tests/tools/fuzz.py --seed {asked.seed} --only {index}{device}"
+                command = f"python tests/tools/fuzz.py --seed {asked.seed} --only {index}"
+                command += " --device gpu" if asked.device == "gpu" else ""
+                command += f" --variants {asked.variants}" if asked.variants > 1 else ""
                 print(f"{command}\n    {found}", flush=True)
             if n % 500 == 0:
                 seconds = time.perf_counter() - begin

@@ -75,13 +75,17 @@ def _short(x: Any) -> Any:
 # Drawing
 
 
-def draw(seed: int, index: int, gpu: bool = False) -> Case:
-    """Return problem `index` of a seed."""
-    rng = np.random.default_rng([seed, index])
+def draw(seed: int, index: int, gpu: bool = False, variants: int = 1) -> Case:
+    """Return problem `index` of a seed.
+
+    So many `variants` in a row differ in lengths and numbers alone: they run the same kernels.
+    """
+    rng = np.random.default_rng([seed, index // variants])
+    numbers = rng if variants == 1 else np.random.default_rng([seed, index, variants])
     kind = str(rng.choice(KINDS, p=[0.2, 0.25, 0.15, 0.08, 0.12, 0.08, 0.07, 0.05]))
     dtype = str(rng.choice(list(DTYPES), p=[0.35, 0.2, 0.2, 0.25]))
     if kind == "combine":
-        return _combine_case(rng, dtype)
+        return _combine_case(numbers, dtype)
     packed = kind.startswith("varlen")
     lead = (
         ()
@@ -92,15 +96,15 @@ def draw(seed: int, index: int, gpu: bool = False) -> Case:
     )
     heads_kv, group = int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 1, 2, 4]))
     offsets = None
-    len_q, len_k = (int(rng.choice(LENGTHS)) for _ in "qk")
-    if rng.random() < 0.3:
+    len_q, len_k = (int(numbers.choice(LENGTHS)) for _ in "qk")
+    if numbers.random() < 0.3:
         len_k = len_q
     if packed:
-        n = int(rng.integers(0, 5))
+        n = int(numbers.integers(0, 5))
         lengths = [
-            [int(rng.choice((0, 0, 1, 2, 5, 16, 17, 33, 40))) for _ in range(n)] for _ in "qk"
+            [int(numbers.choice((0, 0, 1, 2, 5, 16, 17, 33, 40))) for _ in range(n)] for _ in "qk"
         ]
-        if rng.random() < 0.4:
+        if numbers.random() < 0.4:
             lengths[1] = lengths[0]
         offsets = tuple([0, *itertools.accumulate(x)] for x in lengths)
         len_q, len_k = offsets[0][-1], offsets[1][-1]
@@ -129,13 +133,13 @@ def draw(seed: int, index: int, gpu: bool = False) -> Case:
     spans = (max((b - a for a, b in itertools.pairwise(x)), default=0) for x in offsets or ())
     longest = tuple(spans) if packed else (len_q, len_k)
     at_lead = (n,) if packed else lead
-    arrays = _values(rng, shapes, dtype, o)
+    arrays = _values(numbers, shapes, dtype, o)
     out_shape = (*(() if flat else (*lead, heads)), len_q, width)
-    arrays["do"] = _cast(rng.standard_normal(out_shape), dtype)
+    arrays["do"] = _cast(numbers.standard_normal(out_shape), dtype)
     accumulator = "float64" if dtype == "float64" else "float32"
     if rng.random() < 0.4:
-        arrays["dlse"] = _cast(rng.standard_normal(out_shape[:-1]), accumulator)
-    words = _Draw(rng, at_lead, heads, *longest, packed, (len_q, len_k))
+        arrays["dlse"] = _cast(numbers.standard_normal(out_shape[:-1]), accumulator)
+    words = _Draw(rng, numbers, at_lead, heads, *longest, packed, (len_q, len_k))
     simple = kind == "split"
     if rng.random() < 0.75:
         o.mask = ("dense", words.boolean(heads, *longest)) if simple else words.mask(2)
@@ -145,11 +149,11 @@ def draw(seed: int, index: int, gpu: bool = False) -> Case:
     if rng.random() < 0.25:
         o.bias = words.bias()
     if rng.random() < 0.25 and not simple:
-        o.sink = _cast(3 * rng.standard_normal(heads), str(rng.choice(list(DTYPES))))
-        o.sink[rng.random(heads) < 0.1] = -np.inf
+        o.sink = _cast(3 * numbers.standard_normal(heads), str(rng.choice(list(DTYPES))))
+        o.sink[numbers.random(heads) < 0.1] = -np.inf
     if rng.random() < 0.2 and not simple:
-        o.dropout = float(rng.choice([0.1, 0.5, 0.9, 2.0**-32]))
-        o.seed = int(rng.integers(0, 2**64, dtype=np.uint64))
+        o.dropout = float(numbers.choice([0.1, 0.5, 0.9, 2.0**-32]))
+        o.seed = int(numbers.integers(0, 2**64, dtype=np.uint64))
     case = Case(kind, dtype, lead, arrays, o, {}, offsets)
     for name, x in arrays.items():
         case.layouts[name] = layout = str(rng.choice(LAYOUTS)) if rng.random() < 0.5 else "C"
@@ -159,10 +163,10 @@ def draw(seed: int, index: int, gpu: bool = False) -> Case:
         case.layouts[name] = str(rng.choice([x for x in LAYOUTS if x != "zero"]))
     case.flags = {x: bool(rng.random() < 0.5) for x in ("return_lse", "deterministic", "outputs")}
     if simple:
-        case.cuts = sorted({0, len_k, *(int(rng.integers(0, len_k + 1)) for _ in range(2))})
+        case.cuts = sorted({0, len_k, *(int(numbers.integers(0, len_k + 1)) for _ in range(2))})
         case.cuts = case.cuts if len(case.cuts) > 1 else [0, 0]
     elif "zero" not in case.layouts.values():
-        _poison(rng, case, gpu)
+        _poison(numbers, case, gpu)
     return case
 
 
@@ -218,7 +222,8 @@ def _combine_case(rng: Any, dtype: str) -> Case:
 class _Draw:
     """Draws masks, scores and a bias for sizes."""
 
-    rng: Any
+    rng: Any  # of what kernels are compiled for
+    numbers: Any
     lead: tuple[int, ...]
     heads: int
     len_q: int
@@ -227,7 +232,7 @@ class _Draw:
     totals: tuple[int, int]
 
     def number(self, low: int, high: int) -> int:
-        return int(self.rng.integers(low, max(low, high) + 1))
+        return int(self.numbers.integers(low, max(low, high) + 1))
 
     def broadcast(self, *axes: int) -> tuple[int, ...]:
         """Return a shape that broadcasts to (*lead, *axes)."""
@@ -235,12 +240,13 @@ class _Draw:
         return full[self.number(0, len(self.lead)) if self.rng.random() < 0.3 else 0 :]
 
     def boolean(self, *axes: int) -> Array:
-        return self.rng.random(self.broadcast(*axes)) < self.rng.choice([0.1, 0.5, 0.9])
+        return self.numbers.random(self.broadcast(*axes)) < self.numbers.choice([0.1, 0.5, 0.9])
 
     def per_batch(self, low: int, high: int) -> Any:
         if self.rng.random() < 0.5:
             return self.number(low, high)
-        return self.rng.integers(low, max(low, high) + 1, self.broadcast(), dtype=np.int32)
+        shape = self.broadcast()
+        return self.numbers.integers(low, max(low, high) + 1, shape, dtype=np.int32)
 
     def mask(self, depth: int) -> tuple[Any, ...]:
         rng, len_k = self.rng, self.len_k
@@ -266,7 +272,7 @@ class _Draw:
         if word == "segments":
             sizes = self.totals if self.packed else (self.len_q, len_k)
             lead = () if self.packed or rng.random() < 0.5 else self.lead
-            return word, *(np.sort(rng.integers(0, 4, (*lead, x)), axis=-1) for x in sizes)
+            return word, *(np.sort(self.numbers.integers(0, 4, (*lead, x)), axis=-1) for x in sizes)
         if word == "blocks":
             sizes = self.number(1, 20), self.number(1, 20)
             counts = (-(-self.len_q // sizes[0]), -(-len_k // sizes[1]))
@@ -274,11 +280,11 @@ class _Draw:
         if word == "dense":
             return word, self.boolean(self.heads, self.len_q, len_k)
         if word == "table":
-            return word, rng.integers(
+            return word, self.numbers.integers(
                 0, len_k + 1, (self.heads, max(1, self.len_q)), dtype=np.int32
             )
         if word == "slanted":
-            return word, float(rng.choice([0.5, 1.5, -1.0]))
+            return word, float(self.numbers.choice([0.5, 1.5, -1.0]))
         return (
             "strided",
             self.number(-3, 3),
@@ -291,23 +297,25 @@ class _Draw:
         rng = self.rng
         word = str(rng.choice(SCORES))
         if word == "softcap":
-            return word, float(rng.choice([0.5, 5.0, 30.0]))
+            return word, float(self.numbers.choice([0.5, 5.0, 30.0]))
         if word == "alibi":
             return word, _cast(
-                rng.random(self.broadcast(self.heads)), str(rng.choice(list(DTYPES)))
+                self.numbers.random(self.broadcast(self.heads)), str(rng.choice(list(DTYPES)))
             )
         if word == "relative":
-            return word, rng.standard_normal((self.heads, 2 * self.number(0, 9) + 1)).astype(
-                np.float32
-            )
+            return word, self.numbers.standard_normal(
+                (self.heads, 2 * self.number(0, 9) + 1)
+            ).astype(np.float32)
         if word == "linear":
-            return word, float(rng.choice([0.5, -1.25])), 0.125
+            return word, float(self.numbers.choice([0.5, -1.25])), 0.125
         if word == "some":
             return word, self.number(2, 4), 0.75
         if word == "hidden":
             return word, self.number(2, 5)
         if word == "table":
-            return word, rng.standard_normal((self.heads, max(1, self.len_q))).astype(np.float32)
+            return word, self.numbers.standard_normal((self.heads, max(1, self.len_q))).astype(
+                np.float32
+            )
         return (
             (word, 0.25)
             if word in ("square", "least")
@@ -318,8 +326,10 @@ class _Draw:
 
     def bias(self) -> Array:
         rng = self.rng
-        x = 2 * rng.standard_normal(self.broadcast(self.heads, self.len_q, self.len_k))
-        x[rng.random(x.shape) < rng.choice([0, 0.2])] = rng.choice([-np.inf, -1e4])
+        x = 2 * self.numbers.standard_normal(self.broadcast(self.heads, self.len_q, self.len_k))
+        x[self.numbers.random(x.shape) < self.numbers.choice([0, 0.2])] = self.numbers.choice(
+            [-np.inf, -1e4]
+        )
         return _cast(x, str(rng.choice(list(DTYPES))))
 
 
