@@ -19,9 +19,10 @@ _PACKED_QKV = (
     "strides"
 )
 _CACHE = (
-    "write the new keys to the cache, then call attention(q, k_cache, v_cache, "
-    "mask=masks.lengths(k_lengths))"
+    "call append(k, v, k_cache, v_cache, lengths), which writes new rows and may rotate them, then "
+    "attention_cached(q, k_cache, v_cache, lengths); cupyflash.torch has flash_attn_with_kvcache"
 )
+_ROPE = "call cupyflash.rope(x, positions, rotary), which rotates rows of q or k"
 PACKAGE: Mapping[str, str] = {
     "BlockMask": "masks.mask(function) and masks.blocks(layout, block_q, block_k) make such masks",
     "attention_bwd": "call attention_backward(do, q, k, v, out, lse), or attention_vjp(q, k, v)",
@@ -51,6 +52,10 @@ PACKAGE: Mapping[str, str] = {
     "multi_head_attention": "project x to q, k and v, then call attention(q, k, v)",
     "multi_head_attention_forward": "project x to q, k and v, then call attention(q, k, v)",
     "MultiheadAttention": "project x to q, k and v, then call attention(q, k, v)",
+    "apply_rotary_emb": _ROPE,
+    "apply_rotary_pos_emb": _ROPE,
+    "paged_attention": "call attention_cached(q, k, v, lengths, table=table), where k and v are pages",
+    "rotary_embedding": _ROPE,
     "scaled_dot_product_attention": (
         "call attention(q, k, v), whose arrays have the shape (..., H, L, D), too"
     ),
@@ -119,8 +124,8 @@ SCORES: Mapping[str, str] = {
     "logit_softcap": _SOFTCAP,
     "logits_soft_cap": _SOFTCAP,
     "relative_position_bias": _TABLE,
-    "rope": "rotate q and k before the call",
-    "rotary": "rotate q and k before the call",
+    "rope": _ROPE,
+    "rotary": _ROPE,
     "scale": "pass scale=number to attention",
     "score_mod": "call scores.score(function)",
     "sink": "pass an array of one logit per query head as sink= of attention",

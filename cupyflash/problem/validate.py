@@ -58,7 +58,7 @@ def head_sizes(q: Any, k: Any, v: Any, most: int = MAX_HEAD_SIZE) -> tuple[int, 
 
 def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
     """Return the heads of q, and of k and v; a matrix is one head."""
-    heads, heads_kv, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v))
+    heads, heads_kv, heads_v = (x.shape[-3] if len(x.shape) > 2 else 1 for x in (q, k, v))
     if heads_v != heads_kv:
         raise ArgumentError(
             f"v: got shape {v.shape} with k of shape {k.shape}; expected the same heads, that is, "
@@ -66,7 +66,7 @@ def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
         )
     if heads != heads_kv and (not heads_kv or heads % heads_kv or not heads):
         remedy = "pass an array of shape (B, L, H, D) as x.swapaxes(-3, -2)"
-        if q.ndim == 2:
+        if len(q.shape) == 2:
             remedy = "a matrix is one head"
         raise ArgumentError(
             f"q: got shape {q.shape} with k of shape {k.shape}, that is, {heads} query heads for "
