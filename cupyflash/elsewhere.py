@@ -54,7 +54,7 @@ PACKAGE: Mapping[str, str] = {
     "MultiheadAttention": "project x to q, k and v, then call attention(q, k, v)",
     "apply_rotary_emb": _ROPE,
     "apply_rotary_pos_emb": _ROPE,
-    "paged_attention": "call attention_cached(q, k, v, lengths, table=table), where k and v are pages",
+    "paged_attention": "call attention_cached(q, k, v, lengths, table=table); k and v are pages",
     "rotary_embedding": _ROPE,
     "scaled_dot_product_attention": (
         "call attention(q, k, v), whose arrays have the shape (..., H, L, D), too"
