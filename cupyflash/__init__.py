@@ -15,12 +15,12 @@ from .api import (
     attention_backward,
     attention_vjp,
     combine,
-    lookup,
 )
 from .cache_update import append, rope
 from .cached import attention_cached, workspace_size_cached
 from .conversion import convert
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr.arguments import lookup
 from .planning import plan, plan_cached, workspace_size
 from .problem.call import Gradients, Plan
 from .problem.rotary import Rotary

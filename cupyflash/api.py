@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, SupportsIndex, overload
 
-import numpy as np
-
 from . import coded_request, dispatch, execute
-from .arrays import interop
 from .arrays.interop import DLPackArray
 from .execute import Vjp
-from .expr.nodes import LookupTable, array_type
 from .masks import Mask
 from .problem import validate
 from .problem.call import Array, Gradients
@@ -233,6 +229,7 @@ def attention_backward(
     *,
     dlse: DLPackArray | None = None,
     deterministic: bool = False,
+    bias_gradient: bool = True,
     grads_out: Gradients | Sequence[Array | None] | None = None,
     workspace: Array | None = None,
     mask: Mask | DLPackArray | None = None,
@@ -259,6 +256,9 @@ def attention_backward(
     deterministic : bool
         Ask for bitwise equal gradients in every run. This matters on tensor cores and in float32:
         there, dq is otherwise summed in any order, which takes fewer products.
+    bias_gradient : bool
+        Whether the gradient of the bias is computed. It takes products of its own, which False
+        leaves out; dbias is then None.
     grads_out : Gradients or tuple, optional
         Arrays for dq, dk, dv and, if the call has a bias or a sink, dbias and dsink; None for a
         fresh array. They may be views: three views of one packed QKV gradient receive the gradients
@@ -301,7 +301,9 @@ def attention_backward(
         precision=precision,
     )
     request = execute.Request(q, k, v, options)
-    return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
+    return execute.backward(
+        request, do, out, lse, dlse, deterministic, grads_out, workspace, bias_gradient
+    )
 
 
 @overload
@@ -320,6 +322,7 @@ def attention_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[False] = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> tuple[Array, Vjp]: ...
 
 
@@ -339,6 +342,7 @@ def attention_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[True],
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> tuple[Array, Array, Vjp]: ...
 
 
@@ -358,6 +362,7 @@ def attention_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> Any: ...
 
 
@@ -377,6 +382,7 @@ def attention_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> Any:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -390,6 +396,8 @@ def attention_vjp(
         Return (out, lse, vjp) instead of (out, vjp).
     deterministic : bool
         Whether gradients are bitwise equal in every run; see `attention_backward`.
+    bias_gradient : bool
+        Whether the gradient of the bias is computed; see `attention_backward`.
 
     Returns
     -------
@@ -430,7 +438,8 @@ def attention_vjp(
         seed=seed,
         precision=precision,
     )
-    return execute.vjp_of(execute.Request(q, k, v, options), return_lse, deterministic)
+    request = execute.Request(q, k, v, options)
+    return execute.vjp_of(request, return_lse, deterministic, bias_gradient)
 
 
 def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Array]:
@@ -464,37 +473,3 @@ def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Ar
     """
     pairs = validate.parts(parts)
     return dispatch.backend_of(pairs[0][0]).combine(pairs)
-
-
-def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
-    """Make an array readable inside a mask or score.
-
-    Parameters
-    ----------
-    array : array
-        Booleans, integers or floats, on the device on which q will be. It is read in place at every
-        call. If it changes while a call runs, the result is undefined, but no index leaves an
-        array.
-
-    Returns
-    -------
-    LookupTable
-        Index it with one integer expression per axis. Every index must be provably in range; if it
-        is not, limit it with `cupyflash.expr.clip`.
-
-    Raises
-    ------
-    ArgumentTypeError
-        If it is not an array, or has a dtype that expressions do not support.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from cupyflash import lookup, masks
-    >>> document = lookup(np.array([0, 0, 1, 1]))
-    >>> masks.mask(lambda b, h, i, j: document[i] == document[j])
-    <mask (lookup(<(4,)>)[i] == lookup(<(4,)>)[j])>
-    """
-    held = np.asarray(array) if isinstance(array, (list, tuple)) else interop.array(array, "lookup")
-    array_type(held)
-    return LookupTable(held)

@@ -261,6 +261,7 @@ def backward_signature(
     deterministic: bool,
     grads_out: Gradients | None,
     workspace: Any,
+    bias_gradient: bool = True,
 ) -> launch_cache.Signature | None:
     """Return what tells a call of `backward` from others, if it is one that is recognised."""
     read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
@@ -269,6 +270,8 @@ def backward_signature(
         written = {} if grads_out is None else grads_out._asdict()
         written["workspace"] = workspace
     kind = "deterministic backward" if deterministic else "backward"
+    if not bias_gradient:
+        kind += " without dbias"
     return request.signature(kind, read, written)
 
 
@@ -281,9 +284,11 @@ def backward(
     deterministic: bool,
     grads_out: Any,
     workspace: Any,
+    bias_gradient: bool = True,
 ) -> Gradients:
     """Compute the gradients of a call, into the arrays given or into new ones."""
     check_flag(deterministic, "deterministic")
+    check_flag(bias_gradient, "bias_gradient")
     if not is_device_array(do):
         do, out, lse, dlse = interop.of_device(do=do, out=out, lse=lse, dlse=dlse)
     signature = None
@@ -291,7 +296,7 @@ def backward(
         grads_out = Gradients(*grads_out)
     if grads_out is None or type(grads_out) is Gradients:
         signature = backward_signature(
-            request, do, out, lse, dlse, deterministic, grads_out, workspace
+            request, do, out, lse, dlse, deterministic, grads_out, workspace, bias_gradient
         )
     if signature is not None and (entry := launch_cache.find(signature)) is not None:
         gradients = launch_cache.backward(entry, signature.addresses, grads_out, workspace)
@@ -300,7 +305,7 @@ def backward(
     call = request.call
     rows = given_rows(call, do, out, lse, dlse)
     inputs = validate.read_arrays(call) | rows
-    targets = validate.gradients(grads_out, call, inputs)
+    targets = validate.gradients(grads_out, call, inputs, bias_gradient)
     named = {f"grads_out.{name}": x for name, x in targets._asdict().items() if x is not None}
     backend = dispatch.backend_of(call.q)
     needed = backend.workspace_size(call) if workspace is not None else 0
@@ -308,7 +313,7 @@ def backward(
     interop.one_home(inputs)
     if call.matrices:
         rows = {name: array[None] for name, array in rows.items()}
-    with_heads, results = gradient_arrays(call, targets)
+    with_heads, results = gradient_arrays(call, targets, bias_gradient)
     served = backend.backward(
         call,
         rows["do"],
@@ -338,14 +343,16 @@ def given_rows(call: Call, do: Any, out: Any, lse: Any, dlse: Any) -> dict[str, 
     return rows
 
 
-def gradient_arrays(call: Call, given: Gradients) -> tuple[Gradients, Gradients]:
+def gradient_arrays(
+    call: Call, given: Gradients, bias_gradient: bool
+) -> tuple[Gradients, Gradients]:
     """Return where gradients are written: with an axis of heads, and as users see them.
 
     What is not given is allocated where the array is whose gradient it is.
     """
     with_heads: list[Array | None] = []
     results: list[Array | None] = []
-    owners = (call.q, call.k, call.v, call.bias, call.sink)
+    owners = (call.q, call.k, call.v, call.bias if bias_gradient else None, call.sink)
     matrices = (*call.were_matrices, False, False)
     for owner, target, matrix in zip(owners, given, matrices, strict=True):
         if owner is None:
@@ -360,12 +367,15 @@ def gradient_arrays(call: Call, given: Gradients) -> tuple[Gradients, Gradients]
     return Gradients(*with_heads), Gradients(*results)
 
 
-def vjp_of(request: Request, return_lse: bool, deterministic: bool) -> Any:
+def vjp_of(
+    request: Request, return_lse: bool, deterministic: bool, bias_gradient: bool = True
+) -> Any:
     """Compute a call, and return it with the function that computes its gradients."""
     check_flag(return_lse, "return_lse")
     check_flag(deterministic, "deterministic")
+    check_flag(bias_gradient, "bias_gradient")
     out, lse = forward(request, True, None, None)
-    vjp = Vjp(request, out, lse, deterministic)
+    vjp = Vjp(request, out, lse, deterministic, bias_gradient)
     return (out, lse, vjp) if return_lse else (out, vjp)
 
 
@@ -380,18 +390,23 @@ class Vjp:
         Its results.
     deterministic : bool
         Whether gradients are the same in every run.
+    bias_gradient : bool
+        Whether the gradient of the bias is computed.
     """
 
-    __slots__ = ("__weakref__", "_deterministic", "_lse", "_out", "_request")
+    __slots__ = ("__weakref__", "_bias_gradient", "_deterministic", "_lse", "_out", "_request")
 
-    def __init__(self, request: Request, out: Array, lse: Array, deterministic: bool) -> None:
+    def __init__(
+        self, request: Request, out: Array, lse: Array, deterministic: bool, bias_gradient: bool
+    ) -> None:
         self._request, self._out, self._lse = request, out, lse
-        self._deterministic = deterministic
+        self._deterministic, self._bias_gradient = deterministic, bias_gradient
 
     def __call__(self, do: Any, dlse: Any = None) -> Gradients:
         """Return the gradients, given those of the output and of the LSE."""
         request, out, lse = self._request, self._out, self._lse
-        return backward(request, do, out, lse, dlse, self._deterministic, None, None)
+        how = self._deterministic, None, None, self._bias_gradient
+        return backward(request, do, out, lse, dlse, *how)
 
     def __copy__(self) -> Vjp:
         return self

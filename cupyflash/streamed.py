@@ -117,6 +117,7 @@ def attention_backward(
     device: SupportsIndex | None = None,
     dlse: DLPackArray | None = None,
     deterministic: bool = False,
+    bias_gradient: bool = True,
     grads_out: Gradients | Sequence[Array | None] | None = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
@@ -139,6 +140,8 @@ def attention_backward(
     dlse : array, shape of lse, optional
         Gradient of the LSE, in its dtype.
     deterministic : bool
+        As in `cupyflash.attention_backward`.
+    bias_gradient : bool
         As in `cupyflash.attention_backward`.
     grads_out : Gradients or tuple, optional
         Arrays for dq, dk, dv and, if the call has a bias or a sink, dbias and dsink; None for a
@@ -173,7 +176,7 @@ def attention_backward(
         precision=precision,
     )
     request = steps.Streamed(q, k, v, options, chunk, device)
-    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out)
+    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
 @explained
@@ -194,6 +197,7 @@ def attention_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> Any:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -207,6 +211,8 @@ def attention_vjp(
         Return (out, lse, vjp) instead of (out, vjp).
     deterministic : bool
         Whether gradients are bitwise equal in every run; see `cupyflash.attention_backward`.
+    bias_gradient : bool
+        Whether the gradient of the bias is computed; see `cupyflash.attention_backward`.
 
     Returns
     -------
@@ -243,4 +249,4 @@ def attention_vjp(
         precision=precision,
     )
     request = steps.Streamed(q, k, v, options, chunk, device)
-    return steps.vjp_of(request, return_lse, deterministic)
+    return steps.vjp_of(request, return_lse, deterministic, bias_gradient)

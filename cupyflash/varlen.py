@@ -196,6 +196,7 @@ def attention_varlen_backward(
     check: bool = True,
     dlse: DLPackArray | None = None,
     deterministic: bool = False,
+    bias_gradient: bool = True,
     grads_out: Gradients | Sequence[Array | None] | None = None,
     workspace: Array | None = None,
     mask: Mask | DLPackArray | None = None,
@@ -217,7 +218,7 @@ def attention_varlen_backward(
         As in `attention_varlen`.
     check : bool
         As in `attention_varlen`.
-    dlse, deterministic, grads_out, workspace
+    dlse, deterministic, bias_gradient, grads_out, workspace
         As in `attention_backward`.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As given to `attention_varlen`.
@@ -247,7 +248,9 @@ def attention_varlen_backward(
         precision=precision,
     )
     request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
-    return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
+    return execute.backward(
+        request, do, out, lse, dlse, deterministic, grads_out, workspace, bias_gradient
+    )
 
 
 @overload
@@ -269,6 +272,7 @@ def attention_varlen_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[False] = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> tuple[Array, Vjp]: ...
 
 
@@ -291,6 +295,7 @@ def attention_varlen_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[True],
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> tuple[Array, Array, Vjp]: ...
 
 
@@ -313,6 +318,7 @@ def attention_varlen_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> Any: ...
 
 
@@ -335,6 +341,7 @@ def attention_varlen_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> Any:
     """Compute `attention_varlen`, and return it with a function that computes its gradients.
 
@@ -348,6 +355,8 @@ def attention_varlen_vjp(
         Return (out, lse, vjp) instead of (out, vjp).
     deterministic : bool
         Whether gradients are bitwise equal in every run; see `attention_backward`.
+    bias_gradient : bool
+        Whether the gradient of the bias is computed; see `attention_backward`.
 
     Returns
     -------
@@ -378,4 +387,4 @@ def attention_varlen_vjp(
         precision=precision,
     )
     request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
-    return execute.vjp_of(request, return_lse, deterministic)
+    return execute.vjp_of(request, return_lse, deterministic, bias_gradient)

@@ -150,6 +150,7 @@ def attention_backward(
     timeout: float = 300.0,
     dlse: DLPackArray | None = None,
     deterministic: bool = False,
+    bias_gradient: bool = True,
     grads_out: Gradients | Sequence[Array | None] | None = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
@@ -172,6 +173,8 @@ def attention_backward(
         Gradient of the LSE, in its dtype; given on every rank or on none.
     deterministic : bool
         As in `cupyflash.attention_backward`. What travels is added in a fixed order in any case.
+    bias_gradient : bool
+        As in `cupyflash.attention_backward`.
     grads_out : Gradients or tuple, optional
         Arrays for dq, dk, dv and, if the call has a bias or a sink, dbias and dsink; None for a
         fresh array.
@@ -201,7 +204,7 @@ def attention_backward(
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
     request = steps.Distributed(q, k, v, options, ranks)
-    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out)
+    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
 @explained
@@ -226,6 +229,7 @@ def attention_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> Any:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -239,6 +243,8 @@ def attention_vjp(
         Return (out, lse, vjp) instead of (out, vjp).
     deterministic : bool
         Whether gradients are bitwise equal in every run; see `cupyflash.attention_backward`.
+    bias_gradient : bool
+        Whether the gradient of the bias is computed; see `cupyflash.attention_backward`.
 
     Returns
     -------
@@ -280,4 +286,4 @@ def attention_vjp(
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
     request = steps.Distributed(q, k, v, options, ranks)
-    return steps.vjp_of(request, return_lse, deterministic)
+    return steps.vjp_of(request, return_lse, deterministic, bias_gradient)

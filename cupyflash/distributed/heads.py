@@ -332,7 +332,8 @@ class Heads:
         with place:
             got = self._room(inputs | rows)
             whole_call = self._call(got, self._own)
-            owners = whole_call.q, whole_call.k, whole_call.v, whole_call.bias, whole_call.sink
+            bias = None if theirs.dbias is None else whole_call.bias
+            owners = whole_call.q, whole_call.k, whole_call.v, bias, whole_call.sink
             specs = [
                 (x.shape, x.dtype if n < 3 else number)
                 for n, x in enumerate(owners)
@@ -341,7 +342,7 @@ class Heads:
             arrays = iter(together(place, specs))
             own = Gradients(*(None if x is None else next(arrays) for x in owners))
             computed = {"q": own.dq, "k": own.dk, "v": own.dv}
-            if self._bias_travels:
+            if self._bias_travels and own.dbias is not None:
                 back["bias"] = self._of_bias(theirs.dbias)
                 computed["bias"] = self._of_bias(own.dbias).array
 

@@ -388,12 +388,13 @@ def backward(
     dlse: Any,
     deterministic: Any,
     grads_out: Any,
+    bias_gradient: Any = True,
 ) -> Gradients:
     """Compute the gradients of a call, into the arrays given or into new ones."""
 
     def prepare() -> pieces_steps.Targets:
         check_flag(deterministic, "deterministic")
-        return pieces_steps.targets(request.call, do, out, lse, dlse, grads_out)
+        return pieces_steps.targets(request.call, do, out, lse, dlse, grads_out, bias_gradient)
 
     name = f"{request.name}_backward"
     read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
@@ -402,11 +403,13 @@ def backward(
     if type(grads_out) is Gradients:
         written = grads_out._asdict()
     if grads_out is None or written:
-        again = request.again(name, read, written, Gradients._fields, (deterministic,))
+        how = deterministic, bias_gradient
+        again = request.again(name, read, written, Gradients._fields, how)
     with request.running():
         if again is not None and (results := again.results()) is not None:
             return Gradients(*results)
-        more = {"deterministic": bool(deterministic), "dlse": "None" if dlse is None else "given"}
+        more = {"deterministic": bool(deterministic), "bias_gradient": bool(bias_gradient)}
+        more["dlse"] = "None" if dlse is None else "given"
         made = request.begin(name, prepare, more, backward=True)
         with _recording(again, made.shown) as tape:
             if request.plan.scheme in BY_HEADS:
@@ -427,13 +430,15 @@ class DistributedVjp(Vjp):
     def __call__(self, do: Any, dlse: Any = None) -> Gradients:
         """Return the gradients, given those of the output and of the LSE."""
         request: Any = self._request
-        return backward(request, do, self._out, self._lse, dlse, self._deterministic, None)
+        how = self._deterministic, None, self._bias_gradient
+        return backward(request, do, self._out, self._lse, dlse, *how)
 
 
-def vjp_of(request: Distributed, return_lse: Any, deterministic: Any) -> Any:
+def vjp_of(request: Distributed, return_lse: Any, deterministic: Any, bias_gradient: Any) -> Any:
     """Compute a call, and return it with the function that computes its gradients."""
     flags = {"return_lse": return_lse, "deterministic": deterministic}
+    flags["bias_gradient"] = bias_gradient
     out, lse = _forward(request, flags, None, None)
     made: Any = request
-    vjp = DistributedVjp(made, out, lse, deterministic)
+    vjp = DistributedVjp(made, out, lse, deterministic, bias_gradient)
     return (out, lse, vjp) if return_lse else (out, vjp)

@@ -130,6 +130,7 @@ def attention_varlen_backward(
     timeout: float = 300.0,
     dlse: DLPackArray | None = None,
     deterministic: bool = False,
+    bias_gradient: bool = True,
     grads_out: Gradients | Sequence[Array | None] | None = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
@@ -150,7 +151,7 @@ def attention_varlen_backward(
         As in `attention_varlen`.
     comm, layout, layout_k, scheme, check, timeout
         As in `attention_varlen`.
-    dlse, deterministic, grads_out
+    dlse, deterministic, bias_gradient, grads_out
         As in `attention_backward`.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As given to `attention_varlen`.
@@ -178,7 +179,7 @@ def attention_varlen_backward(
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
     request = steps.Packed(q, k, v, (offsets_q, offsets_k), options, ranks)
-    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out)
+    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
 @explained
@@ -205,6 +206,7 @@ def attention_varlen_vjp(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    bias_gradient: bool = True,
 ) -> Any:
     """Compute `attention_varlen`, and return it with a function that computes its gradients.
 
@@ -218,6 +220,8 @@ def attention_varlen_vjp(
         Return (out, lse, vjp) instead of (out, vjp).
     deterministic : bool
         Whether gradients are bitwise equal in every run; see `cupyflash.attention_backward`.
+    bias_gradient : bool
+        Whether the gradient of the bias is computed; see `cupyflash.attention_backward`.
 
     Returns
     -------
@@ -246,4 +250,4 @@ def attention_varlen_vjp(
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
     request = steps.Packed(q, k, v, (offsets_q, offsets_k), options, ranks)
-    return steps.vjp_of(request, return_lse, deterministic)
+    return steps.vjp_of(request, return_lse, deterministic, bias_gradient)

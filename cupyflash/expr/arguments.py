@@ -11,9 +11,10 @@ import numpy as np
 
 from ..arrays import interop
 from ..arrays.device_arrays import is_device_array
+from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError, TraceError
 from .bind import Alignment, aligned
-from .nodes import Expr, LookupTable, as_expr
+from .nodes import Expr, LookupTable, array_type, as_expr
 from .sharded import check_whole
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
@@ -95,3 +96,37 @@ def as_array(value: Any, argument: str) -> Any:
     if isinstance(value, (list, tuple)):
         return np.asarray(value)
     return interop.array(value, argument)
+
+
+def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
+    """Make an array readable inside a mask or score.
+
+    Parameters
+    ----------
+    array : array
+        Booleans, integers or floats, on the device on which q will be. It is read in place at every
+        call. If it changes while a call runs, the result is undefined, but no index leaves an
+        array.
+
+    Returns
+    -------
+    LookupTable
+        Index it with one integer expression per axis. Every index must be provably in range; if it
+        is not, limit it with `cupyflash.expr.clip`.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If it is not an array, or has a dtype that expressions do not support.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import lookup, masks
+    >>> document = lookup(np.array([0, 0, 1, 1]))
+    >>> masks.mask(lambda b, h, i, j: document[i] == document[j])
+    <mask (lookup(<(4,)>)[i] == lookup(<(4,)>)[j])>
+    """
+    held = np.asarray(array) if isinstance(array, (list, tuple)) else interop.array(array, "lookup")
+    array_type(held)
+    return LookupTable(held)

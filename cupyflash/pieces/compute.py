@@ -292,7 +292,8 @@ class Sums:
         self.dsink = None if call.sink is None else place.sums(call.sink, self._number)
         self.dbias: Array | None = None
         self._last_dq: list[tuple[Array, range]] = []  # to be added while the sum is rounded
-        bias = call.bias
+        bias = None if targets.dbias is None else call.bias
+        self._has_dbias = bias is not None
         shared = bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:])
         if bias is not None and (shared or call.problem.packed):
             self.dbias = place.sums(bias, self._number)  # several pieces have the same part of it
@@ -306,7 +307,8 @@ class Sums:
 
         `dk` and `dv` are given where they are computed in place.
         """
-        owners = piece.q, piece.k, piece.v, piece.bias, piece.sink
+        bias = piece.bias if self._has_dbias else None
+        owners = piece.q, piece.k, piece.v, bias, piece.sink
         made = self._dq.in_place(rows), dk, dv, None, None
         return Gradients(*(
             self._place.empty(owner.shape, self._number) if x is None and owner is not None else x

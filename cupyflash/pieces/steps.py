@@ -254,8 +254,11 @@ class Targets(NamedTuple):
     shown: Gradients
 
 
-def targets(call: Call, do: Any, out: Any, lse: Any, dlse: Any, grads_out: Any) -> Targets:
+def targets(
+    call: Call, do: Any, out: Any, lse: Any, dlse: Any, grads_out: Any, bias_gradient: Any
+) -> Targets:
     """Check the arrays given, and make those that are not given."""
+    check_flag(bias_gradient, "bias_gradient")
     rows = given_rows(call, do, out, lse, dlse)
     inputs = validate.read_arrays(call) | rows
     if call.device is None:
@@ -263,10 +266,10 @@ def targets(call: Call, do: Any, out: Any, lse: Any, dlse: Any, grads_out: Any) 
     else:
         _check_homes(rows, call.device)
     owners = (call.q, call.k, call.v, call.bias, call.sink)
-    given = validate.gradients(grads_out, call, inputs, _check_each(owners))
+    given = validate.gradients(grads_out, call, inputs, bias_gradient, _check_each(owners))
     if call.matrices:
         rows = {name: array[None] for name, array in rows.items()}
-    return Targets(rows, *gradient_arrays(call, given))
+    return Targets(rows, *gradient_arrays(call, given, bias_gradient))
 
 
 def backward(
@@ -277,11 +280,12 @@ def backward(
     dlse: Any,
     deterministic: Any,
     grads_out: Any,
+    bias_gradient: Any = True,
 ) -> Gradients:
     """Compute the gradients of a call, into the arrays given or into new ones."""
     check_flag(deterministic, "deterministic")
     call = request.call
-    made = targets(call, do, out, lse, dlse, grads_out)
+    made = targets(call, do, out, lse, dlse, grads_out, bias_gradient)
     place, exact = request.place(), bool(deterministic)
     if groups := request.groups_at(place, *made.rows.values()):
         heads.backward(place.ready(call), groups, place, made.rows, made.gradients, exact)
@@ -321,14 +325,16 @@ class StreamedVjp(Vjp):
     def __call__(self, do: Any, dlse: Any = None) -> Gradients:
         """Return the gradients, given those of the output and of the LSE."""
         request: Any = self._request
-        return backward(request, do, self._out, self._lse, dlse, self._deterministic, None)
+        how = self._deterministic, None, self._bias_gradient
+        return backward(request, do, self._out, self._lse, dlse, *how)
 
 
-def vjp_of(request: Streamed, return_lse: Any, deterministic: Any) -> Any:
+def vjp_of(request: Streamed, return_lse: Any, deterministic: Any, bias_gradient: Any) -> Any:
     """Compute a call, and return it with the function that computes its gradients."""
     check_flag(return_lse, "return_lse")
     check_flag(deterministic, "deterministic")
+    check_flag(bias_gradient, "bias_gradient")
     out, lse = forward(request, True, None, None)
     made: Any = request
-    vjp = StreamedVjp(made, out, lse, deterministic)
+    vjp = StreamedVjp(made, out, lse, deterministic, bias_gradient)
     return (out, lse, vjp) if return_lse else (out, vjp)

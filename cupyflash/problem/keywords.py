@@ -17,7 +17,7 @@ from .options import NAMES
 
 _OPTIONS = (
     f"the options are {', '.join(NAMES)}; attention also takes return_lse, out, lse_out, "
-    "and attention_backward dlse, deterministic, grads_out, workspace"
+    "and attention_backward dlse, deterministic, bias_gradient, grads_out, workspace"
 )
 _ARRAY_MASK = "say mask=array (bool, True = attend), or bias=array (added to the scores)"
 _CAUSAL = "say mask=masks.causal()"

@@ -374,6 +374,7 @@ def gradients(
     value: Any,
     request: Call,
     inputs: dict[str, Array],
+    bias_gradient: bool,
     check: Callable[[dict[str, Any], dict[str, Array]], None] = outputs,
 ) -> Gradients:
     """Check ``grads_out``: None, or arrays (or None) for dq, dk, dv, dbias, dsink in this order."""
@@ -388,13 +389,18 @@ def gradients(
             "dk, dv[, dbias[, dsink]]."
         )
     result = Gradients(*value)
-    owners = (request.q, request.k, request.v, request.bias, request.sink)
+    bias = request.bias if bias_gradient else None
+    owners = (request.q, request.k, request.v, bias, request.sink)
     matrices = (*request.were_matrices, False, False)
     targets = {}
     for name, target, owner, matrix in zip(result._fields, result, owners, matrices, strict=True):
         if target is None:
             continue
         if owner is None:
+            if name == "dbias" and not bias_gradient:
+                raise ArgumentError(
+                    "grads_out.dbias: got an array with bias_gradient=False; expected None."
+                )
             raise ArgumentError(
                 f"grads_out.{name}: got an array, but the call has no {name[1:]}; expected None."
             )

@@ -258,6 +258,21 @@ def test_columns_of_one_array_are_recognised(cupy, monkeypatch):
         cupyflash.attention_backward(out, q, k, v, out, lse, grads_out=wrong)
 
 
+def test_a_backward_without_the_gradient_of_the_bias_is_another_call(cupy, unchecked):
+    q, k, v = draw(cupy)
+    bias = cupy.asarray(np.zeros((4, 1, 40), np.float32))
+    out, vjp = cupyflash.attention_vjp(q, k, v, bias=bias)
+    without = cupyflash.attention_vjp(q, k, v, bias=bias, bias_gradient=False)[1]
+    assert vjp(out).dbias is not None
+    assert without(out).dbias is None
+    unchecked()
+    del cupy.launches[:]
+    assert vjp(out).dbias is not None
+    every = len(cupy.launches)
+    assert without(out).dbias is None
+    assert len(cupy.launches) == 2 * every - 1
+
+
 def variants():
     """Calls of which no two are alike."""
     one, other = np.arange(40), np.arange(40.0)
