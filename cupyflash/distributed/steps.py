@@ -408,7 +408,10 @@ def backward(
     with request.running():
         if again is not None and (results := again.results()) is not None:
             return Gradients(*results)
-        more = {"deterministic": bool(deterministic), "bias_gradient": bool(bias_gradient)}
+        more: dict[str, Any] = {
+            "deterministic": bool(deterministic),
+            "bias_gradient": bool(bias_gradient),
+        }
         more["dlse"] = "None" if dlse is None else "given"
         made = request.begin(name, prepare, more, backward=True)
         with _recording(again, made.shown) as tape:
