@@ -56,6 +56,11 @@ def array(value: Any, name: str) -> Array:
             "its .detach(). Gradients flow through q, k, v, bias and sink of "
             "cupyflash.torch.attention."
         )
+    if not hasattr(value, "__dlpack_device__"):  # a tracer of JAX
+        raise ArgumentTypeError(
+            f"{name}: got {type(value).__name__}, a traced array, whose elements are not known yet; "
+            "expected a constant. Make it with NumPy, or outside of the function that is traced."
+        )
     try:
         kind = int(value.__dlpack_device__()[0])
     except _DLPACK_FAILURES as error:

@@ -1,0 +1,17 @@
+"""Attention on JAX arrays on the CPU, under jit, grad and vmap.
+
+XLA calls the kernels for NumPy arrays by `jax.pure_callback`. Arrays on a GPU are an error, because
+CuPy can take them by DLPack, outside jit, without a copy.
+"""
+
+from __future__ import annotations
+
+from .cached import attention_cached
+from .functions import attention, attention_varlen
+from .rows import Appended, append, rope
+
+__all__ = ["Appended", "append", "attention", "attention_cached", "attention_varlen", "rope"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
