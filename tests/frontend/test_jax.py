@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,7 +15,14 @@ jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
 
 import jax.numpy as jnp  # noqa: E402 (after the skip)
 
-from cupyflash.jax import attention  # noqa: E402 (after the skip)
+from cupyflash.jax import (  # noqa: E402 (after the skip)
+    Appended,
+    append,
+    attention,
+    attention_cached,
+    attention_varlen,
+    rope,
+)
 
 if jax.default_backend() != "cpu":
     pytest.skip("cupyflash.jax is for JAX's CPU", allow_module_level=True)
@@ -125,6 +134,27 @@ REFUSED = {
     "a mask of floats": (lambda: attention(X, X, X, mask=jnp.ones(4)), "mask: .*bias="),
     "no seed": (lambda: attention(X, X, X, dropout=0.5), "dropout: .*seed=number"),
     "an unknown option": (lambda: attention(X, X, X, bais=1), "did you mean bias"),
+    "a mask of another shape, traced": (
+        lambda: jax.jit(lambda m: attention(X, X, X, mask=m))(np.ones((3, 4, 4), bool)),
+        r"mask: got an array of shape \(3, 4, 4\); expected one that broadcasts to \(2, 4, 4\)",
+    ),
+    "other lengths": (
+        lambda: jax.jit(lambda x: attention(x, x, x, mask=masks.lengths([1, 2, 3])))(X[None]),
+        "k_lengths: got an array of shape",
+    ),
+    "traced lengths": (
+        lambda: jax.jit(lambda n: attention(X, X, X, mask=masks.lengths(n)))(np.array([1])),
+        "k_lengths: got .*traced.*outside of the function",
+    ),
+    "a masked array": (lambda: attention(np.ma.array(X), X, X), "q: got a masked array"),
+    "a traced scale": (
+        lambda: jax.jit(lambda s: attention(X, X, X, scale=s))(0.5),
+        "scale: .*static_argnames",
+    ),
+    "a traced dropout": (
+        lambda: jax.jit(lambda p: attention(X, X, X, dropout=p, seed=1))(0.5),
+        "dropout: .*static",
+    ),
     "return_lse": (lambda: attention(X, X, X, return_lse=1), "return_lse: got 1"),
     "a second derivative": (
         lambda: jax.grad(lambda x: jax.grad(lambda y: attention(y, y, y).sum())(x).sum())(X),
@@ -138,6 +168,50 @@ def test_what_does_not_fit_is_refused_with_the_remedy(name):
     call, words = REFUSED[name]
     with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
         call()
+
+
+def test_numbers_of_jax_are_numbers():
+    """The remedies for a traced scale work, and a constant needs none."""
+    wanted = attention(X, X, X, scale=0.5)
+    assert np.array_equal(attention(X, X, X, scale=jnp.float32(0.5)), wanted)
+    static = jax.jit(lambda s: attention(X, X, X, scale=s), static_argnames="s")
+    assert np.array_equal(static(0.5), wanted)
+    moved = jax.jit(lambda s: attention(s * X, X, X, scale=1))(0.5)
+    np.testing.assert_allclose(moved, wanted, rtol=1e-6)
+
+
+def test_nothing_is_compiled_where_nothing_is_traced(caplog):
+    x = jnp.asarray(X)
+    attention(x, x, x)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        attention(x, x, x)
+    assert not [r for r in caplog.records if "callback" in r.getMessage()]
+
+
+def test_a_symbolic_length_is_refused_and_the_remedy_exports():
+    import jax.export
+
+    (length,) = jax.export.symbolic_shape("n")
+    shape = jax.ShapeDtypeStruct((1, 2, length, 8), np.float32)
+    with pytest.raises(ArgumentError, match=r"q: .*symbolic.*jax\.nn\.dot_product_attention"):
+        jax.export.export(jax.jit(lambda x: attention(x, x, x)))(shape)
+    other = jax.ShapeDtypeStruct((1, length, 2, 8), np.float32)
+    remedy = jax.export.export(jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x)))(other)
+    x = jnp.asarray(draw(1, 5, 2, 8))
+    wanted = attention(*[x.swapaxes(1, 2)] * 3).swapaxes(1, 2)
+    np.testing.assert_allclose(remedy.call(x), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_results_have_types():
+    """Type checkers read these; `return_lse` chooses among them."""
+    for function in (attention, attention_varlen, attention_cached):
+        of_calls = [
+            typing.get_type_hints(each)["return"] for each in typing.get_overloads(function)
+        ]
+        assert of_calls[:2] == [jax.Array, tuple[jax.Array, jax.Array]]
+    assert typing.get_type_hints(rope)["return"] is jax.Array
+    assert set(typing.get_type_hints(Appended).values()) == {jax.Array, jax.Array | None}
+    assert typing.get_type_hints(append)["return"] is Appended
 
 
 def test_forward_mode_is_refused_by_jax():
