@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 
 import ml_dtypes
@@ -15,6 +16,7 @@ jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
 
 import jax.numpy as jnp  # noqa: E402 (after the skip)
 
+import cupyflash.jax  # noqa: E402 (after the skip)
 from cupyflash.jax import (  # noqa: E402 (after the skip)
     Appended,
     append,
@@ -200,6 +202,23 @@ def test_a_symbolic_length_is_refused_and_the_remedy_exports():
     x = jnp.asarray(draw(1, 5, 2, 8))
     wanted = attention(*[x.swapaxes(1, 2)] * 3).swapaxes(1, 2)
     np.testing.assert_allclose(remedy.call(x), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_public_names():
+    """They are functions of this package with documentation, and nothing else is shown."""
+    named = {"Appended", "append", "attention", "attention_cached", "attention_varlen", "rope"}
+    assert set(cupyflash.jax.__all__) == set(dir(cupyflash.jax)) == named
+    for name in named:
+        text = getattr(cupyflash.jax, name).__doc__
+        for heading in (
+            ("Attributes",) if name == "Appended" else ("Parameters", "Returns", "Raises")
+        ):
+            assert f"{heading}\n" in text, name
+        if name not in ("Appended", "append"):
+            options = inspect.signature(getattr(cupyflash.jax, name)).parameters
+            core = inspect.signature(getattr(cupyflash, name)).parameters
+            assert [n for n in core if n in options] == list(options), "the same order"
+            assert all(options[n].default == core[n].default for n in options)
 
 
 def test_results_have_types():

@@ -107,7 +107,8 @@ def test_pages_of_other_libraries_are_as_their_docstrings(page, module):
             default = "" if each.default is each.empty else f"={each.default!r}"
             words.append(f"{stars}{each.name}{default}")
         summary = " ".join(inspect.getdoc(function).partition("\n\n")[0].split())
-        wanted = f".. py:function:: {module}.{name}({', '.join(words)})\n\n   {summary}\n"
+        kind = "class" if inspect.isclass(function) else "function"
+        wanted = f".. py:{kind}:: {module}.{name}({', '.join(words)})\n\n   {summary}\n"
         assert wanted in text, wanted
     assert text.count(f":: {module}.") >= len(described.__all__)
 
