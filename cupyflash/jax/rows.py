@@ -63,7 +63,8 @@ def append(
 
     JAX's arrays do not change, so this is `cupyflash.append` on a new cache. In a program of
     jax.jit that owns the cache, XLA writes the rows in place and copies nothing else: donate it
-    (``donate_argnums``), or carry it through ``jax.lax.scan``. Otherwise the cache is copied.
+    (``donate_argnums``), or carry it through ``jax.lax.scan``. Otherwise the cache is copied, and
+    so are, always, arrays of bfloat16 and float8, to which XLA's CPU cannot write in place.
 
     Parameters
     ----------
