@@ -97,7 +97,9 @@ def in_all_ways(operands, mapped, axis=0):
 QUICK = [("bias",), ("bias", "mask"), ("k", "bias"), ("seed",), ("sink",)]
 
 
-@mostly_thorough("mapped", subsets(list(SHAPES)), quick=QUICK, why="all subsets", ids="-".join)
+@mostly_thorough(
+    "mapped", subsets(list(SHAPES)), quick=QUICK, why="all subsets of the operands", ids="-".join
+)
 def test_vmap_over_operands_is_a_loop(mapped):
     names = {*"qkv", "bias", "mask", *mapped}
     in_all_ways(drawn({name: shape for name, shape in SHAPES.items() if name in names}), mapped)
@@ -107,7 +109,7 @@ def test_vmap_over_operands_is_a_loop(mapped):
     "mapped",
     subsets(list(MATRICES)),
     quick=[("bias",)],
-    why="all subsets",
+    why="all subsets of the operands",
     ids="-".join,
 )
 def test_vmap_over_operands_of_matrices_is_a_loop(mapped):
@@ -130,7 +132,7 @@ NESTED = [(("bias",), ("mask",)), (("mask",), ("bias", "mask")), (("k",), ("bias
     [(a, b) for a in subsets(["q", "bias", "mask"]) for b in subsets(["k", "bias", "mask"])]
     + NESTED[2:],
     quick=NESTED,
-    why="all pairs of subsets",
+    why="all pairs of their subsets",
 )
 def test_nested_vmap_is_a_loop_of_loops(outer, inner):
     shapes = {name: SHAPES[name] for name in ("q", "k", "v", "bias", "mask")}
@@ -169,7 +171,7 @@ PACKED = {"q": (4, 7, 8), "k": (2, 9, 8), "bias": (2, 4, 4, 5), "offsets_q": (3,
     "mapped",
     subsets(list(PACKED)),
     quick=[("bias", "offsets_q")],
-    why="all subsets",
+    why="all subsets of the operands",
     ids="-".join,
 )
 def test_vmap_over_operands_of_packed_calls_is_a_loop(mapped):
