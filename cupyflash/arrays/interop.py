@@ -59,7 +59,8 @@ def array(value: Any, name: str) -> Array:
     if not hasattr(value, "__dlpack_device__"):  # a tracer of JAX
         raise ArgumentTypeError(
             f"{name}: got {type(value).__name__}, a traced array, whose elements are not known "
-            "yet; expected a constant. Make it with NumPy, or outside of the function that is traced."
+            "yet; expected a constant. Make it with NumPy, or outside of the function that is "
+            "traced."
         )
     try:
         kind = int(value.__dlpack_device__()[0])
