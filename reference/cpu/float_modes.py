@@ -128,7 +128,6 @@ def own_arithmetic(function: Callable[P, R]) -> Callable[P, R]:
     A caller's settings are meant for the caller's own arithmetic. They are there again afterwards,
     also after an exception from a signal: the word is filled as the modes are changed.
     """
-
     quiet = np.errstate(all="ignore")(function)
 
     @functools.wraps(function)

@@ -58,15 +58,12 @@ class _Pool:
 
     def grow(self, size: int) -> None:
         """Have so many threads, or as many as can be started."""
-        with self._growing:
-            # There may be a limit, or the interpreter may be ending.
-            with contextlib.suppress(RuntimeError):
-                while self.size < size:
-                    thread = threading.Thread(
-                        target=self._serve, name=f"cupyflash-{self.size}", daemon=True
-                    )
-                    thread.start()
-                    self.size += 1
+        # There may be a limit, or the interpreter may be ending.
+        with self._growing, contextlib.suppress(RuntimeError):
+            while self.size < size:
+                name = f"cupyflash-{self.size}"
+                threading.Thread(target=self._serve, name=name, daemon=True).start()
+                self.size += 1
 
     def gates(self, number: int) -> list[_Gate]:
         """Return open gates."""

@@ -134,22 +134,20 @@ def filled(*shape: int) -> np.ndarray:
 
 def entries() -> dict[str, Callable[[], object]]:
     """Calls that write by threads, of some hundredths of a second each."""
-    x, few = filled(2, 4, 400, 64), filled(8, 4, 2, 64)
+    x, few, ends = filled(2, 4, 400, 64), filled(8, 4, 2, 64), [0, 400]
     out, lse = attention(x, x, x, return_lse=True)
     k, v = filled(2, 8, 4, 1500, 64)
     (codes, k_scale), (v_codes, v_scale) = (cupyflash.quantize(each, "int8") for each in (k, v))
     coded = {"k_scale": k_scale, "v_scale": v_scale}
     wide = filled(8, 4, 1500, 64), np.zeros((8, 4, 1500), np.float32)
-    new, ends = filled(2, 8, 4, 700, 64), np.full(8, 700)
+    new, held = filled(2, 8, 4, 700, 64), np.full(8, 700)
     return {
         "attention": lambda: attention(x, x, x, out=out),
         "attention_backward": lambda: cupyflash.attention_backward(x, x, x, x, out, lse),
-        "attention_varlen": lambda: cupyflash.attention_varlen(
-            x[0], x[0], x[0], [0, 400], [0, 400]
-        ),
+        "attention_varlen": lambda: cupyflash.attention_varlen(x[0], x[0], x[0], ends, ends),
         "attention_cached": lambda: cupyflash.attention_cached(few, k, v, 1500),
         "codes": lambda: cupyflash.attention_cached(few, codes, v_codes, 1500, **coded),
-        "append": lambda: cupyflash.append(*new, codes, v_codes, ends, **coded),
+        "append": lambda: cupyflash.append(*new, codes, v_codes, held, **coded),
         "combine": lambda: cupyflash.combine([wide, wide]),
         "quantize": lambda: cupyflash.quantize(k, "int8"),
         "hadamard": lambda: cupyflash.hadamard(k, 3),

@@ -19,7 +19,7 @@ import pytest
 from halves import mostly_thorough
 from placement import same_bits
 
-from cupyflash import attention, attention_varlen_vjp, attention_vjp, masks, scores
+from cupyflash import attention_varlen_vjp, attention_vjp, masks, scores
 from cupyflash.reference.cpu import threads
 
 PATIENCE = 120  # seconds, after which something that should have ended has not
