@@ -422,22 +422,6 @@ def test_multiprocessing(tmp_path, method):
     assert output_of(program, tmp_path, **environment) == "True"
 
 
-@pytest.mark.thorough("a call while the interpreter ends is quick")
-def test_daemon_threads_while_the_interpreter_ends(tmp_path):
-    program = WORK + textwrap.dedent("""
-        def for_ever():
-            while True:
-                work()
-
-        work()
-        for _ in range(4):
-            threading.Thread(target=for_ever, daemon=True).start()
-        threading.Event().wait(0.3)
-        print("end")
-    """)
-    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="3") == "end"
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_threads_follow_the_affinity(tmp_path):
     program = WORK + textwrap.dedent("""
@@ -462,12 +446,3 @@ def test_too_little_memory_is_an_error_that_says_so(tmp_path):
             print("Unable to allocate" in str(error), work() == expected)
     """)
     assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "True True"
-
-
-def test_a_call_while_the_interpreter_ends(tmp_path):
-    program = WORK + textwrap.dedent("""
-        import atexit
-        expected = work()
-        atexit.register(lambda: print(work() == expected))
-    """)
-    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "True"
