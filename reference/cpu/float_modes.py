@@ -119,7 +119,8 @@ def _compiled() -> tuple[Any, Any, object]:
 def use_usual_modes() -> None:
     """Set the usual modes in this thread, for good."""
     begin, _, _ = _functions()
-    begin(ctypes.addressof(ctypes.c_uint64()))
+    before = ctypes.c_uint64()  # it lives until the end
+    begin(ctypes.addressof(before))
 
 
 def own_arithmetic(function: Callable[P, R]) -> Callable[P, R]:
