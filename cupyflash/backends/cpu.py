@@ -125,7 +125,8 @@ def _widened(call: Call) -> Call:
     assert call.codes is not None
     from cupyflash.reference.cpu.sums import looked_up
 
-    table, made = values(call.codes.form), {}
+    table = values(call.codes.form)
+    made: dict[str, Any] = {}
     for name, scale in call.codes.scales.items():
         made[name[0]] = looked_up(table, getattr(call, name[0]).view(np.uint8), scale)
     problem = replace(call.problem, dtype=np.dtype(np.float32))

@@ -17,7 +17,8 @@ from .launch import changes_of, sinks_of
 from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .merge import merge
 from .microkernel import round_up
-from .threads import num_threads, parallel
+from .thread_limits import num_threads
+from .threads import parallel
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
