@@ -79,6 +79,8 @@ def one_thread_for_each_worker(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
             os.environ.setdefault(name, "1")  # what workers start with
+        # The package would follow OpenMP's number; its threads do not spin.
+        os.environ.setdefault("CUPYFLASH_NUM_THREADS", str(os.cpu_count() or 1))
 
 
 def compile_for_all_workers(config: pytest.Config) -> None:

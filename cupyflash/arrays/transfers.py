@@ -9,9 +9,7 @@ current one of the device in the beginning: nothing waits on the host but for a 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 BLOCK_BYTES = 16 * 2**20
 BLOCKS = 4
-THREADS = 8  # one thread copies about a quarter of what the device takes
+PARTS = 8  # a thread each: one copies about a quarter of what the device takes
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 
 
@@ -63,8 +61,6 @@ class Transfers:
         self._blocks: list[_Pinned] = []
         self._turn = 0
         self._downloads: list[_Download] = []
-        self._threads = min(THREADS, os.cpu_count() or 1)
-        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def _up(self) -> Any:
@@ -136,13 +132,15 @@ class Transfers:
             self._receive()
 
     def finish(self) -> None:
-        """Wait for every transfer: then the host may read what arrived and change what was sent."""
-        self.receive_all()
-        if "up" in self._streams:
-            self._up.synchronize()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        """Wait for every transfer: then the host may read what arrived and change what was sent.
+
+        An exception from a signal leaves out what has not been received, and the rest is over.
+        """
+        try:
+            self.receive_all()
+        finally:
+            for stream in self._streams.values():
+                stream.synchronize()
 
     def _receive(self) -> None:
         arrived, memory, _, target, adds = self._downloads.pop(0)
@@ -151,8 +149,9 @@ class Transfers:
             return
         source = _view(memory, target)
         if adds:
-            with np.errstate(all="ignore"):
-                self._in_parallel(lambda to, x: np.add(to, x, out=to), target, source)
+            from ..reference.cpu.sums import add
+
+            self._in_parallel(lambda to, x: add(x, to), target, source)
         else:
             self._in_parallel(np.copyto, target, source)
 
@@ -182,20 +181,24 @@ class Transfers:
         """Work on parts of two arrays of the same shape."""
         if to.dtype.kind not in "biuf":  # bfloat16: NumPy copies what it knows faster
             to, source = (x.view(f"u{x.itemsize}") for x in (to, source))
-        if self._threads == 1 or to.nbytes < 2**20:
+        if to.nbytes < 2**20:
             work(to, source)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads)
+        from ..reference.cpu.threads import parallel
+
         axis = max(range(to.ndim - 1), key=lambda n: to.shape[n], default=0)
-        ends = np.linspace(0, to.shape[axis], self._threads + 1).astype(int).tolist()
+        ends = np.linspace(0, to.shape[axis], PARTS + 1).astype(int).tolist()
         parts = [
             (*(slice(None),) * axis, slice(first, last))
             for first, last in itertools.pairwise(ends)
             if first < last
         ]
-        for _ in self._pool.map(lambda part: work(to[part], source[part]), parts):
-            pass
+
+        def run(first: int, last: int) -> None:
+            for part in parts[first:last]:
+                work(to[part], source[part])
+
+        parallel(run, len(parts), (to, source))
 
 
 def _view(memory: Any, like: Array) -> Array:

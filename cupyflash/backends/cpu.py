@@ -123,13 +123,12 @@ def _scales(codes: Codes | None) -> Any:
 def _widened(call: Call) -> Call:
     """Return a call on ``scale * code`` in float32 instead of a call on codes."""
     assert call.codes is not None
-    table, made = values(call.codes.form), {}
+    from cupyflash.reference.cpu.sums import looked_up
+
+    table = values(call.codes.form)
+    made: dict[str, Any] = {}
     for name, scale in call.codes.scales.items():
-        codes = getattr(call, name[0])
-        with np.errstate(all="ignore"):
-            numbers = table[codes.view(np.uint8)]
-            numbers *= scale
-        made[name[0]] = numbers
+        made[name[0]] = looked_up(table, getattr(call, name[0]).view(np.uint8), scale)
     problem = replace(call.problem, dtype=np.dtype(np.float32))
     return replace(call, problem=problem, codes=None, **made)
 
@@ -168,13 +167,14 @@ class Cpu:
         self, call: Call, out: Array, lse: Array, plan: Plan | None
     ) -> CallResult:
         """Compute `out` and `lse` of codes in float32, and round `out` at the end."""
+        from cupyflash.reference.cpu.sums import store
+
         made = _widened(call)
         if out.dtype == np.float32:
             return self.forward(made, out, lse, plan)
         wide = np.empty_like(out, np.float32)
         result = self.forward(made, wide, lse, plan)
-        with np.errstate(all="ignore"):
-            out[...] = wide
+        store(wide, out)
         return result
 
     def forward_piece(
@@ -182,10 +182,11 @@ class Cpu:
     ) -> None:
         """Compute a piece's out and lse, or join its keys to them."""
         _forward(call, *partial, cpu_tiles.tiled(call.problem), resumes=not first)
+        from cupyflash.reference.cpu.sums import store
+
         if results is not None and not first:
-            with np.errstate(all="ignore"):
-                for computed, to in zip(partial, results, strict=True):
-                    to[...] = computed.astype(to.dtype, copy=False)
+            for computed, to in zip(partial, results, strict=True):
+                store(computed, to)
 
     def backward_piece(
         self,

@@ -156,9 +156,9 @@ def demo(options: argparse.Namespace) -> int:
 
 def number_of_threads() -> int:
     """Threads of a call on NumPy arrays; a ValueError says what is wrong with the setting."""
-    from ..reference.cpu import threads
+    from ..reference.cpu.thread_limits import num_threads
 
-    return threads.num_threads()
+    return num_threads()
 
 
 def add_command(subparsers: Any) -> None:

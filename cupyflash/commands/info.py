@@ -71,15 +71,17 @@ def lines(version: str) -> list[Line]:
 
 def cpu_lines() -> list[Line]:
     """Say what serves NumPy arrays."""
-    from ..reference.cpu import jit, threads
+    from ..reference.cpu import jit, thread_limits
 
     with warnings.catch_warnings():  # has its own line below
         warnings.simplefilter("ignore")
         obstacle = jit.cache_obstacle()
-    how = os.environ.get("CUPYFLASH_NUM_THREADS")
-    how = f"CUPYFLASH_NUM_THREADS={how}" if how else "CUPYFLASH_NUM_THREADS sets it"
     try:
-        number_of_threads = f"{threads.num_threads()} ({how})"
+        limit = thread_limits.deciding()
+        how = f"decided by {limit.why}"
+        if thread_limits.VARIABLE not in limit.why:
+            how += f"; {thread_limits.VARIABLE} sets another number"
+        number_of_threads = f"{limit.number} ({how})"
     except ValueError as error:  # a user may be here to look for a wrong setting
         number_of_threads = str(error)
     return [

@@ -53,7 +53,8 @@ class Threads:
         Parameters
         ----------
         function : callable
-            It gets the rank's communicator. If it raises on one rank, the others are ended.
+            It gets the rank's communicator. If it raises on one rank, the others are ended. If a
+            signal's handler raises while the caller waits, all are ended, and it waits for them.
 
         Returns
         -------
@@ -71,10 +72,17 @@ class Threads:
                 comm.abort(gave_up(comm.rank, error))
 
         threads = [threading.Thread(target=call, args=(comm,)) for comm in self.ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # from a signal: end the ranks, and wait for what they do
+            self.ranks[0].abort(gave_up(0, error))
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
         if errors:
             raise min(errors, key=lambda x: x[0])[1]
         return results

@@ -128,13 +128,15 @@ class Host:
 
     def add(self, computed: Array, to: Array) -> None:
         """Add one array to another."""
-        with np.errstate(all="ignore"):
-            to += computed
+        from ..reference.cpu import sums
+
+        sums.add(computed, to)
 
     def store(self, computed: Array, to: Array) -> None:
         """Write an array to another one, rounded."""
-        with np.errstate(all="ignore"):
-            to[...] = computed.astype(to.dtype, copy=False)
+        from ..reference.cpu import sums
+
+        sums.store(computed, to)
 
     def store_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Write arrays to other ones."""

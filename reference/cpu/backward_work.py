@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .layout import Array, Layout
-from .threads import num_threads
+from .thread_limits import num_threads
 
 
 def is_one_pass_faster(heads: int) -> bool:

@@ -10,13 +10,15 @@ from .calls import Bound
 from .decode import decode as decode_kernel
 from .decode import decode_scratch, decode_sizes
 from .decode_tasks import LEAF, MOST_ROWS, Schedule, schedule
+from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
-from .launch import QUIET, changes_of, sinks_of
+from .launch import changes_of, sinks_of
 from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .merge import merge
 from .microkernel import round_up
-from .threads import num_threads, parallel
+from .thread_limits import num_threads
+from .threads import parallel
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
@@ -34,7 +36,7 @@ def _planned(layout: Layout, ranges: KeyRanges, shared: int) -> Schedule:
     return schedule(layout.shape, heads_kv, ranges, columns, num_threads(), shared)
 
 
-@QUIET
+@own_arithmetic
 def decode(
     problem: Problem,
     programs: Programs,

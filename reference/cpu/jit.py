@@ -2,14 +2,15 @@
 
 Kernels are cached on disk per CPU, so that a second process starts in milliseconds. Python and
 other kernels call them by their addresses; helpers are compiled into every kernel that calls them.
-A call compiles only the kernels that it uses. The cache is keyed by the text of every file of this
-package: a change in a helper never leaves a stale kernel behind.
+A call compiles only the kernels that it uses. The cache is keyed by the code of every module of
+this package: a change in a helper never leaves a stale kernel behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import pickle
@@ -30,8 +31,11 @@ from numba import types
 from numba.core import cgutils, errors
 from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 from numba.extending import intrinsic
+
+from .package_code import package_stamp
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,7 +46,7 @@ FASTMATH = {"contract"}
 # wrappers through which Python could call them with Python objects.
 _OPTIONS: dict[str, Any] = {
     "nogil": True, "fastmath": FASTMATH, "error_model": "numpy", "_nrt": False,
-    "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
+    "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "nopython": True,
 }  # fmt: skip
 
 
@@ -50,15 +54,21 @@ def cache_folder() -> Path:
     """Return the folder of the compiled kernels.
 
     ``CUPYFLASH_CACHE_DIR`` if set, else ``cupyflash`` in the user's cache folder. Its files are
-    machine code: it belongs to one user and never lies in a shared temporary folder.
+    machine code: it belongs to one user and never lies in a shared temporary folder. A leading
+    ``~`` is the user's home. A relative name is that of a folder in the working directory of the
+    first call.
     """
-    chosen = os.environ.get("CUPYFLASH_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
+    root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or "~/.cache"
+    return _absolute(os.environ.get("CUPYFLASH_CACHE_DIR") or os.path.join(root, "cupyflash"))  # noqa: PTH118
+
+
+@functools.cache
+def _absolute(name: str) -> Path:
+    """Return a folder's place, the same one if the working directory changes."""
     try:
-        return (Path(root) if root else Path("~/.cache").expanduser()) / "cupyflash"
-    except RuntimeError:  # a user without a home, as in some containers: an impossible folder
+        return Path(name).expanduser().absolute()
+    except (RuntimeError, OSError):
+        # A user without a home or a working directory, as in some containers: an impossible folder.
         return Path(os.devnull) / "cupyflash"
 
 
@@ -178,15 +188,8 @@ def _sweep(folder: int | None) -> None:
                     os.unlink(path, dir_fd=folder)
 
 
-def _source_stamp() -> bytes:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.digest()
-
-
 # Read when the package is imported: later, its files may differ from the code that runs here.
-_STAMP = _source_stamp()
+_STAMP = package_stamp(__package__ or "")
 
 
 # What changes Numba's code, besides its arguments and the CPU.
@@ -196,14 +199,24 @@ _CODE_FLAGS = (
 )  # fmt: skip
 
 
+# Without the code, nobody could tell a later version's kernels from these.
+_NO_CODE = OSError(
+    errno.ENOENT, "the package's code cannot be read; use files or a zip file instead of this form"
+)
+
+
+def _digest(name: str, code: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + code).digest()
+
+
 class _KernelCache:
     """Where Numba looks for a kernel's machine code and stores it: one file per signature.
 
     A file's name depends on everything that its code depends on, and its content begins with a
-    digest of the rest. So processes that fill a folder at the same time cannot mix up signatures
-    (as they can with an index file, which Numba's own cache has), and a damaged file is ignored. A
-    file is code: it is read only if it and its folder belong to the user and nobody else may write
-    to them.
+    digest of its name and the rest. So processes that fill a folder at the same time cannot mix up
+    signatures (as they can with an index file, which Numba's own cache has), and a file that is
+    damaged or has another one's name is ignored. A file is code: it is read only if it and its
+    folder belong to the user and nobody else may write to them.
     """
 
     warned = False  # in this process
@@ -229,16 +242,18 @@ class _KernelCache:
         return self._found.pop(sig, None) or self._load(sig, target_context)
 
     def _load(self, sig: Any, target_context: Any) -> Any:
+        name = self._file(sig, target_context.codegen())
         try:
+            if not _STAMP:
+                raise _NO_CODE
             with _opened_folder() as folder:
-                stored = _read_file(folder, self._file(sig, target_context.codegen()))
-        except _UntrustedError as error:
-            self._warn(error)
+                stored = _read_file(folder, name)
+        except OSError as error:
+            if isinstance(error, _UntrustedError) or error is _NO_CODE:
+                self._warn(error)
             return None
-        except OSError:
-            return None
-        size = hashlib.sha256().digest_size
-        if hashlib.sha256(stored[size:]).digest() != stored[:size]:
+        size = len(_digest("", b""))
+        if _digest(name, stored[size:]) != stored[:size]:
             return None
         try:
             return CompileResult._rebuild(target_context, *pickle.loads(stored[size:]))
@@ -253,12 +268,13 @@ class _KernelCache:
     def save_overload(self, sig: Any, compiled: Any) -> None:
         if compiled.lifted or compiled.library.has_dynamic_globals:
             return  # the code holds addresses of this process
-        code = dumps(compiled._reduce())
+        if not _STAMP:
+            return
+        name, code = self._file(sig, compiled.codegen), dumps(compiled._reduce())
         try:
             with _opened_folder(make=True) as folder:
                 _sweep(folder)
-                content = hashlib.sha256(code).digest() + code
-                _write_file(folder, self._file(sig, compiled.codegen), content)
+                _write_file(folder, name, _digest(name, code) + code)
         except OSError as error:
             self._warn(error)
 
@@ -287,9 +303,28 @@ if hasattr(os, "register_at_fork"):
     )
 
 
+def _dispatcher(function: Callable[..., Any]) -> Any:
+    """Return Numba's object that compiles a function, also where `numba.njit` returns it as it is.
+
+    ``NUMBA_DISABLE_JIT`` is meant for functions of a user, who wants to see their lines run.
+    """
+    return CPUDispatcher(function, targetoptions=dict(_OPTIONS))
+
+
+@contextlib.contextmanager
+def _jit_enabled() -> Iterator[None]:
+    """Let Numba compile its own functions, of which kernels use some."""
+    disabled = numba.config.DISABLE_JIT
+    numba.config.DISABLE_JIT = 0
+    try:
+        yield
+    finally:
+        numba.config.DISABLE_JIT = disabled
+
+
 def helper(function: F) -> F:
     """Compile `function` into every kernel that calls it."""
-    compiled: F = numba.njit(function, **_OPTIONS)
+    compiled: F = _dispatcher(function)
     return compiled
 
 
@@ -304,7 +339,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__name__, self.__module__ = function.__name__, function.__module__
-        self.dispatcher: Any = numba.njit(function, **_OPTIONS)
+        self.dispatcher: Any = _dispatcher(function)
         self.dispatcher._cache = _KernelCache(function)
 
 
@@ -417,7 +452,8 @@ def prepare(wanted: Iterable[Wanted], report: Report | None = None) -> None:
             if not is_known:
                 told += 1
                 (report or announcer.begin)(name, told, known.count(False))
-            dispatcher.compile(wants)
+            with _jit_enabled():
+                dispatcher.compile(wants)
             overload = dispatcher.overloads[wants]
             pointer = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
             _ready[each] = pointer

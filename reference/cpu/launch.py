@@ -18,6 +18,7 @@ from .backward_delta import backward_delta
 from .backward_panels import backward_panels
 from .backward_work import is_one_pass_faster, key_blocks
 from .calls import Bound
+from .float_modes import own_arithmetic
 from .forward import forward as forward_kernel
 from .forward import forward_scratch
 from .gradient_tile import gradient_scratch
@@ -29,9 +30,6 @@ from .microkernel import PANEL, round_up
 from .packing import lanes_of_pair, size_of_pairs
 from .threads import parallel
 from .widen import kind_of
-
-# A caller's settings for overflow and underflow in NumPy are meant for the caller's own arithmetic.
-QUIET = np.errstate(all="ignore")
 
 
 def sinks_of(layout: Layout, sink: Array | None) -> Array:
@@ -67,7 +65,7 @@ def changes_of(
     )
 
 
-@QUIET
+@own_arithmetic
 def forward(
     problem: Problem,
     programs: Programs,
@@ -129,7 +127,7 @@ def forward(
     return int(visited.sum())
 
 
-@QUIET
+@own_arithmetic
 def backward(
     problem: Problem,
     programs: Programs,

@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from .float_modes import own_arithmetic
+
 Array = np.ndarray[Any, Any]
 
 CHUNK = 2**16  # pairs that are rotated at a time
 
 
+@own_arithmetic
 def rope(
     x: Array,
     positions: Array,
@@ -45,6 +48,5 @@ def rope(
         first, second = (
             x[..., rows, columns].astype(number, copy=False) for columns in (firsts, seconds)
         )
-        with np.errstate(all="ignore"):
-            out[..., rows, firsts] = first * c - second * s
-            out[..., rows, seconds] = second * c + first * s
+        out[..., rows, firsts] = first * c - second * s
+        out[..., rows, seconds] = second * c + first * s

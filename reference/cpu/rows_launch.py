@@ -8,16 +8,16 @@ import numpy as np
 
 from .calls import Bound
 from .combine import combine as combine_kernel
+from .float_modes import own_arithmetic
 from .hadamard import LANES, signs_of
 from .hadamard import hadamard as hadamard_kernel
 from .jit import address, prepare
-from .launch import QUIET
 from .layout import Array
 from .quantize import quantize as quantize_kernel
 from .threads import parallel
 
 
-@QUIET
+@own_arithmetic
 def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     """Write the combination of several (out, lse) to `out` and `lse`."""
     accumulator = lse.dtype
@@ -48,7 +48,7 @@ def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     lse[...] = result_lse.reshape(lse.shape)
 
 
-@QUIET
+@own_arithmetic
 def quantize(x: Array, columns: int, form: int, codes: Array, scale: Array) -> None:
     """Write the codes of rows (..., D), as bytes, and the scale of every group of columns.
 
@@ -65,7 +65,7 @@ def quantize(x: Array, columns: int, form: int, codes: Array, scale: Array) -> N
     scale[...] = scales.reshape(scale.shape)
 
 
-@QUIET
+@own_arithmetic
 def hadamard(
     x: Array, seed: int, power: int, factor: tuple[int, ...], inverse: bool, out: Array
 ) -> None:

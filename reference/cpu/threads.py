@@ -2,141 +2,171 @@
 
 Kernels release the GIL, so Python's threads are enough, and any number of callers may share them.
 Every item is computed in the same way by any thread, so results do not depend on the threads.
+
+A signal's handler may raise an exception in the main thread wherever Python code begins or a call
+returns, so no Python code can be sure to wait. What waits here for the threads is therefore one
+call of C, which no signal interrupts: a gate for each helper is closed when the helper has stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
-_lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
+from .float_modes import use_usual_modes
+from .thread_limits import num_threads
+
+# Locks of Python's own C interface: unlike those of `threading`, they wait whatever signals come.
+_new_lock = ctypes.CFUNCTYPE(ctypes.c_void_p)(("PyThread_allocate_lock", ctypes.pythonapi))
+_acquire = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)(
+    ("PyThread_acquire_lock", ctypes.pythonapi)
+)
+_release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(("PyThread_release_lock", ctypes.pythonapi))
+_TRY, _WAIT = 0, 1
 
 
-def num_threads() -> int:
-    """Return how many threads a call uses: ``CUPYFLASH_NUM_THREADS``, else the process's CPUs."""
-    chosen = os.environ.get("CUPYFLASH_NUM_THREADS", "").strip()
-    if chosen:
-        if not chosen.isdecimal() or int(chosen) < 1:
-            raise ValueError(
-                f"CUPYFLASH_NUM_THREADS is {chosen!r}; expected a whole number, 1 or more. "
-                "Correct this environment variable, or unset it for one thread per CPU."
-            )
-        return int(chosen)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+class _Gate:
+    """Lets one helper into one job, until the caller closes it. It is used again afterwards.
+
+    Whoever holds the lock has passed: a helper as long as it works, or the caller for ever.
+    """
+
+    __slots__ = ("lock", "used")
+
+    def __init__(self) -> None:
+        self.lock: int = _new_lock()  # never freed, since a helper may come late
+        self.used = False  # by a helper
+
+
+class _Pool:
+    """Threads that wait for jobs.
+
+    They are daemons, which nobody has to end: they compute only while a caller waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[tuple[_Job, _Gate]] = SimpleQueue()
+        self.size = 0
+        self._gates: list[_Gate] = []  # free
+        self._growing = threading.RLock()  # a signal's handler may make calls, too
+
+    def grow(self, size: int) -> None:
+        """Have so many threads, or as many as can be started."""
+        # There may be a limit, or the interpreter may be ending.
+        with self._growing, contextlib.suppress(RuntimeError):
+            while self.size < size:
+                name = f"cupyflash-{self.size}"
+                threading.Thread(target=self._serve, name=name, daemon=True).start()
+                self.size += 1
+
+    def gates(self, number: int) -> list[_Gate]:
+        """Return open gates."""
+        found: list[_Gate] = []
+        with contextlib.suppress(IndexError):
+            while len(found) < number:
+                found.append(self._gates.pop())
+        return found + [_Gate() for _ in range(number - len(found))]
+
+    def free(self, gate: _Gate) -> None:
+        """Open a gate again, of which nobody knows any more; who calls this holds its lock."""
+        gate.used = False
+        _release(gate.lock)
+        self._gates.append(gate)
+
+    def _serve(self) -> None:
+        use_usual_modes()
+        while True:
+            job, gate = self.jobs.get()
+            if not _acquire(gate.lock, _TRY):  # its caller has gone
+                self.free(gate)
+            else:
+                gate.used = True
+                try:
+                    job.work()
+                except BaseException as error:  # noqa: BLE001 (the caller raises it)
+                    job.fail(error)
+                finally:
+                    _release(gate.lock)
+            del job, gate  # they hold arrays
+
+
+_pool = _Pool()
 
 
 def _forget_pool() -> None:
     # A forked child has none of its parent's threads, and perhaps a lock that one of them held.
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    global _pool
+    _pool = _Pool()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def _shared_pool(workers: int) -> ThreadPoolExecutor:
-    global _pool
-    with _lock:
-        if _pool is None or _pool._max_workers < workers:
-            _pool = ThreadPoolExecutor(workers, thread_name_prefix="cupyflash")
-        return _pool
-
-
 _SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take; Ctrl-C takes effect between chunks
 
 
 class _Job:
-    """One call's items: threads take them in chunks until none is left, or one chunk has failed.
-
-    A kernel has only addresses, so the job holds the arrays that they belong to. A helper holds the
-    job: even if its caller leaves, the memory that it writes to exists.
-    """
+    """One call's items: threads take them in chunks until none is left."""
 
     def __init__(
         self, run: Callable[[int, int], None], items: int, most: int, arrays: object
     ) -> None:
-        self._run: Callable[[int, int], None] | None = run
-        self._arrays: object = arrays
-        self._items, self._most = items, most
+        self.run: Callable[[int, int], None] | None = run
+        self.arrays: object = arrays
+        self.items = items  # 0 if no thread is to begin another chunk
+        self.error: BaseException | None = None  # of a helper
+        self._most = most
         self._next = 0
         self._taking = threading.Lock()
-        self._changed = threading.Condition()
-        self._helpers = 0  # helpers at work
-        self._closed = False
-        self._error: BaseException | None = None
 
     def _take(self, chunk: int) -> tuple[int, int]:
         with self._taking:
             first = self._next
-            self._next = last = min(first + chunk, self._items)
+            self._next = last = min(first + chunk, self.items)
         return first, last
 
     def work(self) -> None:
-        """Compute chunks; keep an exception for `finish`."""
-        chunk, run = 1, self._run
+        """Compute chunks."""
+        chunk, run = 1, self.run
         assert run is not None
-        try:
-            while self._error is None:
-                first, last = self._take(chunk)
-                if first == last:
-                    return
-                begin = time.perf_counter()
-                run(first, last)
-                seconds = time.perf_counter() - begin
-                if seconds > _LONG:
-                    chunk = max(1, chunk // 2)
-                elif seconds < _SHORT:
-                    chunk = min(2 * chunk, self._most)
-        except BaseException as error:  # noqa: BLE001 (`finish` raises it)
-            self._error = self._error or error
-
-    def help(self) -> None:
-        """Work as a helper, unless the caller has gone: kernels write to memory that it owns."""
-        with self._changed:
-            if self._closed:
-                return
-            self._helpers += 1
-        self.work()
-        with self._changed:
-            self._helpers -= 1
-            self._changed.notify_all()
-
-    def finish(self) -> None:
-        """Wait until nobody works any more, then raise what a chunk raised."""
         while True:
-            try:
-                with self._changed:
-                    self._closed = True
-                    self._changed.wait_for(lambda: not self._helpers)
-                    self._run = self._arrays = None  # a late helper may hold the job for a while
-                break
-            except KeyboardInterrupt as again:  # a second Ctrl-C, while memory is being written
-                self._error = self._error or again
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            error = None  # it holds this frame
+            first, last = self._take(chunk)
+            if first >= last:
+                return
+            begin = time.perf_counter()
+            run(first, last)
+            seconds = time.perf_counter() - begin
+            if seconds > _LONG:
+                chunk = max(1, chunk // 2)
+            elif seconds < _SHORT:
+                chunk = min(2 * chunk, self._most)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first exception of a helper, and let the others stop."""
+        self.items = 0
+        self.error = self.error or error
 
 
 def parallel(run: Callable[[int, int], None], items: int, arrays: object = None) -> None:
     """Call ``run(first, last)`` over all of ``range(items)``, in chunks, on several threads.
 
     The caller works, too, so that callers that share the pool never wait for each other's turn. If
-    a chunk raises an exception, it is raised here once all threads have stopped; chunks that have
-    not begun are left out. Chunks are short, so that Ctrl-C soon takes effect.
+    a chunk raises an exception, or a signal's handler does, it is raised here once all threads have
+    stopped; chunks that have not begun are left out. Chunks are short, so that Ctrl-C soon takes
+    effect. After that, no thread writes to any array.
 
     Parameters
     ----------
     run : callable
-        Computes the items from `first` up to, but not including, `last`.
+        Computes the items from `first` up to, but not including, `last`. Threads call it in the
+        usual floating-point modes; the caller calls it in its own (see `float_modes`).
     items : int
         How many there are.
     arrays : object
@@ -149,15 +179,28 @@ def parallel(run: Callable[[int, int], None], items: int, arrays: object = None)
     job = _Job(run, items, max(1, items // (workers * 16)), arrays)
     if workers == 1:
         job.work()
-        job.finish()
         return
+    pool = _pool
+    if pool.size < workers - 1:
+        pool.grow(workers - 1)
+    gates = pool.gates(workers - 1)
+    # All of it happens in C, and Python looks for signals before and after it. It begins right
+    # after what raised an exception: nothing may be called before.
+    closing = map(_acquire, [gate.lock for gate in gates], itertools.repeat(_WAIT))
     try:
-        # If no thread can be started (there is a limit, or the interpreter is ending), fewer
-        # threads do the work.
-        with contextlib.suppress(RuntimeError):
-            pool = _shared_pool(workers - 1)
-            for _ in range(workers - 1):
-                pool.submit(job.help)
+        for gate in gates:
+            pool.jobs.put((job, gate))
         job.work()
     finally:
-        job.finish()
+        job.items = 0
+        all(closing)
+        error = job.error
+        job.run = job.arrays = job.error = None  # a late helper may hold the job for a while
+        for gate in gates:
+            if gate.used:
+                pool.free(gate)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            error = None  # it holds this frame

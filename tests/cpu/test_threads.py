@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from halves import mostly_thorough
 from placement import same_bits
 
-from cupyflash import attention, attention_varlen_vjp, attention_vjp, masks, scores
+from cupyflash import attention_varlen_vjp, attention_vjp, masks, scores
 from cupyflash.reference.cpu import threads
 
 PATIENCE = 120  # seconds, after which something that should have ended has not
@@ -76,6 +77,26 @@ def test_the_caller_and_its_helpers_work_at_once(set_threads):
     assert threading.get_ident() in workers
 
 
+def occupy_the_pool(task: Callable[[], object]) -> Callable[[], None]:
+    """Let every thread of the pool be busy with a task; return what waits for their ends."""
+    pool = threads._pool
+    pool.grow(1)
+    jobs = [threads._Job(lambda first, last: task(), 1, 1, None) for _ in range(pool.size)]
+    gates = [threads._Gate() for _ in jobs]
+    for each in zip(jobs, gates, strict=True):
+        pool.jobs.put(each)
+
+    def wait() -> None:
+        for job, gate in zip(jobs, gates, strict=True):
+            deadline = time.monotonic() + PATIENCE
+            while not (gate.used and threads._acquire(gate.lock, threads._TRY)):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert job.error is None
+
+    return wait
+
+
 def test_a_busy_pool_keeps_nobody_waiting(set_threads):
     set_threads(2)
     release, busy = threading.Event(), threading.Event()
@@ -84,8 +105,7 @@ def test_a_busy_pool_keeps_nobody_waiting(set_threads):
         busy.set()
         assert release.wait(PATIENCE)
 
-    pool = threads._shared_pool(1)
-    occupied = [pool.submit(occupy) for _ in range(pool._max_workers)]
+    occupied = occupy_the_pool(occupy)
     assert busy.wait(PATIENCE)
     try:
         done: list[int] = []
@@ -95,16 +115,14 @@ def test_a_busy_pool_keeps_nobody_waiting(set_threads):
         assert sorted(done) == list(range(40))  # all by the caller
     finally:
         release.set()
-        for future in occupied:
-            future.result(PATIENCE)
+        occupied()
 
 
 def test_a_late_helper_finds_nothing_to_do(set_threads):
     """A kernel that ran after its caller has returned would write to memory that is not its own."""
     set_threads(2)
     release = threading.Event()
-    pool = threads._shared_pool(1)
-    occupied = [pool.submit(release.wait, PATIENCE) for _ in range(pool._max_workers)]
+    occupied = occupy_the_pool(lambda: release.wait(PATIENCE))
     calls: list[str] = []
 
     def run(first: int, last: int) -> None:
@@ -114,9 +132,8 @@ def test_a_late_helper_finds_nothing_to_do(set_threads):
     with pytest.raises(ValueError, match="the first chunk fails"):
         threads.parallel(run, 64)
     release.set()
-    for future in occupied:
-        assert future.result(PATIENCE)
-    pool.submit(int).result(PATIENCE)  # the helper was in the queue before this
+    occupied()
+    occupy_the_pool(int)()  # the helper was in the queue before this
     assert calls == [threading.current_thread().name]
 
 
@@ -139,23 +156,23 @@ def test_calls_within_calls(set_threads):
 def test_without_new_threads_the_caller_does_the_work(set_threads, monkeypatch):
     set_threads(4)
 
-    class NoThreads(ThreadPoolExecutor):
-        def submit(self, *_: Any, **__: Any) -> Any:
-            raise RuntimeError("can't start new thread")
+    def start(self: object) -> None:
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threads, "_pool", NoThreads(4))
+    monkeypatch.setattr(threads, "_pool", threads._Pool())
+    monkeypatch.setattr(threading.Thread, "start", start)
     done: list[int] = []
     threads.parallel(lambda first, last: done.extend(range(first, last)), 50)
     assert done == list(range(50))
 
 
 def test_the_pool_grows(set_threads, monkeypatch):
-    monkeypatch.setattr(threads, "_pool", None)
+    monkeypatch.setattr(threads, "_pool", threads._Pool())
     for number in (2, 5, 3):
         set_threads(number)
         together = threading.Barrier(number, timeout=PATIENCE)
         threads.parallel(lambda first, last, wait=together.wait: wait(), number)
-    assert threads._pool._max_workers == 4
+    assert threads._pool.size == 4
 
 
 # Exceptions
@@ -203,37 +220,6 @@ def test_an_exception_of_a_helper_comes_out(set_threads):
     done: list[int] = []
     threads.parallel(lambda first, last: done.append(first), 4)  # the pool still works
     assert sorted(done) == [0, 1, 2, 3]
-
-
-# CUPYFLASH_NUM_THREADS
-
-
-@pytest.mark.parametrize("text", ["3", " 3 ", "03"])
-def test_the_number_of_threads(set_threads, text):
-    set_threads(text)
-    assert threads.num_threads() == 3
-
-
-@pytest.mark.parametrize("text", ["", "  "])
-def test_by_default_one_per_cpu(set_threads, monkeypatch, text):
-    set_threads(text)
-    expected = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert threads.num_threads() == expected
-    monkeypatch.delenv("CUPYFLASH_NUM_THREADS")
-    assert threads.num_threads() == expected
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "1e1", "²", "0x2"])
-def test_a_wrong_number_of_threads(set_threads, text):
-    set_threads(text)
-    x = np.ones((1, 3, 4), np.float32)
-    out = np.full_like(x, 5)
-    with pytest.raises(ValueError, match="CUPYFLASH_NUM_THREADS is ") as caught:
-        attention(x, x, x, out=out)
-    assert repr(text) in str(caught.value)
-    assert "1 or more" in str(caught.value)
-    assert "unset" in str(caught.value)
-    assert (out == 5).all()
 
 
 # The same bits
@@ -345,11 +331,11 @@ def work(_=None):
 def test_fork_after_use(tmp_path):
     program = WORK + textwrap.dedent("""
         expected = work()
-        assert threads._pool is not None
+        assert threads._pool.size
         child = os.fork()
         if not child:
             # Its own threads do the work: the parent's are not here.
-            fresh = threads._pool is None
+            fresh = not threads._pool.size
             grandchild = os.fork() if work() == expected else -1
             if not grandchild:
                 os._exit(0 if work() == expected and fresh else 3)
@@ -436,30 +422,14 @@ def test_multiprocessing(tmp_path, method):
     assert output_of(program, tmp_path, **environment) == "True"
 
 
-@pytest.mark.thorough("a call while the interpreter ends is quick")
-def test_daemon_threads_while_the_interpreter_ends(tmp_path):
-    program = WORK + textwrap.dedent("""
-        def for_ever():
-            while True:
-                work()
-
-        work()
-        for _ in range(4):
-            threading.Thread(target=for_ever, daemon=True).start()
-        threading.Event().wait(0.3)
-        print("end")
-    """)
-    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="3") == "end"
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_threads_follow_the_affinity(tmp_path):
     program = WORK + textwrap.dedent("""
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         work()
-        print(threads.num_threads(), threads._pool)
+        print(threads.num_threads(), threads._pool.size)
     """)
-    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="") == "1 None"
+    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="") == "1 0"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits addresses")
@@ -476,12 +446,3 @@ def test_too_little_memory_is_an_error_that_says_so(tmp_path):
             print("Unable to allocate" in str(error), work() == expected)
     """)
     assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "True True"
-
-
-def test_a_call_while_the_interpreter_ends(tmp_path):
-    program = WORK + textwrap.dedent("""
-        import atexit
-        expected = work()
-        atexit.register(lambda: print(work() == expected))
-    """)
-    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "True"

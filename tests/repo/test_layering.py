@@ -103,10 +103,13 @@ INSIDE = {
     ],
 }
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
-# them: who calls them, who writes the programs they run, who checks them, who reports on them.
+# them: who calls them, who writes the programs they run, who checks them, who reports on them, and
+# who adds and copies arrays in host memory.
 USERS_OF_REFERENCE = [
+    "cupyflash.arrays.transfers",
     "cupyflash.backends.cpu",
     "cupyflash.expr.lower",
+    "cupyflash.pieces.place",
     "cupyflash.testing",
     "cupyflash.commands",
 ]
