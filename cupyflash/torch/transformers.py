@@ -67,7 +67,8 @@ def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
     Returns
     -------
     torch.Tensor or None
-        A bool tensor, shape (B, 1, Lq, Lk), True meaning attend. It is None where a causal mask
+        A bool tensor, shape (B, 1, Lq, Lk), True meaning attend; for models that add columns of
+        floats to it, a tensor of floats, which is added to the scores. It is None where a causal mask
         with as many queries as keys, or a mask without hidden keys, needs none. Where a cache has
         room for later keys, Lk leaves that room out.
 
@@ -76,9 +77,17 @@ def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
     ArgumentError
         The model computes attention by its own code, which would add this mask to its scores.
     """
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     _refuse_attention_of_its_own(type(config))
+    if getattr(config, "model_type", None) in _ADD_TO_MASKS:
+        floats: torch.Tensor = eager_mask(**options)
+        return floats
+    # Without a mask, the layers decide whether they are causal, and here they differ from the mask.
+    if not getattr(config, "is_causal", True):
+        options["allow_is_bidirectional_skip"] = False
+    if getattr(config, "use_bidirectional_attention", False):
+        options["allow_is_causal_skip"] = False
     mask: torch.Tensor | None = sdpa_mask(**options)
     if mask is None and options.get("allow_is_causal_skip", True):
         queries = options["q_length"]
@@ -88,6 +97,9 @@ def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
             needed = {"batch_size": 1, "kv_length": queries, "attention_mask": None}
             mask = sdpa_mask(**options | needed | {"allow_is_causal_skip": False})
     return mask
+
+
+_ADD_TO_MASKS = ("deepseek_v4",)
 
 
 @functools.cache
@@ -105,9 +117,9 @@ def _refuse_attention_of_its_own(config: type) -> None:
     if not any(map(_asks_the_interface, models)):
         raise ArgumentError(
             f"attn_implementation: got this one for a model with a {config.__name__}; expected "
-            '"eager", because attention of this model is its own code, which asks no '
-            "implementation and would add a bool mask to its scores. Load the model with "
-            'attn_implementation="eager".'
+            '"eager", because transformers says of no class of this model that its attention can be '
+            "another one. Its own code may ignore this one, and add a bool mask to its scores. "
+            f"{_EAGER}"
         )
 
 
@@ -119,17 +131,23 @@ def _subclasses(kind: type) -> list[Any]:
 
 
 def _asks_the_interface(model: Any) -> bool:
-    """Return whether a class of models says so, and a module that defines it has the interface."""
-    if not (model._supports_attention_backend or model._supports_sdpa):
-        return False
+    """Return whether a class of models says so, and its code has the interface or layers with it.
+
+    Falcon says that it supports sdpa, and calls sdpa by its own code.
+    """
     if model._supports_attention_backend:
         return True
-    modules = [sys.modules.get(each.__module__) for each in model.__mro__]
-    return any(
-        hasattr(module, "ALL_ATTENTION_FUNCTIONS")
-        for module in modules
-        if module is not None and module.__name__ != "transformers.modeling_utils"
+    modules = {each.__module__ for each in model.__mro__}
+    for module in [sys.modules[name] for name in modules if name in sys.modules]:
+        parts = [x.__module__ for x in vars(module).values() if isinstance(x, type)]
+        modules |= {name for name in parts if name.startswith(_CODE)}
+    return model._supports_sdpa and any(
+        hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS")
+        for name in modules - {"transformers.modeling_utils"}
     )
+
+
+_CODE = "transformers.models.", "transformers_modules."  # where models are, and users' models
 
 
 def attention_forward(
