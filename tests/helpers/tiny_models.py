@@ -49,17 +49,29 @@ _DEPTHS = "num_hidden_layers", "n_layer", "num_layers", "encoder_layers"
 _FULL = {"layer_types": ["full_attention"] * 2}
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 0, "n_output_layers": 1},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 4},
+    "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gemma4_text": {"num_kv_shared_layers": 1, **_FULL},
     "granitemoehybrid": {
         "mamba_n_heads": 8,
         "mamba_d_head": 8,
         "layer_types": ["mamba", "attention"],
     },
+    "glm5_next": {"num_key_value_heads": 4, "index_topk": 16},
+    "glm5_next_text": {"num_key_value_heads": 4, "index_topk": 16},
+    "granite_speech_encoder": {"context_size": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "neomme": {"head_dim": 16},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 8},
     "recurrent_gemma": {"block_types": ["attention", "recurrent"]},
     "xlnet": {"d_head": 8},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8},
 }
 
 
@@ -119,7 +131,7 @@ def _numbers(kind: type) -> dict[str, Any]:
         made["num_key_value_heads"] = 2
     if "kv_lora_rank" in named and "num_key_value_heads" in named:
         made["num_key_value_heads"] = 4  # latents are expanded to every head
-    _sections(named, made)
+    _sections(base.model_type, named, made)
     return made | _MORE.get(base.model_type, {})
 
 
@@ -138,10 +150,15 @@ def _two(layers: Any) -> list[Any]:
     return kinds[:2] if len(kinds) > 1 else list(layers)[:2]
 
 
-def _sections(named: dict[str, Any], made: dict[str, Any]) -> None:
+_ROTATED_BY_AXES = re.compile(r"qwen2(_5)?_(vl|omni)|glm4v|glm46v|glm_ocr|glm_image|paddleocr_vl")
+
+
+def _sections(model_type: str, named: dict[str, Any], made: dict[str, Any]) -> None:
     """Divide the pairs of rotary columns among the axes of a picture as before."""
     rope = named.get("rope_parameters")
-    if not isinstance(rope, dict) or "mrope_section" not in rope:
+    if not isinstance(rope, dict):
+        return
+    if "mrope_section" not in rope and not _ROTATED_BY_AXES.match(model_type):
         return
     width = made.get("head_dim", named.get("head_dim") or 8)
     pairs = int(width * rope.get("partial_rotary_factor", 1)) // 2
@@ -164,17 +181,23 @@ def make(model_type: str, choice: Choice) -> Any:
         numbers["is_decoder"] = True
     build = getattr(transformers, choice.name)
     with torch.device("meta"):
-        count = sum(x.numel() for x in build(kind(**numbers)).parameters())
+        count = sum(x.numel() for x in build(_config(kind(**numbers), build)).parameters())
     if count > MOST_PARAMETERS:
         raise MemoryError(f"{count:,} parameters")
     torch.manual_seed(0)
-    config = kind(**numbers)
+    config = _config(kind(**numbers), build)
     config._attn_implementation = "eager"
     model = build(config).eval().float()
     with torch.no_grad():
         for x in model.parameters():
             x.add_(0.1 * torch.randn_like(x))
     return model
+
+
+def _config(config: Any, build: Any) -> Any:
+    """Return the configuration, or its part for text if the class of models takes only that."""
+    text = config.get_text_config()
+    return text if isinstance(text, build.config_class or ()) else config
 
 
 def _number(config: Any, *names: str) -> Any:
