@@ -68,9 +68,9 @@ def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
     -------
     torch.Tensor or None
         A bool tensor, shape (B, 1, Lq, Lk), True meaning attend; for models that add columns of
-        floats to it, a tensor of floats, which is added to the scores. It is None where a causal mask
-        with as many queries as keys, or a mask without hidden keys, needs none. Where a cache has
-        room for later keys, Lk leaves that room out.
+        floats to it, a tensor of floats, which is added to the scores. It is None where a causal
+        mask with as many queries as keys, or a mask without hidden keys, needs none. Where a cache
+        has room for later keys, Lk leaves that room out.
 
     Raises
     ------
@@ -117,8 +117,8 @@ def _refuse_attention_of_its_own(config: type) -> None:
     if not any(map(_asks_the_interface, models)):
         raise ArgumentError(
             f"attn_implementation: got this one for a model with a {config.__name__}; expected "
-            '"eager", because transformers says of no class of this model that its attention can be '
-            "another one. Its own code may ignore this one, and add a bool mask to its scores. "
+            '"eager", because transformers says of no class of this model that its attention can '
+            "be another one. Its own code may ignore this one, and add a bool mask to its scores. "
             f"{_EAGER}"
         )
 
@@ -282,6 +282,9 @@ def _chosen(indices: torch.Tensor, mask: Any, queries: int, keys: int) -> torch.
 _HARMLESS = frozenset({
     "cache_position",
     "deterministic",
+    "input_ids",
+    "inputs_embeds",
+    "labels",
     "logits_to_keep",
     "max_length_k",
     "max_length_q",
