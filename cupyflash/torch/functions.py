@@ -224,6 +224,7 @@ def run(
 
 def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
     """Return a seed that is a tensor, after checks of its shape, dtype and device."""
+    tensors.refuse_unlike("seed", seed)
     if seed.ndim or seed.dtype not in (torch.int64, torch.uint64):
         raise ArgumentTypeError(
             f"seed: got a tensor of shape {tuple(seed.shape)}, {seed.dtype}; expected an integer, "
