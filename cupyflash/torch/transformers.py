@@ -79,7 +79,8 @@ def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    _refuse_attention_of_its_own(type(config))
+    kind: Any = type(config)
+    _refuse_attention_of_its_own(kind)
     if getattr(config, "model_type", None) in _ADD_TO_MASKS:
         floats: torch.Tensor = eager_mask(**options)
         return floats
@@ -94,8 +95,8 @@ def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
         if 1 < queries < options["kv_length"]:
             # A static cache that was empty. If some queries were left out later, nothing would tell
             # whether the others are the first ones or the last ones, so a mask is needed.
-            needed = {"batch_size": 1, "kv_length": queries, "attention_mask": None}
-            mask = sdpa_mask(**options | needed | {"allow_is_causal_skip": False})
+            needed = {"kv_length": queries, "attention_mask": None, "allow_is_causal_skip": False}
+            mask = sdpa_mask(**options | needed)
     return mask
 
 
@@ -103,7 +104,7 @@ _ADD_TO_MASKS = ("deepseek_v4",)
 
 
 @functools.cache
-def _refuse_attention_of_its_own(config: type) -> None:
+def _refuse_attention_of_its_own(config: Any) -> None:
     """Refuse models whose attention does not ask transformers' interface which one to use."""
     from transformers import PreTrainedModel
 
@@ -119,15 +120,14 @@ def _refuse_attention_of_its_own(config: type) -> None:
             f"attn_implementation: got this one for a model with a {config.__name__}; expected "
             '"eager", because transformers says of no class of this model that its attention can '
             "be another one. Its own code may ignore this one, and add a bool mask to its scores. "
-            f"{_EAGER}"
+            f"{_EAGER} A class of your own whose layers call transformers' AttentionInterface says "
+            "so by _supports_attention_backend = True."
         )
 
 
-def _subclasses(kind: type) -> list[Any]:
-    found = list(kind.__subclasses__())
-    for each in kind.__subclasses__():
-        found += _subclasses(each)
-    return found
+def _subclasses(kind: Any) -> list[Any]:
+    found: list[Any] = list(kind.__subclasses__())
+    return [*found, *(model for each in found for model in _subclasses(each))]
 
 
 def _asks_the_interface(model: Any) -> bool:

@@ -128,7 +128,7 @@ def test_no_mask_means_the_last_queries():
 def test_an_empty_static_cache_needs_a_mask_of_the_keys_that_it_holds():
     sizes = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 0, "kv_offset": 0}
     mask = adapter.attention_mask(**sizes, dtype=torch.float32)
-    assert torch.equal(mask, torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())
+    assert torch.equal(mask, torch.ones(2, 1, 4, 4, dtype=torch.bool).tril())
     assert adapter.attention_mask(**{**sizes, "kv_length": 4}, dtype=torch.float32) is None
     x = torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0))
     bias = torch.randn(1, 4, 4, 9, generator=torch.Generator().manual_seed(1))
