@@ -17,7 +17,7 @@ from . import tensors
 from .compute import Settings
 from .functions import drawn_seed, run
 
-__all__ = ["attention_forward", "register"]
+__all__ = ["attention_forward", "attention_mask", "register"]
 
 
 def register(name: str = "cupy_attention") -> None:

@@ -1,17 +1,14 @@
 """What the attention for transformers does in a model: the same as eager attention, or an error.
 
-`python tests/helpers/model_outcomes.py` writes `tests/data/model_outcomes.csv`, which says it for
-every type of models, with the reason where a model cannot be made or called.
+`tests/data/model_outcomes.csv` says it for every type of models, with the reason where a model
+cannot be made or called. `tests/tools/model_table.py` writes it.
 """
 
 from __future__ import annotations
 
 import csv
 import inspect
-import logging
 import math
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,25 +216,3 @@ def listed() -> dict[str, Outcome]:
     """Return the table."""
     with TABLE.open(newline="") as file:
         return {kind: Outcome(*rest) for kind, *rest in csv.reader(file)}
-
-
-def main() -> None:
-    """Write the table, and report what is wrong."""
-    warnings.simplefilter("ignore")
-    logging.disable()
-    found = {}
-    for model_type, choice in tiny_models.choices().items():
-        if len(sys.argv) > 1 and model_type not in sys.argv[1:]:
-            continue
-        found[model_type] = made = outcome(model_type, choice)
-        if made.word == "wrong" or len(sys.argv) > 1:
-            print(model_type, *made, flush=True)
-    if len(sys.argv) == 1:
-        with TABLE.open("w", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(("transformers", "", transformers.__version__, ""))
-            rows.writerows((kind, *made) for kind, made in sorted(found.items()))
-
-
-if __name__ == "__main__":
-    main()
