@@ -42,7 +42,8 @@ def test_models_are_as_with_eager_attention_or_refused(model_type):
     made = model_outcomes.outcome(model_type, CHOICES[model_type])
     assert made.word in model_outcomes.WORDS, made.note
     if transformers.__version__ == VERSION and not LISTED[model_type].word.startswith("not"):
-        assert made[:2] == LISTED[model_type][:2], made  # others may need what is installed elsewhere
+        # The others may need packages that are installed elsewhere.
+        assert made[:2] == LISTED[model_type][:2], made
 
 
 def test_the_table_lists_every_type_and_its_reason():
