@@ -32,6 +32,7 @@ QUICK = {
     "gpt_oss": "sinks",
     "inkling2_text": "a sink for each query",
     "llama": "grouped queries",
+    "minimax_m3_vl_text": "chosen blocks",
     "paligemma": "layers that are not causal with causal masks",
     "t5": "position biases",
 }

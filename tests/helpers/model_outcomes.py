@@ -86,9 +86,10 @@ def _call(model: Any, given: dict[str, Any], seen: torch.Tensor | None = None) -
     outputs, total = [], torch.zeros((), dtype=torch.float64)
     for path, x in _flat(dict(model(**given))):
         if seen is not None:
-            if x.shape[:2] != seen.shape:
+            if x.shape[:2] == seen.shape:
+                x = x[seen]
+            elif "decoder_input_ids" not in given:
                 continue
-            x = x[seen]
         outputs.append((path, x.detach()))
         if x.requires_grad:
             weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(7))
@@ -148,9 +149,8 @@ def _calls(model: Any, choice: tiny_models.Choice) -> dict[str, Callable[[], Num
         for side, columns in {"left": slice(0, 4), "right": slice(-4, None)}.items():
             mask = torch.ones_like(ids)
             mask[0, columns] = 0
-            seen = None if "decoder_input_ids" in given else mask.bool()
-            calls[f"padded on the {side}"] = lambda mask=mask, seen=seen: _call(
-                model, {**given, "attention_mask": mask}, seen
+            calls[f"padded on the {side}"] = lambda mask=mask: _call(
+                model, {**given, "attention_mask": mask}, mask.bool()
             )
     if "logits_to_keep" in takes:
         calls["logits_to_keep"] = lambda: _call(model, {**given, "logits_to_keep": 3})

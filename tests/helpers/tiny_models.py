@@ -15,6 +15,7 @@ MOST_PARAMETERS = 3_000_000
 # Numbers of a configuration by their names: the first expression that is found tells the most.
 _MOST = (
     (r"^n_group$|^topk_group$|num_expert_group", 1),
+    (r"^sliding_window$|^sliding_window_size$|^attention_chunk_size$", 5),
     (r"(^|_)vocab_size", VOCABULARY),
     (r"num_key_value_heads|num_kv_heads|multi_query_group_num|n_head_kv|num_kv$", 2),
     (r"heads?$|^n_head|num_heads|_attention_heads|attn_heads", 4),
@@ -66,6 +67,11 @@ _MORE: dict[str, dict[str, Any]] = {
     "granite_speech_encoder": {"context_size": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 1,
+    },
     "neomme": {"head_dim": 16},
     "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 8},
     "recurrent_gemma": {"block_types": ["attention", "recurrent"]},
@@ -131,6 +137,9 @@ def _numbers(kind: type) -> dict[str, Any]:
         made["num_key_value_heads"] = 2
     if "kv_lora_rank" in named and "num_key_value_heads" in named:
         made["num_key_value_heads"] = 4  # latents are expanded to every head
+    kinds = named.get("layer_types")
+    if isinstance(kinds, list) and len(set(kinds)) > 1:
+        made["layer_types"] = _two(kinds)
     _sections(base.model_type, named, made)
     return made | _MORE.get(base.model_type, {})
 
