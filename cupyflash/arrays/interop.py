@@ -50,6 +50,11 @@ def array(value: Any, name: str) -> Array:
             f"{name}: got {came}; expected a NumPy array, or an array that exports DLPack. "
             f"{_conversion(value)}"
         )
+    if hasattr(value, "__torch_function__") and _full_name(value) not in _PLAIN_TENSORS:
+        raise ArgumentTypeError(
+            f"{name}: got {type(value).__name__}, a subclass of tensors; expected a plain "
+            "torch.Tensor. If its memory holds its values, pass its .as_subclass(torch.Tensor)."
+        )
     if getattr(value, "requires_grad", False) is True:
         raise ArgumentTypeError(
             f"{name}: got a tensor that requires a gradient, but none flows through here; pass "
@@ -128,6 +133,11 @@ def _conversion(value: Any) -> str:
 
 
 _DLPACK_DEVICE = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_PLAIN_TENSORS = "torch.Tensor", "torch.nn.parameter.Parameter"
+
+
+def _full_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def of_device(**named: Any) -> list[Any]:

@@ -14,8 +14,6 @@ from ..scores import Score
 from . import autograd, operators, recipes, tensors
 from .compute import Operands, Settings
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 
 @explained
 def attention(
@@ -211,7 +209,7 @@ def run(
     q, k, v = tensors.to_autocast(q, k, v)
     tensors.same_dtype(q, k, v)
     operands = Operands(q, k, v, bias, sink, mask, seed, offsets_q, offsets_k)
-    if torch.compiler.is_compiling() or q.is_meta or type(q) not in _PLAIN:
+    if torch.compiler.is_compiling() or q.is_meta or tensors.has_traced(named):
         out, lse = operators.attention(settings, operands)
     else:
         if type(settings.mask) is tuple or type(settings.score_mod) is list:
@@ -226,6 +224,7 @@ def run(
 
 def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
     """Return a seed that is a tensor, after checks of its shape, dtype and device."""
+    tensors.refuse_unlike("seed", seed)
     if seed.ndim or seed.dtype not in (torch.int64, torch.uint64):
         raise ArgumentTypeError(
             f"seed: got a tensor of shape {tuple(seed.shape)}, {seed.dtype}; expected an integer, "

@@ -40,7 +40,9 @@ def scaled_dot_product_attention(
         Values.
     attn_mask : torch.Tensor, optional
         It broadcasts to (..., Hq, L, S). If it is bool, True means attend. If it is of floats, it
-        is added to the scores, and has a gradient if it requires one.
+        is added to the scores, and has a gradient if it requires one. It may also be what
+        ``causal_upper_left(L, S)`` or ``causal_lower_right(L, S)`` of torch.nn.attention.bias
+        return, which hide later keys. No other subclass of tensors is taken.
     dropout_p : float
         Probability in [0, 1) of dropping a pair.
     is_causal : bool
@@ -69,6 +71,8 @@ def scaled_dot_product_attention(
                 "attn_mask & torch.ones(L, S, dtype=torch.bool).tril()."
             )
         mask = ("causal", 0)
+    if type(attn_mask).__name__ == "CausalBias":
+        mask, attn_mask = _band(attn_mask, query, key), None
     if attn_mask is not None:
         if isinstance(attn_mask, torch.Tensor) and attn_mask.dtype is not torch.bool:
             bias = attn_mask
@@ -94,3 +98,17 @@ def scaled_dot_product_attention(
     )
     result: torch.Tensor = functions.run(settings, query, key, value, bias, None, None, None, False)
     return result
+
+
+def _band(bias: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+    """Return the mask that PyTorch's CausalBias means. Its memory holds no values."""
+    from torch.nn.attention.bias import CausalVariant
+
+    meant = bias.seq_len_q, bias.seq_len_kv
+    lengths = query.shape[-2], key.shape[-2]
+    if meant != lengths:
+        raise ArgumentError(
+            f"attn_mask: got a CausalBias of {meant} with queries and keys of lengths {lengths}; "
+            f"expected equal lengths. Make it with causal_{bias.variant.name.lower()}{lengths}."
+        )
+    return ("causal", 0 if bias.variant is CausalVariant.UPPER_LEFT else None)

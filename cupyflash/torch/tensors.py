@@ -16,6 +16,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..install import ML_DTYPES
 
 _FLOATS = tuple(getattr(torch, name) for name in FLOATS)
+_PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 @functools.cache
@@ -37,18 +38,16 @@ def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()
     Raises
     ------
     ArgumentTypeError
-        If something is not a tensor with strides, or is on another device than the first.
+        If something is not a tensor with strides, is of a subclass whose memory may not hold its
+        values, or is on another device than the first.
     """
     first = ""
     home = None
     for name, x in named.items():
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor):
-            raise ArgumentTypeError(
-                f"{name}: got {type(x).__name__}; expected a tensor. Convert it with "
-                "torch.as_tensor."
-            )
+        if type(x) is not torch.Tensor:
+            refuse_unlike(name, x)
         if x.layout is not torch.strided or x.is_nested:
             raise ArgumentTypeError(f"{name}: {_layout(x)}")
         if name in floats and x.dtype not in _FLOATS:
@@ -71,6 +70,52 @@ def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()
     return home
 
 
+def has_traced(named: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether PyTorch traces operators with one of a call's tensors, which were checked."""
+    return any(type(x) not in _PLAIN for x in named.values())
+
+
+@functools.cache
+def _traced() -> tuple[type, ...]:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FakeTensor, FunctionalTensor
+
+
+def refuse_unlike(name: str, x: Any) -> None:
+    """Refuse what is not a tensor, and a subclass of tensors whose memory may not be its values."""
+    kind = type(x)
+    if kind in _PLAIN:
+        return
+    got = f"{name}: got {kind.__name__}"
+    if not isinstance(x, torch.Tensor):
+        remedy = _OF_OTHERS.get(kind.__name__, "Convert it with torch.as_tensor.")
+        raise ArgumentTypeError(f"{got}; expected a tensor. {remedy}")
+    if x.is_nested:
+        raise ArgumentTypeError(f"{name}: {_layout(x)}")
+    if not isinstance(x, _traced()):
+        remedy = _OF_SUBCLASSES.get(
+            kind.__name__, "If its memory holds its values, pass its .as_subclass(torch.Tensor)."
+        )
+        raise ArgumentTypeError(f"{got}, a subclass; expected a plain torch.Tensor. {remedy}")
+
+
+_OF_OTHERS = {
+    "BlockMask": "Make one with torch.nn.attention.flex_attention.create_mask(x.mask_mod, None, "
+    "None, *x.seq_lengths, device=q.device).",
+}
+_OF_SUBCLASSES = {
+    "CausalBias": "Pass it as attn_mask to cupyflash.torch.scaled_dot_product_attention, or pass "
+    "mask=masks.causal(), which is causal_lower_right, or mask=masks.causal(0), which is "
+    "causal_upper_left.",
+    "MaskedTensor": "Pass its .get_data(), and say by a mask what to attend to (True = attend).",
+    "DTensor": "Pass its .to_local(), or its .full_tensor().",
+    "AsyncCollectiveTensor": "Pass its .wait().",
+    "UninitializedParameter": "Materialise it first.",
+}
+
+
 def _layout(x: torch.Tensor) -> str:
     if x.is_nested:
         return (
@@ -82,8 +127,14 @@ def _layout(x: torch.Tensor) -> str:
 
 def array_of(x: Any) -> Any:
     """Return a tensor as an array in the same memory, and anything else unchanged."""
-    if not isinstance(x, torch.Tensor):
-        return x
+    if type(x) is not torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if type(x) not in _PLAIN:
+            refuse_unlike("x", x)  # with a better name where arguments are checked
+            raise ArgumentTypeError(
+                f"got {type(x).__name__}, which has no elements; expected a tensor with elements."
+            )
     if x.is_cuda:
         dtype = _numpy_dtype(x.dtype)
         strides = tuple([step * dtype.itemsize for step in x.stride()])

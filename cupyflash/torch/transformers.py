@@ -6,15 +6,18 @@ the same masks as for "sdpa": boolean tensors, or none for a causal mask without
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
+from . import tensors
 from .compute import Settings
 from .functions import drawn_seed, run
 
-__all__ = ["attention_forward", "register"]
+__all__ = ["attention_forward", "attention_mask", "register"]
 
 
 def register(name: str = "cupy_attention") -> None:
@@ -46,10 +49,105 @@ def register(name: str = "cupy_attention") -> None:
             "kernel of flash_attn."
         )
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
+    """Make the mask of a layer, as transformers calls it.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig, optional
+        The configuration of the model.
+    **options : object
+        As ``transformers.masking_utils.sdpa_mask`` takes them.
+
+    Returns
+    -------
+    torch.Tensor or None
+        A bool tensor, shape (B, 1, Lq, Lk), True meaning attend; for models that add columns of
+        floats to it, a tensor of floats, which is added to the scores. It is None where a causal
+        mask with as many queries as keys, or a mask without hidden keys, needs none. Where a cache
+        has room for later keys, Lk leaves that room out.
+
+    Raises
+    ------
+    ArgumentError
+        The model computes attention by its own code, which would add this mask to its scores.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    kind: Any = type(config)
+    _refuse_attention_of_its_own(kind)
+    if getattr(config, "model_type", None) in _ADD_TO_MASKS:
+        floats: torch.Tensor = eager_mask(**options)
+        return floats
+    # Without a mask, the layers decide whether they are causal, and here they differ from the mask.
+    if not getattr(config, "is_causal", True):
+        options["allow_is_bidirectional_skip"] = False
+    if getattr(config, "use_bidirectional_attention", False):
+        options["allow_is_causal_skip"] = False
+    mask: torch.Tensor | None = sdpa_mask(**options)
+    if mask is None and options.get("allow_is_causal_skip", True):
+        queries = options["q_length"]
+        if 1 < queries < options["kv_length"]:
+            # A static cache that was empty. If some queries were left out later, nothing would tell
+            # whether the others are the first ones or the last ones, so a mask is needed.
+            needed = {"kv_length": queries, "attention_mask": None, "allow_is_causal_skip": False}
+            mask = sdpa_mask(**options | needed)
+    return mask
+
+
+_ADD_TO_MASKS = ("deepseek_v4",)
+
+
+@functools.cache
+def _refuse_attention_of_its_own(config: Any) -> None:
+    """Refuse models whose attention does not ask transformers' interface which one to use."""
+    from transformers import PreTrainedModel
+
+    every = _subclasses(PreTrainedModel)
+    for kind in config.__mro__:
+        models = [model for model in every if model.config_class is kind]
+        if models:
+            break
+    else:
+        return
+    if not any(map(_asks_the_interface, models)):
+        raise ArgumentError(
+            f"attn_implementation: got this one for a model with a {config.__name__}; expected "
+            '"eager", because transformers says of no class of this model that its attention can '
+            "be another one. Its own code may ignore this one, and add a bool mask to its scores. "
+            f"{_EAGER} A class of your own whose layers call transformers' AttentionInterface says "
+            "so by _supports_attention_backend = True."
+        )
+
+
+def _subclasses(kind: Any) -> list[Any]:
+    found: list[Any] = list(kind.__subclasses__())
+    return [*found, *(model for each in found for model in _subclasses(each))]
+
+
+def _asks_the_interface(model: Any) -> bool:
+    """Return whether a class of models says so, and its code has the interface or layers with it.
+
+    Falcon says that it supports sdpa, and calls sdpa by its own code.
+    """
+    if model._supports_attention_backend:
+        return True
+    modules = {each.__module__ for each in model.__mro__}
+    for module in [sys.modules[name] for name in modules if name in sys.modules]:
+        parts = [x.__module__ for x in vars(module).values() if isinstance(x, type)]
+        modules |= {name for name in parts if name.startswith(_CODE)}
+    return model._supports_sdpa and any(
+        hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS")
+        for name in modules - {"transformers.modeling_utils"}
+    )
+
+
+_CODE = "transformers.models.", "transformers_modules."  # where models are, and users' models
 
 
 def attention_forward(
@@ -64,6 +162,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of a layer, as transformers calls it.
@@ -80,21 +179,24 @@ def attention_forward(
         Values.
     attention_mask : torch.Tensor or None
         It broadcasts to (B, Hq, Lq, Lk). If it is bool, True means attend. If it is of floats, it
-        is added to the scores.
+        is added to the scores. Keys beyond its last column are hidden.
     dropout : float
         Probability of dropping a pair. The seed comes from PyTorch's generator of the CPU.
     scaling : float, optional
         Default: 1 / sqrt(D).
     is_causal : bool, optional
-        Whether queries see no later keys if there is no mask.
+        Whether queries see no later keys if there is no mask. They are then the last ones.
     softcap : float, optional
         Bound of the scores, which then lie in (-softcap, softcap).
     s_aux : torch.Tensor, shape (Hq,), optional
         Logits of one extra key of value 0 per head.
     position_bias : torch.Tensor, optional
         It broadcasts to (B, Hq, Lq, Lk), and is added to the scores.
+    indices : torch.Tensor of int, shape (B, Lq, n), optional
+        The keys that each query may see, in addition to what the mask says.
     **options : object
-        Arguments for other implementations, which are ignored.
+        Arguments that change nothing here are ignored, and others are errors unless they are None
+        or False.
 
     Returns
     -------
@@ -106,22 +208,28 @@ def attention_forward(
     Raises
     ------
     ArgumentError
-        ``output_attentions`` is True.
+        ``output_attentions`` is True, or an argument is not known to change nothing.
     """
-    if options.get("output_attentions"):
-        raise ArgumentError(
-            "output_attentions: got True; expected False, because weights are never stored. Load "
-            'the model with attn_implementation="eager" to see them.'
-        )
-    mask: Any = attention_mask
-    bias = position_bias
+    if options:
+        _refuse_unknown(options, attention_mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    queries, keys = query.shape[2], key.shape[2]
+    mask: Any = attention_mask
     if attention_mask is None:
-        # The first query sees only the first key, because an empty static cache has more keys.
-        mask = ("causal", 0) if is_causal and query.shape[2] > 1 else None
-    elif attention_mask.dtype is not torch.bool:
-        mask, bias = None, attention_mask if bias is None else attention_mask + bias
+        mask = _causal(queries, keys) if is_causal and queries > 1 else None
+    else:
+        tensors.check({"attention_mask": attention_mask})
+        held = attention_mask.shape[-1]
+        if 1 < held < keys:
+            key, value = key[:, :, :held], value[:, :, :held]
+            if position_bias is not None:
+                position_bias = position_bias[..., :held]
+    if indices is not None:
+        mask = _chosen(indices, mask, queries, key.shape[2])
+    bias = position_bias
+    if isinstance(mask, torch.Tensor) and mask.dtype is not torch.bool:
+        mask, bias = None, mask if bias is None else mask + bias
     settings = Settings(
         mask=mask,
         score_mod=None if softcap is None else [("softcap", float(softcap))],
@@ -132,3 +240,87 @@ def attention_forward(
     )
     out = run(settings, query, key, value, bias, s_aux, None, None, False)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _causal(queries: int, keys: int) -> Any:
+    """Return the mask of layers without one, whose queries are the last ones if some are missing.
+
+    `attention_mask` leaves out no mask of more keys than queries, so that the model left out
+    queries afterwards, as the layers of Gemma 4 that share keys do.
+    """
+    if queries > keys:
+        raise ArgumentError(
+            f"attention_mask: got None with {queries} queries and {keys} keys, of which each query "
+            "should see no later ones; expected a mask, because nothing tells which keys are "
+            "later. Pass a bool mask of shape (B, 1, Lq, Lk), or is_causal=False."
+        )
+    return ("causal", None)
+
+
+def _chosen(indices: torch.Tensor, mask: Any, queries: int, keys: int) -> torch.Tensor:
+    """Return a mask that also hides the keys that are not chosen."""
+    tensors.check({"indices": indices})
+    if indices.ndim != 3 or indices.shape[1] != queries or indices.is_floating_point():
+        raise ArgumentError(
+            f"indices: got shape {tuple(indices.shape)}, {indices.dtype}; expected integers of "
+            f"shape (B, {queries}, n), the keys of each query. {_EAGER}"
+        )
+    hidden = torch.ones(len(indices), queries, keys, dtype=torch.bool, device=indices.device)
+    hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
+    if mask is None:
+        return ~hidden
+    if isinstance(mask, tuple):
+        return torch.ones_like(hidden).tril(keys - queries) & ~hidden
+    if mask.dtype is torch.bool:
+        return mask & ~hidden
+    chosen: torch.Tensor = mask.masked_fill(hidden, float("-inf"))
+    return chosen
+
+
+# What transformers and its models pass to every layer, and what changes no attention here: a window
+# is part of the mask, and so are sequences that lie one after the other, by their positions.
+_HARMLESS = frozenset({
+    "cache_position",
+    "deterministic",
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "mm_token_type_ids",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "sliding_window",
+    "token_type_ids",
+    "use_cache",
+})  # fmt: skip
+_EAGER = 'Load the model with attn_implementation="eager".'
+
+
+def _refuse_unknown(options: dict[str, Any], mask: torch.Tensor | None) -> None:
+    """Refuse arguments of a layer that may change its result."""
+    for name, value in options.items():
+        if name in _HARMLESS or value is None or value is False:
+            continue
+        if name == "output_attentions":
+            raise ArgumentError(
+                "output_attentions: got True; expected False, because weights are never stored. "
+                f"{_EAGER}"
+            )
+        if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            if mask is not None or len(value) <= 2:  # one sequence, or the mask has them all
+                continue
+            raise ArgumentError(
+                f"{name}: got {len(value) - 1} sequences without a mask; expected a mask that "
+                "separates them. Pass the model position_ids that begin at 0 in each sequence."
+            )
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise ArgumentError(
+            f"{name}: got {type(value).__name__}{shape}; expected None, because this argument of "
+            f"the model may change its attention, and nothing here takes it. {_EAGER}"
+        )

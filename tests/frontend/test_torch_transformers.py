@@ -113,6 +113,94 @@ def test_what_models_add_to_scores():
     torch.testing.assert_close(capped, (weights @ x).transpose(1, 2))
 
 
+def test_no_mask_means_the_last_queries():
+    x = torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
+    call = adapter.attention_forward
+    every = call(torch.nn.Module(), x, x, x, None)[0]
+    for left in range(1, 5):
+        rest = call(torch.nn.Module(), x[:, :, -left:], x, x, None)[0]
+        torch.testing.assert_close(rest, every[:, -left:])
+    with pytest.raises(ArgumentError, match="attention_mask: got None with 5 queries and 3 keys"):
+        call(torch.nn.Module(), x, x[:, :, :3], x[:, :, :3], None)
+    call(torch.nn.Module(), x, x[:, :, :3], x[:, :, :3], None, is_causal=False)
+
+
+def test_an_empty_static_cache_needs_a_mask_of_the_keys_that_it_holds():
+    sizes = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 0, "kv_offset": 0}
+    mask = adapter.attention_mask(**sizes, dtype=torch.float32)
+    assert torch.equal(mask, torch.ones(2, 1, 4, 4, dtype=torch.bool).tril())
+    assert adapter.attention_mask(**{**sizes, "kv_length": 4}, dtype=torch.float32) is None
+    x = torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0))
+    bias = torch.randn(1, 4, 4, 9, generator=torch.Generator().manual_seed(1))
+    whole = adapter.attention_forward(
+        torch.nn.Module(), x[:, :, :4], x, x, mask, position_bias=bias
+    )[0]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    held = x[:, :, :4]
+    wanted = sdpa(held, held, held, attn_mask=bias[..., :4].masked_fill(~mask, float("-inf")))
+    torch.testing.assert_close(whole, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "floats"])
+def test_chosen_keys(kind):
+    random = torch.Generator().manual_seed(2)
+    chosen = torch.rand(2, 5, 5, generator=random).argsort(-1)[..., :3].int()
+    seen = torch.zeros(2, 1, 5, 5, dtype=torch.bool)
+    seen.scatter_(-1, chosen.long().unsqueeze(1), True)
+    seen &= torch.ones(5, 5, dtype=torch.bool).tril()
+    mask = {"none": None, "bool": torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()}.get(kind)
+    if kind == "floats":
+        mask = torch.zeros(1, 1, 5, 5).masked_fill(torch.ones(5, 5).triu(1) > 0, float("-inf"))
+    out, x = layer(attention_mask=mask, indices=chosen)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    rows = seen.any(-1).squeeze(1)
+    wanted = sdpa(x, x, x, attn_mask=seen).transpose(1, 2)
+    torch.testing.assert_close(out[rows], wanted[rows])
+    assert not out[~rows].any()
+    for wrong in (chosen[:, :4], chosen[0], chosen.float()):
+        with pytest.raises(ArgumentError, match=r'indices: got.*"eager"'):
+            layer(attention_mask=mask, indices=wrong)
+
+
+UNKNOWN = {
+    "block_indices": torch.zeros(2, 1, 5, 1, dtype=torch.int64),
+    "sinks": torch.zeros(2, 4, 5, 1),
+    "something_new": torch.zeros(3),
+    "switched_on": True,
+    "a_number": 2,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_arguments_of_a_model_are_errors(name):
+    with pytest.raises(ArgumentError, match=f'^{name}: got.*attn_implementation="eager"'):
+        layer(attention_mask=None, **{name: UNKNOWN[name]})
+    layer(attention_mask=None, **{name: None})
+    layer(attention_mask=None, **{name: False})
+
+
+def test_sinks_of_other_shapes_are_errors():
+    layer(attention_mask=None, s_aux=torch.zeros(4))
+    for wrong in (torch.zeros(2, 4, 5, 1), torch.zeros(1, 4), torch.zeros(3)):
+        with pytest.raises(ArgumentError, match="sink"):
+            layer(attention_mask=None, s_aux=wrong)
+
+
+def test_sequences_that_lie_one_after_the_other_need_a_mask():
+    two = {"cu_seq_lens_q": torch.tensor([0, 2, 5]), "max_length_q": 3}
+    with pytest.raises(ArgumentError, match=r"cu_seq_lens_q: got 2 sequences.*position_ids"):
+        layer(attention_mask=None, **two)
+    layer(attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.bool), **two)
+    layer(attention_mask=None, cu_seq_lens_q=torch.tensor([0, 5]))
+    adapter.register()
+    torch.manual_seed(0)
+    model = llama().eval()
+    model.set_attn_implementation(OURS)
+    ids, places = torch.randint(3, 101, (1, 5)), torch.tensor([[0, 1, 0, 1, 2]])
+    together = model(ids, position_ids=places, use_cache=False, **two).logits  # the remedy
+    torch.testing.assert_close(together[:, 2:], model(ids[:, 2:]).logits, rtol=1e-5, atol=1e-5)
+
+
 def test_refusals():
     with pytest.raises(ArgumentError, match=r'output_attentions.*"eager"'):
         layer(attention_mask=None, output_attentions=True)
