@@ -82,7 +82,7 @@ def attention_cached(
     all_named = named | {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     home = tensors.check(all_named, tuple(named))
     tensors.refuse_meta(home)
-    tensors.refuse_gradients(named, _NO_GRADIENT)
+    tensors.refuse_gradients(all_named, _NO_GRADIENT)
     q, k, v = tensors.to_autocast(q, k, v)
     tensors.same_dtype(q, k, v)
     options = {

@@ -12,6 +12,7 @@ import torch
 
 from ..arrays import device_arrays
 from ..arrays.dtypes import FLOATS, WORDS
+from ..arrays.interop import TRANSFORMED, is_transformed
 from ..errors import ArgumentError, ArgumentTypeError
 from ..install import ML_DTYPES
 
@@ -158,12 +159,20 @@ def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def refuse_gradients(named: Mapping[str, Any], remedy: str) -> None:
-    """Refuse tensors that require a gradient, in a function that computes none."""
+    """Refuse tensors of transforms, and those that require a gradient, where neither is known."""
+    if is_transforming():
+        for name, x in named.items():
+            if is_transformed(x):
+                raise ArgumentTypeError(f"{name}: {TRANSFORMED}")
     if not torch.is_grad_enabled():
         return
     for name, x in named.items():
         if isinstance(x, torch.Tensor) and x.requires_grad:
             raise ArgumentError(f"{name}: got a tensor that requires a gradient, but {remedy}")
+
+
+# Whether a transform of torch.func is active.
+is_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
 def refuse_meta(home: torch.device) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from halves import mostly_thorough
 
 from cupyflash import ArgumentError, ArgumentTypeError, Rotary, append, rope
 
@@ -61,6 +64,49 @@ def test_scaled_dot_product_attention_is_that_of_pytorch(name):
         lambda *x: pytorch(*x, **options),
         *(draw(*shape, seed=n) for n, shape in enumerate(shapes)),
     )
+
+
+HEADS = [(q, k, v) for q in (1, 2, 4) for k in (1, 2, 4) for v in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_heads_are_broadcast_or_refused_as_by_pytorch(grouped):
+    """One head of queries, keys or values stands for all; a remedy in a message works."""
+    refused = 0
+    for counts in HEADS:
+        x = [
+            draw(2, heads, length, 8, seed=n)
+            for n, (heads, length) in enumerate(zip(counts, (5, 7, 7), strict=True))
+        ]
+        try:
+            pytorch(*x, enable_gqa=grouped)
+        except RuntimeError:
+            refused += 1
+            with pytest.raises(ArgumentError, match="heads") as error:
+                scaled_dot_product_attention(*x, enable_gqa=grouped)
+            if "enable_gqa=True" in str(error.value):
+                scaled_dot_product_attention(*x, enable_gqa=True)
+            continue
+        agree(
+            lambda *x: scaled_dot_product_attention(*x, enable_gqa=grouped),
+            lambda *x: pytorch(*x, enable_gqa=grouped),
+            *x,
+        )
+    assert refused == (13 if grouped else 12)
+
+
+RANKS = [(), (4,), (1,), (2, 4), (2, 1), (1, 4)]
+
+
+@mostly_thorough(
+    ("query", "key", "value"),
+    list(itertools.product(RANKS, RANKS, RANKS)),
+    quick=[((), (4,), (2, 4)), ((2, 4), (1,), ()), ((1, 4), (2, 1), (4,))],
+    why="the rest of the table of ranks",
+)
+def test_axes_before_the_rows_are_broadcast_as_by_pytorch(query, key, value):
+    x = draw(*query, 5, 8), draw(*key, 7, 8, seed=1), draw(*value, 7, 6, seed=2)
+    agree(scaled_dot_product_attention, pytorch, *x)
 
 
 def test_a_float_mask_has_a_gradient():
