@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from .. import scores
+from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError
+from ..expr.arguments import number_or_per_batch
+from ..expr.functions import POSITIONS
+from ..masks import Mask
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary
 from . import functions, recipes, tensors
@@ -19,8 +23,25 @@ from .cached import append, attention_cached, rope
 from .compute import Settings
 
 
+def _sizes(window_size: Sequence[int | None]) -> list[int | None]:
+    """Return how many keys before and after its own position a query sees; None means all."""
+    sizes: list[int | None] = []
+    for value in window_size:
+        size = value if type(value) is int or value is None else integer(value)
+        if size is None and value is not None:
+            raise ArgumentTypeError(
+                f"window_size: got {window_size!r}; expected two integers, of which -1 means all."
+            )
+        sizes.append(None if size is None or size < 0 else size)
+    if len(sizes) != 2:
+        raise ArgumentError(
+            f"window_size: got {window_size!r}; expected two integers, (left, right)."
+        )
+    return sizes
+
+
 def _band(causal: bool, window_size: Sequence[int | None]) -> Any:
-    left, right = (None if x is None or x < 0 else x for x in window_size)
+    left, right = _sizes(window_size)
     return recipes.band(causal, left, right, None)
 
 
@@ -78,7 +99,7 @@ _flash_eager = torch.compiler.disable(
 )
 
 
-def _flash_call(*args: Any) -> Any:
+def _call(*args: Any) -> Any:
     function = _flash if args[7] is None else _flash_eager
     return function(*args)
 
@@ -117,7 +138,7 @@ def flash_attn_func(
         Default: 1 / sqrt(D).
     causal : bool
         Whether query i sees only keys up to i + Lk - Lq, which aligns the mask at the end.
-    window_size : tuple of int
+    window_size : pair of int
         How many keys before and after its own position a query sees; -1 means all.
     softcap : float
         Bound of the scores, which then lie in (-softcap, softcap); 0 means no bound.
@@ -142,54 +163,9 @@ def flash_attn_func(
         As in `attention`.
     """
     offsets = None, None
-    return _flash_call(
+    return _call(
         (q, k, v), offsets, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
-    )  # fmt: skip
-
-
-@explained
-def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Compute attention as flash_attn's function of this name does; see `flash_attn_func`.
-
-    Parameters
-    ----------
-    qkv : torch.Tensor, shape (B, L, 3, H, D)
-        Queries, keys and values.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-        As in `flash_attn_func`.
-    deterministic, return_attn_probs
-        As in `flash_attn_func`.
-
-    Returns
-    -------
-    out : torch.Tensor, shape (B, L, H, D)
-        As in `flash_attn_func`.
-    lse : torch.Tensor, shape (B, H, L)
-        Only with `return_attn_probs`.
-
-    Raises
-    ------
-    ArgumentError, ArgumentTypeError
-        As in `attention`.
-    """
-    tensors.check({"qkv": qkv}, ("qkv",))
-    if qkv.ndim != 5 or qkv.shape[2] != 3:
-        raise ArgumentError(f"qkv: got shape {tuple(qkv.shape)}; expected (B, L, 3, H, D).")
-    offsets = None, None
-    return _flash_call(
-        qkv.unbind(2), offsets, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -251,7 +227,7 @@ def flash_attn_varlen_func(
     """
     del max_seqlen_q, max_seqlen_k
     if block_table is None:
-        return _flash_call(
+        return _call(
             (q, k, v), (cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale, causal, window_size,
             softcap, alibi_slopes, deterministic, return_attn_probs,
         )  # fmt: skip
@@ -274,8 +250,13 @@ def _cached(
     window_size: Sequence[int | None],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
+    leftpad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention over a cache whose axis of heads is the second to last."""
+    mask = recipes.made(_band(causal, window_size))
+    if leftpad is not None:
+        begun = _begun(leftpad, lengths)
+        mask = begun if mask is None else mask & begun
     changes = _changes(softcap, alibi_slopes)
     q, k, v = (x.transpose(-3, -2) for x in qkv)
     out, lse = attention_cached(
@@ -285,12 +266,31 @@ def _cached(
         lengths,
         table=table,
         offsets_q=offsets_q,
-        mask=recipes.made(_band(causal, window_size)),
+        mask=mask,
         score_mod=changes and [recipes.made(each) for each in changes],
         scale=softmax_scale,
         return_lse=True,
     )
     return out.transpose(-3, -2), lse
+
+
+def _begun(leftpad: torch.Tensor, lengths: torch.Tensor) -> Mask:
+    """Return the mask of the keys from a first position on, another for each entry.
+
+    Diagonals are aligned at the end, so that they are the same with and without such padding.
+    """
+    if leftpad.shape != lengths.shape or leftpad.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(
+            f"cache_leftpad: got {leftpad.dtype} of shape {tuple(leftpad.shape)}; expected int32 "
+            f"of shape {tuple(lengths.shape)}."
+        )
+    if not leftpad.is_cuda and bool((leftpad < 0).any()):
+        raise ArgumentError(
+            f"cache_leftpad: got {int(leftpad.min())}; expected the position of the first key, 0 "
+            "or more."
+        )
+    first = number_or_per_batch(tensors.array_of(leftpad), "cache_leftpad")
+    return Mask(first <= POSITIONS[3])
 
 
 @torch.compiler.disable(reason="calls over a cache are not operators of torch.compile")
@@ -320,8 +320,8 @@ def flash_attn_with_kvcache(
 
     What differs: tensors may be on the CPU, and may be float32 or float64. Head sizes are at most
     576, and pages may have any length. `num_splits` is ignored, and no bit depends on how keys are
-    divided among blocks. `cache_leftpad` is an error. The log-sum-exp of a query that sees no key
-    is -inf.
+    divided among blocks. `cache_leftpad` may be used with pages. The log-sum-exp of a query that
+    sees no key is -inf.
 
     Parameters
     ----------
@@ -343,8 +343,9 @@ def flash_attn_with_kvcache(
         The number of positions that the cache holds, without the new ones. Default: S.
     cache_batch_idx : torch.Tensor, shape (B,), optional
         The entry of the cache that belongs to each entry of `q`.
-    cache_leftpad : None
-        Padding at the start of a cache is not supported.
+    cache_leftpad : torch.Tensor of int, shape (B,), optional
+        The position of the first key of each entry; earlier ones are padding. `cache_seqlens`
+        counts the padding, too, and rows are rotated by their positions in the cache.
     block_table : torch.Tensor, shape (B, N), optional
         The page numbers of each entry.
     softmax_scale, causal, window_size, softcap
@@ -371,15 +372,10 @@ def flash_attn_with_kvcache(
         As in `attention_cached`.
     """
     del num_splits
-    if cache_leftpad is not None:
-        raise ArgumentError(
-            "cache_leftpad: got a tensor; expected None. Call cupyflash.torch.attention_cached "
-            "with mask=masks.mask(lambda b, h, i, j: j >= pad[b]) and pad = lookup(cache_leftpad)."
-        )
     if (k is None) != (v is None):
         raise ArgumentError("k, v: got one without the other; expected both or neither.")
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    home = tensors.check(named, tuple(named))
+    home = tensors.check({**named, "cache_leftpad": cache_leftpad}, tuple(named))
     tensors.refuse_meta(home)
     for name, x in named.items():
         if x is not None and x.ndim != 4:
@@ -406,16 +402,16 @@ def flash_attn_with_kvcache(
         cos, sin = (tensors.array_of(x.float()) for x in (rotary_cos, rotary_sin))
         rotary = Rotary(cos, sin, rotary_interleaved)
         rows = torch.arange(q.shape[1], device=home, dtype=held.dtype)
-        is_band = causal or tuple(window_size) != (-1, -1)
+        is_band = causal or _sizes(window_size) != [None, None]
         positions = held[:, None] + (rows if is_band else torch.zeros_like(rows))
         q = rope(q.transpose(1, 2), positions, rotary).transpose(1, 2)
     if k is not None and v is not None:
         lengths = held + k.shape[1]
         k_new, v_new, k_held, v_held = (x.transpose(1, 2) for x in (k, v, k_cache, v_cache))
-        append(k_new, v_new, k_held, v_held, lengths, block_table, rotary)
+        append(k_new, v_new, k_held, v_held, lengths, table=block_table, rotary=rotary)
     out, lse = _cached(
         (q, k_cache, v_cache), lengths, block_table, None, softmax_scale, causal, window_size,
-        softcap, alibi_slopes,
+        softcap, alibi_slopes, cache_leftpad,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
@@ -435,10 +431,11 @@ def _held(
             )
         value = k_cache.shape[1] * (1 if table is None else table.shape[1])
     if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int):
+        return value if value.ndim else value.expand(q.shape[0])
+    held = integer(value)
+    if held is None:
         raise ArgumentTypeError(
             f"cache_seqlens: got {type(value).__name__}; expected an int, or a tensor of int32, "
             "(B,)."
         )
-    return torch.full((q.shape[0],), value, dtype=torch.int32, device=q.device)
+    return torch.full((q.shape[0],), held, dtype=torch.int32, device=q.device)
