@@ -34,7 +34,7 @@ from .expr.bind import (
 from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, clip, len_k, len_q
 from .expr.nodes import Expr, as_expr
-from .expr.structure import Structure, structure
+from .expr.structure import Structured
 
 __all__ = [
     "Mask",
@@ -63,14 +63,10 @@ def __dir__() -> list[str]:
 _B, _H, _I, _J = POSITIONS
 
 
-class Mask:
+class Mask(Structured):
     """A condition over (b, h, i, j). Join masks with ``&``, ``|``, ``^`` and ``~``."""
 
-    __slots__ = ("_structure", "expr")
-
-    def __init__(self, expr: Expr) -> None:
-        self.expr = expr
-        self._structure: tuple[Structure, tuple[Any, ...]] | None = None
+    __slots__ = ()
 
     def __and__(self, other: Mask) -> Mask:
         return self._join(other, lambda a, b: a & b)
@@ -97,13 +93,6 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise TraceError("A mask has no truth value; join masks with &, | and ~, not and, or, not.")
-
-    @property
-    def structure(self) -> tuple[Structure, tuple[Any, ...]]:
-        """The structure of its tree, and the arrays that it reads."""
-        if self._structure is None:
-            self._structure = structure(self.expr)
-        return self._structure
 
     def __repr__(self) -> str:
         return f"<mask {self.expr}>"

@@ -30,7 +30,7 @@ from .expr.functions import (
 )
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
-from .expr.structure import Structure, structure
+from .expr.structure import Structured
 from .masks import flat_sizes, position_symbols
 
 __all__ = ["Score", "alibi", "alibi_slopes", "relative_bias", "score", "softcap"]
@@ -48,14 +48,13 @@ def __dir__() -> list[str]:
 _B, _H, _I, _J = POSITIONS
 
 
-class Score:
+class Score(Structured):
     """A function of a score and its position (b, h, i, j)."""
 
-    __slots__ = ("_structure", "expr")
+    __slots__ = ()
 
     def __init__(self, expr: Expr) -> None:
-        self.expr = convert(expr, "float")
-        self._structure: tuple[Structure, tuple[Any, ...]] | None = None
+        super().__init__(convert(expr, "float"))
 
     def then(self, other: Score) -> Score:
         """Return the change that applies this one first and `other` to its result."""
@@ -64,13 +63,6 @@ class Score:
                 f"then: got {type(other).__name__}; expected a score change of cupyflash.scores."
             )
         return Score(rebuild(other.expr, lambda node: self.expr if is_score(node) else None))
-
-    @property
-    def structure(self) -> tuple[Structure, tuple[Any, ...]]:
-        """The structure of its tree, and the arrays that it reads."""
-        if self._structure is None:
-            self._structure = structure(self.expr)
-        return self._structure
 
     def __repr__(self) -> str:
         return f"<score {self.expr}>"
