@@ -8,7 +8,8 @@ flash_attn's functions.
 from __future__ import annotations
 
 from .cached import append, attention_cached, rope
-from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .flash_attn import flash_attn_func, flash_attn_varlen_func
+from .flash_cache import flash_attn_with_kvcache
 from .flash_packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -25,7 +25,30 @@ _NO_GRADIENT = (
 _SIZES = "table", "offsets_q", "k_scale", "v_scale", "kv_dtype", "shared"
 
 
-@torch.compiler.disable(reason="calls over a cache are not operators of torch.compile")
+@overload
+def attention_cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    lengths: int | torch.Tensor | Sequence[int], *, table: torch.Tensor | None = ...,
+    offsets_q: torch.Tensor | Sequence[int] | None = ..., k_scale: torch.Tensor | None = ...,
+    v_scale: torch.Tensor | None = ..., kv_dtype: Any = ..., shared: int = ...,
+    mask: Mask | torch.Tensor | None = ..., score_mod: Score | Sequence[Score] | None = ...,
+    bias: torch.Tensor | None = ..., sink: torch.Tensor | None = ..., scale: float | None = ...,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    lengths: int | torch.Tensor | Sequence[int], *, table: torch.Tensor | None = ...,
+    offsets_q: torch.Tensor | Sequence[int] | None = ..., k_scale: torch.Tensor | None = ...,
+    v_scale: torch.Tensor | None = ..., kv_dtype: Any = ..., shared: int = ...,
+    mask: Mask | torch.Tensor | None = ..., score_mod: Score | Sequence[Score] | None = ...,
+    bias: torch.Tensor | None = ..., sink: torch.Tensor | None = ..., scale: float | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
 @explained
 def attention_cached(
     q: torch.Tensor,

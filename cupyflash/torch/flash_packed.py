@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from ..errors import ArgumentError
 from ..problem.keywords import explained
 from . import tensors
-from .flash_attn import flash_attn_func, flash_attn_varlen_func
+from .flash_attn import Window, call
+
+
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 
 
 @explained
@@ -18,7 +36,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -48,10 +66,29 @@ def flash_attn_qkvpacked_func(
         As in `attention`.
     """
     q, k, v = _parts("qkv", qkv, "(B, L, 3, H, D)")
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    offsets = None, None
+    return call(
+        (q, k, v), offsets, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 
 
 @explained
@@ -61,7 +98,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -93,10 +130,29 @@ def flash_attn_kvpacked_func(
         As in `attention`.
     """
     k, v = _parts("kv", kv, "(B, L, 2, H, D)")
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    offsets = None, None
+    return call(
+        (q, k, v), offsets, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ...,
+    softcap: float = ..., alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ...,
+    softcap: float = ..., alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 
 
 @explained
@@ -107,7 +163,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -141,10 +197,31 @@ def flash_attn_varlen_qkvpacked_func(
         As in `attention_varlen`.
     """
     q, k, v = _parts("qkv", qkv, "(total, 3, H, D)")
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    del max_seqlen
+    return call(
+        (q, k, v), (cu_seqlens, cu_seqlens), dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ...,
+    softcap: float = ..., alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ...,
+    softcap: float = ..., alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ..., *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 
 
 @explained
@@ -158,7 +235,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -194,9 +271,10 @@ def flash_attn_varlen_kvpacked_func(
         As in `attention_varlen`.
     """
     k, v = _parts("kv", kv, "(total, 2, H, D)")
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    del max_seqlen_q, max_seqlen_k
+    return call(
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 

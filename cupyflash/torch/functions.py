@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
@@ -15,6 +15,26 @@ from . import autograd, operators, recipes, tensors
 from .compute import Operands, Settings
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | torch.Tensor | None = ...,
+    score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
+    sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
+    seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
+    return_lse: Literal[False] = False, deterministic: bool = ...,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | torch.Tensor | None = ...,
+    score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
+    sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
+    seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
+    return_lse: Literal[True], deterministic: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @explained
@@ -108,6 +128,28 @@ def attention(
         mask, score_mod, scale, dropout, seed, precision, _is_deterministic(deterministic)
     )
     return run(settings, q, k, v, bias, sink, None, None, return_lse)
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: torch.Tensor,
+    offsets_k: torch.Tensor, *, check: bool = ..., mask: Mask | torch.Tensor | None = ...,
+    score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
+    sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
+    seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
+    return_lse: Literal[False] = False, deterministic: bool = ...,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: torch.Tensor,
+    offsets_k: torch.Tensor, *, check: bool = ..., mask: Mask | torch.Tensor | None = ...,
+    score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
+    sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
+    seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
+    return_lse: Literal[True], deterministic: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @explained

@@ -115,8 +115,7 @@ def _settings(
 ) -> Settings:
     """Return the options of a call, of which the first number is that under which they are stored.
 
-    The tables and the other numbers fill the parts of its mask and score changes. The tables may be
-    fake tensors if nothing reads more than their shapes; then `array_of` leaves them as they are.
+    The tables and the other numbers fill the parts of its mask and score changes.
     """
     number, *integers = numbers
     if number not in _kept:
@@ -230,20 +229,24 @@ def _no_second(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG001 (PyTorch passes i
 _attention_backward.register_autograd(_no_second)
 
 
+def _shapes(*rest: Any) -> Settings:
+    """Return the options of a call, with tensors in place of arrays: they may be fake tensors."""
+    tables, numbers, dropout, has_seed, seed = rest
+    return _settings(tables, numbers, dropout, has_seed, seed, lambda table: table)
+
+
 @_attention.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    numbers = args[9:]
-    rule = Rule(lambda _, *tensors: _attention(*tensors, *numbers), 0, expands=False)
-    settings = _settings(*numbers, lambda table: table)
+    rule = Rule(lambda _, *tensors: _attention(*tensors, *args[9:]), 0, expands=False)
+    settings = _shapes(*args[9:])
     return batched(rule, info.batch_size, in_dims[:9], settings, args[:9])
 
 
 @_attention_backward.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], wants_bias: bool, *args: Any) -> Any:
-    numbers = args[13:]
     rule = Rule(
-        lambda _, *tensors: _attention_backward(wants_bias, *tensors, *numbers), 4, expands=True
+        lambda _, *tensors: _attention_backward(wants_bias, *tensors, *args[13:]), 4, expands=True
     )
-    settings = _settings(*numbers, lambda table: table)
+    settings = _shapes(*args[13:])
     made, dims = batched(rule, info.batch_size, in_dims[1:14], settings, args[:13])
     return list(made), list(dims)
