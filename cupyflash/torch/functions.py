@@ -108,11 +108,12 @@ def attention(
 
     Notes
     -----
-    Under torch.compile, make masks and scores outside the compiled function, and keep them: each
-    new object compiles the function again. PyTorch has no torch.func.grad of operators inside of a
-    compiled function; call backward() on its result instead. Under torch.func.vmap, the mapped axis
-    becomes a leading axis of a single call. If that would change the meaning of b, dropout or a
-    mapped sink, the calls are made one by one.
+    Under torch.compile, make masks and scores outside the compiled function. Their arrays and
+    integers may change from call to call, and what else is in them compiles the function again if
+    it changes. PyTorch has no torch.func.grad of operators inside of a compiled function; call
+    backward() on its result instead. Under torch.func.vmap, the mapped axis becomes a leading axis
+    of a single call. If that would change the meaning of b, dropout or a mapped sink, the calls are
+    made one by one.
 
     Examples
     --------
