@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import elsewhere
+from .arrays.integers import integer
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import (
     as_array,
@@ -262,16 +263,17 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
     for side, value in (("left", left), ("right", right)):
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        size = integer(value)
+        if size is None:
             raise ArgumentTypeError(
                 f"window: {side} is {value!r}; expected an integer, or None for unbounded."
             )
-        if value < 0:
+        if size < 0:
             raise ArgumentError(
                 f"window: {side} is {value!r}; expected 0 or more keys, or None for unbounded. "
                 "Pass offset= to move the window."
             )
-        bound = diagonal - int(value) <= _J if side == "left" else diagonal + int(value) >= _J
+        bound = diagonal - size <= _J if side == "left" else diagonal + size >= _J
         expr = bound if expr.op == "constant" else expr & bound
     return Mask(expr)
 
@@ -359,8 +361,12 @@ def prefix(n: Any) -> Mask:
     return Mask(length_or_per_batch(n, "prefix: n") > _J)
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) > 0
+def _positive(value: Any, name: str) -> int:
+    """Return an integer of 1 or more, or raise."""
+    number = integer(value)
+    if number is None or number < 1:
+        raise ArgumentError(f"{name} is {value!r}; expected an integer of 1 or more.")
+    return number
 
 
 @remembered
@@ -376,9 +382,7 @@ def dilated(step: int) -> Mask:
     -------
     Mask
     """
-    if not _is_positive(step):
-        raise ArgumentError(f"dilated: step is {step!r}; expected an integer of 1 or more.")
-    return Mask((_I + len_k - len_q - _J) % int(step) == 0)
+    return Mask((_I + len_k - len_q - _J) % _positive(step, "dilated: step") == 0)
 
 
 def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
@@ -399,14 +403,12 @@ def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
     ----------
     Dao et al. 2022, FlashAttention, section 3.3 (block-sparse FlashAttention).
     """
-    for name, size in (("block_q", block_q), ("block_k", block_k)):
-        if not _is_positive(size):
-            raise ArgumentError(f"blocks: {name} is {size!r}; expected an integer of 1 or more.")
+    block_q, block_k = _positive(block_q, "blocks: block_q"), _positive(block_k, "blocks: block_k")
     array = _boolean(layout, "blocks: layout")
     axes = (
         Axis(_H, "heads"),
-        Axis(_I // int(block_q), f"len_q/{block_q}"),
-        Axis(_J // int(block_k), f"len_k/{block_k}"),
+        Axis(_I // block_q, f"len_q/{block_q}"),
+        Axis(_J // block_k, f"len_k/{block_k}"),
     )
     return Mask(aligned(Alignment(array, "blocks: layout", axes)))
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from . import elsewhere
 from .arrays.dtypes import DTYPES
+from .arrays.integers import integer
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import as_array, remembered, traced
 from .expr.bind import Alignment, Axis, aligned, bind
@@ -236,13 +237,14 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
     >>> scores.alibi_slopes(4)
     array([0.25      , 0.0625    , 0.015625  , 0.00390625], dtype=float32)
     """
-    if isinstance(heads, bool) or not isinstance(heads, (int, np.integer)):
+    count = integer(heads)
+    if count is None:
         raise ArgumentTypeError(f"alibi_slopes: heads is {heads!r}; expected a whole number.")
-    if heads < 1:
+    if count < 1:
         raise ArgumentError(f"alibi_slopes: heads is {heads}; expected at least 1.")
-    power = 1 << (int(heads).bit_length() - 1)
+    power = 1 << (count.bit_length() - 1)
     first = np.arange(1, power + 1) / power
-    between = np.arange(1, 2 * power, 2)[: int(heads) - power] / (2 * power)
+    between = np.arange(1, 2 * power, 2)[: count - power] / (2 * power)
     slopes: np.ndarray[Any, Any] = np.exp2(-8 * np.concatenate([first, between]))
     return slopes.astype(np.float32)
 

@@ -15,9 +15,9 @@ def integer(value: Any) -> int | None:
     """
     if type(value) is int:
         return value
-    if isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")).endswith("bool"):
-        return None
     if getattr(value, "ndim", 0) or not hasattr(value, "__index__"):
+        return None
+    if isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
         return operator.index(value)
