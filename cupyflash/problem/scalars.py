@@ -68,9 +68,8 @@ def seed(value: Any) -> Any:
         return device_args.seed(value)
     number = integer(value)
     if number is None:
-        raise ArgumentTypeError(
-            f"seed: got {type(value).__name__}; expected an integer, or a 0-d uint64 array."
-        )
+        came = type(value[()] if isinstance(value, np.ndarray) else value).__name__
+        raise ArgumentTypeError(f"seed: got {came}; expected an integer, or a 0-d uint64 array.")
     if not 0 <= number < 2**64:
         raise ArgumentError(
             f"seed: got {value}; expected 0 to 2**64 - 1, for instance seed % 2**64."
