@@ -225,8 +225,7 @@ def append(
     home = tensors.check(named, tuple(floats))
     tensors.refuse_meta(home)
     tensors.refuse_gradients(named, _NO_GRADIENT)
-    rotated = None if q is None else torch.empty_like(q)
-    rows = map(array_of, (k_new, v_new, k, v, lengths))
+    queries = None if q is None else torch.empty_like(q)
     options: dict[str, Any] = {
         "table": array_of(table),
         "offsets": array_of(offsets),
@@ -236,14 +235,26 @@ def append(
         "k_scale": array_of(k_scale),
         "v_scale": array_of(v_scale),
         "kv_dtype": _kind(kv_dtype),
-        "out": array_of(rotated),
+        "out": array_of(queries),
     }
-    with tensors.stream_of(home):
-        cache_update.append(*rows, **options)
-    for x in held.values():
-        if x is not None and not x.is_inference():
-            torch.autograd.graph.increment_version(x)  # so that autograd knows of the change
-    return rotated
+    write(k_new, v_new, k, v, lengths, **options)
+    for x in (k_scale, v_scale):
+        _changed(x)
+    return queries
+
+
+def write(k_new: Any, v_new: Any, k: Any, v: Any, lengths: Any, **options: Any) -> None:
+    """Write rows of tensors that were checked, with options of which tensors are arrays."""
+    with tensors.stream_of(k.device):
+        cache_update.append(*map(array_of, (k_new, v_new, k, v, lengths)), **options)
+    _changed(k)
+    _changed(v)
+
+
+def _changed(x: Any) -> None:
+    """Let autograd know that a tensor was written in place."""
+    if isinstance(x, torch.Tensor) and not x.is_inference():
+        torch.autograd.graph.increment_version(x)
 
 
 @torch.compiler.disable(reason="rotations are not operators of torch.compile")
@@ -287,8 +298,18 @@ def rope(
     tensors.refuse_transforms(named)
     if type(inverse) is not bool:
         raise ArgumentTypeError(f"inverse: got {inverse!r}; expected True or False.")
-    rotated: torch.Tensor = _Rotation.apply(x, positions, rotary, inverse)
-    return rotated
+    made: torch.Tensor = _Rotation.apply(x, positions, rotary, inverse)
+    return made
+
+
+def rotated(x: torch.Tensor, positions: Any, rotary: Rotary, inverse: bool) -> torch.Tensor:
+    """Rotate rows of a tensor that was checked, without a gradient."""
+    made = torch.empty_like(x)
+    with tensors.stream_of(x.device):
+        cache_update.rope(
+            array_of(x), array_of(positions), rotary, inverse=inverse, out=array_of(made)
+        )
+    return made
 
 
 class _Rotation(torch.autograd.Function):
@@ -297,12 +318,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, positions: Any, rotary: Rotary, inverse: bool) -> Any:
         ctx.rest = positions, rotary, inverse
-        rotated = torch.empty_like(x)
-        with tensors.stream_of(x.device):
-            cache_update.rope(
-                array_of(x), array_of(positions), rotary, inverse=inverse, out=array_of(rotated)
-            )
-        return rotated
+        return rotated(x, positions, rotary, inverse)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from ..masks import Mask
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary
 from . import tensors
-from .cached import append, rope
+from .cached import rotated, write
 from .flash_attn import Window, over_cache, sizes_of
 
 
@@ -174,11 +174,12 @@ def flash_attn_with_kvcache(
         rows = torch.arange(q.shape[1], device=home, dtype=held.dtype)
         is_band = causal or sizes_of(window_size) != [None, None]
         positions = held[:, None] + (rows if is_band else torch.zeros_like(rows))
-        q = rope(q.transpose(1, 2), positions, rotary).transpose(1, 2)
+        q = rotated(q.transpose(1, 2), positions, rotary, False).transpose(1, 2)
     if k is not None and v is not None:
         lengths = held + k.shape[1]
         k_new, v_new, k_held, v_held = (x.transpose(1, 2) for x in (k, v, k_cache, v_cache))
-        append(k_new, v_new, k_held, v_held, lengths, table=block_table, rotary=rotary)
+        table = tensors.array_of(block_table)
+        write(k_new, v_new, k_held, v_held, lengths, table=table, rotary=rotary)
     seen = None if cache_leftpad is None else _begun(cache_leftpad, lengths)
     out, lse = over_cache(
         (q, k_cache, v_cache), lengths, block_table, None, softmax_scale, causal, window_size,
