@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import elsewhere
+from .arrays.integers import integer
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import (
     as_array,
@@ -34,7 +35,7 @@ from .expr.bind import (
 from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, clip, len_k, len_q
 from .expr.nodes import Expr, as_expr
-from .expr.structure import Structure, structure
+from .expr.structure import Structured
 
 __all__ = [
     "Mask",
@@ -63,14 +64,10 @@ def __dir__() -> list[str]:
 _B, _H, _I, _J = POSITIONS
 
 
-class Mask:
+class Mask(Structured):
     """A condition over (b, h, i, j). Join masks with ``&``, ``|``, ``^`` and ``~``."""
 
-    __slots__ = ("_structure", "expr")
-
-    def __init__(self, expr: Expr) -> None:
-        self.expr = expr
-        self._structure: tuple[Structure, tuple[Any, ...]] | None = None
+    __slots__ = ()
 
     def __and__(self, other: Mask) -> Mask:
         return self._join(other, lambda a, b: a & b)
@@ -97,13 +94,6 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise TraceError("A mask has no truth value; join masks with &, | and ~, not and, or, not.")
-
-    @property
-    def structure(self) -> tuple[Structure, tuple[Any, ...]]:
-        """The structure of its tree, and the arrays that it reads."""
-        if self._structure is None:
-            self._structure = structure(self.expr)
-        return self._structure
 
     def __repr__(self) -> str:
         return f"<mask {self.expr}>"
@@ -273,16 +263,17 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
     for side, value in (("left", left), ("right", right)):
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        size = integer(value)
+        if size is None:
             raise ArgumentTypeError(
                 f"window: {side} is {value!r}; expected an integer, or None for unbounded."
             )
-        if value < 0:
+        if size < 0:
             raise ArgumentError(
                 f"window: {side} is {value!r}; expected 0 or more keys, or None for unbounded. "
                 "Pass offset= to move the window."
             )
-        bound = diagonal - int(value) <= _J if side == "left" else diagonal + int(value) >= _J
+        bound = diagonal - size <= _J if side == "left" else diagonal + size >= _J
         expr = bound if expr.op == "constant" else expr & bound
     return Mask(expr)
 
@@ -370,8 +361,12 @@ def prefix(n: Any) -> Mask:
     return Mask(length_or_per_batch(n, "prefix: n") > _J)
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) > 0
+def _positive(value: Any, name: str) -> int:
+    """Return an integer of 1 or more, or raise."""
+    number = integer(value)
+    if number is None or number < 1:
+        raise ArgumentError(f"{name} is {value!r}; expected an integer of 1 or more.")
+    return number
 
 
 @remembered
@@ -387,9 +382,7 @@ def dilated(step: int) -> Mask:
     -------
     Mask
     """
-    if not _is_positive(step):
-        raise ArgumentError(f"dilated: step is {step!r}; expected an integer of 1 or more.")
-    return Mask((_I + len_k - len_q - _J) % int(step) == 0)
+    return Mask((_I + len_k - len_q - _J) % _positive(step, "dilated: step") == 0)
 
 
 def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
@@ -410,14 +403,12 @@ def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
     ----------
     Dao et al. 2022, FlashAttention, section 3.3 (block-sparse FlashAttention).
     """
-    for name, size in (("block_q", block_q), ("block_k", block_k)):
-        if not _is_positive(size):
-            raise ArgumentError(f"blocks: {name} is {size!r}; expected an integer of 1 or more.")
+    block_q, block_k = _positive(block_q, "blocks: block_q"), _positive(block_k, "blocks: block_k")
     array = _boolean(layout, "blocks: layout")
     axes = (
         Axis(_H, "heads"),
-        Axis(_I // int(block_q), f"len_q/{block_q}"),
-        Axis(_J // int(block_k), f"len_k/{block_k}"),
+        Axis(_I // block_q, f"len_q/{block_q}"),
+        Axis(_J // block_k, f"len_k/{block_k}"),
     )
     return Mask(aligned(Alignment(array, "blocks: layout", axes)))
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from . import elsewhere
 from .arrays.dtypes import DTYPES
+from .arrays.integers import integer
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import as_array, remembered, traced
 from .expr.bind import Alignment, Axis, aligned, bind
@@ -30,7 +31,7 @@ from .expr.functions import (
 )
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
-from .expr.structure import Structure, structure
+from .expr.structure import Structured
 from .masks import flat_sizes, position_symbols
 
 __all__ = ["Score", "alibi", "alibi_slopes", "relative_bias", "score", "softcap"]
@@ -48,14 +49,13 @@ def __dir__() -> list[str]:
 _B, _H, _I, _J = POSITIONS
 
 
-class Score:
+class Score(Structured):
     """A function of a score and its position (b, h, i, j)."""
 
-    __slots__ = ("_structure", "expr")
+    __slots__ = ()
 
     def __init__(self, expr: Expr) -> None:
-        self.expr = convert(expr, "float")
-        self._structure: tuple[Structure, tuple[Any, ...]] | None = None
+        super().__init__(convert(expr, "float"))
 
     def then(self, other: Score) -> Score:
         """Return the change that applies this one first and `other` to its result."""
@@ -64,13 +64,6 @@ class Score:
                 f"then: got {type(other).__name__}; expected a score change of cupyflash.scores."
             )
         return Score(rebuild(other.expr, lambda node: self.expr if is_score(node) else None))
-
-    @property
-    def structure(self) -> tuple[Structure, tuple[Any, ...]]:
-        """The structure of its tree, and the arrays that it reads."""
-        if self._structure is None:
-            self._structure = structure(self.expr)
-        return self._structure
 
     def __repr__(self) -> str:
         return f"<score {self.expr}>"
@@ -244,13 +237,14 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
     >>> scores.alibi_slopes(4)
     array([0.25      , 0.0625    , 0.015625  , 0.00390625], dtype=float32)
     """
-    if isinstance(heads, bool) or not isinstance(heads, (int, np.integer)):
+    count = integer(heads)
+    if count is None:
         raise ArgumentTypeError(f"alibi_slopes: heads is {heads!r}; expected a whole number.")
-    if heads < 1:
+    if count < 1:
         raise ArgumentError(f"alibi_slopes: heads is {heads}; expected at least 1.")
-    power = 1 << (int(heads).bit_length() - 1)
+    power = 1 << (count.bit_length() - 1)
     first = np.arange(1, power + 1) / power
-    between = np.arange(1, 2 * power, 2)[: int(heads) - power] / (2 * power)
+    between = np.arange(1, 2 * power, 2)[: count - power] / (2 * power)
     slopes: np.ndarray[Any, Any] = np.exp2(-8 * np.concatenate([first, between]))
     return slopes.astype(np.float32)
 

@@ -212,7 +212,25 @@ def _place(home: int | None) -> str:
 _DLPACK_FAILURES = (BufferError, RuntimeError, TypeError, ValueError)
 
 
+# What is said of a tensor that exists only while torch.func transforms a function.
+TRANSFORMED = (
+    "got a tensor of torch.vmap or of another transform of torch.func, whose elements cannot be "
+    "read here; expected a plain tensor. Use it outside of the transform, or call the function in "
+    "a loop instead of torch.vmap."
+)
+
+
+def is_transformed(value: Any) -> bool:
+    """Whether a value is such a tensor."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return False
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
 def _refused(value: Any, name: str, reason: object) -> ArgumentTypeError:
+    if is_transformed(value):
+        return ArgumentTypeError(f"{name}: {TRANSFORMED}")
     return ArgumentTypeError(
         f"{name}: got {type(value).__name__}, which DLPack could not convert ({reason}); expected "
         f"{WORDS} in host memory. Convert it, or pass a NumPy array."

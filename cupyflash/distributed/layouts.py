@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 
+from ..arrays.integers import integer
 from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import Dense
@@ -290,11 +291,12 @@ def prices(
 
 
 def _number(value: Any, name: str, least: int) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    number = integer(value)
+    if number is None:
         raise ArgumentTypeError(f"{name}: got {value!r}; expected an integer.")
-    if value < least:
+    if number < least:
         raise ArgumentError(f"{name}: got {value}; expected {least} or more.")
-    return int(value)
+    return number
 
 
 def _weights(found: Array, area: Array) -> Array:

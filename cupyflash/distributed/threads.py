@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..arrays import device_arrays
 from ..arrays.device_arrays import is_device_array
+from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..problem.call import Array
 from .communication import Message
@@ -36,16 +37,17 @@ class Threads:
     """
 
     def __init__(self, size: int, nodes: int = 1) -> None:
-        if isinstance(size, bool) or not isinstance(size, int):
+        ranks, machines = integer(size), integer(nodes)
+        if ranks is None:
             raise ArgumentTypeError(f"Threads: got {size!r}; expected a number of ranks.")
-        if size < 1:
+        if ranks < 1:
             raise ArgumentError(f"Threads: got {size} ranks; expected 1 or more.")
-        if isinstance(nodes, bool) or not isinstance(nodes, int):
+        if machines is None:
             raise ArgumentTypeError(f"nodes: got {nodes!r}; expected a number of machines.")
-        if nodes < 1 or size % nodes:
+        if machines < 1 or ranks % machines:
             raise ArgumentError(f"nodes: got {nodes} for {size} ranks; expected a divisor.")
-        shared = _Shared(tuple(rank * nodes // size for rank in range(size)))
-        self.ranks = tuple(_Rank(rank, size, shared) for rank in range(size))
+        shared = _Shared(tuple(rank * machines // ranks for rank in range(ranks)))
+        self.ranks = tuple(_Rank(rank, ranks, shared) for rank in range(ranks))
 
     def run(self, function: Callable[[Any], T]) -> list[T]:
         """Call a function on every rank at once.

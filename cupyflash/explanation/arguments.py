@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays.device_arrays import is_device_array
 from ..arrays.dtypes import FLOATS
+from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import in_host_memory as copied
 from ..expr.evaluate import host
@@ -29,12 +30,12 @@ def shape_of(value: Any, name: str, axes: str = DENSE) -> tuple[int, ...]:
     fewest, most = (4, 4) if axes is CACHED else (2, math.inf)
     if not isinstance(value, (tuple, list)) or not fewest <= len(value) <= most:
         raise ArgumentTypeError(f"{name}: got {value!r}; {wanted}")
-    for n in value:
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-            raise ArgumentError(f"{name}: got {tuple(value)}; {wanted}")
-    if math.prod(map(int, value)) >= 2**59:  # addresses of the widest type end at 2^63 bytes
+    shape = tuple(integer(n) or 0 for n in value)
+    if min(shape) < 1:
+        raise ArgumentError(f"{name}: got {tuple(value)}; {wanted}")
+    if math.prod(shape) >= 2**59:  # addresses of the widest type end at 2^63 bytes
         raise ArgumentError(f"{name}: got {tuple(value)}; expected fewer than 2^59 numbers.")
-    return tuple(int(n) for n in value)
+    return shape
 
 
 def dtype_of(value: Any, arrays: Mapping[str, Any]) -> np.dtype[Any]:

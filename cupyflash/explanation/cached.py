@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 
 from ..analysis import Device
+from ..arrays.integers import integer
 from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.functions import POSITIONS
@@ -155,11 +156,12 @@ def _shapes(q: Any, k: Any, v: Any) -> _Shapes:
 def _page(value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    page = integer(value)
+    if page is None:
         raise ArgumentTypeError(f"page: got {value!r}; expected a number of positions, or None.")
-    if value < 1:
+    if page < 1:
         raise ArgumentError(f"page: got {value}; expected 1 or more positions.")
-    return int(value)
+    return page
 
 
 def _call(

@@ -9,6 +9,7 @@ from typing import Any, Literal, SupportsIndex
 import numpy as np
 
 from ..analysis import Device
+from ..arrays.integers import integer
 from ..arrays.interop import DLPackArray, array, one_home
 from ..distributed.model import LINKS
 from ..distributed.simulation import Simulation, simulate
@@ -154,12 +155,15 @@ def explain(
 def _over_ranks(
     call: Call, where: Place, ranks: Any, nodes: Any, backward: bool, unknown: list[str]
 ) -> Simulation:
+    counts = []
     for name, value in (("ranks", ranks), ("nodes", nodes)):
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        count = integer(value)
+        if count is None:
             raise ArgumentTypeError(f"{name}: got {value!r}; expected an integer.")
-        if value < 1:
+        if count < 1:
             raise ArgumentError(f"{name}: got {value}; expected 1 or more.")
-    if ranks % nodes:
+        counts.append(count)
+    if counts[0] % counts[1]:
         raise ArgumentError(
             f"nodes: got {nodes} for {ranks} ranks; expected a divisor, so that every node has as "
             "many GPUs."
@@ -170,7 +174,7 @@ def _over_ranks(
             f"time over ranks: how fast {where.words.partition(',')[0]} computes, or sends to "
             f"others, is not known; it is for {' and '.join(LINKS)}"
         )
-    return simulate(call, int(ranks), int(nodes), backward, made)
+    return simulate(call, counts[0], counts[1], backward, made)
 
 
 def _refuse_beside_codes(form: Format, backward: bool, ranks: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays import interop
 from ..arrays.device_arrays import is_device_array
+from ..arrays.integers import integer
 from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError, TraceError
 from .bind import Alignment, aligned
@@ -49,6 +50,8 @@ def number_or_per_batch(value: Any, argument: str) -> Expr:
         value = np.asarray(value)
     if hasattr(value, "dtype") or hasattr(value, "__dlpack__"):
         value = interop.array(value, argument)
+    elif (number := integer(value)) is not None:
+        return as_expr(number)
     if not hasattr(value, "dtype") or np.dtype(value.dtype).kind not in "iu":
         kind = getattr(value, "dtype", type(value).__name__)
         raise ArgumentTypeError(

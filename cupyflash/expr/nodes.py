@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ..arrays.dtypes import DTYPES, WORDS
+from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError, TraceError
 
 Type: TypeAlias = Literal["bool", "int", "float"]
@@ -267,6 +268,9 @@ def as_expr(value: Any) -> Expr:
         return Expr("constant", (), "int", int(value))
     if isinstance(value, (float, np.floating)) or type(value).__name__ == "bfloat16":
         return Expr("constant", (), "float", float(value))
+    number = integer(value)
+    if number is not None:
+        return as_expr(number)
     raise TraceError(
         f"got {type(value).__name__} in a mask or score; expected a number or an expression. Wrap "
         "an array: cupyflash.lookup(array)[...]."

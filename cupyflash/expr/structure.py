@@ -5,8 +5,10 @@ Nodes compare by identity, because ``==`` makes a condition; a `Structure` compa
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
+from .bind import Alignment, Axis
 from .nodes import Expr, walk
 
 
@@ -64,3 +66,63 @@ def _place(array: Any, arrays: list[Any]) -> int:
             return place
     arrays.append(array)
     return len(arrays) - 1
+
+
+def tree(nodes: Sequence[Any], arrays: Sequence[Any]) -> Expr:
+    """Return the tree of a structure's nodes, which reads other arrays in the same places."""
+    made: list[Expr] = []
+    for op, kind, places, value in nodes:
+        args = tuple(made[place] for place in places)
+        made.append(Expr(op, args, kind, _restored(op, kind, args, value, arrays)))
+    return made[-1]
+
+
+def _restored(op: str, kind: str, args: tuple[Expr, ...], value: Any, arrays: Sequence[Any]) -> Any:
+    """Return the value of a node of which `_value` returned `value`."""
+    if op == "lookup":
+        place, proven = value
+        return arrays[place], proven
+    if op == "aligned":
+        place, sizes, (argument, lead, packed) = value
+        axes = tuple(Axis(arg, *size) for arg, size in zip(args, sizes, strict=True))
+        return Alignment(arrays[place], argument, axes, lead, packed)
+    return float.fromhex(value) if op == "constant" and kind == "float" else value
+
+
+class Structured:
+    """What masks and score changes have in common: a tree, and its structure.
+
+    Attributes
+    ----------
+    expr : Expr
+        The tree.
+    """
+
+    __slots__ = ("__weakref__", "_compiled_as", "_structure", "expr")
+
+    # Takes each new object, and returns what a compiler of functions passes in its place. It is
+    # None until there is such a compiler.
+    watcher: ClassVar[Callable[[Any], Any] | None] = None
+
+    def __init__(self, expr: Expr) -> None:
+        self.expr = expr
+        self._structure: tuple[Structure, tuple[Any, ...]] | None = None
+        watcher = Structured.watcher
+        self._compiled_as = None if watcher is None else watcher(self)
+
+    @classmethod
+    def unwatched(cls, expr: Expr) -> Self:
+        """Return an object with this tree, and do not show it to the watcher."""
+        made = cls.__new__(cls)
+        made.expr, made._structure, made._compiled_as = expr, None, None
+        return made
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.expr,)
+
+    @property
+    def structure(self) -> tuple[Structure, tuple[Any, ...]]:
+        """The structure of its tree, and the arrays that it reads."""
+        if self._structure is None:
+            self._structure = structure(self.expr)
+        return self._structure

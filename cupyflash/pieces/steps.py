@@ -11,6 +11,7 @@ import numpy as np
 from .. import dispatch
 from ..arrays import interop
 from ..arrays.device_arrays import device_of, is_device_array
+from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError
 from ..execute import Vjp, check_flag, given_rows, gradient_arrays, result_shapes
 from ..lazy import cached_property
@@ -124,14 +125,15 @@ def _device(device: Any, q: Array) -> int:
     if device is None:
         assert own is not None
         return own
-    if isinstance(device, (bool, np.bool_)) or not isinstance(device, (int, np.integer)):
+    number = integer(device)
+    if number is None:
         raise ArgumentTypeError(
             f"device: got {device!r}; expected the number of a GPU, or None for the one that has "
             "q, or for the CPU if q is in host memory."
         )
-    if device < 0:
+    if number < 0:
         raise ArgumentError(f"device: got {device}; expected the number of a GPU, 0 or more.")
-    return int(device)
+    return number
 
 
 def _where(home: int | None) -> str:
@@ -152,18 +154,20 @@ def _chunk(chunk: Any, kind: str) -> tuple[int, int]:
     """Return the queries and keys of a chunk."""
     if isinstance(chunk, str) and chunk == "auto":
         return AUTO[kind]
-    sizes = chunk if isinstance(chunk, tuple) else (chunk, chunk)
-    for size in sizes:
-        if isinstance(size, (bool, np.bool_)) or not isinstance(size, (int, np.integer)):
+    sizes: list[int] = []
+    for value in chunk if isinstance(chunk, tuple) else (chunk, chunk):
+        size = integer(value)
+        if size is None:
             raise ArgumentTypeError(
                 f'chunk: got {chunk!r}; expected "auto", a number of queries and keys, or a pair '
                 "of them, (queries, keys)."
             )
+        sizes.append(size)
     if len(sizes) != 2 or min(sizes) < 1:
         raise ArgumentError(
             f'chunk: got {chunk!r}; expected one or two numbers, 1 or more, or "auto".'
         )
-    return int(sizes[0]), int(sizes[1])
+    return sizes[0], sizes[1]
 
 
 Target = tuple[Any, tuple[int, ...], np.dtype[Any]]

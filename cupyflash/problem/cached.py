@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
+from ..arrays.integers import integer
 from ..arrays.interop import array, floats
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.nodes import walk
@@ -169,9 +170,9 @@ def lengths_of(value: Any, batch: int, capacity: int) -> Any:
     wanted = f"an integer from 0 to {capacity}, or ({batch},) of int32 or int64"
     if isinstance(value, (bool, np.bool_)):
         raise ArgumentTypeError(f"lengths: got {value!r}; expected {wanted}.")
-    if isinstance(value, (int, np.integer)):
-        _check_lengths(np.array([value]), capacity)
-        return int(value)
+    if not device_arrays.is_device_array(value) and (number := integer(value)) is not None:
+        _check_lengths(np.array([number]), capacity)
+        return number
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
     if not hasattr(value, "dtype") and not hasattr(value, "__dlpack__"):
@@ -219,17 +220,18 @@ def readable(value: Any) -> Array | None:
 
 def _shared(value: Any, capacity: int) -> int:
     """Return how many positions entries share."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    number = integer(value)
+    if number is None:
         raise ArgumentTypeError(
             f"shared: got {value!r}; expected an integer, how many positions all batch entries "
             "share. If some share more than others, pass what all of them share."
         )
-    if not 0 <= value <= capacity:
+    if not 0 <= number <= capacity:
         raise ArgumentError(
-            f"shared: got {int(value)}; expected 0 to {capacity}, because the cache has room for "
+            f"shared: got {number}; expected 0 to {capacity}, because the cache has room for "
             "no more positions. Entries may be shorter than what they share."
         )
-    return int(value)
+    return number
 
 
 def check_pages(cache: Cache, pages: int, new: Array | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.device_arrays import is_device_array
+from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError
 from . import device_args
 
@@ -65,17 +66,15 @@ def seed(value: Any) -> Any:
         return 0
     if is_device_array(value):
         return device_args.seed(value)
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ArgumentTypeError(
-            f"seed: got {type(value).__name__}; expected an integer, or a 0-d uint64 array."
-        )
-    if not 0 <= int(value) < 2**64:
+    number = integer(value)
+    if number is None:
+        came = type(value[()] if isinstance(value, np.ndarray) else value).__name__
+        raise ArgumentTypeError(f"seed: got {came}; expected an integer, or a 0-d uint64 array.")
+    if not 0 <= number < 2**64:
         raise ArgumentError(
             f"seed: got {value}; expected 0 to 2**64 - 1, for instance seed % 2**64."
         )
-    return int(value)
+    return number
 
 
 def precision(value: Any, dtype: np.dtype[Any]) -> str | None:

@@ -12,6 +12,7 @@ from ..errors import ArgumentError
 from . import compute
 from .batching import Rule, batched
 from .compute import Operands, Settings
+from .tensors import is_transforming
 
 _OTHER = (
     "Compute this derivative through torch.nn.functional.scaled_dot_product_attention under "
@@ -38,7 +39,7 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4]
         if do is None and dlse is None:
             return (None,) * (1 + len(operands))
-        if torch.is_grad_enabled() or _is_transformed():  # they may be differentiated
+        if torch.is_grad_enabled() or is_transforming():  # they may be differentiated
             made = _run(_Gradients, ctx.settings, wanted, do, dlse, out, lse, *operands)
         else:
             x = Operands(*operands)
@@ -107,9 +108,8 @@ for _function in (_Attention, _Gradients):
 
 _FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
 
-# Whether a transform of torch.func is active. PyTorch's own `apply` asks this first. Without a
-# transform it then calls the method of its base class; calling that directly saves 20 us.
-_is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+# PyTorch's own `apply` asks first whether a transform is active. Without one it then calls the
+# method of its base class; calling that directly saves 20 us.
 _APPLY = {
     function: super(torch.autograd.Function, function).apply
     for function in (_Attention, _Gradients)
@@ -117,12 +117,12 @@ _APPLY = {
 
 
 def _run(function: Any, *args: Any) -> Any:
-    return function.apply(*args) if _is_transformed() else _APPLY[function](*args)
+    return function.apply(*args) if is_transforming() else _APPLY[function](*args)
 
 
 def attention(settings: Settings, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of a call, through which gradients flow."""
-    if not (_may_have_derivatives(operands) or _is_transformed()):
+    if not (_may_have_derivatives(operands) or is_transforming()):
         return compute.forward(settings, operands)  # saves what autograd takes, some 10 us
     out, lse = _run(_Attention, settings, *operands)
     return out, lse

@@ -77,12 +77,18 @@ def _together(
 ) -> tuple[torch.Tensor, ...]:
     pairs = list(zip(tensors, dims, strict=True))
     ranks = [0 if x is None else x.ndim - (dim is not None) for x, dim in pairs]
-    q, k, v = ranks[rule.leading : rule.leading + 3]
+    qkv = slice(rule.leading, rule.leading + 3)
+    q, k, v = ranks[qkv]
     axes = max(3, q, k, v)  # of the call, including heads
-    moved = []
+    # The leading axes of a call are those of q, k and v, so one of them needs the mapped axis.
+    lends = None if rule.expands or any(dim is not None for dim in dims[qkv]) else rule.leading
+    moved: list[Any] = []
     for n, ((x, dim), rank) in enumerate(zip(pairs, ranks, strict=True)):
         operand = n - rule.leading
-        if x is None or operand in _WITHOUT_LEAD or (dim is None and not rule.expands):
+        if operand == _SEED:
+            moved.append(None)  # nothing is dropped
+            continue
+        if x is None or operand == _SINK or (dim is None and not rule.expands and n != lends):
             moved.append(x)
             continue
         first = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -98,7 +104,7 @@ def _together(
     )
 
 
-_WITHOUT_LEAD = tuple(Operands._fields.index(name) for name in ("sink", "seed"))
+_SINK, _SEED = (Operands._fields.index(name) for name in ("sink", "seed"))
 _ROWS = 1, 3  # dlse and lse, which have no columns, among do, dlse, out, lse
 
 

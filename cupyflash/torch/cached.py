@@ -1,14 +1,15 @@
-"""Attention on tensors over a cache of keys and values, for inference, without gradients."""
+"""Tensors and a cache of keys and values: attention for inference, new rows, and rotations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from .. import cache_update
 from .. import cached as arrays
+from ..errors import ArgumentTypeError
 from ..masks import Mask
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary
@@ -21,8 +22,33 @@ _NO_GRADIENT = (
     "cupyflash.torch.attention computes gradients."
 )
 
+_SIZES = "table", "offsets_q", "k_scale", "v_scale", "kv_dtype", "shared"
 
-@torch.compiler.disable(reason="calls over a cache are not operators of torch.compile")
+
+@overload
+def attention_cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    lengths: int | torch.Tensor | Sequence[int], *, table: torch.Tensor | None = ...,
+    offsets_q: torch.Tensor | Sequence[int] | None = ..., k_scale: torch.Tensor | None = ...,
+    v_scale: torch.Tensor | None = ..., kv_dtype: Any = ..., shared: int = ...,
+    mask: Mask | torch.Tensor | None = ..., score_mod: Score | Sequence[Score] | None = ...,
+    bias: torch.Tensor | None = ..., sink: torch.Tensor | None = ..., scale: float | None = ...,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    lengths: int | torch.Tensor | Sequence[int], *, table: torch.Tensor | None = ...,
+    offsets_q: torch.Tensor | Sequence[int] | None = ..., k_scale: torch.Tensor | None = ...,
+    v_scale: torch.Tensor | None = ..., kv_dtype: Any = ..., shared: int = ...,
+    mask: Mask | torch.Tensor | None = ..., score_mod: Score | Sequence[Score] | None = ...,
+    bias: torch.Tensor | None = ..., sink: torch.Tensor | None = ..., scale: float | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
 @explained
 def attention_cached(
     q: torch.Tensor,
@@ -32,6 +58,9 @@ def attention_cached(
     *,
     table: torch.Tensor | None = None,
     offsets_q: torch.Tensor | Sequence[int] | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    kv_dtype: Any = None,
     shared: int = 0,
     mask: Mask | torch.Tensor | None = None,
     score_mod: Score | Sequence[Score] | None = None,
@@ -60,6 +89,11 @@ def attention_cached(
         The page numbers of each sequence, of int32 or int64.
     offsets_q : torch.Tensor, shape (B + 1,), optional
         Sequence b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``.
+    k_scale, v_scale : torch.Tensor of float32, optional
+        The scales of a cache of codes, as in `cupyflash.attention_cached`.
+    kv_dtype : str or torch.dtype, optional
+        What the bytes of `k` and `v` are if they are uint8: "int8", "float8_e4m3fn", "float8_e5m2"
+        or "int4". Tensors of int8 and of float8 types say it themselves.
     shared, mask, score_mod, bias, sink, scale
         As in `cupyflash.attention_cached`.
     return_lse : bool
@@ -77,17 +111,23 @@ def attention_cached(
     ArgumentError, ArgumentTypeError
         As in `cupyflash.attention_cached`, and if a tensor requires a gradient.
     """
-    named = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
+    floats = {"q": q, "bias": bias, "sink": sink}
+    floats |= {name: x for name, x in (("k", k), ("v", v)) if not tensors.may_be_codes(x)}
     given = {"lengths": lengths, "table": table, "offsets_q": offsets_q, "mask": mask}
-    all_named = named | {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
-    home = tensors.check(all_named, tuple(named))
+    given |= {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+    named = floats | {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    home = tensors.check(named, tuple(floats))
     tensors.refuse_meta(home)
     tensors.refuse_gradients(named, _NO_GRADIENT)
     q, k, v = tensors.to_autocast(q, k, v)
-    tensors.same_dtype(q, k, v)
-    options = {
+    if "k" in floats and "v" in floats:
+        tensors.same_dtype(q, k, v)
+    options: dict[str, Any] = {
         "table": array_of(table),
         "offsets_q": array_of(offsets_q),
+        "k_scale": array_of(k_scale),
+        "v_scale": array_of(v_scale),
+        "kv_dtype": _kind(kv_dtype),
         "shared": shared,
         "mask": array_of(mask),
         "score_mod": score_mod,
@@ -100,10 +140,13 @@ def attention_cached(
     if home.type == "cpu":
         return tensors.of_results(arrays.attention_cached(*operands, **options))
     with tensors.stream_of(home):
-        sizes = {name: options[name] for name in ("table", "offsets_q", "shared")}
+        sizes = {name: options[name] for name in _SIZES}
         size = arrays.workspace_size_cached(*operands[:3], **sizes)
         scratch = q.new_empty(size, dtype=torch.uint8)
-        out = tensors.empty_in_order_of(q, (*q.shape[:-1], v.shape[-1]))
+        kind = options["kv_dtype"]
+        kind = kind[-1] if type(kind) is tuple else kind
+        columns = v.shape[-1] * (2 if kind == "int4" else 1)  # of which two share a byte
+        out = tensors.empty_in_order_of(q, (*q.shape[:-1], columns))
         lse = q.new_empty(q.shape[:-1], dtype=tensors.lse_dtype(q)) if return_lse is True else None
         arrays.attention_cached(
             *operands,
@@ -115,24 +158,176 @@ def attention_cached(
     return (out, lse) if return_lse else out
 
 
+@torch.compiler.disable(reason="calls over a cache are not operators of torch.compile")
+@explained
 def append(
     k_new: torch.Tensor,
     v_new: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lengths: torch.Tensor,
-    table: torch.Tensor | None,
-    rotary: Rotary | None,
-) -> None:
-    """Write new rows to a cache in place, as `cupyflash.append` does."""
+    lengths: int | torch.Tensor | Sequence[int],
+    *,
+    table: torch.Tensor | None = None,
+    offsets: torch.Tensor | Sequence[int] | None = None,
+    q: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    positions: torch.Tensor | Sequence[Any] | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    kv_dtype: Any = None,
+) -> torch.Tensor | None:
+    """Write new keys and values to a cache in place, and rotate keys and queries.
+
+    The arguments are those of `cupyflash.append`. No gradient is computed.
+
+    Parameters
+    ----------
+    k_new : torch.Tensor, shape (B, Hkv, n, D)
+        New keys. With `offsets` they are packed: (Hkv, total, D).
+    v_new : torch.Tensor, shape (B, Hkv, n, Dv)
+        New values. With `offsets` they are packed: (Hkv, total, Dv).
+    k : torch.Tensor, shape (B, Hkv, S, D)
+        The cache's keys, in the dtype of `k_new` or codes. With `table` they are in pages: (P, Hkv,
+        page, D).
+    v : torch.Tensor, shape (B, Hkv, S, Dv)
+        The cache's values. With `table` they are in pages: (P, Hkv, page, Dv).
+    lengths : int or torch.Tensor, shape (B,)
+        How many positions the cache holds after this step, as int32 or int64.
+    table : torch.Tensor, shape (B, N), optional
+        The page numbers of each sequence, of int32 or int64.
+    offsets : torch.Tensor, shape (B + 1,), optional
+        Entry b has the packed rows from ``offsets[b]`` to ``offsets[b + 1]``.
+    q : torch.Tensor, shape (B, Hq, n, D), optional
+        Queries of the same positions, which `rotary` rotates, too.
+    rotary : Rotary, optional
+        The angles, which may be made from tensors: ``Rotary(cos, sin)``.
+    positions : torch.Tensor, shape (B, n) or (total,), optional
+        The positions by which rows are rotated, if they are not those in the cache.
+    k_scale, v_scale : torch.Tensor of float32, optional
+        Where to write the scales of a cache of codes: (B, Hkv, S, 1), or (P, Hkv, page, 1).
+    kv_dtype : str or torch.dtype, optional
+        Which codes `k` and `v` hold if they are uint8.
+
+    Returns
+    -------
+    torch.Tensor or None
+        The rotated queries, in the dtype of `q`; None without `q`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `cupyflash.append`, and if a tensor requires a gradient.
+    """
+    floats = {"k_new": k_new, "v_new": v_new, "q": q}
+    held = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+    given = {"lengths": lengths, "table": table, "offsets": offsets, "positions": positions}
+    named = floats | held | {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+    home = tensors.check(named, tuple(floats))
+    tensors.refuse_meta(home)
+    tensors.refuse_gradients(named, _NO_GRADIENT)
+    queries = None if q is None else torch.empty_like(q)
+    options: dict[str, Any] = {
+        "table": array_of(table),
+        "offsets": array_of(offsets),
+        "positions": array_of(positions),
+        "q": array_of(q),
+        "rotary": rotary,
+        "k_scale": array_of(k_scale),
+        "v_scale": array_of(v_scale),
+        "kv_dtype": _kind(kv_dtype),
+        "out": array_of(queries),
+    }
+    write(k_new, v_new, k, v, lengths, **options)
+    for x in (k_scale, v_scale):
+        _changed(x)
+    return queries
+
+
+def write(k_new: Any, v_new: Any, k: Any, v: Any, lengths: Any, **options: Any) -> None:
+    """Write rows of tensors that were checked, with options of which tensors are arrays."""
     with tensors.stream_of(k.device):
-        rows = map(array_of, (k_new, v_new, k, v, lengths))
-        cache_update.append(*rows, table=array_of(table), rotary=rotary)
+        cache_update.append(*map(array_of, (k_new, v_new, k, v, lengths)), **options)
+    _changed(k)
+    _changed(v)
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotate rows by their positions, as `cupyflash.rope` does."""
-    rotated = torch.empty_like(x)
+def _changed(x: Any) -> None:
+    """Let autograd know that a tensor was written in place."""
+    if isinstance(x, torch.Tensor) and not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
+@torch.compiler.disable(reason="rotations are not operators of torch.compile")
+@explained
+def rope(
+    x: torch.Tensor,
+    positions: torch.Tensor | Sequence[Any],
+    rotary: Rotary,
+    *,
+    inverse: bool = False,
+) -> torch.Tensor:
+    """Rotate rows by their positions: rotary position embedding, with a gradient.
+
+    The arguments are those of `cupyflash.rope`.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, H, L, D) or (H, total, D)
+        Queries or keys.
+    positions : torch.Tensor, shape (B, L) or (L,)
+        Positions of the rows, the same for all heads, as int32 or int64.
+    rotary : Rotary
+        The angles, which may be made from tensors: ``Rotary(cos, sin)``.
+    inverse : bool
+        Rotate back.
+
+    Returns
+    -------
+    torch.Tensor
+        The rotated rows, with the shape and dtype of `x`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `cupyflash.rope`.
+    """
+    named = {"x": x}
+    if isinstance(positions, torch.Tensor):
+        named["positions"] = positions
+    tensors.refuse_meta(tensors.check(named, ("x",)))
+    tensors.refuse_transforms(named)
+    if type(inverse) is not bool:
+        raise ArgumentTypeError(f"inverse: got {inverse!r}; expected True or False.")
+    made: torch.Tensor = _Rotation.apply(x, positions, rotary, inverse)
+    return made
+
+
+def rotated(x: torch.Tensor, positions: Any, rotary: Rotary, inverse: bool) -> torch.Tensor:
+    """Rotate rows of a tensor that was checked, without a gradient."""
+    made = torch.empty_like(x)
     with tensors.stream_of(x.device):
-        cache_update.rope(array_of(x), array_of(positions), rotary, out=array_of(rotated))
-    return rotated
+        cache_update.rope(
+            array_of(x), array_of(positions), rotary, inverse=inverse, out=array_of(made)
+        )
+    return made
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotates rows; the gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, positions: Any, rotary: Rotary, inverse: bool) -> Any:
+        ctx.rest = positions, rotary, inverse
+        return rotated(x, positions, rotary, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        positions, rotary, inverse = ctx.rest
+        return _Rotation.apply(dout, positions, rotary, not inverse), None, None, None
+
+
+def _kind(kv_dtype: Any) -> Any:
+    """Return the names of codes, of which PyTorch's dtypes are some."""
+    if isinstance(kv_dtype, tuple):
+        return tuple(map(_kind, kv_dtype))
+    return tensors.name_of(kv_dtype) if isinstance(kv_dtype, torch.dtype) else kv_dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
@@ -13,6 +13,26 @@ from ..problem.keywords import explained
 from ..scores import Score
 from . import autograd, operators, recipes, tensors
 from .compute import Operands, Settings
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | torch.Tensor | None = ...,
+    score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
+    sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
+    seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
+    return_lse: Literal[False] = False, deterministic: bool = ...,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | torch.Tensor | None = ...,
+    score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
+    sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
+    seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
+    return_lse: Literal[True], deterministic: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @explained
@@ -86,11 +106,12 @@ def attention(
 
     Notes
     -----
-    Under torch.compile, make masks and scores outside the compiled function, and keep them: each
-    new object compiles the function again. PyTorch has no torch.func.grad of operators inside of a
-    compiled function; call backward() on its result instead. Under torch.func.vmap, the mapped axis
-    becomes a leading axis of a single call. If that would change the meaning of b, dropout or a
-    mapped sink, the calls are made one by one.
+    Under torch.compile, make masks and scores outside the compiled function. Their arrays and
+    integers may change from call to call, and what else is in them compiles the function again if
+    it changes. PyTorch has no torch.func.grad of operators inside of a compiled function; call
+    backward() on its result instead. Under torch.func.vmap, the mapped axis becomes a leading axis
+    of a single call. If that would change the meaning of b, dropout or a mapped sink, the calls are
+    made one by one.
 
     Examples
     --------
@@ -106,6 +127,28 @@ def attention(
         mask, score_mod, scale, dropout, seed, precision, _is_deterministic(deterministic)
     )
     return run(settings, q, k, v, bias, sink, None, None, return_lse)
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: torch.Tensor,
+    offsets_k: torch.Tensor, *, check: bool = ..., mask: Mask | torch.Tensor | None = ...,
+    score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
+    sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
+    seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
+    return_lse: Literal[False] = False, deterministic: bool = ...,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: torch.Tensor,
+    offsets_k: torch.Tensor, *, check: bool = ..., mask: Mask | torch.Tensor | None = ...,
+    score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
+    sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
+    seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
+    return_lse: Literal[True], deterministic: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @explained

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..problem.keywords import explained
-from . import functions, tensors
+from . import functions, heads, tensors
 from .compute import Settings
 
 
@@ -33,7 +33,7 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : torch.Tensor, shape (..., Hq, L, E)
-        Queries.
+        Queries. One head of queries, of keys or of values stands for as many as the others have.
     key : torch.Tensor, shape (..., H, S, E)
         Keys.
     value : torch.Tensor, shape (..., H, S, Ev)
@@ -82,13 +82,7 @@ def scaled_dot_product_attention(
     tensors.check(
         {**named, "attn_mask": attn_mask}, (*named, *(["attn_mask"] if bias is not None else []))
     )
-    if not enable_gqa and query.ndim > 2 and key.ndim > 2:
-        heads, heads_kv = query.shape[-3], key.shape[-3]
-        if heads_kv not in (1, heads):
-            raise ArgumentError(
-                f"key: got shape {tuple(key.shape)} with a query of shape {tuple(query.shape)}; "
-                "expected equal numbers of heads, or enable_gqa=True."
-            )
+    query, key, value = heads.broadcast(query, key, value, enable_gqa)
     settings = Settings(
         mask=mask,
         scale=scale,

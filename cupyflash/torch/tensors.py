@@ -12,6 +12,7 @@ import torch
 
 from ..arrays import device_arrays
 from ..arrays.dtypes import FLOATS, WORDS
+from ..arrays.interop import TRANSFORMED, is_transformed
 from ..errors import ArgumentError, ArgumentTypeError
 from ..install import ML_DTYPES
 
@@ -21,15 +22,33 @@ _PLAIN = torch.Tensor, torch.nn.Parameter
 
 @functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    if dtype is not torch.bfloat16:
-        return np.dtype(str(dtype).removeprefix("torch."))
+    name = name_of(dtype)
+    if dtype not in _OF_BYTES:
+        return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"got bfloat16, which needs the package ml_dtypes: {ML_DTYPES}."
+            f"got {name}, which needs the package ml_dtypes: {ML_DTYPES}."
         ) from None
-    return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+# Types that NumPy does not know, and integers of their size, as which their memory is shared.
+_OF_BYTES = {
+    torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8,
+}  # fmt: skip
+_CODES = torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, which is also NumPy's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def may_be_codes(x: Any) -> bool:
+    """Whether a tensor holds codes of 8 or 4 bits, or bytes that may be some."""
+    return isinstance(x, torch.Tensor) and x.dtype in _CODES
 
 
 def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()) -> torch.device:
@@ -141,8 +160,8 @@ def array_of(x: Any) -> Any:
         return device_arrays.borrowed(
             x.data_ptr(), tuple(x.shape), dtype, strides, x.device.index, x
         )
-    if x.dtype is torch.bfloat16:
-        return x.view(torch.int16).numpy(force=True).view(_numpy_dtype(x.dtype))
+    if (integers := _OF_BYTES.get(x.dtype)) is not None:
+        return x.view(integers).numpy(force=True).view(_numpy_dtype(x.dtype))
     return x.numpy(force=True)  # faster than .detach().numpy()
 
 
@@ -180,7 +199,8 @@ def to_autocast(
     if q.is_meta or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (q, k, v))
+    kept = torch.float64, *_CODES
+    q, k, v = (x if x.dtype in kept else x.to(dtype) for x in (q, k, v))
     return q, k, v
 
 
@@ -209,12 +229,25 @@ def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def refuse_gradients(named: Mapping[str, Any], remedy: str) -> None:
-    """Refuse tensors that require a gradient, in a function that computes none."""
+    """Refuse tensors of transforms, and those that require a gradient, where neither is known."""
+    refuse_transforms(named)
     if not torch.is_grad_enabled():
         return
     for name, x in named.items():
         if isinstance(x, torch.Tensor) and x.requires_grad:
             raise ArgumentError(f"{name}: got a tensor that requires a gradient, but {remedy}")
+
+
+def refuse_transforms(named: Mapping[str, Any]) -> None:
+    """Refuse tensors of transforms of torch.func, in a function that has no rule for them."""
+    if is_transforming():
+        for name, x in named.items():
+            if is_transformed(x):
+                raise ArgumentTypeError(f"{name}: {TRANSFORMED}")
+
+
+# Whether a transform of torch.func is active.
+is_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
 def refuse_meta(home: torch.device) -> None:

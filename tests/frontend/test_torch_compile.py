@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cupyflash import ArgumentError, masks, scores
@@ -12,6 +13,7 @@ from cupyflash.torch import (  # noqa: E402 (after the skip)
     attention,
     attention_varlen,
     flash_attn_func,
+    graph_inputs,
     operators,
     scaled_dot_product_attention,
 )
@@ -118,13 +120,19 @@ def test_the_operators_are_sound():
     k, v = draw(2, 2, 6, 8).requires_grad_(), draw(2, 2, 6, 3).requires_grad_()
     bias = draw(4, 5, 6).requires_grad_()
     number = operators._number(None, None, False, True, id(BAND))
-    numbers = number, 0.25, True, 3
+    rest = [], [number], 0.25, True, 3
     torch.library.opcheck(
-        torch.ops.cupyflash.attention.default, (q, k, v, bias, *(None,) * 5, *numbers)
+        torch.ops.cupyflash.attention.default, (q, k, v, bias, *(None,) * 5, *rest)
+    )
+    parts = graph_inputs._parts(masks.lengths(np.array([3, 5])) & masks.causal(2))
+    number = operators._number(None, None, False, True, parts.text)
+    rest = [*parts.tables], [number, *parts.integers], 0.25, True, 3
+    torch.library.opcheck(
+        torch.ops.cupyflash.attention.default, (q, k, v, bias, *(None,) * 5, *rest)
     )
 
 
 def test_a_graph_of_another_process_is_refused():
     x = draw(2, 5, 8)
     with pytest.raises(ArgumentError, match="another process"):
-        torch.ops.cupyflash.attention(x, x, x, *(None,) * 6, 10**9, 0.0, False, 0)
+        torch.ops.cupyflash.attention(x, x, x, *(None,) * 6, [], [10**9], 0.0, False, 0)

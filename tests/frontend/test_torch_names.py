@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from halves import mostly_thorough
 
 from cupyflash import ArgumentError, ArgumentTypeError, Rotary, append, rope
 
@@ -13,8 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention as pytorch  # noqa:
 
 from cupyflash.torch import (  # noqa: E402 (after the skip)
     flash_attn_func,
+    flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     scaled_dot_product_attention,
 )
@@ -61,6 +67,49 @@ def test_scaled_dot_product_attention_is_that_of_pytorch(name):
         lambda *x: pytorch(*x, **options),
         *(draw(*shape, seed=n) for n, shape in enumerate(shapes)),
     )
+
+
+HEADS = [(q, k, v) for q in (1, 2, 4) for k in (1, 2, 4) for v in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_heads_are_broadcast_or_refused_as_by_pytorch(grouped):
+    """One head of queries, keys or values stands for all; a remedy in a message works."""
+    refused = 0
+    for counts in HEADS:
+        x = [
+            draw(2, heads, length, 8, seed=n)
+            for n, (heads, length) in enumerate(zip(counts, (5, 7, 7), strict=True))
+        ]
+        try:
+            pytorch(*x, enable_gqa=grouped)
+        except RuntimeError:
+            refused += 1
+            with pytest.raises(ArgumentError, match="heads") as error:
+                scaled_dot_product_attention(*x, enable_gqa=grouped)
+            if "enable_gqa=True" in str(error.value):
+                scaled_dot_product_attention(*x, enable_gqa=True)
+            continue
+        agree(
+            lambda *x: scaled_dot_product_attention(*x, enable_gqa=grouped),
+            lambda *x: pytorch(*x, enable_gqa=grouped),
+            *x,
+        )
+    assert refused == (13 if grouped else 12)
+
+
+RANKS = [(), (4,), (1,), (2, 4), (2, 1), (1, 4)]
+
+
+@mostly_thorough(
+    ("query", "key", "value"),
+    list(itertools.product(RANKS, RANKS, RANKS)),
+    quick=[((), (4,), (2, 4)), ((2, 4), (1,), ()), ((1, 4), (2, 1), (4,))],
+    why="the rest of the table of ranks",
+)
+def test_axes_before_the_rows_are_broadcast_as_by_pytorch(query, key, value):
+    x = draw(*query, 5, 8), draw(*key, 7, 8, seed=1), draw(*value, 7, 6, seed=2)
+    agree(scaled_dot_product_attention, pytorch, *x)
 
 
 def test_a_float_mask_has_a_gradient():
@@ -166,6 +215,48 @@ def test_flash_attn_returns_the_lse():
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
+def test_packed_tensors_are_their_parts(name):
+    """Each function that takes packed tensors, and its gradient."""
+    q, k, v = draw(2, 5, 2, 8), draw(2, 5, 2, 8, seed=1), draw(2, 5, 2, 8, seed=2)
+    options = dict(OPTIONS[name])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = SLOPES[:, :2]
+    places = torch.tensor([0, 5, 10]).int()
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    functions = {
+        flash_attn_qkvpacked_func: (torch.stack([q, k, v], 2),),
+        flash_attn_kvpacked_func: (q, torch.stack([k, v], 2)),
+        flash_attn_varlen_qkvpacked_func: (torch.stack(rows, 1), places, 5),
+        flash_attn_varlen_kvpacked_func: (
+            rows[0], torch.stack(rows[1:], 1), places, places, 5, 5,
+        ),
+    }  # fmt: skip
+    wanted = formula(q, k, v, **options)
+    for function, args in functions.items():
+        last = args[0] if len(args) in (1, 3) else args[1]
+        last.requires_grad_()
+        found, lse, weights = function(*args, **options, return_attn_probs=True)
+        torch.testing.assert_close(found.reshape(q.shape), wanted, rtol=1e-12, atol=1e-12)
+        assert weights is None
+        assert lse.shape == ((2, 10) if "varlen" in function.__name__ else (2, 2, 5))
+        (gradient,) = torch.autograd.grad(found.sum(), last)
+        parts = [x.detach().requires_grad_() for x in (q, k, v)]
+        each = torch.autograd.grad(formula(*parts, **options).sum(), parts)
+        stacked = torch.stack(each[3 - last.shape[-3] :], 2).reshape(gradient.shape)
+        torch.testing.assert_close(gradient, stacked, rtol=1e-11, atol=1e-11)
+        with pytest.raises(ArgumentError, match=r"kv: got shape .*expected \("):
+            function(*(x.flatten(-2) if x is last else x for x in args))
+
+
+@pytest.mark.parametrize("pair", [torch.tensor([2, 1]), np.array([2, 1]), [np.int64(2), 1]])
+def test_windows_may_be_integers_of_any_kind(pair):
+    q, k, v = operands()
+    wanted = flash_attn_func(q, k, v, window_size=(2, 1))
+    assert torch.equal(flash_attn_func(q, k, v, window_size=pair), wanted)
+    torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, window_size=pair), wanted)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
 def test_flash_attn_varlen_func(name):
     q, k, v = operands()
     cu_q, cu_k = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 9, 18]).int()
@@ -205,6 +296,46 @@ def test_a_cache_that_is_read(name, paged):
         wanted = formula(q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length], **options)
         torch.testing.assert_close(out[b : b + 1], wanted, rtol=1e-12, atol=1e-12)
     assert lse.shape == (2, 4, 5)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_cache_may_begin_with_padding(name, paged):
+    """The keys of an entry begin at its leftpad, and end as they do without padding."""
+    q, k, v = operands()
+    (k_pages, table), (v_pages, _) = pages(k, ORDER), pages(v, ORDER)
+    where = (k_pages, v_pages) if paged else (k, v)
+    extra = {"block_table": table} if paged else {}
+    first, last = [2, 0], [9, 6]
+    out = flash_attn_with_kvcache(
+        q, *where, cache_seqlens=torch.tensor(last).int(), **OPTIONS[name], **extra,
+        cache_leftpad=torch.tensor(first).int(),
+    )  # fmt: skip
+    for b in range(2):
+        options = dict(OPTIONS[name])
+        if "alibi_slopes" in options:
+            options["alibi_slopes"] = SLOPES[b : b + 1]
+        held = [x[b : b + 1, first[b] : last[b]] for x in (k, v)]
+        wanted = formula(q[b : b + 1], *held, **options)
+        torch.testing.assert_close(out[b : b + 1], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_new_keys_come_after_a_cache_that_begins_with_padding():
+    q, k, v = operands()
+    new, pad = draw(2, 1, 2, 8, seed=5), torch.tensor([3, 1]).int()
+    angles = torch.outer(torch.arange(20.0), torch.tensor([1.0, 0.1]))
+    plain = [x.clone() for x in (k, v)]
+    options = {"cache_seqlens": 4, "rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    found = flash_attn_with_kvcache(q, k, v, new, new, **options, causal=True, cache_leftpad=pad)
+    flash_attn_with_kvcache(q, *plain, new, new, **options, causal=True)
+    assert torch.equal(k, plain[0])  # rows are rotated by their positions in the cache
+    assert torch.equal(v[:, 4], new[:, 0])
+    chosen = torch.tensor([1, 0]).int()
+    swapped = flash_attn_with_kvcache(
+        q.flip(0), k.clone(), v.clone(), new.flip(0), new.flip(0), **options, causal=True,
+        cache_batch_idx=chosen, cache_leftpad=pad.flip(0),
+    )  # fmt: skip
+    torch.testing.assert_close(swapped.flip(0), found)  # the padding is that of an entry of q
 
 
 def test_varlen_with_pages():
@@ -256,7 +387,11 @@ def test_entries_of_a_cache_may_be_chosen():
 
 
 KV_REFUSED = {
-    "leftpad": ({"cache_leftpad": torch.ones(2)}, r"cache_leftpad: .*masks\.mask"),
+    "leftpad of floats": ({"cache_leftpad": torch.ones(2)}, "cache_leftpad: .*int32"),
+    "one leftpad": ({"cache_leftpad": torch.ones(1).int()}, r"cache_leftpad: .*\(2,\)"),
+    "no leftpad": ({"cache_leftpad": torch.tensor([1, -1])}, "cache_leftpad: got -1"),
+    "a window of floats": ({"window_size": (1.5, 0)}, r"window_size: got \(1\.5, 0\)"),
+    "half a window": ({"window_size": (1,)}, "window_size: .*left, right"),
     "k without v": ({"k": draw(2, 1, 2, 8)}, "k, v: got one without the other"),
     "no lengths": ({"k": draw(2, 1, 2, 8), "v": draw(2, 1, 2, 8)}, "cache_seqlens: got None"),
     "cos alone": ({"rotary_cos": torch.ones(9, 2)}, "rotary_cos, rotary_sin: got one"),

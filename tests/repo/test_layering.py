@@ -51,7 +51,7 @@ ORDER = [
 # folders may import each other.
 INSIDE = {
     "arrays": [
-        ["cuda_device", "dtypes", "tape"],
+        ["cuda_device", "dtypes", "integers", "tape"],
         ["device_arrays"],
         ["copies", "interop", "transfers"],
     ],
