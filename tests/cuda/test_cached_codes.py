@@ -236,7 +236,8 @@ def test_the_kernel_of_few_queries_serves_prompts(arch):
         out, lse = results(call)
         launches = decode_recipe.forward(call, target, out, lse, True).launches
         assert [x.special.spec.part for x in launches] == ["decode", "join"]
-        assert launches[0].special.codes == FORMATS_BY_NAME["int8"]
+        special = launches[0].special
+        assert special.k_codes == special.v_codes == FORMATS_BY_NAME["int8"]
 
 
 # New rows
