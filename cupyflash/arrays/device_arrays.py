@@ -430,6 +430,8 @@ def constant(array: np.ndarray[Any, Any], name: str, like: Any) -> Any:
 
     Equal numbers are copied once, and then are there for all streams.
     """
+    import cupy
+
     device = int(like.device.id)
     key = device, array.shape, array.tobytes()
     if (known := _constants.get(key)) is not None:
@@ -442,7 +444,8 @@ def constant(array: np.ndarray[Any, Any], name: str, like: Any) -> Any:
                 f"cupy.asarray([[{array.flat[0]}]], cupy.float32), made before the capture, or "
                 "call once with this number before it."
             )
-        made = to_device(array, array.dtype)
+        tape.spoil("a number is copied")
+        made = cupy.asarray(array)
         wait_for_current_stream()
     if len(_constants) < MOST_CONSTANTS:
         _constants[key] = made
