@@ -29,9 +29,7 @@ def test_losses_are_those_of_the_training():
     np.testing.assert_allclose(losses(windows), alone, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kept", [Kept("float32"), Kept("float32", ("int4", "int4")), Kept("float32", ("int8", "int4"))]
-)
+@pytest.mark.parametrize("kv_dtype", [None, ("int4", "int4"), ("int8", "int4")])
 def test_bytes_may_be_read_in_any_chunks(kv_dtype, monkeypatch):
     some, kept = texts(2, 75), Kept("float32", kv_dtype)
     wanted = losses(some, kept)
