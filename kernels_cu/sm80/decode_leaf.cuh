@@ -19,11 +19,13 @@ constexpr int K_BYTES = fragment::row_bytes(fragment_codes::units<KEY_CODES>(D))
 constexpr int V_BYTES = fragment::row_bytes(fragment_codes::units<VALUE_CODES>(D_V));
 constexpr int ROW_BYTES = matmul::larger(K_BYTES, V_BYTES);
 constexpr int STAGE_BYTES = 8192;
-constexpr int STEP_KEYS = STAGE_BYTES / ROW_BYTES < LEAF ? STAGE_BYTES / ROW_BYTES : LEAF;
+// A half or a quarter of a leaf where all of it has no room.
+constexpr int ROOM = STAGE_BYTES / ROW_BYTES;
+constexpr int STEP_KEYS = ROOM >= LEAF ? LEAF : ROOM >= LEAF / 2 ? LEAF / 2 : LEAF / 4;
 constexpr int STEPS = LEAF / STEP_KEYS;    // of keys, and as many of values
 constexpr bool IN_REGISTERS = D_V <= 128;  // the node of level 1
 constexpr int QUERY_BYTES = 16 * fragment::row_bytes(D);
-static_assert(STEP_KEYS * STEPS == LEAF && STEP_KEYS % 16 == 0, "D, D_V");
+static_assert(STEP_KEYS * ROW_BYTES <= STAGE_BYTES && STEP_KEYS % 16 == 0, "D, D_V");
 
 // Calls function(Step<0>()), function(Step<1>()) and so on.
 template <int N>

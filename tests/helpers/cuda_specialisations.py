@@ -162,6 +162,8 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         case = Case("decode_sm80_shared", dtypes[1 + n // 2], own, options, False, cache)
         found.append(case)
+    # Heads whose rows do not fill a stage of shared memory.
+    found.append(Case("decode_sm80", dtypes[2], (192, 128), "causal", False, "paged"))
     # Caches of codes: each format, each type of queries.
     for n, form in enumerate(FORMATS):
         own = (128, 128), "causal" if n % 2 else "plain", n == 3, f"paged {form}"
