@@ -53,12 +53,6 @@ class Shaped(NamedTuple):
     shape: tuple[int, ...]
 
 
-def holds_codes(value: Array) -> bool:
-    """Whether an array has the type of codes, or of bytes that may be some."""
-    # NumPy's names take longer to make than sizes.
-    return value.dtype.itemsize == 1 and value.dtype.name in _TYPES
-
-
 def codes_of(k: Any, v: Any, given: Given) -> tuple[Array, Array, Codes | None]:
     """Return keys, values and what they mean if they are codes, or one of them is.
 
@@ -154,7 +148,8 @@ def _scales_of(scale: Any, x: Array, name: str, form: Format | None) -> Array | 
 
 def _formats_of(held: dict[str, Array], kv_dtype: Any) -> Forms:
     """Return the formats of keys and values, which their types or `kv_dtype` say."""
-    if kv_dtype is None and not any(holds_codes(x) for x in held.values()):
+    # NumPy's names take longer to make than sizes.
+    if kv_dtype is None and all(x.dtype.itemsize > 1 for x in held.values()):
         return None, None
     pairs = zip(held.items(), types_said(kv_dtype), strict=True)
     k_form, v_form = (_format_of(name, x, said, held, kv_dtype) for (name, x), said in pairs)
@@ -185,7 +180,7 @@ def _format_of(
                 f"expected what they are: one of {', '.join(FORMATS)}. Say "
                 f"kv_dtype={_told(held, kv_dtype)}, for example."
             )
-        return FORMATS[came] if holds_codes(x) else None
+        return FORMATS[came] if came in _TYPES else None
     if came == "uint8":
         return format_of(said, "kv_dtype")
     word = name_of(said)
@@ -194,7 +189,7 @@ def _format_of(
     remedy = f"Say kv_dtype={_told(held, kv_dtype)}"
     if all(each.dtype != np.uint8 for each in held.values()):
         remedy = "Leave kv_dtype out"
-    if not holds_codes(x):
+    if came not in _TYPES:
         raise ArgumentError(
             f"kv_dtype: got {kv_dtype!r} with {name} of {came}, which says its type itself; "
             f"expected None for {name}. {remedy}, or make codes with quantize."
@@ -245,27 +240,32 @@ def scale_of(value: Any, name: str, x: Array, form: Format, name_of_x: str) -> A
     if form.packed > 1 and columns % INT4_GROUP == 0:
         lengths.add(columns // INT4_GROUP)
     rows = x.shape[:-1]
-    last = " or ".join(map(str, sorted(lengths)))
-    wanted = f"float32 that broadcasts to {rows} and a last axis of {last}"
+
+    def wanted() -> str:
+        last = " or ".join(map(str, sorted(lengths)))
+        return f"float32 that broadcasts to {rows} and a last axis of {last}"
+
+    def converted() -> str:
+        module = "cupy" if is_device_array(x) else "np"
+        return f"Convert it with {module}.asarray({name}, {module}.float32)."
+
     value = scales_at(value, name, x)
-    module = "cupy" if is_device_array(x) else "np"
     if isinstance(value, (bool, np.bool_, list, tuple)):
         raise ArgumentTypeError(
-            f"{name}: got {type(value).__name__}; expected a number, or an array of {wanted}. "
-            f"Convert it with {module}.asarray({name}, {module}.float32)."
+            f"{name}: got {type(value).__name__}; expected a number, or an array of {wanted()}. "
+            f"{converted()}"
         )
     scale = array(value, name)
     if scale.dtype != np.float32 or not scale.dtype.isnative:
         raise ArgumentTypeError(
-            f"{name}: got dtype {scale.dtype}; expected {wanted}. Convert it with "
-            f"{module}.asarray({name}, {module}.float32)."
+            f"{name}: got dtype {scale.dtype}; expected {wanted()}. {converted()}"
         )
     own = (1,) * (x.ndim - scale.ndim) + scale.shape
     fits = len(own) == x.ndim and own[-1:] and own[-1] in lengths
     if not fits or any(n not in (1, most) for n, most in zip(own[:-1], rows, strict=True)):
         raise ArgumentError(
             f"{name}: got shape {scale.shape} with {name_of_x} of shape {x.shape} in {form.name}; "
-            f"expected {wanted}: one scale for all, for each head, or for each row. Add axes, as "
+            f"expected {wanted()}: one scale for all, for each head, or for each row. Add axes, as "
             "in scale[:, None, None], where there is one for each head."
         )
     return scale
