@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 
 from . import coded_request, dispatch, execute
 from .arrays.interop import DLPackArray
@@ -30,9 +30,9 @@ def attention(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
     return_lse: Literal[False] = False,
@@ -55,9 +55,9 @@ def attention(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
     return_lse: Literal[True],
@@ -80,9 +80,9 @@ def attention(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
     return_lse: bool = False,
@@ -105,9 +105,9 @@ def attention(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
     return_lse: bool = False,
@@ -150,7 +150,7 @@ def attention(
         For float32 arrays only. With "tf32x3", a GPU of compute capability 8.0 or newer may
         multiply on its tensor cores, for head sizes up to 256. Each product is then the sum of
         three (relative error 2^-21 instead of 2^-24). A CPU computes in float32 all the same.
-    q_scale, k_scale, v_scale : array of float32, optional
+    q_scale, k_scale, v_scale : array of float32 or float, optional
         For codes of float8 in `q`, `k` and `v`, as of `quantize`: the result is attention of
         ``scale * code``. A scale broadcasts to (..., L, 1). Codes have no gradients.
     qkv_dtype : dtype_like, optional

@@ -91,9 +91,9 @@ def append(
         and any strides. With `table`, they are pages, (P, Hkv, page, D). They are written in place,
         and share no memory with another array.
     v : array, shape (B, Hkv, S, Dv)
-        The cache's values; with `table`, (P, Hkv, page, Dv). They may be the first columns of the
-        keys, ``v = k[..., :Dv]``; then ``v_new`` must be ``k_new[..., :Dv]``, and they are written
-        once.
+        The cache's values, of the dtype of `v_new` or codes, whatever the keys are; with `table`,
+        (P, Hkv, page, Dv). They may be the first columns of the keys, ``v = k[..., :Dv]``; then
+        ``v_new`` must be ``k_new[..., :Dv]``, and they are written once.
     lengths : int or array, shape (B,)
         How many positions the cache holds after this step, as int32 or int64, on the device of `k`.
         On a GPU, lengths are not read back, and a row whose position is not in the cache is not
@@ -119,8 +119,8 @@ def append(
         Where to write the scales of a cache of codes: (B, Hkv, S, 1), or with `table` (P, Hkv,
         page, 1). New rows, after their rotation, become the codes and scales that `quantize`
         returns for them, a scale for each row. With a last axis of D / 32 (Dv / 32), which int4 may
-        have, it is one for each 32 columns.
-    kv_dtype : str or dtype_like, optional
+        have, it is one for each 32 columns. Keys or values that are not codes have none.
+    kv_dtype : str or dtype_like, or tuple of two, optional
         Which codes `k` and `v` hold if they are uint8; see `attention_cached`.
     out : array, shape of q, optional
         Where to write the rotated queries.

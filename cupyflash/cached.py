@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 
 from . import dispatch, execute
 from .arrays.interop import DLPackArray
@@ -24,8 +24,8 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     kv_dtype: Any = None,
     shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
@@ -49,8 +49,8 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     kv_dtype: Any = None,
     shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
@@ -74,8 +74,8 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     kv_dtype: Any = None,
     shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
@@ -121,18 +121,21 @@ def attention_cached(
     offsets_q : array, shape (B + 1,), optional
         Entry b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``. Entries may
         have any number of them.
-    k_scale, v_scale : array of float32, optional
+    k_scale, v_scale : array of float32 or float, optional
         The scales of a cache of codes of 8 or 4 bits, on the device of `q`: the result is attention
         over ``k_scale * k`` and ``v_scale * v``, whose products are rounded to float32 once. They
         broadcast to (B, Hkv, S, 1), or with `table` to (P, Hkv, page, 1): there may be one for all,
         one for each head, or one for each row, as `append` writes them. For int4 the last axis may
-        also be D / 32, and Dv / 32. Codes and scales of positions that are not in use may be
-        anything. Queries are float16, bfloat16 or float32.
-    kv_dtype : str or dtype_like, optional
+        also be D / 32, and Dv / 32. A number is one for all; on a GPU, the first call with it
+        copies it, so this call is before the capture of a graph. Codes and scales of positions that
+        are not in use may be anything. Queries are float16, bfloat16 or float32. If only keys or
+        only values are codes, the others have the dtype of `q`, and no scale.
+    kv_dtype : str or dtype_like, or tuple of two, optional
         What the bytes of `k` and `v` are if they are uint8: "int8", "float8_e4m3fn", "float8_e5m2"
         or "int4". Arrays of int8, and those of the float8 types of ml_dtypes, say it themselves.
         With int4, two codes share a byte as in `quantize`, so `k` and `v` have D / 2 and Dv / 2
-        columns.
+        columns. Keys and values may have different types: ("int8", "int4") are those of `k` and of
+        `v`. None in a tuple is for an array that says its type itself.
     shared : int
         All entries have the same keys and values at their first `shared` positions: with `table`,
         their page numbers are those of entry 0, except for a page that extends further; otherwise,
@@ -212,8 +215,8 @@ def workspace_size_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     kv_dtype: Any = None,
     shared: SupportsIndex = 0,
 ) -> int:
@@ -221,9 +224,9 @@ def workspace_size_cached(
 
     Parameters
     ----------
-    q, k, v, table, offsets_q, k_scale, v_scale : array
+    q, k, v, table, offsets_q : array
         As in `attention_cached`.
-    kv_dtype : str or dtype_like, optional
+    k_scale, v_scale, kv_dtype
         As in `attention_cached`.
     shared : int
         As in `attention_cached`: a call with fewer shared positions needs no more.

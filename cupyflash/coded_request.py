@@ -27,7 +27,7 @@ class CodedRequest(Request):
         check: Any = True,
     ) -> None:
         super().__init__(q, k, v, options, offsets, check)
-        self._given = given
+        self._given = given.beside(self._q) if self._on_device else given
 
     @cached_property
     def call(self) -> Call:

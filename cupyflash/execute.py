@@ -97,7 +97,9 @@ class CachedRequest(Request):
         shared: Any = 0,
     ) -> None:
         super().__init__(q, k, v, options)
-        self._codes, self._shared = codes, shared
+        # Calls are recognised by their arrays.
+        self._codes = codes.beside(self._q) if self._on_device else codes
+        self._shared = shared
         self._lengths, self._table, self._offsets_q = lengths, table, offsets_q
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from . import coded_request, dispatch, execute
 from .arrays.interop import DLPackArray
@@ -32,9 +32,9 @@ def plan(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
 ) -> Plan:
@@ -86,8 +86,8 @@ def plan_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     kv_dtype: Any = None,
     shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,

@@ -31,8 +31,8 @@ def quantize(
     dtype : str or dtype_like
         "int8", "float8_e4m3fn", "float8_e5m2" or "int4", or such a type of NumPy or ml_dtypes.
     group : int, optional
-        How many columns share a scale, a divisor of D; by default all columns of a row, and 32 for
-        int4. It is even for int4.
+        How many columns share a scale: D, all columns of a row, or for int4 also 32, its default.
+        Other groups are refused, because no function takes them.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def quantize(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        The type is none of these, or columns cannot be divided into groups.
+        The type is none of these, or the columns cannot be divided so.
 
     Notes
     -----

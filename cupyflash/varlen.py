@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 
 from . import coded_request, execute
 from .arrays.interop import DLPackArray
@@ -32,9 +32,9 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
     return_lse: Literal[False] = False,
@@ -60,9 +60,9 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
     return_lse: Literal[True],
@@ -88,9 +88,9 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
     return_lse: bool = False,
@@ -116,9 +116,9 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | None = None,
-    k_scale: DLPackArray | None = None,
-    v_scale: DLPackArray | None = None,
+    q_scale: DLPackArray | SupportsFloat | None = None,
+    k_scale: DLPackArray | SupportsFloat | None = None,
+    v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: Any = None,
     out_dtype: Any = None,
     return_lse: bool = False,

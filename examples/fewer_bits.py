@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from generate import FORMATS, CachedReader
+from generate import FORMATS, CachedReader, in_words
 from model_file import load
 from program import UnusableError, array_module, require, whole
 from train_lm import PIECE, read_text, split_text
@@ -58,12 +58,12 @@ class Kept(NamedTuple):
     """How keys and values are kept, and in which type queries are."""
 
     dtype: str
-    kv_dtype: str | None = None
+    kv_dtype: tuple[str, str] | None = None  # of keys and of values
 
     @property
     def name(self) -> str:
         """The type of the cache."""
-        return self.kv_dtype or self.dtype
+        return in_words(self.kv_dtype) if self.kv_dtype else self.dtype
 
 
 def losses(
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace, device: str, xp: Any) -> None:
     print(f"\nperplexity {np.exp(exact.mean()):.4f} with a cache of float32, and its change:\n")
     print(f"| {'cache':<13} |" + "".join(f" {name:^18} |" for name in SPREAD))
     print(f"|{'-' * 15}|" + f"{'-' * 20}|" * len(SPREAD))
-    kinds = [None, *FORMATS]
+    kinds = [None, *((kind, kind) for kind in FORMATS), ("int8", "int4"), ("int4", "int8")]
     for kept in (Kept(options.attention, kind) for kind in kinds):
         print(f"| {kept.name:<13} |", end="", flush=True)
         for spread in SPREAD.values():

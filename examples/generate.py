@@ -119,8 +119,8 @@ class CachedReader(Reader):
 
     Page p of layer n is ``k[n, p]`` and ``v[n, p]``. Row b of the table has the page numbers of
     text b. Only its elements from `dropped[b]` to `held[b]` are in use; the pages that the others
-    name are free or belong to other texts. With `kv_dtype`, pages hold bytes of codes, and
-    `k_scale` and `v_scale` are the scales of their rows.
+    name are free or belong to other texts. With `kv_dtype`, the type of keys and of values, pages
+    hold bytes of codes, and `k_scale` and `v_scale` are the scales of their rows.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class CachedReader(Reader):
         setting: Setting,
         dtype: str,
         xp: Any,
-        kv_dtype: str | None = None,
+        kv_dtype: tuple[str, str] | None = None,
     ) -> None:
         super().__init__(len(prompts), setting, dtype, xp)
         ends = [pages(n + number) for n in prompts]
@@ -147,9 +147,9 @@ class CachedReader(Reader):
         if kv_dtype is None:
             self.k, self.v = (xp.empty((*rows, dim), dtype) for _ in "kv")
         else:
-            columns, groups = bytes_and_scales(dim, kv_dtype)
-            self.k, self.v = (xp.empty((*rows, columns), np.uint8) for _ in "kv")
-            self.k_scale, self.v_scale = (xp.empty((*rows, groups), np.float32) for _ in "kv")
+            sizes = [bytes_and_scales(dim, kind) for kind in kv_dtype]
+            self.k, self.v = (xp.empty((*rows, n), np.uint8) for n, _ in sizes)
+            self.k_scale, self.v_scale = (xp.empty((*rows, n), np.float32) for _, n in sizes)
         self.on_device: dict[str, Any] = {}
 
     def logits(self, new: Sequence[np.ndarray], weights: Weights) -> Array:
@@ -200,6 +200,21 @@ def bytes_and_scales(dim: int, kv_dtype: str) -> tuple[int, int]:
     return dim // 2, dim // GROUP if dim % GROUP == 0 else 1
 
 
+def two_types(text: str) -> tuple[str, str]:
+    """Read the types of keys and of values, or one for both."""
+    found = text.split(",")
+    if len(found) > 2 or not set(found) <= set(FORMATS):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; expected one of {', '.join(FORMATS)}, or two of them, as in int8,int4"
+        )
+    return found[0], found[-1]
+
+
+def in_words(kv_dtype: tuple[str, str]) -> str:
+    """Return the types of keys and of values, or of both, as `two_types` reads them."""
+    return ",".join(dict.fromkeys(kv_dtype))
+
+
 def _no_gradient(_: Array) -> Any:
     raise AssertionError("the gradient of a text that is read is never needed")
 
@@ -236,7 +251,7 @@ def run(options: argparse.Namespace, device: str, xp: Any) -> None:
         kind = options.kv_dtype
         cache = CachedReader(lengths, number, setting, options.attention, xp, kind)
         pages_of = f"cache   {len(cache.free)} pages of {PAGE} positions in each layer"
-        print(f"{pages_of}, in {kind or options.attention}")
+        print(f"{pages_of}, in {in_words(kind) if kind else options.attention}")
         reader = cache
 
     sampler = Sampler.of(len(prompts), options.seed, options.temperature, options.top_k)
@@ -277,7 +292,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=whole, default=1, help="of the random numbers (default: %(default)s)")
     add("--temperature", type=temperature, default=0.8, help="0 is greedy (default: %(default)s)")
     add("--top-k", type=whole, default=256, help="draw from so many best bytes (default: all)")
-    add("--kv-dtype", choices=FORMATS, help="keep keys and values as codes of fewer bits")
+    codes = f"keep keys and values as codes of fewer bits: {', '.join(FORMATS)}, or two of them"
+    add("--kv-dtype", type=two_types, metavar="TYPE[,TYPE]", help=codes)
     add("--no-cache", action="store_true", help="read all texts again for each byte")
     kinds = ("float32", "bfloat16")
     add("--attention", choices=kinds, default="float32", help="default: %(default)s")

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError
 from . import tape
-from .cuda_device import current, quick_stream
+from .cuda_device import current, is_capturing, quick_stream
 
 
 def is_device_array(value: Any) -> bool:
@@ -418,6 +419,37 @@ def empty_like(array: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     with current(int(array.device.id)):
         made = empty(tuple(shape[axis] for axis in order), array.dtype if dtype is None else dtype)
     return made.transpose([order.index(axis) for axis in range(len(shape))])
+
+
+MOST_CONSTANTS = 4096  # that are kept; they stay, because graphs may hold their addresses
+_constants: dict[tuple[int, tuple[int, ...], bytes], Any] = {}
+
+
+def constant(array: np.ndarray[Any, Any], name: str, like: Any) -> Any:
+    """Return a copy of an argument's few numbers on the device of another array.
+
+    Equal numbers are copied once, and then are there for all streams.
+    """
+    import cupy
+
+    device = int(like.device.id)
+    key = device, array.shape, array.tobytes()
+    if (known := _constants.get(key)) is not None:
+        return known
+    with current(device):
+        if is_capturing():
+            raise ArgumentError(
+                f"{name}: got a number that is not on the device yet, while a CUDA graph is being "
+                "captured; expected an array. Pass "
+                f"cupy.asarray([[{array.flat[0]}]], cupy.float32), made before the capture, or "
+                "call once with this number before it."
+            )
+        tape.spoil("a number is copied")
+        made = cupy.asarray(array)
+        wait_for_current_stream()
+    if len(_constants) < MOST_CONSTANTS:
+        _constants[key] = made
+    return made
 
 
 def to_device(array: Any, dtype: Any) -> Any:

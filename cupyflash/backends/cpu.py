@@ -117,7 +117,11 @@ def _scales(codes: Codes | None) -> Any:
 
     if codes is None:
         return None
-    return tuple(Scales(codes.form.code, x, scale_steps(x)) for x in codes.scales.values())
+    sides = (codes.k_form, codes.k_scale), (codes.v_form, codes.v_scale)
+    return tuple(
+        None if form is None or scale is None else Scales(form.code, scale, scale_steps(scale))
+        for form, scale in sides
+    )
 
 
 def _widened(call: Call) -> Call:

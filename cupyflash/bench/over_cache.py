@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import api, cached, quantization
+from ..problem.codes import types_said
 from ..problem.formats import FORMATS, INT4_GROUP
 from .cases import Case
 from .codes import needs_codes, numbers_of
@@ -97,26 +98,37 @@ class CupyflashPages(OverCache):
 
 
 class CupyflashCodes(OverCache):
-    """The package over a cache of codes, with a scale for each row, or each 32 columns of int4."""
+    """The package over a cache of codes, with a scale for each row, or each 32 columns of int4.
 
-    def __init__(self, name: str, kv_dtype: str) -> None:
-        self.name, self.form = name, FORMATS[kv_dtype]
-        self.what = f"this package over a cache of {kv_dtype}: attention_cached"
+    `kv_dtype` is the type of keys and of values, or there are two.
+    """
+
+    def __init__(self, name: str, kv_dtype: str | tuple[str, str]) -> None:
+        k, v = types_said(kv_dtype)
+        self.name, self.forms = name, (FORMATS[k], FORMATS[v])
+        held = kv_dtype if isinstance(kv_dtype, str) else f"keys of {k} and values of {v}"
+        self.what = f"this package over a cache of {held}: attention_cached"
 
     def laid(self, meter: Meter, case: Case, inputs: Inputs) -> Laid:
         """Return the codes."""
         needs_codes(case)
-        form = self.form
-        if case.d % form.packed:
+        forms = self.forms
+        if any(case.d % form.packed for form in forms):
             raise RefusalError(f"two codes share a byte, and {case.d} columns are an odd number")
-        group = INT4_GROUP if form.packed > 1 and case.d % INT4_GROUP == 0 else case.d
-        made = [quantization.quantize(x, form.name, group=group) for x in (inputs.k, inputs.v)]
-        codes, scales = zip(*made, strict=True)
-        k, v = (x.view(np.uint8) for x in codes)
-        keywords = {"k_scale": scales[0], "v_scale": scales[1], "kv_dtype": form.name}
+        made = []
+        for x, form in zip((inputs.k, inputs.v), forms, strict=True):
+            group = INT4_GROUP if form.packed > 1 and case.d % INT4_GROUP == 0 else case.d
+            made.append(quantization.quantize(x, form.name, group=group))
+        k, v = (x.view(np.uint8) for x, _ in made)
+        scales = [scale for _, scale in made]
+        names = tuple(form.name for form in forms)
+        keywords = {"k_scale": scales[0], "v_scale": scales[1], "kv_dtype": names}
 
         def expected() -> list[Array]:
-            numbers = (numbers_of(x, scale, form, case.dtype, meter.xp) for x, scale in made)
+            pairs = zip(made, forms, strict=True)
+            numbers = (
+                numbers_of(x, scale, form, case.dtype, meter.xp) for (x, scale), form in pairs
+            )
             return [api.attention(inputs.q, *numbers, **options_of(case, meter.xp))]
 
         return Laid(k, v, keywords, expected, sum(x.nbytes for x in (k, v, *scales)))

@@ -27,6 +27,7 @@ COLOURS = {
     "cupyflash-int8": "#882255",
     "cupyflash-e4m3": "#44AA99",
     "cupyflash-int4": "#999933",
+    "cupyflash-int8-int4": "#661100",
     OURS_FP8: "#88CCEE",
     "standard": "#8C8C8C",
     "torch-cudnn": "#009E73",

@@ -10,10 +10,11 @@ from .cases import PASSES, VARIANTS, Case, made
 Shape = tuple[int, int, int, int, int, int]  # B, Hq, Hkv, Lq, Lk, D
 OURS, PAGES, SMALL_PAGES = "cupyflash", "cupyflash-pages", "cupyflash-pages-of-1"
 OURS_FP8 = "cupyflash-fp8"
-CODES = {  # over caches of these
+CODES: dict[str, str | tuple[str, str]] = {  # over caches of these
     "cupyflash-int8": "int8",
     "cupyflash-e4m3": "float8_e4m3fn",
     "cupyflash-int4": "int4",
+    "cupyflash-int8-int4": ("int8", "int4"),  # keys and values
 }
 
 

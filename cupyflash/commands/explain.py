@@ -38,6 +38,12 @@ def quantity(number: float, unit: str) -> str:
     return f"{value:.{digits}f} {signs[step]}{unit}"
 
 
+def types(text: str) -> str | tuple[str, ...]:
+    """Read a type, or types with a comma between them."""
+    found = tuple(text.split(","))
+    return found if len(found) > 1 else text
+
+
 def seconds(number: float) -> str:
     """Return a time with three digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -395,7 +401,11 @@ def add_command(subparsers: Any) -> None:
         help="positions that all batch entries of a cache share",
     )
     command.add_argument(
-        "--kv-dtype", choices=tuple(FORMATS), help="codes of a cache, with a scale for each row"
+        "--kv-dtype",
+        type=types,
+        metavar="TYPE[,TYPE]",
+        help=f"codes of a cache, with a scale for each row: {', '.join(FORMATS)}; or two types, "
+        "those of keys and of values, one of which may be that of --dtype",
     )
     command.add_argument("--backward", action="store_true", help="gradients, not the forward")
     command.add_argument(

@@ -19,8 +19,8 @@ from ..masks import Mask
 from ..problem import cached as cached_calls
 from ..problem.bound_exprs import trees
 from ..problem.call import Call, changed
-from ..problem.codes import NONE, Given
-from ..problem.formats import INT4_GROUP, Format, format_of
+from ..problem.codes import Forms, Given, types_said
+from ..problem.formats import INT4_GROUP, format_of, name_of
 from ..problem.keywords import explained
 from ..problem.options import Options
 from ..scores import Score
@@ -69,7 +69,8 @@ def explain_cached(
         Of the queries, and of keys and values that are not codes. Default: float16.
     kv_dtype : str or dtype_like, optional
         The type of the codes, as in `attention_cached`, if the cache has codes: with a scale for
-        each row, or for int4 for each 32 columns.
+        each row, or for int4 for each 32 columns. Two types are those of keys and of values, as in
+        ("int8", "int4"); None is the type of the queries.
     shared : int
         Positions that all entries share, as in `attention_cached`.
     mask, score_mod : Mask, Score or list of Score, optional
@@ -99,10 +100,11 @@ def explain_cached(
     """
     where = place(device)
     shapes = _shapes(q, k, v)
-    form = None if kv_dtype is None else format_of(kv_dtype, "kv_dtype")
     options = Options(mask=in_host_memory(mask), score_mod=in_host_memory(score_mod))
     lengths = shapes[1][2] if lengths is None else in_host_memory(lengths)
-    call = _call(shapes, dtype_of(dtype, {}), lengths, _page(page), form, options, shared)
+    stored = dtype_of(dtype, {})
+    forms = _forms(kv_dtype, stored)
+    call = _call(shapes, stored, lengths, _page(page), forms, options, shared)
     assert call.cache is not None
     used = [int(n) for n in np.broadcast_to(call.cache.lengths, (call.problem.batch,))]
     if not any(used):
@@ -137,7 +139,7 @@ def explain_cached(
         entries=_entries(used),
         allowed=allowed,
         rows=rows,
-        cache=_words(call, used, form),
+        cache=_words(call, used),
     )
     return assembled(subject, compile)
 
@@ -151,6 +153,15 @@ class _Shapes(NamedTuple):
 def _shapes(q: Any, k: Any, v: Any) -> _Shapes:
     v = k if v is None else v
     return _Shapes(*(shape_of(x, name, CACHED) for name, x in (("q", q), ("k", k), ("v", v))))
+
+
+def _forms(kv_dtype: Any, stored: np.dtype[Any]) -> Forms:
+    """Return the formats of keys and of values, None of those of the queries' type."""
+    k_form, v_form = (
+        None if said is None or name_of(said) == stored.name else format_of(said, "kv_dtype")
+        for said in types_said(kv_dtype)
+    )
+    return k_form, v_form
 
 
 def _page(value: Any) -> int | None:
@@ -169,7 +180,7 @@ def _call(
     dtype: np.dtype[Any],
     lengths: Any,
     page: int | None,
-    form: Format | None,
+    forms: Forms,
     options: Options,
     shared: Any,
 ) -> Call:
@@ -181,30 +192,30 @@ def _call(
         # Elements of tables in host memory are checked.
         table = np.broadcast_to(np.int32(0), (shapes.q[0], pages))
         rows = batch * pages, shapes.k[1], page
-    columns = [shapes.k[3], shapes.v[3]]
-    given, kind = NONE, dtype
-    if form is not None:
-        for name, n in zip("kv", columns, strict=True):
+    made: list[Any] = []
+    scales: list[Any] = []
+    for name, shape, form in zip("kv", shapes[1:], forms, strict=True):
+        n, kind, scale = shape[3], dtype, None
+        if form is not None:
             if n % form.packed:
                 raise ArgumentError(
                     f"{name}: got {n} columns of {form.name}, two codes in a byte; expected an "
                     "even number."
                 )
-        groups = [
-            n // INT4_GROUP if form.packed > 1 and n % INT4_GROUP == 0 else 1 for n in columns
-        ]
-        columns = [n // form.packed for n in columns]
-        k_scale, v_scale = (np.broadcast_to(np.float32(1), (*rows, n)) for n in groups)
-        given, kind = Given(k_scale, v_scale, form.name), np.dtype(np.uint8)
-    k, v = (
-        fake_array((*rows[:1], shape[1], *rows[2:], n), kind)
-        for shape, n in zip(shapes[1:], columns, strict=True)
-    )
+            groups = n // INT4_GROUP if form.packed > 1 and n % INT4_GROUP == 0 else 1
+            scale = np.broadcast_to(np.float32(1), (*rows, groups))
+            n, kind = n // form.packed, np.dtype(np.uint8)
+        made.append(fake_array((*rows[:1], shape[1], *rows[2:], n), kind))
+        scales.append(scale)
+    k, v = made
+    k_scale, v_scale = scales
+    given = Given(k_scale, v_scale, tuple(form and form.name for form in forms))
     if shapes.v[:3:2] != shapes.k[:3:2]:
         raise ArgumentError(
             f"v: got {shapes.v} with k of {shapes.k}; expected as many entries and positions."
         )
-    if form is None and tuple(columns) == decode.COMPRESSED and shapes.v[1] == shapes.k[1]:
+    columns = shapes.k[3], shapes.v[3]
+    if forms == (None, None) and columns == decode.COMPRESSED and shapes.v[1] == shapes.k[1]:
         v = k[..., : columns[1]]
     q = fake_array(shapes.q, dtype)
     return cached_calls.call(q, k, v, lengths, table, None, options, given, shared)
@@ -235,7 +246,7 @@ def _entries(lengths: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
     return [(tuple(found[length]), length) for length in sorted(found, reverse=True) if length]
 
 
-def _words(call: Call, lengths: Sequence[int], form: Format | None) -> str:
+def _words(call: Call, lengths: Sequence[int]) -> str:
     cache, least, most = call.cache, min(lengths), max(lengths)
     assert cache is not None
     words = [f"lengths {least:,}" + (f" to {most:,}" if most > least else "")]
@@ -243,7 +254,15 @@ def _words(call: Call, lengths: Sequence[int], form: Format | None) -> str:
     words.append("contiguous" if cache.table is None else f"pages of {cache.page_size:,}")
     if cache.shared:
         words.append(f"the first {cache.shared:,} shared")
-    if form is not None:
-        groups = cache.codes.k_scale.shape[-1] if cache.codes is not None else 1
-        words.append(f"{form.name} with {groups} scale{'s' * (groups > 1)} for each row of keys")
+    if cache.codes is not None:
+        groups = [scale.shape[-1] for scale in cache.codes.scales.values()]
+        several = "s" * (max(groups) > 1)
+        if cache.codes.k_form == cache.codes.v_form:
+            words.append(
+                f"{cache.codes.words} with {groups[0]} scale{'s' * (groups[0] > 1)} for each row "
+                "of keys"
+            )
+        else:
+            numbers = " and ".join(map(str, groups))
+            words.append(f"{cache.codes.words} with {numbers} scale{several} for each row")
     return ", ".join(words)

@@ -74,9 +74,10 @@ class Sizes:
         if cache is not None:
             entries = lengths
             if cache.codes is not None:
+                scales = cache.codes.k_scale, cache.codes.v_scale
                 self.key_row, self.value_row = (
-                    x.shape[-1] * x.itemsize + scale.shape[-1] * scale.itemsize
-                    for x, scale in zip((call.k, call.v), cache.codes.scales.values(), strict=True)
+                    x.shape[-1] * x.itemsize + (0 if s is None else s.shape[-1] * s.itemsize)
+                    for x, s in zip((call.k, call.v), scales, strict=True)
                 )
             elif decode.values_in_keys(call):
                 self.value_row = 0  # they are read as keys

@@ -61,15 +61,17 @@ def append(checked: Append, out: Array | None) -> Launch:
         names += checked.rotary.arrays
     if packed:
         names.append("offsets")
-    form = None
-    if cache.codes is not None:
-        form = cache.codes.form
-        values |= {name: _scales(x) for name, x in cache.codes.scales.items()}
-        names += cache.codes.scales
+    codes = cache.codes
+    if codes is not None:
+        values |= {name: _scales(x) for name, x in codes.scales.items()}
+        names += codes.scales
     warps = (1 if packed else checked.batch) * rows * (2 * heads_kv + heads)
     dtype = checked.k_new.dtype.name
     made = _launch(all_hardware.APPEND, params.append(), dtype, warps, values, names)
-    return replace(made, special=replace(made.special, codes=form))
+    if codes is None:
+        return made
+    special = replace(made.special, k_codes=codes.k_form, v_codes=codes.v_form)
+    return replace(made, special=special)
 
 
 def rope(checked: Rotation, out: Array) -> Launch:

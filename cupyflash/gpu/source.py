@@ -58,8 +58,9 @@ class Specialisation:
     origins, wide_result, resumes : bool
         For pieces of a larger problem: whether dropout counts positions from other numbers than 0,
         whether the result has the accumulator's type, and whether it joins one over other keys.
-    codes : Format or None
-        The format of keys and values, or of queries, too, if they are codes.
+    k_codes, v_codes : Format or None
+        The formats of keys and of values, if they are codes. Where queries are codes, too, all
+        three have one format.
     shared : bool
         Whether another kernel computes the first keys of entries that share them.
     team : int
@@ -89,7 +90,8 @@ class Specialisation:
     origins: bool = False
     wide_result: bool = False
     resumes: bool = False
-    codes: Format | None = None
+    k_codes: Format | None = None
+    v_codes: Format | None = None
     k_rows: bool = False
     v_rows: bool = False
     aligned: bool = False
@@ -140,8 +142,11 @@ class Specialisation:
             "shared": self.shared,
             f"team{self.team}": self.team > 0,
         }
-        if self.codes is not None:
-            flags[self.codes.name] = True
+        if self.k_codes == self.v_codes and self.k_codes is not None:
+            flags[self.k_codes.name] = True
+        else:
+            sides = {"keys": self.k_codes, "values": self.v_codes}
+            flags |= {f"{side}_{form.name}": True for side, form in sides.items() if form}
         sizes = {"d": self.d, "dv": self.d_v}
         blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
         if self.page_rows > 1:
@@ -178,7 +183,8 @@ def prelude(special: Specialisation) -> str:
             "MASK_STEPS": has.mask_steps,
             "SCORE_STEPS": has.score_steps,
             "PAGE_ROWS": special.page_rows,
-            "CODES": -1 if special.codes is None else special.codes.code,
+            "KEY_CODES": -1 if special.k_codes is None else special.k_codes.code,
+            "VALUE_CODES": -1 if special.v_codes is None else special.v_codes.code,
             "TEAM": special.team,
         },
         "bool": {

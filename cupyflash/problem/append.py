@@ -74,24 +74,20 @@ def append(
     """Validate a call of `append`."""
     named = {"k_new": k_new, "v_new": v_new}
     k, v, held_codes = codes.codes_of(k, v, given)
-    if held_codes is None:
-        named |= {"k": k, "v": v}
     if q is not None:
         named["q"] = q
     arrays = {name: floats(x, name) for name, x in named.items()}
-    dtype = validate.same_dtype(arrays)
+    dtype = validate.same_dtype(arrays | codes.numbers_of(k, v, held_codes))
     k_new, v_new, q = arrays["k_new"], arrays["v_new"], arrays.get("q")
-    if held_codes is None:
-        k, v = arrays["k"], arrays["v"]
-    else:
+    if held_codes is not None:
         codes.check_queries(dtype, "k_new", held_codes)
     _check_options(q, rotary, positions, out)
     cache = cached.cache(k, v, table)
-    keys, values = codes.widened(k, held_codes), codes.widened(v, held_codes)
+    keys, values = codes.shapes_of(k, v, held_codes)
     validate.heads_of(keys, keys, values)
     validate.head_sizes(keys, keys, values, cached.MAX_HEAD_SIZE)
     _check_rows(arrays, keys, values, packed=offsets is not None)
-    read = {name: x for name, x in arrays.items() if name not in ("k", "v")}
+    read = dict(arrays)
     total = k_new.shape[-2]
     if offsets is None:
         batch, bounds = k_new.shape[0], None
@@ -130,8 +126,8 @@ def append(
             check_positions(last, rotary, "lengths")
     scales = {} if held_codes is None else dict(held_codes.scales)
     device = one_home(read | {"k": k, "v": v} | scales)
-    for name, scale in scales.items():
-        codes.check_written(scale, name, k if name == "k_scale" else v)
+    for name in scales:
+        codes.check_written(getattr(given, name), name, k if name == "k_scale" else v)
     written = {"k": k, "v": v} | scales
     if _is_view_of_keys(v, k):
         _check_views(v_new, k_new, rotary)
@@ -224,7 +220,14 @@ def _is_view_of_keys(v: Array, k: Array) -> bool:
 
 
 def _check_scales_of_views(held: Codes) -> None:
-    """Refuse scales of values that are not those of the keys that contain them."""
+    """Refuse formats and scales of values that are not those of the keys that contain them."""
+    if held.k_form != held.v_form:
+        raise ArgumentError(
+            f"kv_dtype: got {held.words}, but v is the first columns of k; expected one type. Pass "
+            "a v in memory of its own, or one type."
+        )
+    assert held.k_scale is not None
+    assert held.v_scale is not None
     if held.k_scale.size and not _is_view_of_keys(held.v_scale, held.k_scale):
         raise ArgumentError(
             "v_scale: got a separate array, but v is the first columns of k, whose codes have the "

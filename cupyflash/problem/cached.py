@@ -41,19 +41,16 @@ def call(
     """Validate a call over a cache."""
     q = floats(q, "q")
     k, v, held_codes = codes.codes_of(k, v, given)
-    if held_codes is None:
-        operands = {"q": q, "k": floats(k, "k"), "v": floats(v, "v")}
-        dtype = validate.same_dtype(operands)
-        q, k, v = operands.values()
-    else:
-        dtype = codes.check_queries(q.dtype, "q", held_codes)
+    numbers = {"q": q, **codes.numbers_of(k, v, held_codes)}
+    dtype = validate.same_dtype(numbers)
+    if held_codes is not None:
+        codes.check_queries(dtype, "q", held_codes)
     q_axes = "(B, Hq, Lq, D)" if offsets_q is None else "(Hq, total, D), packed by offsets_q"
     _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)
     made = cache(k, v, table)
     if held_codes is not None:
-        codes.check_columns(q, "q", held_codes, k, "k")
-    shapes = codes.widened(k, held_codes), codes.widened(v, held_codes)
-    d, d_v = validate.head_sizes(q, *shapes, MAX_HEAD_SIZE)
+        codes.check_columns(q, "q", held_codes.k_form, k, "k")
+    d, d_v = validate.head_sizes(q, *codes.shapes_of(k, v, held_codes), MAX_HEAD_SIZE)
     held: Array | None = None
     len_q: Any = q.shape[-2]
     start_q: Any = 0

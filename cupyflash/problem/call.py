@@ -106,25 +106,42 @@ class Codes:
 
     Attributes
     ----------
-    form : Format
-        Their format; two codes of int4 share a byte.
-    k_scale, v_scale : array of float32
+    k_form, v_form : Format or None
+        The formats of keys and of values; None of those that are numbers. If queries are codes,
+        too, all three have one format.
+    k_scale, v_scale : array of float32 or None
         They broadcast to the rows of keys and of values, with a last axis of 1, or one scale for
-        each group of columns.
+        each group of columns; None where there are no codes.
     q_scale : array of float32 or None
         The same of queries; None if these are numbers.
     """
 
-    form: Format
-    k_scale: Array
-    v_scale: Array
+    k_form: Format | None
+    v_form: Format | None
+    k_scale: Array | None
+    v_scale: Array | None
     q_scale: Array | None = None
 
     @property
     def scales(self) -> dict[str, Array]:
-        """The scales, by name."""
-        of_queries = {} if self.q_scale is None else {"q_scale": self.q_scale}
-        return of_queries | {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        """The scales that there are, by name."""
+        named = {"q_scale": self.q_scale, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: scale for name, scale in named.items() if scale is not None}
+
+    @property
+    def form(self) -> Format:
+        """The one format of queries, keys and values that are all codes."""
+        assert self.k_form is not None
+        assert self.k_form == self.v_form
+        return self.k_form
+
+    @property
+    def words(self) -> str:
+        """The formats in words."""
+        if self.k_form == self.v_form and self.k_form is not None:
+            return self.k_form.name
+        sides = {"keys": self.k_form, "values": self.v_form}
+        return " and ".join(f"{form.name} {side}" for side, form in sides.items() if form)
 
 
 def scale_steps(scale: Array) -> tuple[int, int, int, int]:

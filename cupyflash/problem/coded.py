@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,11 @@ class Given:
         """The types that it names, in words by which calls are recognised."""
         return f" {self.qkv_dtype} to {self.out_dtype}"
 
+    def beside(self, q: Array) -> Given:
+        """Return the same with arrays beside `q` in place of numbers."""
+        made = {name: codes.scales_at(scale, name, q) for name, scale in self.scales.items()}
+        return replace(self, **made)
+
     @property
     def scales(self) -> dict[str, Any]:
         """The scales, by name."""
@@ -50,11 +55,11 @@ def operands(q: Any, k: Any, v: Any, given: Given) -> tuple[dict[str, Array], Co
             raise ArgumentError(
                 f"{name}: got None with {name[0]} of {form.name}; expected the scales of its "
                 "codes. Pass what quantize returns: float32, one for each row, of shape (..., 1); "
-                "or np.ones((1, 1), np.float32) for codes that are numbers themselves."
+                "or one number for all, which is 1.0 for codes that are numbers themselves."
             )
         checked = codes.scale_of(scale, name, x, form, name[0])
         scales[name] = checked[(None,) * (max(x.ndim, 3) - checked.ndim)]
-    return held, Codes(form, **scales), _result(given.out_dtype)
+    return held, Codes(form, form, **scales), _result(given.out_dtype)
 
 
 def _format_of(held: dict[str, Array], given: Given) -> Format:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.interop import array
+from ..arrays.device_arrays import constant, is_device_array
+from ..arrays.interop import array, floats
 from ..errors import ArgumentError, ArgumentTypeError
 from .call import Array, Codes
-from .formats import FORMATS, INT4_GROUP, Format, format_of
+from .formats import FORMATS, INT4_GROUP, Format, format_of, name_of
 
 QUERIES = "float16", "bfloat16", "float32"
 _TYPES = (*(name for name, form in FORMATS.items() if form.packed == 1), "uint8")  # of arrays
@@ -17,6 +18,7 @@ _HOW = (
     "Pass the scales that append fills or quantize returns: float32, one for each row, of shape "
     "(..., 1)"
 )
+Forms = tuple[Format | None, Format | None]  # of keys and of values; None of numbers
 
 
 class Given(NamedTuple):
@@ -28,8 +30,18 @@ class Given(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The type that it names, in words by which calls are recognised."""
+        """The types that it names, in words by which calls are recognised."""
         return "" if self.kv_dtype is None else f" {self.kv_dtype}"
+
+    def beside(self, q: Array) -> Given:
+        """Return the same with arrays beside `q` in place of numbers."""
+        if self.k_scale is None and self.v_scale is None:
+            return self
+        k_scale, v_scale = (
+            scales_at(self.k_scale, "k_scale", q),
+            scales_at(self.v_scale, "v_scale", q),
+        )
+        return Given(k_scale, v_scale, self.kv_dtype)
 
 
 NONE = Given()
@@ -41,139 +53,219 @@ class Shaped(NamedTuple):
     shape: tuple[int, ...]
 
 
-def holds_codes(value: Array) -> bool:
-    """Whether an array has the type of codes, or of bytes that may be some."""
-    # NumPy's names take longer to make than sizes.
-    return value.dtype.itemsize == 1 and value.dtype.name in _TYPES
-
-
 def codes_of(k: Any, v: Any, given: Given) -> tuple[Array, Array, Codes | None]:
-    """Return keys, values and what they mean if they are codes.
+    """Return keys, values and what they mean if they are codes, or one of them is.
 
     Lengths of axes other than the last are not compared yet.
     """
     held = {"k": array(k, "k"), "v": array(v, "v")}
-    scales = {"k_scale": given.k_scale, "v_scale": given.v_scale}
-    plain = [name for name, x in held.items() if not holds_codes(x)]
-    if plain:
-        _refuse_codes(held, plain[0], scales, given.kv_dtype)
+    k_form, v_form = _formats_of(held, given.kv_dtype)
+    scales = {
+        "k_scale": _scales_of(given.k_scale, held["k"], "k", k_form),
+        "v_scale": _scales_of(given.v_scale, held["v"], "v", v_form),
+    }
+    if k_form is None and v_form is None:
         return held["k"], held["v"], None
-    form = _format_of_cache(held, given.kv_dtype)
-    checked = []
-    for (name, scale), (cache, x) in zip(scales.items(), held.items(), strict=True):
-        if scale is None:
-            raise ArgumentError(
-                f"{name}: got None with {cache} of {form.name}; expected the scales of its codes. "
-                f"{_HOW}{' or (..., D / 32)' if form.packed > 1 else ''}."
-            )
-        checked.append(scale_of(scale, name, x, form, cache))
-    return held["k"], held["v"], Codes(form, *checked)
+    return held["k"], held["v"], Codes(k_form, v_form, **scales)
 
 
-def widened(x: Array, codes: Codes | None) -> Array | Shaped:
+def numbers_of(k: Array, v: Array, codes: Codes | None) -> dict[str, Array]:
+    """Return those of keys and values that are numbers, by name."""
+    forms = (None, None) if codes is None else (codes.k_form, codes.v_form)
+    return {
+        name: floats(x, name)
+        for name, x, form in zip("kv", (k, v), forms, strict=True)
+        if form is None
+    }
+
+
+def widened(x: Array, form: Format | None) -> Array | Shaped:
     """Return an array, or the shape that it has in columns."""
-    if codes is None or codes.form.packed == 1:
+    if form is None or form.packed == 1:
         return x
-    return Shaped((*x.shape[:-1], x.shape[-1] * codes.form.packed))
+    return Shaped((*x.shape[:-1], x.shape[-1] * form.packed))
+
+
+def shapes_of(k: Array, v: Array, codes: Codes | None) -> tuple[Array | Shaped, Array | Shaped]:
+    """Return what `widened` does of keys and of values."""
+    return (k, v) if codes is None else (widened(k, codes.k_form), widened(v, codes.v_form))
 
 
 def check_queries(dtype: np.dtype[Any], name: str, codes: Codes) -> np.dtype[Any]:
     """Return the dtype of the arrays that come with codes."""
     if dtype.name not in QUERIES:
         raise ArgumentTypeError(
-            f"{name}: got {dtype} with a cache of {codes.form.name}; expected "
+            f"{name}: got {dtype} with a cache of {codes.words}; expected "
             f"{', '.join(QUERIES[:-1])} or {QUERIES[-1]}. Convert it with .astype(np.float32), or "
             "keep the cache in float64."
         )
     return dtype
 
 
-def check_columns(x: Array, name: str, codes: Codes, cache: Array, cache_name: str) -> None:
+def check_columns(x: Array, name: str, form: Format | None, cache: Array, cache_name: str) -> None:
     """Refuse rows whose columns are not those of a cache with two codes in a byte."""
-    packed = codes.form.packed
-    if packed > 1 and x.shape[-1] != packed * cache.shape[-1]:
+    if form is None or form.packed == 1:
+        return
+    if x.shape[-1] != form.packed * cache.shape[-1]:
         raise ArgumentError(
-            f"{cache_name}: got shape {cache.shape} of {codes.form.name}, two codes in a byte, "
+            f"{cache_name}: got shape {cache.shape} of {form.name}, two codes in a byte, "
             f"with {name} of shape {x.shape}; expected a last axis of {x.shape[-1]} / 2 bytes."
         )
 
 
-def check_written(scale: Array, name: str, cache: Array) -> None:
-    """Refuse scales that new rows would share."""
-    expected = (*cache.shape[:-1], scale.shape[-1] if scale.ndim else 1)
-    if scale.shape != expected:
+def check_written(scale: Any, name: str, cache: Array) -> None:
+    """Refuse scales that new rows would share, or into which nothing can be written."""
+    is_number = _is_number(scale)
+    columns = 1 if is_number or not scale.ndim else scale.shape[-1]
+    expected = (*cache.shape[:-1], columns)
+    if is_number or scale.shape != expected:
+        came = repr(scale) if is_number else f"shape {scale.shape}"
+        module = "cupy" if is_device_array(cache) else "np"
         raise ArgumentError(
-            f"{name}: got shape {scale.shape} with {name[0]} of shape {cache.shape}; expected "
-            f"{expected}, because append computes a scale for every row of every head."
+            f"{name}: got {came} with {name[0]} of shape {cache.shape}; expected an array of shape "
+            f"{expected}, because append computes a scale for every row of every head and writes "
+            f"it there. Pass {module}.empty({expected}, {module}.float32), and keep it beside "
+            f"{name[0]}."
         )
 
 
-def _refuse_codes(held: dict[str, Array], plain: str, scales: dict[str, Any], kind: Any) -> None:
-    """Refuse what belongs to codes where keys or values are numbers."""
-    other = "v" if plain == "k" else "k"
-    if holds_codes(held[other]):
-        raise ArgumentTypeError(
-            f"{plain}: got {held[plain].dtype} with {other} of {held[other].dtype}; expected codes "
-            "of one type in both. quantize makes them."
-        )
-    for name, scale in scales.items():
+def _scales_of(scale: Any, x: Array, name: str, form: Format | None) -> Array | None:
+    """Return the scales of keys or values, or None if these are numbers."""
+    if form is not None:
         if scale is not None:
-            raise ArgumentError(
-                f"{name}: got scales with {name[0]} of {held[name[0]].dtype}, which has none; "
-                f"expected codes of {', '.join(FORMATS)}. Leave {name} out, or make codes with "
-                "quantize."
-            )
-    if kind is not None:
+            return scale_of(scale, f"{name}_scale", x, form, name)
         raise ArgumentError(
-            f"kv_dtype: got {kind!r} with k of {held['k'].dtype}, which says its type itself; "
-            "expected None. Leave kv_dtype out, or make codes with quantize."
+            f"{name}_scale: got None with {name} of {form.name}; expected the scales of its codes. "
+            f"{_HOW}{' or (..., D / 32)' if form.packed > 1 else ''}; or one number for all."
         )
+    if scale is not None:
+        raise ArgumentError(
+            f"{name}_scale: got scales with {name} of {x.dtype}, which has none; expected codes of "
+            f"{', '.join(FORMATS)}. Leave {name}_scale out, or make codes with quantize."
+        )
+    return None
 
 
-def _format_of_cache(held: dict[str, Array], kv_dtype: Any) -> Format:
-    """Return the format of keys and values, which their types or `kv_dtype` say."""
-    said = None if kv_dtype is None else format_of(kv_dtype, "kv_dtype")
-    names = {name: x.dtype.name for name, x in held.items()}
-    for name, came in names.items():
-        if came == "uint8" and said is None:
+def _formats_of(held: dict[str, Array], kv_dtype: Any) -> Forms:
+    """Return the formats of keys and values, which their types or `kv_dtype` say."""
+    # NumPy's names take longer to make than sizes.
+    if kv_dtype is None and all(x.dtype.itemsize > 1 for x in held.values()):
+        return None, None
+    pairs = zip(held.items(), types_said(kv_dtype), strict=True)
+    k_form, v_form = (_format_of(name, x, said, held, kv_dtype) for (name, x), said in pairs)
+    return k_form, v_form
+
+
+def types_said(kv_dtype: Any) -> tuple[Any, Any]:
+    """Return the types of keys and of values that one argument says, None where it says none."""
+    if not isinstance(kv_dtype, (tuple, list)):
+        return kv_dtype, kv_dtype
+    if len(kv_dtype) != 2:
+        raise ArgumentError(
+            f"kv_dtype: got {kv_dtype!r}; expected one type, or two: of keys and of values, as in "
+            "('int8', 'int4')."
+        )
+    return kv_dtype[0], kv_dtype[1]
+
+
+def _format_of(
+    name: str, x: Array, said: Any, held: dict[str, Array], kv_dtype: Any
+) -> Format | None:
+    """Return the format of keys or values, of which `kv_dtype` says `said`."""
+    came = x.dtype.name
+    if said is None:
+        if came == "uint8":
             raise ArgumentError(
-                f"kv_dtype: got None with {name} of uint8, whose bytes may be any codes; expected "
-                f"what they are: one of {', '.join(FORMATS)}. Say kv_dtype='int8', for example."
+                f"kv_dtype: got {kv_dtype!r} with {name} of uint8, whose bytes may be any codes; "
+                f"expected what they are: one of {', '.join(FORMATS)}. Say "
+                f"kv_dtype={_told(held, kv_dtype)}, for example."
             )
-        if came != "uint8" and said is not None and came != said.name:
-            raise ArgumentTypeError(
-                f"kv_dtype: got {said.name} with {name} of {came}; expected {came}, or an array of "
-                f"uint8. Leave kv_dtype out, or pass {name}.view(np.uint8)."
-            )
-    forms = [said or FORMATS[came] for came in names.values()]
-    if forms[0] != forms[1]:
-        raise ArgumentTypeError(
-            f"got k {names['k']}, v {names['v']}; expected codes of one type. quantize makes them."
+        return FORMATS[came] if came in _TYPES else None
+    if came == "uint8":
+        return format_of(said, "kv_dtype")
+    word = name_of(said)
+    if word == came:
+        return FORMATS.get(came)
+    remedy = f"Say kv_dtype={_told(held, kv_dtype)}"
+    if all(each.dtype != np.uint8 for each in held.values()):
+        remedy = "Leave kv_dtype out"
+    if came not in _TYPES:
+        raise ArgumentError(
+            f"kv_dtype: got {kv_dtype!r} with {name} of {came}, which says its type itself; "
+            f"expected None for {name}. {remedy}, or make codes with quantize."
         )
-    return forms[0]
+    word = format_of(said, "kv_dtype").name
+    raise ArgumentTypeError(
+        f"kv_dtype: got {word} with {name} of {came}; expected {came}, or an array of uint8. "
+        f"{remedy}, or pass {name}.view(np.uint8) if its bytes are codes of {word}."
+    )
+
+
+def _told(held: dict[str, Array], kv_dtype: Any) -> str:
+    """Return a `kv_dtype` that says what bytes are, if need be as an example, and nothing else."""
+    words = [
+        None if x.dtype != np.uint8 else "int8" if each is None else name_of(each)
+        for x, each in zip(held.values(), types_said(kv_dtype), strict=True)
+    ]
+    return repr(words[0] if words[0] == words[1] else tuple(words))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether one scale came as a number."""
+    return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
+
+
+def scales_at(value: Any, name: str, like: Array) -> Any:
+    """Return scales that came as one number as an array beside another one, others as they are."""
+    if value is None or is_device_array(value):
+        return value
+    of_array = type(value) is np.ndarray and not value.ndim and value.dtype.kind in "fiu"
+    if not of_array and not _is_number(value):
+        return value
+    number = float(value)
+    with np.errstate(over="ignore", under="ignore"):
+        stored = np.full((1, 1), number, np.float32)
+    if np.isfinite(number) and (np.isinf(stored[0, 0]) or (number != 0) != (stored[0, 0] != 0)):
+        raise ArgumentError(
+            f"{name}: got {value!r}, which float32 cannot hold; expected a number from 1.2e-38 to "
+            "3.4e38. Make other codes with quantize, whose scales are float32."
+        )
+    return constant(stored, name, like) if is_device_array(like) else stored
 
 
 def scale_of(value: Any, name: str, x: Array, form: Format, name_of_x: str) -> Array:
     """Return scales that broadcast to the rows of codes."""
-    scale = array(value, name)
     columns = x.shape[-1] * form.packed if x.ndim else 0
     lengths = {1}
     if form.packed > 1 and columns % INT4_GROUP == 0:
         lengths.add(columns // INT4_GROUP)
     rows = x.shape[:-1]
-    last = " or ".join(map(str, sorted(lengths)))
-    wanted = f"float32 that broadcasts to {rows} and a last axis of {last}"
+
+    def wanted() -> str:
+        last = " or ".join(map(str, sorted(lengths)))
+        return f"float32 that broadcasts to {rows} and a last axis of {last}"
+
+    def converted() -> str:
+        module = "cupy" if is_device_array(x) else "np"
+        return f"Convert it with {module}.asarray({name}, {module}.float32)."
+
+    value = scales_at(value, name, x)
+    if isinstance(value, (bool, np.bool_, list, tuple)):
+        raise ArgumentTypeError(
+            f"{name}: got {type(value).__name__}; expected a number, or an array of {wanted()}. "
+            f"{converted()}"
+        )
+    scale = array(value, name)
     if scale.dtype != np.float32 or not scale.dtype.isnative:
         raise ArgumentTypeError(
-            f"{name}: got dtype {scale.dtype}; expected {wanted}. Convert it with "
-            ".astype(np.float32)."
+            f"{name}: got dtype {scale.dtype}; expected {wanted()}. {converted()}"
         )
     own = (1,) * (x.ndim - scale.ndim) + scale.shape
     fits = len(own) == x.ndim and own[-1:] and own[-1] in lengths
     if not fits or any(n not in (1, most) for n, most in zip(own[:-1], rows, strict=True)):
         raise ArgumentError(
             f"{name}: got shape {scale.shape} with {name_of_x} of shape {x.shape} in {form.name}; "
-            f"expected {wanted}: one scale for all, for each head, or for each row. Add axes, as "
+            f"expected {wanted()}: one scale for all, for each head, or for each row. Add axes, as "
             "in scale[:, None, None], where there is one for each head."
         )
     return scale

@@ -47,18 +47,23 @@ _FLOAT8 = {"float8_e4m3fn": (3, 7, 0x7F), "float8_e5m2": (2, 15, 0x7C)}
 
 def format_of(dtype: Any, name: str) -> Format:
     """Return the format that an argument `name` says."""
-    came = dtype
-    if not isinstance(dtype, str):
-        try:
-            came = np.dtype(dtype).name
-        except TypeError:
-            came = repr(dtype)
+    came = name_of(dtype)
     if came not in FORMATS:
         raise ArgumentTypeError(
             f"{name}: got {came}; expected {', '.join(FORMATS)}, by name or as the type of NumPy "
             "or ml_dtypes."
         )
     return FORMATS[came]
+
+
+def name_of(dtype: Any) -> str:
+    """Return the name of a type, or whatever else came in words."""
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:
+        return repr(dtype)
 
 
 def dtype_of(form: Format) -> np.dtype[Any]:

@@ -65,7 +65,7 @@ def quantisation(x: Any, dtype: Any, group: Any) -> Quantisation:
     groups = 1
     if group is not None or form.packed > 1:
         size = _group_of(group, columns, form)
-        columns, groups = size, columns // size
+        columns, groups = size, columns // max(size, 1)
     return Quantisation(x, form, columns, groups, one_home({"x": x}))
 
 
@@ -78,13 +78,14 @@ def _group_of(value: Any, columns: int, form: Format) -> int:
                 f"group: got {value!r}; expected how many columns share a scale, an integer."
             )
         group = operator.index(value)
-    if group < 1 or columns % group or group % form.packed:
-        kind = "an even divisor" if form.packed > 1 else "a divisor"
-        came = f"got {group}" if value is not None else f"got None, which means {group},"
-        fitting = [n for n in range(form.packed, columns + 1, form.packed) if columns % n == 0]
-        near = max((n for n in fitting if n <= group), default=form.packed)
-        raise ArgumentError(
-            f"group: {came} with rows of {columns} columns; expected {kind} of {columns}, for "
-            f"example group={near}."
-        )
-    return group
+    has_groups = form.packed > 1 and columns % INT4_GROUP == 0
+    if group == columns or (has_groups and group == INT4_GROUP):
+        return group
+    came = f"got {group}" if value is not None else f"got None, which means {group},"
+    groups = f"{INT4_GROUP}, or " if has_groups and columns else ""
+    raise ArgumentError(
+        f"group: {came} for {form.name} with rows of {columns} columns; expected {groups}"
+        f"{columns}, one scale for each row, because no function takes codes of other groups. "
+        f"Pass group={columns}. Columns of different sizes may be divided by numbers of their own "
+        "before, and queries multiplied by these."
+    )

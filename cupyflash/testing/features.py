@@ -23,6 +23,8 @@ FEATURES = {
     "out": "out=, lse_out= and grads_out=, arrays to write to",
     "nonfinite": "NaN and infinities reach no row that does not see them",
     "codes": "caches of codes: k_scale=, v_scale= and kv_dtype= of cached and append",
+    "mixed": "caches whose keys and values have two types, codes of two or one of numbers: "
+    "kv_dtype= is a pair",
     "float8": "q, k and v of float8: q_scale=, k_scale=, v_scale=, qkv_dtype= and out_dtype=",
     "bitwise": "a row's bits depend on its query, keys and values alone, not on where they stand",
     "repeatable": "the same call gives the same bits",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.codes import types_said
 from cupyflash.problem.formats import FORMATS
 from cupyflash.problem.rotary import Rotary
 
@@ -299,7 +300,8 @@ class Subject:
         returned = self._cached(queries, keys, values, counted, **given, return_lse=True)
         copies.check()
         expect(isinstance(returned, tuple) and len(returned) == 2, "expected (out, lse)")
-        packed = 1 if options.get("kv_dtype") is None else FORMATS[options["kv_dtype"]].packed
+        form = types_said(options.get("kv_dtype"))[1]
+        packed = 1 if form is None else FORMATS[form].packed
         shape = (*q.shape[:-1], v if isinstance(v, int) else v.shape[-1] * packed)
         out = self._result("out", returned[0], shape, q.dtype)
         if "lse" not in self.features:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from svg import BLUE, GREEN, ORANGE, TEXT, figure
 
 PAGE = Path(__file__).parents[1] / "howto" / "fewer_bits.md"
-ROW = re.compile(r"^\| (\w+) +\|(.*)\|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([\w,]+) +\|(.*)\|$", re.MULTILINE)
 CHANGE = re.compile(r"([+-]\d+\.\d+) ± (\d+\.\d+) %")
 WITH = ("as they are", "hadamard of q, k", "hadamard of q, k and v")
 

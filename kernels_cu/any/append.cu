@@ -31,7 +31,7 @@ __device__ __forceinline__ long long entry_of(const AppendParams& p, long long r
 }
 
 // Codes need many registers. Blocks that share an SM by three have enough, and spill nothing.
-constexpr int LEAST_BLOCKS = CODES == cache::NUMBERS ? 0 : 3;
+constexpr int LEAST_BLOCKS = cache::HAS_CODES ? 3 : 0;
 
 }  // namespace
 
@@ -84,7 +84,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS)
       to = rotary::row_of(p.k, place.page, head, place.row);
       codes = code::target(p.k, p.k_scale, place, head);
     }
-    if (code::put<CODES>(codes, from, of_v ? p.columns_v : p.columns, by)) return;
+    if (VALUE_CODES != KEY_CODES && of_v) {
+      if (code::put<VALUE_CODES>(codes, from, p.columns_v, by)) return;
+    } else if (code::put<KEY_CODES>(codes, from, of_v ? p.columns_v : p.columns, by)) {
+      return;
+    }
   }
   rotary::copy_row(to, from, of_v ? p.columns_v : p.columns, by);
 }

@@ -8,7 +8,11 @@
 
 namespace cache {
 
-constexpr int NUMBERS = -1;  // CODES of a cache without codes
+constexpr int NUMBERS = -1;  // KEY_CODES or VALUE_CODES of keys or values that are no codes
+constexpr bool HAS_CODES = KEY_CODES != NUMBERS || VALUE_CODES != NUMBERS;
+// Bytes of an element: strides of codes count bytes.
+template <int CODES>
+constexpr int STEP = CODES == NUMBERS ? sizeof(storage_t) : 1;
 
 // Element `index` of an array of 32-bit or 64-bit integers. `NOW`: as it is in global memory at
 // this moment, whatever this multiprocessor has read before.

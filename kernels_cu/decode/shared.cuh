@@ -39,9 +39,9 @@ struct SharedUnit {
     tile = static_cast<int>(by_team.remainder) * TEAM;
     head_kv = static_cast<int>(by_head.remainder);
     node = static_cast<int>(by_head.quotient);
-    constexpr int STEP = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;  // bytes
-    k = reinterpret_cast<const storage_t*>(p.k.data + STEP * head_kv * p.k.head);
-    v = reinterpret_cast<const storage_t*>(p.v.data + STEP * head_kv * p.v.head);
+    k = reinterpret_cast<const storage_t*>(p.k.data + cache::STEP<KEY_CODES> * head_kv * p.k.head);
+    v = reinterpret_cast<const storage_t*>(p.v.data +
+                                           cache::STEP<VALUE_CODES> * head_kv * p.v.head);
     k_scale = reinterpret_cast<const float*>(p.k_scale.data) + head_kv * p.k_scale.head;
     v_scale = reinterpret_cast<const float*>(p.v_scale.data) + head_kv * p.v_scale.head;
   }

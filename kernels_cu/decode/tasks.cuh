@@ -157,20 +157,17 @@ __device__ __forceinline__ Task task_of(const Params& p, int number, int len_k =
   if constexpr (PACKED) idle = idle || !cache::has_few_rows(p, task.len_q);
   task.heads = idle ? 0 : tile::smaller(p.group - part, heads);
   task.rows = tile::smaller(task.len_q - task.i0, queries) * task.heads;
-  constexpr int STEP = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;  // bytes
-  task.k = reinterpret_cast<const storage_t*>(p.k.data +
-                                              STEP * layout::offset(p.k, entry, head_kv, true));
-  task.v = reinterpret_cast<const storage_t*>(p.v.data +
-                                              STEP * layout::offset(p.v, entry, head_kv, true));
+  task.k = reinterpret_cast<const storage_t*>(
+      p.k.data + cache::STEP<KEY_CODES> * layout::offset(p.k, entry, head_kv, true));
+  task.v = reinterpret_cast<const storage_t*>(
+      p.v.data + cache::STEP<VALUE_CODES> * layout::offset(p.v, entry, head_kv, true));
   task.k_scale = task.v_scale = nullptr;
-  if constexpr (CODES != cache::NUMBERS) {
-    const auto scales_of = [&](const Operand& scales) {
-      return reinterpret_cast<const float*>(scales.data) +
-             layout::offset(scales, entry, head_kv, true);
-    };
-    task.k_scale = scales_of(p.k_scale);
-    task.v_scale = scales_of(p.v_scale);
-  }
+  const auto scales_of = [&](const Operand& scales) {
+    return reinterpret_cast<const float*>(scales.data) +
+           layout::offset(scales, entry, head_kv, true);
+  };
+  if constexpr (KEY_CODES != cache::NUMBERS) task.k_scale = scales_of(p.k_scale);
+  if constexpr (VALUE_CODES != cache::NUMBERS) task.v_scale = scales_of(p.v_scale);
   task.first = task.last = 0;
   long long begin = 0, end = task.len_k;
   if constexpr (HAS_RANGE) {
@@ -197,7 +194,7 @@ __device__ __forceinline__ Task task_of(const Params& p, int number, int len_k =
 __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]) {
   constexpr int FIRST = OF_BLOCKS ? FIRST_OF_BLOCK : 0;
   constexpr int LAST = OF_BLOCKS ? LAST_OF_BLOCK : LEVELS - 1;
-  constexpr int FEWEST = OF_BLOCKS ? 0 : CODES == cache::NUMBERS ? FILL : FILL_OF_CODES;
+  constexpr int FEWEST = OF_BLOCKS ? 0 : cache::HAS_CODES ? FILL_OF_CODES : FILL;
   constexpr int MOST = OF_BLOCKS ? MOST_OF_BLOCK : MOST_UNITS;
   const unsigned int blocks = gridDim.x, leaves = (totals[0] + blocks - 1) / blocks;
   int level = FIRST;

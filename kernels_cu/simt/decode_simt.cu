@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncwarp();  // the queries, written by all lanes
     }
     // 2 scores
-    const cache::Head<CODES> keys(cache::keys(p), task.k, task.entry(), task.head / p.group);
+    const cache::Head<KEY_CODES> keys(cache::keys(p), task.k, task.entry(), task.head / p.group);
 #pragma unroll 1
     for (int first = 0; first < LEAF; first += KEYS_AT_ONCE) {
       const int key = first + lane / LANES;
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       for (int r = 0; r < ROWS; ++r) s[r] = 0;
       if (exists) {
         const cache::Place at = cache::place(p, task.b, now.first_key() + key);
-        const cache::CachedRow<CODES> row = keys.row(at);
+        const cache::CachedRow<KEY_CODES> row = keys.row(at);
 #pragma unroll 4
         for (int d = lane % LANES; d < D; d += LANES) {
           const accum_t element = row[d];
@@ -195,12 +195,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     __syncwarp();  // the weights, written by all lanes
     // 7 accumulate p v
-    const cache::Head<CODES> values(cache::values(p), task.v, task.entry(), task.head / p.group);
+    const cache::Head<VALUE_CODES> values(cache::values(p), task.v, task.entry(),
+                                          task.head / p.group);
     matmul::clear(leaf.o);
 #pragma unroll 2
     for (int key = 0; key < now.keys; ++key) {
       const cache::Place at = cache::place(p, task.b, now.first_key() + key);
-      const cache::CachedRow<CODES> row = values.row(at);
+      const cache::CachedRow<VALUE_CODES> row = values.row(at);
 #pragma unroll
       for (int n = 0; n < COLUMNS_V; ++n) {
         const int column = lane + n * ptx::WARP_SIZE;

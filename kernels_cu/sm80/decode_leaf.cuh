@@ -14,16 +14,18 @@ using decode_scores::COLUMNS;
 using decode_slots::COLUMNS_V;
 using decode_slots::ROWS;
 using decode_slots::State;
-using fragment_codes::HAS_CODES;
-constexpr int K_BYTES = fragment::row_bytes(fragment_codes::units(D));
-constexpr int V_BYTES = fragment::row_bytes(fragment_codes::units(D_V));
+constexpr bool K_CODES = KEY_CODES != cache::NUMBERS, V_CODES = VALUE_CODES != cache::NUMBERS;
+constexpr int K_BYTES = fragment::row_bytes(fragment_codes::units<KEY_CODES>(D));
+constexpr int V_BYTES = fragment::row_bytes(fragment_codes::units<VALUE_CODES>(D_V));
 constexpr int ROW_BYTES = matmul::larger(K_BYTES, V_BYTES);
 constexpr int STAGE_BYTES = 8192;
-constexpr int STEP_KEYS = STAGE_BYTES / ROW_BYTES < LEAF ? STAGE_BYTES / ROW_BYTES : LEAF;
+// A half or a quarter of a leaf where all of it has no room.
+constexpr int ROOM = STAGE_BYTES / ROW_BYTES;
+constexpr int STEP_KEYS = ROOM >= LEAF ? LEAF : ROOM >= LEAF / 2 ? LEAF / 2 : LEAF / 4;
 constexpr int STEPS = LEAF / STEP_KEYS;    // of keys, and as many of values
 constexpr bool IN_REGISTERS = D_V <= 128;  // the node of level 1
 constexpr int QUERY_BYTES = 16 * fragment::row_bytes(D);
-static_assert(STEP_KEYS * STEPS == LEAF && STEP_KEYS % 16 == 0, "D, D_V");
+static_assert(STEP_KEYS * ROW_BYTES <= STAGE_BYTES && STEP_KEYS % 16 == 0, "D, D_V");
 
 // Calls function(Step<0>()), function(Step<1>()) and so on.
 template <int N>
@@ -38,10 +40,12 @@ __device__ __forceinline__ void for_steps(const Function& function) {
   }
 }
 
-// The scales of a leaf's keys and values, if these are codes.
+// The scales of a leaf's keys and values, of those that are codes.
+constexpr int K_GROUPS = fragment_codes::groups<KEY_CODES>(D);
+constexpr int V_GROUPS = fragment_codes::groups<VALUE_CODES>(D_V);
 struct Scales {
-  fragment_codes::RowScales<fragment_codes::groups(D)> k;
-  fragment_codes::RowScales<fragment_codes::groups(D_V)> v;
+  fragment_codes::RowScales<K_GROUPS> k;
+  fragment_codes::RowScales<V_GROUPS> v;
 };
 
 // The scores of a step become those of its keys, from element FIRST of the leaf on.
@@ -99,17 +103,21 @@ __device__ __forceinline__ Scales load_scales(const Params& p, const decode::Lea
                                               const Keys& keys,
                                               const decode_rows::LeafPlaces& places) {
   Scales scales{};
-  if (HAS_CODES && leaf.exists) {
-    scales.k = decode_rows::load_scales<fragment_codes::groups(D)>(keys.k_scale, p.k_scale,
-                                                                   p.k_scale_page, leaf, places);
-    scales.v = decode_rows::load_scales<fragment_codes::groups(D_V)>(keys.v_scale, p.v_scale,
-                                                                     p.v_scale_page, leaf, places);
+  if (cache::HAS_CODES && leaf.exists) {
+    if constexpr (K_CODES) {
+      scales.k =
+          decode_rows::load_scales<K_GROUPS>(keys.k_scale, p.k_scale, p.k_scale_page, leaf, places);
+    }
+    if constexpr (V_CODES) {
+      scales.v =
+          decode_rows::load_scales<V_GROUPS>(keys.v_scale, p.v_scale, p.v_scale_page, leaf, places);
+    }
   }
   return scales;
 }
 
 // The weights of a leaf as its values need them: rounded, or still to be multiplied by scales.
-template <bool = HAS_CODES>
+template <bool = V_CODES>
 struct Weights {
   accum_t of[ROWS][COLUMNS];
 
@@ -137,7 +145,7 @@ __device__ __forceinline__ void accumulate(accum_t (&o)[ROWS][COLUMNS_V], const 
                                            char* v_smem, const decltype(Scales::v)& scales,
                                            bool has_masked, bool clears, bool has_second,
                                            const Meet& meet) {
-  if constexpr (HAS_CODES) {
+  if constexpr (V_CODES) {
     fragment_codes::multiply_add<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales, has_masked,
                                                             has_second);
   } else {

@@ -91,8 +91,8 @@ struct Source {
 __device__ __forceinline__ void prefetch_keys(const Source& from, const LeafPlaces& places,
                                               int keys) {
   constexpr int RUN = PAGED ? PAGE_ROWS : 16;  // neighbours in memory, if rows are contiguous
-  constexpr int STEP = CODES == cache::NUMBERS ? sizeof(storage_t) : 1;  // bytes
-  constexpr int BYTES = 2 * fragment_codes::units(D) & ~15;
+  constexpr int STEP = cache::STEP<KEY_CODES>;
+  constexpr int BYTES = 2 * fragment_codes::units<KEY_CODES>(D) & ~15;
   if (BYTES == 0 || !from.vectors(16 / STEP)) return;
   // Pieces of one row each are worth it where few warps ask for them.
   constexpr bool MANY_WARPS = decode::WARPS * RESIDENT_BLOCKS > decode::FEW_WARPS;
@@ -158,10 +158,11 @@ __device__ __forceinline__ void copy_vectors(unsigned int stage_address, const S
 }
 
 // begin_copy of codes: of their bytes, two to an element.
-template <int FIRST, int KEYS, int WIDTH>
+template <int CODES, int FIRST, int KEYS, int WIDTH>
 __device__ __forceinline__ void begin_copy_of_codes(char* stage_smem, const Source& from,
                                                     const LeafPlaces& places, int valid) {
-  constexpr int UNITS = fragment_codes::units(WIDTH), BYTES = WIDTH * fragment_codes::BITS / 8;
+  constexpr int UNITS = fragment_codes::units<CODES>(WIDTH);
+  constexpr int BYTES = WIDTH * fragment_codes::BITS<CODES> / 8;
   if (BYTES % 2 == 0 && from.vectors(sizeof(StoredVector))) {
     const Source halved{from.data, from.page / 2, from.row / 2, 1};
     const Lanes<UNITS> lanes;
@@ -217,11 +218,11 @@ __device__ __forceinline__ fragment_codes::RowScales<GROUPS> load_scales(const f
 
 // Starts the copy of KEYS rows of a leaf, from row FIRST on, to a stage. What lies beyond `valid`
 // rows and WIDTH columns becomes 0 and is not read.
-template <int FIRST, int KEYS, int WIDTH>
+template <int CODES, int FIRST, int KEYS, int WIDTH>
 __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
                                            const LeafPlaces& places, int valid) {
-  if constexpr (fragment_codes::HAS_CODES) {
-    begin_copy_of_codes<FIRST, KEYS, WIDTH>(stage_smem, from, places, valid);
+  if constexpr (CODES != cache::NUMBERS) {
+    begin_copy_of_codes<CODES, FIRST, KEYS, WIDTH>(stage_smem, from, places, valid);
     return;
   }
   if (from.vectors()) {
@@ -251,16 +252,16 @@ __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
 
 // Starts the copy of a warp's share of KEYS rows of a leaf, from row FIRST on, to a stage that
 // SHARERS warps copy together. All of the rows exist, and the warp is number `sharer`.
-template <int FIRST, int KEYS, int WIDTH, int SHARERS>
+template <int CODES, int FIRST, int KEYS, int WIDTH, int SHARERS>
 __device__ __forceinline__ void begin_copy_of_share(char* stage_smem, const Source& from,
                                                     const LeafPlaces& places, int sharer) {
-  constexpr int UNITS = fragment_codes::units(WIDTH);  // of codes, two to an element
-  constexpr int EACH = fragment_codes::HAS_CODES ? 2 : 1;
-  constexpr bool IS_WHOLE = WIDTH * fragment_codes::BITS % 16 == 0;
+  constexpr int UNITS = fragment_codes::units<CODES>(WIDTH);  // of codes, two to an element
+  constexpr int EACH = CODES == cache::NUMBERS ? 1 : 2;
+  constexpr bool IS_WHOLE = WIDTH * fragment_codes::BITS<CODES> % 16 == 0;
   using Row = Lanes<UNITS>;
   constexpr int TIMES = KEYS / Row::AT_ONCE;
   if (!IS_WHOLE || !from.vectors(EACH * STORED_VECTOR)) {
-    if (sharer == 0) begin_copy<FIRST, KEYS, WIDTH>(stage_smem, from, places, decode::LEAF);
+    if (sharer == 0) begin_copy<CODES, FIRST, KEYS, WIDTH>(stage_smem, from, places, decode::LEAF);
     return;
   }
   const Row lanes;
@@ -292,10 +293,10 @@ __device__ __forceinline__ const storage_t* query_row(const Params& p, const dec
 // only this warp uses. Rows that do not exist become 0. `entries` is the distance of the entries,
 // if there are several. Without ASYNC they are there after a barrier of the warp. All lanes call it
 // together.
-template <bool ASYNC = !fragment_codes::HAS_CODES, class Rows>
+template <bool ASYNC = KEY_CODES == cache::NUMBERS, class Rows>
 __device__ __forceinline__ void begin_queries(const Params& p, const Rows& task, char* q_smem,
                                               long long entries = 0) {
-  using Row = Lanes<fragment_codes::columns(D)>;
+  using Row = Lanes<fragment_codes::columns<KEY_CODES>(D)>;
   const Row lanes;
   const storage_t* const first = query_row(p, task, 0);
   const long long steps = p.q.row | p.q.head | entries;
@@ -329,7 +330,7 @@ __device__ __forceinline__ void begin_queries(const Params& p, const Rows& task,
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (!has_piece) continue;
-      if constexpr (!fragment_codes::HAS_CODES) {
+      if constexpr (KEY_CODES == cache::NUMBERS) {
         *reinterpret_cast<StoredVector*>(q_smem + lanes.at(step * Row::AT_ONCE)) = pieces[step];
         continue;
       }
@@ -342,7 +343,7 @@ __device__ __forceinline__ void begin_queries(const Params& p, const Rows& task,
       }
     }
   } else {
-    constexpr int COLUMNS = fragment_codes::columns(D);
+    constexpr int COLUMNS = fragment_codes::columns<KEY_CODES>(D);
 #pragma unroll 1
     for (int n = ptx::lane_index(); n < 16 * COLUMNS; n += ptx::WARP_SIZE) {
       const int row = n / COLUMNS, column = n % COLUMNS, to = fragment_codes::query_column(column);

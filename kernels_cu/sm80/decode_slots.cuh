@@ -8,7 +8,7 @@
 namespace decode_slots {
 
 using fragment_codes::ResultColumns;
-constexpr accum_t VALUE_UNIT = fragment_codes::UNIT<fragment_codes::Bfloats>;
+constexpr accum_t VALUE_UNIT = fragment_codes::UNIT<VALUE_CODES, fragment_codes::Bfloats>;
 constexpr int ROWS = 2;  // of a thread
 constexpr int COLUMNS_V = ResultColumns::elements(D_V);
 

@@ -43,11 +43,12 @@ struct Producer {
     if (leaf.exists) {
       if constexpr (N < STEPS) {
         const decode_rows::Source k{task.k, p.k_page, p.k.row, p.k.col};
-        decode_rows::begin_copy<N * STEP_KEYS, STEP_KEYS, D>(at(ahead), k, places, leaf.keys);
+        decode_rows::begin_copy<KEY_CODES, N * STEP_KEYS, STEP_KEYS, D>(at(ahead), k, places,
+                                                                        leaf.keys);
       } else {
         const decode_rows::Source v{task.v, p.v_page, p.v.row, p.v.col};
-        decode_rows::begin_copy<(N - STEPS) * STEP_KEYS, STEP_KEYS, D_V>(at(ahead), v, places,
-                                                                         leaf.keys);
+        decode_rows::begin_copy<VALUE_CODES, (N - STEPS) * STEP_KEYS, STEP_KEYS, D_V>(
+            at(ahead), v, places, leaf.keys);
       }
     }
   }
@@ -187,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       constexpr int FIRST = decltype(step)::value * STEP_KEYS / 4;
       accum_t part[ROWS][STEP_KEYS / 4];
       const char* const k_smem = wait_for_step(step);
-      if constexpr (HAS_CODES) {
+      if constexpr (K_CODES) {
         fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k, has_second);
       } else {
         fragment::multiply(part, q, k_smem);

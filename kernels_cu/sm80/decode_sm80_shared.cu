@@ -62,11 +62,11 @@ struct Producer {
     char* const stage_smem = stages_smem + stage * STAGE_BYTES;
     if (unit < units) {
       if constexpr (N < STEPS) {
-        decode_rows::begin_copy_of_share<N * STEP_KEYS, STEP_KEYS, D, TEAM>(stage_smem, k, places,
-                                                                            index);
+        decode_rows::begin_copy_of_share<KEY_CODES, N * STEP_KEYS, STEP_KEYS, D, TEAM>(
+            stage_smem, k, places, index);
       } else {
-        decode_rows::begin_copy_of_share<(N - STEPS) * STEP_KEYS, STEP_KEYS, D_V, TEAM>(
-            stage_smem, v, places, index);
+        decode_rows::begin_copy_of_share<VALUE_CODES, (N - STEPS) * STEP_KEYS, STEP_KEYS, D_V,
+                                         TEAM>(stage_smem, v, places, index);
       }
     }
     ptx::cp_async_commit();
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const bool masked = (full >> n & 1) == 0;
       const decode::Leaf now = keys.leaf(n, masked ? PARTIAL : FULL);
       Scales scales{};
-      if constexpr (HAS_CODES) {
+      if constexpr (cache::HAS_CODES) {
         decode_rows::LeafEntries entries;
         entries.look_up(p, static_cast<int>(now.first_key()), LEAF, 0);
         scales = load_scales(p, now, keys, decode_rows::LeafPlaces(p, entries));
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const char* const k_smem = wait_for_step(step, false).stage_smem;
         if (!has_rows) {
           matmul::clear(part);
-        } else if constexpr (HAS_CODES) {
+        } else if constexpr (K_CODES) {
           fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k, true);
         } else {
           fragment::multiply(part, q, k_smem);

@@ -14,29 +14,46 @@
 
 namespace fragment_codes {
 
-constexpr bool HAS_CODES = CODES != cache::NUMBERS;
-constexpr int BITS = CODES == cache::NUMBERS ? 16 : CODES == code::INT4 ? 4 : 8;
-constexpr int PIECE = 128 / BITS;           // codes in 16 bytes
-constexpr int PAIR = 2 * PIECE;             // and in the two pieces that ldmatrix reads of a row
-constexpr int STEPS_OF_PIECE = PIECE / 16;  // products of 16 codes
+// Keys and values may have different formats, and one of them may be numbers.
+template <int CODES>
+constexpr int BITS = CODES == cache::NUMBERS ? 16
+                     : CODES == code::INT4   ? 4
+                                             : 8;
+template <int CODES>
+constexpr int PIECE = 128 / BITS<CODES>;  // codes in 16 bytes
+template <int CODES>
+constexpr int PAIR = 2 * PIECE<CODES>;  // and in the two pieces that ldmatrix reads of a row
+template <int CODES>
+constexpr int STEPS_OF_PIECE = PIECE<CODES> / 16;  // products of 16 codes
 
-// Elements of 16 bits that have room for the codes of a row, and columns of queries beside them.
-__device__ constexpr int units(int width) { return (width * BITS + 15) / 16; }
-__device__ constexpr int pairs(int width) { return (width + PAIR - 1) / PAIR; }
+// Elements of 16 bits that have room for the codes of a row, and columns beside them: of queries if
+// these are keys, or of the result.
+template <int CODES>
+__device__ constexpr int units(int width) {
+  return (width * BITS<CODES> + 15) / 16;
+}
+template <int CODES>
+__device__ constexpr int pairs(int width) {
+  return (width + PAIR<CODES> - 1) / PAIR<CODES>;
+}
+template <int CODES>
 __device__ constexpr int columns(int width) {
-  return HAS_CODES ? pairs(width) * PAIR : fragment::whole_columns(width);
+  return CODES == cache::NUMBERS ? fragment::whole_columns(width)
+                                 : pairs<CODES>(width) * PAIR<CODES>;
 }
 // The scales of a row of `width` codes.
+template <int CODES>
 __device__ constexpr int groups(int width) {
-  return BITS == 4 ? (width + cache::INT4_GROUP - 1) / cache::INT4_GROUP : 1;
+  return BITS<CODES> == 4 ? (width + cache::INT4_GROUP - 1) / cache::INT4_GROUP : 1;
 }
 
 // Where a column of queries belongs, so that products over codes find it. Four bytes of lane c of
 // four are codes 4 c to 4 c + 3, or 8 c to 8 c + 7.
 __device__ __forceinline__ int query_column(int column) {
-  if constexpr (!HAS_CODES) return column;
-  const int first = column / PIECE * PIECE, n = column % PIECE;
-  if constexpr (BITS == 8) return first + n / 4 * 2 + n % 4 / 2 + n % 2 * 8;
+  if constexpr (KEY_CODES == cache::NUMBERS) return column;
+  constexpr int EACH = PIECE<KEY_CODES>;
+  const int first = column / EACH * EACH, n = column % EACH;
+  if constexpr (BITS<KEY_CODES> == 8) return first + n / 4 * 2 + n % 4 / 2 + n % 2 * 8;
   return first + n % 4 / 2 * 16 + n % 2 * 8 + n / 8 * 2 + n % 8 / 4;
 }
 
@@ -65,7 +82,7 @@ struct Bfloats {
 };
 // A constant of integers, in both halves. One operand of an instruction can be a constant, and the
 // compiler would load this one again for each instruction if it knew what it is.
-template <class To>
+template <int CODES, class To>
 __device__ __forceinline__ unsigned int kept_constant() {
   if constexpr (CODES == code::INT8 && !To::IS_HALVES) {
     return ptx::shuffle(blockIdx.x < gridDim.x ? To::MINUS_2 : 0u, 0);
@@ -78,11 +95,11 @@ __device__ __forceinline__ unsigned int kept_constant() {
 }
 
 // What numbers must be multiplied by to be codes: a factor of scores, or of sums of values.
-template <class To>
+template <int CODES, class To>
 constexpr float UNIT = CODES == code::INT8 && !To::IS_HALVES ? 64.0f : 1.0f;
 
 // Codes N and N + 2 of the four bytes of a word, N 0 or 1, as two numbers.
-template <class To, int N>
+template <int CODES, class To, int N>
 __device__ __forceinline__ unsigned int bytes(unsigned int word, unsigned int kept) {
   if constexpr (CODES == code::INT8) {
     if constexpr (To::IS_HALVES) {  // 1024 + 128 + code
@@ -108,12 +125,13 @@ __device__ __forceinline__ unsigned int bytes(unsigned int word, unsigned int ke
 }
 
 // Codes that are not finite are so only as float16 of e5m2; as other types they become finite.
-template <class To>
+template <int CODES, class To>
 constexpr bool LOSES_SPECIALS =
     (CODES == code::E4M3 || CODES == code::E5M2) && !(To::IS_HALVES && CODES == code::E5M2);
 
 // Words of codes together: whether one of them is not finite. Adding LAST to such a code changes
 // its sign, and may carry to the next one's.
+template <int CODES>
 struct Specials {
   static constexpr unsigned int LAST = CODES == code::E4M3 ? 0x01010101u : 0x04040404u;
   unsigned int changed = 0;
@@ -121,8 +139,9 @@ struct Specials {
   __device__ __forceinline__ void look_at(unsigned int word) { changed |= word ^ (word + LAST); }
   __device__ __forceinline__ bool exist() const { return (changed & 0x80808080u) != 0; }
 };
+template <int CODES>
 __device__ __forceinline__ bool is_special(unsigned char byte) {
-  Specials specials;
+  Specials<CODES> specials;
   specials.look_at(byte);
   return specials.exist();
 }
@@ -139,9 +158,9 @@ __device__ __forceinline__ unsigned int nibbles(unsigned int word, unsigned int 
 }
 
 // Numbers of a word: pair N of `STEPS_OF_PIECE` times two.
-template <class To, int N>
+template <int CODES, class To, int N>
 __device__ __forceinline__ unsigned int numbers(unsigned int word, unsigned int kept) {
-  if constexpr (BITS == 8) return bytes<To, N>(word, kept);
+  if constexpr (BITS<CODES> == 8) return bytes<CODES, To, N>(word, kept);
   return nibbles<To, N>(word, kept);
 }
 
@@ -184,7 +203,7 @@ struct RowScales {
 template <int WIDTH, int FIRST, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_special_keys(float (&c)[ROWS][COLUMNS], const char* a_smem,
                                                  const char* b_smem, const RowScales<1>& scales) {
-  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+  constexpr int BYTES = fragment::row_bytes(units<KEY_CODES>(WIDTH));
 #pragma unroll 1
   for (int n = 0; n < COLUMNS; n += 2) {
 #pragma unroll
@@ -197,8 +216,8 @@ __device__ __forceinline__ void add_special_keys(float (&c)[ROWS][COLUMNS], cons
       for (int d = 0; d < WIDTH; ++d) {
         const int at = fragment::swizzled_offset<BYTES>(key, d / 16) + d % 16;
         const unsigned char byte = static_cast<unsigned char>(b_smem[at]);
-        if (!is_special(byte)) continue;
-        const float value = code::product(scale, code::value<CODES>(byte));
+        if (!is_special<KEY_CODES>(byte)) continue;
+        const float value = code::product(scale, code::value<KEY_CODES>(byte));
         const int column = query_column(d);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -221,39 +240,41 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
                                          const fragment::Left<WIDTH, IN_REGISTERS, false>& a,
                                          const char* a_smem, const char* b_smem,
                                          const RowScales<GROUPS>& scales, bool has_second) {
-  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+  constexpr int CODES = KEY_CODES, EACH = PIECE<CODES>, STEPS = STEPS_OF_PIECE<CODES>;
+  constexpr int BYTES = fragment::row_bytes(units<CODES>(WIDTH));
   const auto rows = fragment::right_rows<BYTES>(b_smem);
-  Specials specials;
-  const unsigned int kept = kept_constant<Queries>();
+  Specials<CODES> specials;
+  const unsigned int kept = kept_constant<CODES, Queries>();
   matmul::clear(c);
 #pragma unroll 1  // Code of all warps has room in the instruction cache.
-  for (int pair = 0; pair < pairs(WIDTH); ++pair) {
+  for (int pair = 0; pair < pairs<CODES>(WIDTH); ++pair) {
     unsigned int words[COLUMNS / 4][4];  // of 8 rows and a piece, 8 rows and the next one, ...
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 4) {
       ptx::ldmatrix_x4(words[n / 4], rows.at(4 * n, pair));
-      if constexpr (LOSES_SPECIALS<Queries>) {
+      if constexpr (LOSES_SPECIALS<CODES, Queries>) {
 #pragma unroll
         for (int x = 0; x < 4; ++x) specials.look_at(words[n / 4][x]);
       }
     }
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
-      if ((2 * pair + piece) * PIECE >= WIDTH) break;
+      if ((2 * pair + piece) * EACH >= WIDTH) break;
       constexpr bool BY_PIECES = GROUPS > 1;
       float part[ROWS][BY_PIECES ? COLUMNS : 1];
       if constexpr (BY_PIECES) matmul::clear(part);
 #pragma unroll
-      for (int step = 0; step < STEPS_OF_PIECE; ++step) {
+      for (int step = 0; step < STEPS; ++step) {
         unsigned int left[fragment::M_TILES][4];
-        a.load(left, (2 * pair + piece) * STEPS_OF_PIECE + step);
+        a.load(left, (2 * pair + piece) * STEPS + step);
 #pragma unroll
         for (int n = 0; n < COLUMNS; n += 2) {
           const unsigned int word = words[n / 4][n / 2 % 2 * 2 + piece];
-          const unsigned int low = step == 0 ? numbers<Queries, 0>(word, kept)
-                                             : numbers<Queries, BITS == 4 ? 2 : 0>(word, kept);
-          const unsigned int high = step == 0 ? numbers<Queries, 1>(word, kept)
-                                              : numbers<Queries, BITS == 4 ? 3 : 1>(word, kept);
+          constexpr int NEXT = BITS<CODES> == 4 ? 2 : 0;
+          const unsigned int low = step == 0 ? numbers<CODES, Queries, 0>(word, kept)
+                                             : numbers<CODES, Queries, NEXT>(word, kept);
+          const unsigned int high = step == 0 ? numbers<CODES, Queries, 1>(word, kept)
+                                              : numbers<CODES, Queries, NEXT + 1>(word, kept);
           if constexpr (BY_PIECES) {
             fragment::mma(part[0][n], part[0][n + 1], part[1][n], part[1][n + 1], left[0], low,
                           high);
@@ -279,10 +300,10 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
     for (int r = 0; r < ROWS; ++r) {
       if (r == 1 && !has_second) break;
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) c[r][n] = c[r][n] * UNIT<Queries> * own[n];
+      for (int n = 0; n < COLUMNS; ++n) c[r][n] = c[r][n] * UNIT<CODES, Queries> * own[n];
     }
   }
-  if constexpr (LOSES_SPECIALS<Queries>) {
+  if constexpr (LOSES_SPECIALS<CODES, Queries>) {
     if (ptx::any_lane(specials.exist())) add_special_keys<WIDTH, FIRST>(c, a_smem, b_smem, scales);
   }
 }
@@ -290,8 +311,8 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
 // The elements of a thread's row of a result over values: of each 16-byte piece PIECE / 4 adjacent
 // columns, or without codes two of each 8.
 struct ResultColumns {
-  static constexpr int EACH = HAS_CODES ? PIECE / 4 : 2;
-  static __device__ constexpr int elements(int width) { return columns(width) / 4; }
+  static constexpr int EACH = VALUE_CODES == cache::NUMBERS ? 2 : PIECE<VALUE_CODES> / 4;
+  static __device__ constexpr int elements(int width) { return columns<VALUE_CODES>(width) / 4; }
   // The column of element n.
   static __device__ __forceinline__ int column(int n) {
     return n / EACH * 4 * EACH + ptx::lane_index() % 4 * EACH + n % EACH;
@@ -349,7 +370,8 @@ __device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const 
                                                unsigned int kept, int first) {
   constexpr int HALF = ResultColumns::EACH / 2;
   if constexpr (N < HALF) {
-    const unsigned int b0 = numbers<Bfloats, N>(low, kept), b1 = numbers<Bfloats, N>(high, kept);
+    const unsigned int b0 = numbers<VALUE_CODES, Bfloats, N>(low, kept);
+    const unsigned int b1 = numbers<VALUE_CODES, Bfloats, N>(high, kept);
     const int n = first + N;
 #pragma unroll
     for (int term = 0; term < Terms::TERMS; ++term) {
@@ -368,7 +390,7 @@ template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS>
 __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
                                                    const float (&p)[ROWS][ALL], const char* b_smem,
                                                    const RowScales<1>& scales) {
-  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+  constexpr int BYTES = fragment::row_bytes(units<VALUE_CODES>(WIDTH));
   float weights[ROWS][DEPTH];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -391,11 +413,11 @@ __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
       if (column >= WIDTH) continue;
       const int at = fragment::swizzled_offset<BYTES>(key, column / 16) + column % 16;
       const unsigned char byte = static_cast<unsigned char>(b_smem[at]);
-      if (!is_special(byte)) continue;
+      if (!is_special<VALUE_CODES>(byte)) continue;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         if (matmul::is_unmasked(weight[r])) {
-          c[r][n] += weight[r] * code::product(scale, code::value<CODES>(byte));
+          c[r][n] += weight[r] * code::product(scale, code::value<VALUE_CODES>(byte));
         }
       }
     }
@@ -404,27 +426,28 @@ __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
 }
 
 // c += a b for weights p of DEPTH keys of a thread, from key FIRST of their leaf on, and rows b of
-// codes with their scales, in units of UNIT<Bfloats>; some pairs may be `masked`, and a thread's
-// second row of weights counts if it `has_second`.
+// codes with their scales, in units of UNIT<VALUE_CODES, Bfloats>; some pairs may be `masked`, and
+// a thread's second row of weights counts if it `has_second`.
 template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS, int GROUPS>
 __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const float (&p)[ROWS][ALL],
                                              const char* b_smem, const RowScales<GROUPS>& scales,
                                              bool masked, bool has_second) {
-  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+  constexpr int CODES = VALUE_CODES;
+  constexpr int BYTES = fragment::row_bytes(units<CODES>(WIDTH));
   const auto rows = fragment::left_rows<BYTES>(b_smem);
-  Specials specials;
-  const unsigned int kept = kept_constant<Bfloats>();
+  Specials<CODES> specials;
+  const unsigned int kept = kept_constant<CODES, Bfloats>();
   // Keys k, k + 1 and 14 other ones, of which `weights` has those from `held` on.
   const auto multiply_pair = [&](int k, int pair, const auto& weights, int held) {
     unsigned int words[4];  // 8 keys and a piece, 8 keys and the piece, ...
     ptx::ldmatrix_x4_trans(words, rows.at(4 * k, pair));
-    if constexpr (LOSES_SPECIALS<Bfloats>) {
+    if constexpr (LOSES_SPECIALS<CODES, Bfloats>) {
 #pragma unroll
       for (int x = 0; x < 4; ++x) specials.look_at(words[x]);
     }
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
-      if ((2 * pair + piece) * PIECE >= WIDTH) break;
+      if ((2 * pair + piece) * PIECE<CODES> >= WIDTH) break;
       const int first = (2 * pair + piece) * ResultColumns::EACH;
       multiply_piece<0>(c, weights[GROUPS > 1 ? piece : 0], held, words[2 * piece],
                         words[2 * piece + 1], kept, first);
@@ -436,12 +459,12 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const fl
 #pragma unroll 1  // as in `multiply`
     for (int k = 0; k < DEPTH; k += 4) {
 #pragma unroll
-      for (int pair = 0; pair < pairs(WIDTH); ++pair) multiply_pair(k, pair, weights, 0);
+      for (int pair = 0; pair < pairs<CODES>(WIDTH); ++pair) multiply_pair(k, pair, weights, 0);
       weights[0].rotate();
     }
   } else {
 #pragma unroll
-    for (int pair = 0; pair < pairs(WIDTH); ++pair) {
+    for (int pair = 0; pair < pairs<CODES>(WIDTH); ++pair) {
 #pragma unroll
       for (int piece = 0; piece < 2; ++piece) {
         const int group = 2 * pair + piece;
@@ -452,7 +475,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const fl
       for (int k = 0; k < DEPTH; k += 4) multiply_pair(k, pair, weights, k);
     }
   }
-  if constexpr (LOSES_SPECIALS<Bfloats>) {
+  if constexpr (LOSES_SPECIALS<CODES, Bfloats>) {
     if (ptx::any_lane(specials.exist())) {
       add_special_values<WIDTH, FIRST, DEPTH>(c, p, b_smem, scales);
     }

@@ -100,7 +100,7 @@ struct alignas(1024) Aligned {
   char x[1024];
 };
 
-static_assert(IS_16_BIT && CODES == cache::NUMBERS, "16-bit types");
+static_assert(IS_16_BIT && !cache::HAS_CODES, "16-bit types");
 static_assert(PART_SLABS * PARTS == SLABS, "PARTS");
 static_assert(D == SLABS * warpgroup::SLAB_COLUMNS && D_V == 512, "D, D_V");
 static_assert(BLOCK_Q == warpgroup::WARPGROUP_ROWS && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");

@@ -79,7 +79,7 @@ struct TileScheduler {
     if constexpr (INTERLEAVE_HEADS) {
       const unsigned int few = D > 128 || blocks < 8 ? 2 : 4, half = gridDim.x / 2;
       unsigned int most = few * gridDim.x / blocks;
-      if constexpr (CODES >= 0 && D <= 128) most = most > half ? most : half;
+      if constexpr (KEY_CODES >= 0 && D <= 128) most = most > half ? most : half;
       group_heads = most >= heads || !HAS_RANGE ? heads : most > 0 ? most : 1;
       group_rounds = (group_heads * blocks + gridDim.x - 1) / gridDim.x;
       rounds = static_cast<int>((heads + group_heads - 1) / group_heads * group_rounds);

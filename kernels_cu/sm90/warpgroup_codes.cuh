@@ -14,8 +14,10 @@
 
 namespace warpgroup_codes {
 
-constexpr int DEPTH = 32;  // of a product
+constexpr int DEPTH = 32;         // of a product
+constexpr int CODES = KEY_CODES;  // of queries, keys and values
 constexpr bool IS_E4M3 = CODES == code::E4M3;
+static_assert(KEY_CODES == VALUE_CODES, "codes of one format");
 static_assert(IS_E4M3 || CODES == code::E5M2, "CODES is no format that wgmma multiplies");
 
 // Issues c = a b^T for 64 rows of a and KEYS rows of b, WIDTH columns each. The caller fences,

@@ -27,12 +27,12 @@ def append(
     out: Array | None,
     rotary: Rotary | None,
     positions: Array | None,
-    scales: tuple[Scales, Scales] | None = None,
+    scales: tuple[Scales | None, Scales | None] | None = None,
 ) -> None:
     """Append new rows (B, H, n, D), or with offsets (H, total, D), to those of a cache.
 
-    `lengths` (B,) counts what the cache holds afterwards. If the cache has codes, new rows are
-    quantised, and their scales written to those in `scales`. All arguments are already checked.
+    `lengths` (B,) counts what the cache holds afterwards. New rows of keys or values that are codes
+    are quantised, and their scales written to those in `scales`. All arguments are already checked.
     """
     rows = k_new.shape[-2]
     if offsets is None:

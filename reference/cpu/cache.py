@@ -108,7 +108,7 @@ def cache_of(
     lead: tuple[int, ...],
     itemsize: int,
     lanes: int,
-    scales: tuple[Scales, Scales] | None = None,
+    scales: tuple[Scales | None, Scales | None] | None = None,
     shared: int = 0,
 ) -> Cache:
     """Describe a cache. Without a table, the leading axes of k and of v broadcast to `lead`."""
@@ -164,9 +164,11 @@ def find_rows(cache, b, h, first, keys, k_rows, v_rows, k_scales, v_scales):
             v_rows[j + n] = v_row + n * v.row
         if k.kind >= FIRST:
             k_scale = k.scale + page * k.scale_page + h * k.scale_head + row * k.scale_row
-            v_scale = v.scale + page * v.scale_page + h * v.scale_head + row * v.scale_row
             for n in range(count):
                 k_scales[j + n] = k_scale + n * k.scale_row
+        if v.kind >= FIRST:
+            v_scale = v.scale + page * v.scale_page + h * v.scale_head + row * v.scale_row
+            for n in range(count):
                 v_scales[j + n] = v_scale + n * v.scale_row
         j += count
 

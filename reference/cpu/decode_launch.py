@@ -48,14 +48,14 @@ def decode(
     sink: Array | None,
     out: Array,
     lse: Array,
-    scales: tuple[Scales, Scales] | None = None,
+    scales: tuple[Scales | None, Scales | None] | None = None,
     shared: int = 0,
 ) -> int:
     """Write out and lse; return how many leaves were visited (not EMPTY).
 
     The lengths of keys in `problem` are those that the cache holds, one for each batch entry, and
-    `k` and `v` are the cache's arrays. If they are codes, `scales` say what these mean. The first
-    `shared` positions of all entries are those of entry 0.
+    `k` and `v` are the cache's arrays. `scales` say what those of them mean that are codes. The
+    first `shared` positions of all entries are those of entry 0.
     """
     number = problem.accumulator
     called = called_kernels(problem, programs, False)

@@ -188,6 +188,22 @@ def test_codes_move_their_bytes_and_scales(kv_dtype, row):
 
 
 @pytest.mark.parametrize(
+    ("kv_dtype", "k_row", "v_row", "words"),
+    [
+        (("int8", "int4"), 64 + 4, 32 + 8, "int8 keys and int4 values with 1 and 2 scales"),
+        ((None, "int4"), 128, 32 + 8, "int4 values with 2 scales for each row"),
+        (("int8", "float16"), 64 + 4, 128, "int8 keys with 1 scale for each row"),
+    ],
+)
+def test_keys_and_values_of_different_types_move_their_own_bytes(kv_dtype, k_row, v_row, words):
+    made = explain(lengths=LENGTHS, kv_dtype=kv_dtype, compile=False)
+    assert made.least.reads["k"] == 2 * sum(LENGTHS) * k_row
+    assert made.least.reads["v"] == 2 * sum(LENGTHS) * v_row
+    assert words in made.cache
+    assert made.main.name == "decode_sm80"
+
+
+@pytest.mark.parametrize(
     ("keys", "more", "decode", "join"),
     [
         (4096, {}, (4, 3), 8),  # 512 leaves, of which 132 SMs may have 4 each
@@ -291,6 +307,10 @@ def test_the_command_takes_a_length_of_each_entry(capsys):
     assert main(["explain", *words, "--lengths", "1000,65,640", "--kv-dtype", "int8"]) == 0
     out = capsys.readouterr().out
     assert "lengths 65 to 1,000, room for 1,000, contiguous, int8 with 1 scale" in out
+    assert main(["explain", *words, "--kv-dtype", "int8,int4"]) == 0
+    assert "int8 keys and int4 values with 1 and 2 scales" in capsys.readouterr().out
+    assert main(["explain", *words, "--kv-dtype", "int8,int5"]) == 2
+    assert "kv_dtype: got int5; expected int8" in capsys.readouterr().err
     assert main(["explain", *words, "--cache", "--shared", "500"]) == 0
     assert "room for 1,000, contiguous, the first 500 shared" in capsys.readouterr().out
     for more in (["--cache", "--backward"], ["--page", "4", "--ranks", "2"]):

@@ -7,7 +7,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from coded_caches import FORMATS, NAN_CODE, Coded, meaning
+from coded_caches import FORMATS, MIXED, NAMES, NAN_CODE, Coded, forms_of, meaning, words
 from halves import mostly_thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +17,14 @@ from cupyflash import Rotary, append, attention_cached, masks, quantize, rope
 from cupyflash.testing import Precision, forward_bound, rho
 
 EACH = pytest.mark.parametrize("form", FORMATS)
+# Formats of keys and of values, too.
+ANY = mostly_thorough(
+    "form",
+    [*FORMATS, *MIXED],
+    quick=[*FORMATS, ("int8", "int4"), ("int4", None), (None, "float8_e4m3fn")],
+    why="keys and values are found and converted apart, each as in the others",
+    ids=words,
+)
 F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = mostly_thorough(
     "dtype", [F16, BF16, F32], quick=[BF16, F32], why="float16 is read as bfloat16 is", ids=str
@@ -38,8 +46,8 @@ def numbers(*shapes, seed=0):
     ]
 
 
-def cache(form, d=64, d_v=32, room=140, **rows):
-    return Coded.of(form, *numbers((3, 2, room, d), (3, 2, room, d_v)), **rows)
+def cache(form, d=64, d_v=32, room=140, dtype=F32, **rows):
+    return Coded.of(form, *numbers((3, 2, room, d), (3, 2, room, d_v)), dtype=dtype, **rows)
 
 
 def attend(q, held, lengths=LENGTHS, **options):
@@ -62,14 +70,24 @@ def same(ours, expected):
     assert all(same_bits(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-@EACH
+@ANY
 @DTYPES
 @pytest.mark.parametrize(("d", "d_v"), [(64, 32), (6, 50)])
 def test_attention_is_that_over_what_codes_mean(form, dtype, d, d_v):
-    held = cache(form, d, d_v)
+    held = cache(form, d, d_v, dtype=dtype)
     (q,) = draw((3, 6, 3, d), dtype=dtype, seed=1)
     out, lse = attend(q, held.poisoned(LENGTHS), mask=masks.causal())
     check(q, held, out, lse, mask=masks.causal())
+
+
+@ANY
+def test_attention_has_the_bits_of_numbers_in_float32(form):
+    """Products with scales are rounded to float32 once, which is what numbers in float32 are."""
+    held = cache(form)
+    k, v = (x.astype(np.float32) for x in held.numbers)
+    (q,) = draw((3, 4, 2, 64), seed=1)
+    options = {"mask": masks.causal(), "return_lse": True}
+    same(attend(q, held, mask=masks.causal()), attention_cached(q, k, v, LENGTHS, **options))
 
 
 def test_rows_of_int4_may_have_one_scale():
@@ -105,15 +123,15 @@ def test_scales_broadcast_to_their_array(form, shape):
     same(attend(q, few), attend(q, dataclasses.replace(held, k_scale=whole, v_scale=whole)))
 
 
-@EACH
+@ANY
 @mostly_thorough("page", [1, 7, 64], quick=[7], why="pages of every length are found alike")
 def test_pages_change_no_bit(form, page):
-    held = cache(form)
+    held = cache(form, dtype=F16)
     (q,) = draw((3, 4, 3, 64), dtype=np.float16, seed=1)
     same(attend(q, held.paged(page), mask=masks.causal()), attend(q, held, mask=masks.causal()))
 
 
-@EACH
+@ANY
 def test_what_is_unused_changes_no_bit(form):
     """Also what a mask hides: scales that are NaN, and codes that are."""
     held = cache(form)
@@ -121,14 +139,16 @@ def test_what_is_unused_changes_no_bit(form):
     mask = masks.window(20, 0)
     spoilt = held.poisoned(LENGTHS)
     for b, n in enumerate(LENGTHS):
-        spoilt.k_scale[b, :, : max(n - 30, 0)] = spoilt.v_scale[b, :, : max(n - 30, 0)] = np.nan
-        spoilt.v[b, :, : max(n - 30, 0)] = NAN_CODE[form]
+        for name in held.names:
+            if name.endswith("scale"):
+                getattr(spoilt, name)[b, :, : max(n - 30, 0)] = np.nan
+        spoilt.v[b, :, : max(n - 30, 0)] = NAN_CODE.get(forms_of(form)[1], np.nan)
     same(attend(q, spoilt, mask=mask), attend(q, held, mask=mask))
 
 
-@EACH
+@ANY
 def test_drafts_are_steps_and_entries_are_calls(form):
-    held = cache(form)
+    held = cache(form, dtype=F16)
     (q,) = draw((3, 4, 3, 64), dtype=np.float16, seed=1)
     lengths = np.array([130, 3, 65])
     out, lse = attend(q, held, lengths, mask=masks.causal())
@@ -165,22 +185,52 @@ def test_values_may_be_columns_of_the_keys(form):
     same(ours, expected)
 
 
-def test_an_array_says_its_codes_itself():
+def typed(x, form):
+    """Return an array that says its format itself, as far as types do."""
+    if form in (None, "int4"):
+        return x
+    return x.view(np.int8 if form == "int8" else getattr(ml_dtypes, form))
+
+
+@ANY
+def test_an_array_says_its_codes_itself(form):
+    """Only bytes of int4 must be told."""
     (q,) = draw((3, 2, 1, 64), seed=1)
-    for form in FORMATS[:3]:
-        held = cache(form)
-        typed = [
-            x.view(np.int8 if form == "int8" else getattr(ml_dtypes, form))
-            for x in (held.k, held.v)
-        ]
-        scales = {"k_scale": held.k_scale, "v_scale": held.v_scale}
-        same([attention_cached(q, *typed, LENGTHS, **scales)], [attend(q, held)[0]])
+    held, forms = cache(form), forms_of(form)
+    arrays = [typed(x, each) for x, each in zip((held.k, held.v), forms, strict=True)]
+    scales = {"k_scale": held.k_scale, "v_scale": held.v_scale}
+    told = tuple("int4" if each == "int4" else None for each in forms)
+    for kv_dtype in (told, list(told), held.form, *([None] if told == (None, None) else [])):
+        ours = attention_cached(q, *arrays, LENGTHS, kv_dtype=kv_dtype, **scales)
+        same([ours], [attend(q, held)[0]])
+
+
+NUMBERS = [0.02, np.float32(0.02), np.float64(0.02), np.array(0.02), np.array(0.02, np.float16), 3]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda x: f"{type(x).__name__} {x}")
+def test_a_scale_may_be_a_number(number):
+    """As engines hold it; of each type it means the float32 that is nearest."""
+    held = cache(("int8", "float8_e4m3fn"))
+    (q,) = draw((3, 2, 1, 64), seed=1)
+    one, whole = ({**held.options, "v_scale": x} for x in (number, np.full((), number, F32)))
+    for options in (one, whole):
+        options["k_scale"] = options["v_scale"]
+    ours, expected = (attention_cached(q, held.k, held.v, LENGTHS, **x) for x in (one, whole))
+    same([ours], [expected])
+    assert not same_bits(ours, attend(q, held)[0])
 
 
 MASKS = [None, masks.causal(), masks.window(20, 0), masks.mask(lambda b, h, i, j: (i + j) % 3 > 0)]
 
 
-@mostly_thorough("form", FORMATS, quick=["int4"], why="codes of a byte lie as other elements do")
+@mostly_thorough(
+    "form",
+    [*FORMATS, *MIXED],
+    quick=["int4", ("int8", "int4")],
+    why="codes of a byte lie as other elements do",
+    ids=words,
+)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_layout_keeps_to_the_bound_and_changes_no_bit(form, data):
@@ -192,8 +242,8 @@ def test_any_layout_keeps_to_the_bound_and_changes_no_bit(form, data):
     d, d_v = (draw_one(st.sampled_from([2, 8, 32, 34, 64, 80])) for _ in range(2))
     shape = (len(lengths), heads, max(*lengths, 1) + 3)
     k, v = (rng.standard_normal((*shape, n)).astype(np.float32) for n in (d, d_v))
-    held = Coded.of(form, k, v, whole_rows=draw_one(st.booleans()))
     dtype = draw_one(st.sampled_from([F16, BF16, F32]))
+    held = Coded.of(form, k, v, whole_rows=draw_one(st.booleans()), dtype=dtype)
     q = rng.standard_normal((len(lengths), heads * group, 2, d)).astype(dtype)
     options = {"mask": draw_one(st.sampled_from(MASKS))}
     whole = held.poisoned(lengths)
@@ -203,7 +253,7 @@ def test_any_layout_keeps_to_the_bound_and_changes_no_bit(form, data):
     same(attend(q, paged, np.array(lengths), **options), (out, lse))
     turned = {
         name: np.ascontiguousarray(getattr(paged, name).swapaxes(1, 2)).swapaxes(1, 2)
-        for name in ("k", "v", "k_scale", "v_scale")
+        for name in held.names
     }
     inside = dataclasses.replace(paged, **turned)
     same(attend(q, inside, np.array(lengths), **options), (out, lse))
@@ -212,24 +262,27 @@ def test_any_layout_keeps_to_the_bound_and_changes_no_bit(form, data):
 # New rows
 
 
-def empty(form, shape, pages=None, whole_rows=False, fill=0xA5):
+def empty(form, shape, pages=None, whole_rows=False, fill=0xA5, dtype=F32):
     """A cache whose bytes are all `fill`."""
-    packed = 2 if form == "int4" else 1
-    made = {}
-    for name, columns in (("k", 64), ("v", 32)):
-        groups = columns // 32 if form == "int4" and not whole_rows else 1
+    made = dict.fromkeys(NAMES)
+    for name, columns, each in zip("kv", (64, 32), forms_of(form), strict=True):
+        if each is None:
+            made[name] = np.full((*shape, columns), fill, dtype)
+            continue
+        packed = 2 if each == "int4" else 1
+        groups = columns // 32 if each == "int4" and not whole_rows else 1
         made[name] = np.full((*shape, columns // packed), fill, np.uint8)
         made[f"{name}_scale"] = np.full((*shape, groups), 7.0, np.float32)
     return Coded(form, **made, table=pages)
 
 
-@EACH
+@ANY
 @DTYPES
 @pytest.mark.parametrize("whole_rows", [False, True], ids=["groups", "whole rows"])
 def test_new_rows_have_the_codes_of_quantize(form, dtype, whole_rows):
     """In pages, packed, rotated; and nothing else changes."""
     table = np.array([[4, 1, 0], [2, 3, 5]])
-    held = empty(form, (6, 2, 5), table, whole_rows)
+    held = empty(form, (6, 2, 5), table, whole_rows, dtype=dtype)
     k_new, v_new, q = draw((2, 7, 64), (2, 7, 32), (4, 7, 64), dtype=dtype)
     angles = np.outer(np.arange(15), [1.0, 0.3, 0.1]).astype(np.float32)
     rotary = Rotary(np.cos(angles), np.sin(angles))
@@ -239,16 +292,16 @@ def test_new_rows_have_the_codes_of_quantize(form, dtype, whole_rows):
     )
     positions = np.array([4, 5, 6, 7, 8, 1, 2])
     assert same_bits(turned, rope(q, positions, rotary))
-    expected = empty(form, (6, 2, 5), table, whole_rows)
-    rows = Coded.of(form, rope(k_new, positions, rotary), v_new, whole_rows)
+    expected = empty(form, (6, 2, 5), table, whole_rows, dtype=dtype)
+    rows = Coded.of(form, rope(k_new, positions, rotary), v_new, whole_rows, dtype)
     entries = np.array([0] * 5 + [1] * 2)
     page, row = table[entries, positions // 5], positions % 5
-    for name in ("k", "v", "k_scale", "v_scale"):
+    for name in held.names:
         getattr(expected, name).swapaxes(1, 2)[page, row] = getattr(rows, name).swapaxes(0, 1)
         assert same_bits(getattr(held, name), getattr(expected, name)), name
 
 
-@EACH
+@ANY
 def test_appended_rows_are_attended(form):
     held = empty(form, (1, 2, 40))
     k_new, v_new, q = draw((1, 2, 33, 64), (1, 2, 33, 32), (1, 4, 1, 64))

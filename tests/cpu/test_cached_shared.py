@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from coded_caches import Coded
+from coded_caches import Coded, words
 from halves import mostly_thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -191,7 +191,7 @@ def test_rows_of_arrays_without_a_table():
     assert same(attention_cached(q, k, v, lengths, **given), expected)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", ("int8", "int4"), (None, "int8")], ids=words)
 def test_caches_of_codes(form):
     rng = np.random.default_rng(7)
     k, v = rng.standard_normal((2, 1, 2, 800, 32), np.float32)
@@ -199,9 +199,9 @@ def test_caches_of_codes(form):
     q = rng.standard_normal((5, 4, 1, 32), np.float32)
     lengths = [800, 700, 650, 64, 799]
     expected = attention_cached(q, held.k, held.v, lengths, return_lse=True, **held.options)
-    names = "k", "v", "k_scale", "v_scale"
-    spoilt = dataclasses.replace(held, **{name: getattr(held, name).copy() for name in names})
-    for name in names:
+    copies = {name: getattr(held, name).copy() for name in held.names}
+    spoilt = dataclasses.replace(held, **copies)
+    for name in held.names:
         getattr(spoilt, name)[1:, :, :640] = 77
     given = spoilt.options | {"shared": 640, "return_lse": True}
     assert same(attention_cached(q, spoilt.k, spoilt.v, lengths, **given), expected)

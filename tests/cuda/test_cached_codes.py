@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from caches import results
-from coded_caches import FORMATS, NAN_CODE, Coded, meaning
+from coded_caches import FORMATS, MIXED, NAMES, NAN_CODE, Coded, forms_of, meaning, words
 from cuda_specialisations import target_of
 from emulator import build
 from emulator.calls import Blocks, Emulator
@@ -34,9 +34,16 @@ F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np
 QUICK = [("int8", BF16), ("float8_e4m3fn", F32), ("int4", F16)]
 EACH = mostly_thorough(
     ("form", "dtype"),
-    [(form, dtype) for form in FORMATS for dtype in (F16, BF16, F32)],
-    quick=QUICK,
+    [(form, dtype) for form in (*FORMATS, *MIXED) for dtype in (F16, BF16, F32)],
+    quick=[
+        *QUICK,
+        (("int8", "int4"), BF16),
+        ((None, "float8_e4m3fn"), BF16),
+        (("int4", None), F16),
+        (("float8_e5m2", "int8"), F32),
+    ],
     why="each format and each type are in a quick case, or differ by constants",
+    ids=lambda x: str(x) if isinstance(x, np.dtype) else words(x),
 )
 RARE = mostly_thorough(
     ("form", "dtype"),
@@ -51,6 +58,13 @@ HALVES = mostly_thorough(
     why="what is skipped is the same in each",
 )
 FORM = mostly_thorough("form", FORMATS, quick=["int4"], why="int4 has groups, too")
+PAIRS = mostly_thorough(
+    ("form", "dtype"),
+    [(form, dtype) for form in MIXED for dtype in (F16, BF16)],
+    quick=[(("int8", "int4"), BF16)],
+    why="what each side computes does not depend on the other one's format",
+    ids=lambda x: str(x) if isinstance(x, np.dtype) else words(x),
+)
 LENGTHS = np.array([130, 0, 65])
 
 
@@ -59,11 +73,12 @@ def draw(*shapes, dtype=np.float32, seed=0):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def cache(form, d=64, d_v=32, room=140, **rows):
+def cache(form, d=64, d_v=32, room=140, dtype=F32, **rows):
     k, v = draw((3, 2, room, d), (3, 2, room, d_v))
     rng = np.random.default_rng(1)
     sizes = np.exp(rng.standard_normal((2, 3, 2, room, 1)))
-    return Coded.of(form, *(x * np.float32(s) for x, s in zip((k, v), sizes, strict=True)), **rows)
+    scaled = (x * np.float32(s) for x, s in zip((k, v), sizes, strict=True))
+    return Coded.of(form, *scaled, dtype=dtype, **rows)
 
 
 def run(q, held, lengths=LENGTHS, offsets_q=None, blocks=None, schedule=REVERSE, **options):
@@ -82,7 +97,7 @@ def same(ours, expected):
 
 @EACH
 def test_attention_is_that_over_what_codes_mean(form, dtype):
-    held = cache(form)
+    held = cache(form, dtype=dtype)
     (q,) = draw((3, 6, 3, 64), dtype=dtype, seed=1)
     out, lse = run(q, held.poisoned(LENGTHS), mask=masks.causal())
     precision = Precision.of(dtype, dtype != F32).with_codes()
@@ -91,6 +106,20 @@ def test_attention_is_that_over_what_codes_mean(form, dtype):
         bound = forward_bound(q[b], k, v, precision=precision, block_kv=64, mask=masks.causal())
         assert rho(out[b], *bound.out).value <= 1
         assert rho(lse[b], *bound.lse).value <= 1
+
+
+@PAIRS
+def test_keys_and_values_have_the_bits_that_they_have_beside_their_own_kind(form, dtype):
+    """The log-sum-exp is that of keys alone, and weights that are equal leave values alone."""
+    (q,) = draw((3, 6, 2, 64), dtype=dtype, seed=1)
+    held, by_keys, by_values = (
+        cache(each, dtype=dtype) for each in (form, (form[0],) * 2, (form[1],) * 2)
+    )
+    masked = {"mask": masks.causal()}
+    (_, lse), (_, expected) = (run(q, x, **masked) for x in (held, by_keys))
+    same([lse], [expected])
+    (out, _), (expected, _) = (run(np.zeros_like(q), x, **masked) for x in (held, by_values))
+    same([out], [expected])
 
 
 @RARE
@@ -145,19 +174,24 @@ SIZES = mostly_thorough(
     [
         *((form, *own) for form in FORMATS for own in ((40, 72), (96, 24), (136, 64), (256, 256))),
         *((form, 33, 17) for form in FORMATS if form != "int4"),
+        *((form, 40, 72) for form in MIXED),
+        *((form, 256, 136) for form in [("int8", "int4"), (None, "int4"), ("int4", None)]),
+        ((None, "int8"), 33, 17),
+        (("float8_e4m3fn", None), 33, 17),
     ],
-    quick=[("int4", 40, 72)],
+    quick=[("int4", 40, 72), ((None, "int4"), 40, 72)],
     why="sizes whose rows are whole vectors are quick above",
+    ids=lambda x: str(x) if isinstance(x, int) else words(x),
 )
 
 
 @SIZES
 def test_head_sizes_and_strides(form, d, d_v):
-    held = cache(form, d, d_v)
+    held = cache(form, d, d_v, dtype=BF16)
     apart = {}
     for name in ("k", "v"):
         x = getattr(held, name)
-        wide = np.full((*x.shape[:-1], 2 * x.shape[-1] + 3), 0xA5, np.uint8)
+        wide = np.full((*x.shape[:-1], 2 * x.shape[-1] + 3), 0xA5, x.dtype)
         wide[..., : 2 * x.shape[-1] : 2] = x
         apart[name] = wide[..., : 2 * x.shape[-1] : 2]
     (q,) = draw((3, 6, 2, d), dtype=BF16, seed=5)
@@ -236,7 +270,8 @@ def test_the_kernel_of_few_queries_serves_prompts(arch):
         out, lse = results(call)
         launches = decode_recipe.forward(call, target, out, lse, True).launches
         assert [x.special.spec.part for x in launches] == ["decode", "join"]
-        assert launches[0].special.codes == FORMATS_BY_NAME["int8"]
+        special = launches[0].special
+        assert special.k_codes == special.v_codes == FORMATS_BY_NAME["int8"]
 
 
 # New rows
@@ -251,16 +286,19 @@ def test_new_rows_have_the_codes_of_quantize(form, dtype):
     angles = np.outer(np.arange(15), [1.0, 0.3, 0.1]).astype(np.float32)
     positions = np.array([4, 5, 6, 7, 8, 1, 2])
     table = np.array([[4, 1, 0], [2, 3, 5]])
-    packed = 2 if form == "int4" else 1
     for seed, whole_rows, interleaved in ((0, False, False), (1, True, True)):
         rotary = Rotary(np.cos(angles), np.sin(angles), interleaved)
         copies = Copies(HostMemory())
         held = {}
-        for name, columns in (("k", 64), ("v", 32)):
-            groups = columns // 32 if form == "int4" and not whole_rows else 1
-            held[name] = np.full((6, 2, 5, columns // packed), 0xA5, np.uint8)
+        for name, columns, each in zip("kv", (64, 32), forms_of(form), strict=True):
+            if each is None:
+                held[name] = np.full((6, 2, 5, columns), 0xA5, dtype)
+                continue
+            groups = columns // 32 if each == "int4" and not whole_rows else 1
+            held[name] = np.full((6, 2, 5, columns // (2 if each == "int4" else 1)), 0xA5, np.uint8)
             held[f"{name}_scale"] = np.full((6, 2, 5, groups), 7.0, np.float32)
-        device = {name: copies.array(x, True, True) for name, x in held.items()}
+        device = dict.fromkeys(NAMES)
+        device |= {name: copies.array(x, True, True) for name, x in held.items()}
         turned = np.empty(q.shape, dtype)
         target = copies.array(turned, True)
         checked = appends.append(
@@ -270,7 +308,7 @@ def test_new_rows_have_the_codes_of_quantize(form, dtype):
         )  # fmt: skip
         Emulator(schedule=randomly(seed)).append(checked, target)
         copies.check()
-        rows = Coded.of(form, rope(k_new, positions, rotary), v_new, whole_rows)
+        rows = Coded.of(form, rope(k_new, positions, rotary), v_new, whole_rows, dtype)
         entries = np.array([0] * 5 + [1] * 2)
         page, row = table[entries, positions // 5], positions % 5
         for name, before in held.items():

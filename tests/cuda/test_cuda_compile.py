@@ -34,7 +34,8 @@ SPILLS = {
     "backward_sm80_dq": 4,
     "backward_sm80_bias": 20,
     "backward_f64_dkdv": 216,
-    "decode_sm80": 100,
+    "decode_sm80": 168,
+    "decode_sm80_shared": 36,
     "decode_sm90": 1288,  # where NaN and infinities are added one by one
 }
 
@@ -51,7 +52,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 227
+    assert len(CASES) <= 240
     for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4

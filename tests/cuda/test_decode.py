@@ -107,6 +107,20 @@ def test_every_entry_is_attention_over_what_it_holds(dtype, blocks, lengths):
     within_the_bound(blocks, q, k, v, lengths, out, lse)
 
 
+@mostly_thorough(
+    ("d", "d_v"),
+    [(192, 128), (136, 136), (160, 64), (144, 24), (128, 192), (256, 200)],
+    quick=[(192, 128)],
+    why="rows of as many lines of shared memory, of keys or of values",
+)
+def test_heads_whose_rows_do_not_fill_a_stage(d, d_v):
+    """Rows of 129 to 192 columns: a stage has room for 21 of them, and is filled with 16."""
+    dtype, blocks = FORMS["sm80"]
+    q, k, v = draw(dtype, (2, 4, 2, d), (2, 2, 200, d), (2, 2, 200, d_v), seed=9)
+    out, lse = run(q, hidden(k, (200, 70)), hidden(v, (200, 70)), np.array([200, 70]), blocks)
+    within_the_bound(blocks, q, k, v, (200, 70), out, lse)
+
+
 OPTIONS = {
     "causal": {"mask": masks.causal()},
     "window": {"mask": masks.window(40, 0)},

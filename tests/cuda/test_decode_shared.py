@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from caches import results
-from coded_caches import Coded
+from coded_caches import Coded, words
 from cuda_specialisations import target_of
 from emulator import build
 from emulator.calls import Blocks, Emulator
@@ -221,17 +221,23 @@ def test_values_that_are_not_finite_stay_where_they_are_seen(masked):
     assert np.isnan(out[0]).all()
 
 
-@mostly_thorough("form", ["int8", "float8_e4m3fn", "int4"], quick=["int8"], why="codes of others")
+@mostly_thorough(
+    "form",
+    ["int8", "float8_e4m3fn", "int4", ("int8", "int4"), ("int4", None), (None, "float8_e5m2")],
+    quick=["int8", (None, "float8_e5m2")],
+    why="codes of others",
+    ids=words,
+)
 def test_caches_of_codes(form):
     rng = np.random.default_rng(7)
     k, v = rng.standard_normal((2, 1, 2, 700, 32), np.float32)
-    held = Coded.of(form, *(np.repeat(x, 5, axis=0) for x in (k, v)))
+    held = Coded.of(form, *(np.repeat(x, 5, axis=0) for x in (k, v)), dtype=BF16)
     q = rng.standard_normal((5, 4, 1, 32)).astype(BF16)
     lengths = [700, 600, 513, 64, 699]
     given = Given(held.k_scale, held.v_scale, form)
     case = Entries(q, held.k, held.v, None, np.array(lengths), 0)
     expected = case.run(codes=given)
-    for name in ("k", "v", "k_scale", "v_scale"):
+    for name in held.names:
         for b in (1, 2, 4):
             getattr(held, name)[b, :, :512] = 77
     names = []

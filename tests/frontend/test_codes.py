@@ -92,6 +92,21 @@ def test_what_quantize_returns_can_be_passed():
     assert same_bits(out, exact.astype(np.float16))
 
 
+@pytest.mark.parametrize("number", [0.25, np.float32(0.3), np.array(0.7), 2], ids=repr)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_scale_may_be_a_number(number, packed):
+    held = drawn(shapes=((4, 20, 16), (2, 30, 16), (2, 30, 24)))
+    names = "q_scale", "k_scale", "v_scale"
+    function = cupyflash.attention_varlen if packed else attention
+    offsets = ([0, 7, 20], [0, 9, 30]) if packed else ()
+    one, whole = (
+        function(*held.arrays, *offsets, **{**held.options, **dict.fromkeys(names, scale)})
+        for scale in (number, np.full((1, 1), number, np.float32))
+    )
+    assert same_bits(one, whole)
+    assert plan(*held.arrays, **{**held.options, **dict.fromkeys(names, number)}).kernel
+
+
 def test_a_matrix_is_one_head():
     held = drawn()
     plain = attention(*held.arrays, **held.options)
@@ -143,6 +158,8 @@ def wrong(match, kind=ArgumentError, arrays=None, **changed):
 def test_every_array_needs_its_scale(name):
     wrong(f"{name}: got None with {name[0]} of float8_e4m3fn", **{name: None})
     wrong(f"{name}: got dtype float64", ArgumentTypeError, **{name: np.ones((1, 1))})
+    wrong(f"{name}: got list.* np.asarray\\({name}, np.float32", ArgumentTypeError, **{name: [1.0]})
+    wrong(f"{name}: got bool", ArgumentTypeError, **{name: True})
     wrong(f"{name}: got shape .* broadcasts", **{name: np.ones((7, 1), np.float32)})
     wrong(f"{name}: got shape .* broadcasts", **{name: np.ones((1, 16), np.float32)})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import ml_dtypes
@@ -12,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement import Placed, bits, random_layout, same_bits
 
-from cupyflash import ArgumentError, ArgumentTypeError, quantize
+from cupyflash import ArgumentError, ArgumentTypeError, attention_cached, quantize
 from cupyflash.arrays.dtypes import accumulator
 
 F32 = np.float32
 EACH = pytest.mark.parametrize("form", LARGEST)
-SHAPES = [((3, 5, 64), None), ((2, 3, 2, 12), 4), ((7,), None), ((4, 1), None), ((2, 96), 2)]
-SHAPES += [((3, 300), 150), ((1, 2, 1, 2, 64), 32)]
+SHAPES = [(3, 5, 64), (2, 3, 2, 12), (7,), (4, 1), (2, 96), (3, 300), (1, 2, 1, 2, 64)]
 
 
 def assert_codes(x, form, group=None):
@@ -32,13 +32,14 @@ def assert_codes(x, form, group=None):
 
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from(sorted(LARGEST)), st.sampled_from(DTYPES),
-    st.sampled_from(SHAPES),
+    st.tuples(st.sampled_from(SHAPES), st.booleans()),
 )  # fmt: skip
 def test_codes_are_those_of_the_specification(seed, form, dtype, what):
     rng = np.random.default_rng(seed)
-    shape, group = what
-    if form == "int4" and (shape[-1] % 2 or group is None):
-        shape, group = (*shape[:-1], 64), None
+    shape, whole_rows = what
+    if form == "int4" and shape[-1] % 2:
+        shape = (*shape[:-1], 64)
+    group = shape[-1] if whole_rows or (form == "int4" and shape[-1] % 32) else None
     values = any_numbers(rng, shape, dtype)
     placed = Placed(shape, dtype, random_layout(rng, len(shape), dtype.itemsize, True), values)
     assert_codes(placed.view, form, group)
@@ -163,7 +164,7 @@ def test_types_and_shapes():
         assert codes.dtype == dtype
         assert codes.shape == (2, 3, width)
         assert (scale.shape, scale.dtype) == ((2, 3, scales), F32)
-    assert quantize(x, "int8", group=16)[1].shape == (2, 3, 4)
+    assert quantize(x, "int8", group=64)[1].shape == (2, 3, 1)
     assert quantize(x, "int4", group=64)[1].shape == (2, 3, 1)
 
 
@@ -222,17 +223,25 @@ def test_types_that_there_are_not(arguments, message):
     [
         ((), "int8", None, r"x: got shape \(\); expected \(\.\.\., D\)"),
         ((2, 5), "int4", None, "expected an even number of columns. Pad"),
-        ((2, 48), "int4", None, "group: got None, which means 32, with .* example group=24"),
-        ((2, 48), "int4", 3, "expected an even divisor of 48, for example group=2"),
-        ((2, 48), "int8", 5, "group: got 5 .* expected a divisor of 48, for example group=4"),
-        ((2, 48), "int8", 0, "group: got 0 .* for example group=1"),
-        ((2, 48), "int8", -4, "group: got -4 .* for example group=1"),
-        ((2, 48), "int8", 96, "group: got 96 .* for example group=48"),
+        ((2, 48), "int4", None, "group: got None, which means 32, for int4 .* expected 48, one"),
+        ((2, 48), "int4", 16, "group: got 16 for int4 with .* expected 48, one"),
+        ((2, 64), "int4", 16, "group: got 16 for int4 with .* expected 32, or 64, one scale for"),
+        ((2, 64), "int8", 32, "group: got 32 for int8 with .* expected 64, one scale for each row"),
+        ((2, 48), "int8", 0, "group: got 0 .* expected 48"),
+        ((2, 48), "int8", -4, "group: got -4 .* expected 48"),
+        ((2, 48), "float8_e5m2", 96, "group: got 96 .* expected 48"),
     ],
 )
-def test_columns_that_cannot_be_divided(shape, form, group, message):
-    with pytest.raises(ArgumentError, match=message):
-        quantize(np.ones(shape, F32), form, group=group)
+def test_groups_that_nothing_takes(shape, form, group, message):
+    x = np.ones(shape, F32)
+    with pytest.raises(ArgumentError, match=message) as caught:
+        quantize(x, form, group=group)
+    if "group:" in message:
+        wanted = int(re.search(r"Pass group=(\d+)", str(caught.value))[1])
+        codes, scale = quantize(x, form, group=wanted)
+        rows = {"k_scale": scale[None, None], "v_scale": scale[None, None], "kv_dtype": form}
+        raw = codes.view(np.uint8)[None, None]
+        attention_cached(x[None, None], raw, raw, 2, **rows)  # it takes them
 
 
 def test_other_arguments_that_are_wrong():
@@ -244,4 +253,4 @@ def test_other_arguments_that_are_wrong():
         quantize(np.ones((2, 4), int), "int8")
     with pytest.raises(ArgumentTypeError, match="did you mean group"):
         quantize(x, "int8", groups=2)
-    assert quantize(x, "int8", group=np.int64(2))[1].shape == (2, 2)
+    assert quantize(x, "int8", group=np.int64(4))[1].shape == (2, 1)

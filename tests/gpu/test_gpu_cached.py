@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import ml_dtypes
 import numpy as np
 import pytest
 from cache_machine import CacheMachine
-from coded_caches import FORMATS, Coded, meaning
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -324,109 +321,6 @@ def test_lengths_and_pages_out_of_range_stay_in_the_cache(cupy):
     held = cupy.clip(table, 0, 2)
     want = cupyflash.attention_cached(q, k, v, cupy.asarray([32, 32, 0]), table=held)
     assert np.array_equal(bits(out), bits(want))
-
-
-# Caches of codes
-
-
-def coded(cupy, form, room=3000, dim=64):
-    """Return a cache of codes, on the host and on the device."""
-    k, v = draw(np.float32, (3, 2, room, dim), (3, 2, room, dim), seed=5)
-    held = Coded.of(form, k, v)
-    names = "k", "v", "k_scale", "v_scale"
-    return held, dataclasses.replace(held, **{x: cupy.asarray(getattr(held, x)) for x in names})
-
-
-def attend(q, held, lengths, **options):
-    return cupyflash.attention_cached(q, held.k, held.v, lengths, **held.options, **options)
-
-
-@pytest.mark.parametrize("dtype", TYPES[:3], ids=lambda x: np.dtype(x).name)
-@pytest.mark.parametrize("form", FORMATS)
-def test_codes_are_within_the_bound(cupy, dtype, form):
-    lengths = [3000, 0, 1111]
-    host, _ = coded(cupy, form)
-    spoilt = host.poisoned(lengths)
-    arrays = {x: cupy.asarray(getattr(spoilt, x)) for x in ("k", "v", "k_scale", "v_scale")}
-    held = dataclasses.replace(spoilt, **arrays)
-    (q,) = draw(dtype, (3, 8, 2, 64))
-    out, lse = attend(
-        cupy.asarray(q), held, cupy.asarray(lengths), mask=masks.causal(), return_lse=True
-    )
-    precision = Precision.of(np.dtype(dtype), np.dtype(dtype).itemsize == 2).with_codes()
-    k, v = host.numbers
-    for b, length in enumerate(lengths):
-        own = q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length]
-        bound = forward_bound(*own, precision=precision, block_kv=64, mask=masks.causal())
-        assert rho(out[b : b + 1].get(), *bound.out).value <= 1
-        assert rho(lse[b : b + 1].get(), *bound.lse).value <= 1
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_pages_and_drafts_of_codes_change_no_bit(cupy, form):
-    host, held = coded(cupy, form, room=700)
-    (q,) = draw(np.float16, (3, 8, 2, 64))
-    q, lengths = cupy.asarray(q), cupy.asarray([700, 77, 600])
-    out = attend(q, held, lengths, mask=masks.causal())
-    pages = host.paged(16)
-    names = "k", "v", "k_scale", "v_scale", "table"
-    pages = dataclasses.replace(pages, **{x: cupy.asarray(getattr(pages, x)) for x in names})
-    assert np.array_equal(bits(attend(q, pages, lengths, mask=masks.causal())), bits(out))
-    for n in range(2):
-        step = attend(q[:, :, n : n + 1], held, lengths - 1 + n)
-        assert np.array_equal(bits(step), bits(out[:, :, n : n + 1]))
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_code_means_the_same_on_a_gpu(cupy, form):
-    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 1, -1)
-    scale = cupy.full((1, 1, 1, 1), 0.375, cupy.float32)
-    k = cupy.zeros((1, 1, 1, 32 if form == "int4" else 64), np.uint8)
-    held, q = Coded(form, k, cupy.asarray(codes), scale, scale), cupy.zeros((1, 1, 1, 64), "f4")
-    expected = meaning(codes, scale.get(), form).astype(np.float32)
-    assert np.array_equal(attend(q, held, 1).get(), expected, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", TYPES[:3], ids=lambda x: np.dtype(x).name)
-@pytest.mark.parametrize("form", FORMATS)
-def test_new_rows_have_the_codes_of_quantize(cupy, form, dtype):
-    k_new, v_new = (cupy.asarray(x) for x in draw(dtype, (3, 2, 5, 64), (3, 2, 5, 64), seed=6))
-    v_new[0, 1, 2, 3], v_new[1, 0, 0, 9] = np.nan, np.inf
-    _, held = coded(cupy, form, room=40)
-    angles = cupy.outer(cupy.arange(40), cupy.asarray([1.0, 0.3, 0.1])).astype(cupy.float32)
-    rotary = cupyflash.Rotary(cupy.cos(angles), cupy.sin(angles))
-    lengths = cupy.asarray([40, 5, 17])
-    cupyflash.append(k_new, v_new, held.k, held.v, lengths, rotary=rotary, **held.options)
-    turned = cupyflash.rope(k_new, lengths[:, None] - 5 + cupy.arange(5), rotary)
-    for name, new in (("k", turned), ("v", v_new)):
-        codes, scale = cupyflash.quantize(new, form)
-        for b, n in enumerate((40, 5, 17)):
-            rows = slice(n - 5, n)
-            found = getattr(held, name)[b, :, rows].get()
-            assert np.array_equal(found, codes[b].get().view(np.uint8))
-            found = getattr(held, f"{name}_scale")[b, :, rows]
-            assert np.array_equal(bits(found), bits(scale[b]))
-
-
-def test_one_graph_serves_all_lengths_of_codes(cupy):
-    _, held = coded(cupy, "int8")
-    (q,) = draw(np.float16, (3, 8, 1, 64))
-    q, lengths = cupy.asarray(q), cupy.asarray([10, 20, 30], cupy.int32)
-    size = cupyflash.workspace_size_cached(q, held.k, held.v, **held.options)
-    workspace, out = cupy.empty(size, cupy.uint8), cupy.empty_like(q)
-    attend(q, held, lengths)  # compiles
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        attend(q, held, lengths, out=out, workspace=workspace)
-        graph = stream.end_capture()
-    for n in ([3000, 1, 0], [64, 65, 513]):
-        lengths[:] = cupy.asarray(n, cupy.int32)
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        assert np.array_equal(bits(out), bits(attend(q, held, lengths)))
 
 
 def test_a_paged_cache_is_lists_of_rows(cupy):

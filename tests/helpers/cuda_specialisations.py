@@ -20,7 +20,7 @@ from cupyflash.gpu.source import NONE, Specialisation
 from cupyflash.problem import cached, coded, validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem
-from cupyflash.problem.formats import FORMATS
+from cupyflash.problem.formats import FORMATS, Format
 from cupyflash.problem.options import Options
 
 # Bytes of shared memory that a block may have.
@@ -71,7 +71,8 @@ class Case(NamedTuple):
     options: str
     packed: bool
     # "cached", or "paged" where it lies in pages, "paged16" where these have a multiple of 16 rows,
-    # and the format of its codes if it has some, or "few" if it has so few leaves. Of codes without
+    # and the format of its codes if it has some, those of keys and of values joined by +, of which
+    # one may be "numbers", or "few" if it has so few leaves. Of codes without
     # a cache "rows", if rows have scales, and their format; dtype is the result's.
     cache: str = ""
 
@@ -161,12 +162,26 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         case = Case("decode_sm80_shared", dtypes[1 + n // 2], own, options, False, cache)
         found.append(case)
+    # Heads whose rows do not fill a stage of shared memory.
+    found.append(Case("decode_sm80", dtypes[2], (192, 128), "causal", False, "paged"))
     # Caches of codes: each format, each type of queries.
     for n, form in enumerate(FORMATS):
         own = (128, 128), "causal" if n % 2 else "plain", n == 3, f"paged {form}"
         found.append(Case("decode_simt", dtypes[n % 3], *own))
         found.append(Case("decode_sm80", dtypes[1 + n // 2], *own))
         found.append(Case("append", dtypes[n % 3], sizes[0], "plain", n == 3, f"paged {form}"))
+    # Formats of keys and of values: those that compute most, and each beside numbers.
+    for n, (forms, dtype) in enumerate([
+        ("int8+int4", BFLOAT16), ("numbers+int4", dtypes[2]), ("int4+numbers", dtypes[2]),
+        ("float8_e4m3fn+numbers", BFLOAT16), ("numbers+float8_e5m2", dtypes[2]),
+        ("float8_e5m2+int4", dtypes[2]),
+    ]):  # fmt: skip
+        own = (128, 128), "causal" if n % 2 else "plain", False, f"paged {forms}"
+        found.append(Case("decode_sm80", dtype, *own))
+        if n < 2:
+            found.append(Case("decode_simt", dtypes[n], *own))
+            found.append(Case("append", dtype, sizes[0], "plain", False, f"paged {forms}"))
+            found.append(Case("decode_sm80_shared", dtype, *own))
     # Codes: each format, type of the result and tile.
     for n, (own, options, packed, scales) in enumerate([
         ((64, 64), "plain", False, ""), ((128, 128), "plain", False, ""),
@@ -187,6 +202,12 @@ def cases() -> list[Case]:
     for n, size in enumerate(((64, 64), (40, 72))):
         found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
     return found
+
+
+def formats_of(case: Case) -> tuple[Format | None, Format | None]:
+    """Return the formats of keys and of values."""
+    k, _, v = case.cache.rpartition(" ")[2].partition("+")
+    return FORMATS.get(k), FORMATS.get(v or k)
 
 
 def capability(arch: str) -> tuple[int, int]:
@@ -233,7 +254,7 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
     tiles = spec.configure(request)
     if spec is sm80.DECODE:
-        few, codes = case.cache.endswith(" few"), case.cache.rpartition(" ")[2] in FORMATS
+        few, codes = case.cache.endswith(" few"), formats_of(case) != (None, None)
         tiles = sm80.decode_tiles(request, few, codes)
     assert tiles is not None
     return tiles
@@ -243,7 +264,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     """Return what a case is compiled for on a GPU."""
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
-    form = case.cache.rpartition(" ")[2]
+    form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
     resumes = case.cache == "resumes"
     held = "" if resumes or case.cache.startswith(("rows", "float8")) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
@@ -284,7 +305,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         cached=held != "",
         paged=held.startswith("paged"),
         page_rows=16 if held.startswith("paged16") else 1,
-        codes=FORMATS.get(form),
+        k_codes=k_codes,
+        v_codes=v_codes,
         wide_result=wide,
         resumes=resumes,
         aligned=spec.aligned and held != "",

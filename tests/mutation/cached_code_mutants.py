@@ -14,6 +14,7 @@ STEPS, SIZES = "steps_of_few_rows_have_the_bits_of_drafts_of_many", "head_sizes_
 DECODE, LEAVES, PRODUCTS = (
     f"kernels_cu/sm80/{x}" for x in ("decode_sm80.cu", "decode_slots.cuh", "fragment_codes.cuh")
 )
+APPEND = "kernels_cu/any/append.cu"
 PAGES, NEW = "pages_and_drafts_and_packed_queries", "new_rows_have_the_codes_of_quantize"
 CACHE_CPU, CODES_CPU, APPEND_CPU = (f"reference/cpu/{x}.py" for x in ("cache", "codes", "append"))
 
@@ -89,7 +90,11 @@ ON_A_GPU = {
         DECODE, "      decode_slots::apply_unit(leaf);\n", "", ON_GPU + SIZES, "int8 and 256"
     ),
     "scores of int8 are parts of codes": Fault(
-        PRODUCTS, "c[r][n] * UNIT<Queries> * own[n];", "c[r][n] * own[n];", ON_GPU + MEANING, "int8"
+        PRODUCTS,
+        "c[r][n] * UNIT<CODES, Queries> * own[n];",
+        "c[r][n] * own[n];",
+        ON_GPU + MEANING,
+        "int8",
     ),
     "the sign of another byte": Fault(
         PRODUCTS, "N == 0 ? 0xa280u", "N == 0 ? 0xb290u", ON_GPU + EVERY, "float8"
@@ -115,6 +120,12 @@ ON_A_GPU = {
     "all groups have one place for their scale": Fault(
         NEW_ROW, "scales += to.group", "scales += 0", ON_GPU + NEW, "int4"
     ),
+    "columns of results lie as those of keys": Fault(
+        PRODUCTS, "PIECE<VALUE_CODES> / 4", "PIECE<KEY_CODES> / 4", ON_GPU + MEANING, "int8-int4"
+    ),
+    "new values have the format of keys": Fault(
+        APPEND, "if (VALUE_CODES != KEY_CODES && of_v)", "if (false)", ON_GPU + NEW, "int8-int4"
+    ),
 }
 
 ON_A_CPU = {
@@ -134,6 +145,13 @@ ON_A_CPU = {
     ),
     "the scales of another entry": Fault(
         CACHE_CPU, "            page = owner\n", "            page = 0\n", ON_CPU + MEANING, "int8"
+    ),
+    "values have the format of keys": Fault(
+        "cupyflash/backends/cpu.py",
+        "(codes.v_form, codes.v_scale)",
+        "(codes.k_form, codes.v_scale)",
+        ON_CPU + MEANING,
+        "int8-int4",
     ),
     "no scale": Fault(
         CODES_CPU,

@@ -29,12 +29,12 @@ def test_losses_are_those_of_the_training():
     np.testing.assert_allclose(losses(windows), alone, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kept", [Kept("float32"), Kept("float32", "int4")])
-def test_bytes_may_be_read_in_any_chunks(kept, monkeypatch):
-    some = texts(2, 75)
+@pytest.mark.parametrize("kv_dtype", [None, ("int4", "int4"), ("int8", "int4")])
+def test_bytes_may_be_read_in_any_chunks(kv_dtype, monkeypatch):
+    some, kept = texts(2, 75), Kept("float32", kv_dtype)
     wanted = losses(some, kept)
     monkeypatch.setattr(fewer_bits, "CHUNK", 7)
-    np.testing.assert_allclose(losses(some, kept), wanted, rtol=1e-3 if kept.kv_dtype else 1e-5)
+    np.testing.assert_allclose(losses(some, kept), wanted, rtol=1e-3 if kv_dtype else 1e-5)
 
 
 def test_outliers_and_spread_rows_change_no_score():
@@ -53,10 +53,12 @@ def test_what_is_measured_is_the_cache():
     wanted = losses(some)
 
     def off(kv_dtype, spread="", weights=None):
-        return np.abs(losses(some, Kept("float32", kv_dtype), spread, weights) - wanted).mean()
+        both = kv_dtype if isinstance(kv_dtype, tuple) else (kv_dtype, kv_dtype)
+        return np.abs(losses(some, Kept("float32", both), spread, weights) - wanted).mean()
 
     assert 0 < off("int8") < off("float8_e5m2") < off("int4", weights=outliers)
     assert off("int4", "qk", outliers) < off("int4", weights=outliers)
+    assert off(("int8", "int4"), weights=outliers) < off(("int4", "int8"), weights=outliers)
 
 
 def test_a_change_and_its_error():
@@ -84,6 +86,7 @@ def test_the_program(saved, outliers, capsys):
     assert ("2 columns of each head are 16 times as large" in out) == bool(outliers)
     rows = [line for line in out.splitlines() if line.startswith("| ") and "±" in line]
     names = ["bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4"]
+    names += ["int8,int4", "int4,int8"]
     assert [row.split()[1] for row in rows] == names
     for row in rows:
         assert len(re.findall(r"[+-]\d+\.\d{3} ± \d+\.\d{3} %", row)) == 3, row

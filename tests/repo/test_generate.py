@@ -20,12 +20,17 @@ SCRIPT = EXAMPLES / "generate.py"
 PROMPTS = [b"d", b"A class", b"The prompt is longer than what the model sees at once"]
 
 
+def both(kv_dtype):
+    """Return the types of keys and of values, of one for both or of two."""
+    return kv_dtype if kv_dtype is None or isinstance(kv_dtype, tuple) else (kv_dtype, kv_dtype)
+
+
 def write(
     prompts, number, weights, cached, temperature=0.0, top_k=256, seed=1, xp=np, kv_dtype=None
 ):
     """Return the texts, the reader and all logits."""
     reader = (
-        generate.CachedReader([*map(len, prompts)], number, SETTING, "float32", xp, kv_dtype)
+        generate.CachedReader([*map(len, prompts)], number, SETTING, "float32", xp, both(kv_dtype))
         if cached
         else generate.Reader(len(prompts), SETTING, "float32", xp)
     )
@@ -134,7 +139,8 @@ def test_a_cache_of_codes_holds_the_same_rows():
 
 def test_free_pages_of_codes_do_not_matter(monkeypatch):
     weights = some_weights()
-    texts = write(PROMPTS, 30, weights, True, kv_dtype="int4")[0]
+    forms = "int4", ("int8", "float8_e4m3fn")
+    texts = [write(PROMPTS, 30, weights, True, kv_dtype=form)[0] for form in forms]
     grow = generate.CachedReader._grow
 
     def poisoned(reader, counts):
@@ -143,7 +149,7 @@ def test_free_pages_of_codes_do_not_matter(monkeypatch):
             array[:, reader.free] = np.nan
 
     monkeypatch.setattr(generate.CachedReader, "_grow", poisoned)
-    assert write(PROMPTS, 30, weights, True, kv_dtype="int4")[0] == texts
+    assert [write(PROMPTS, 30, weights, True, kv_dtype=form)[0] for form in forms] == texts
 
 
 @pytest.mark.parametrize("dim", [64, 48, 6])
@@ -294,6 +300,7 @@ def test_both_ways_print_the_same_texts(saved, capsys):
     assert texts("--no-cache") == default
     assert texts("--seed", "2") != default
     assert texts("--kv-dtype", "int8").count("--- given") == len(generate.PROMPTS) - 1
+    assert texts("--kv-dtype", "int8,int4").count("--- given") == len(generate.PROMPTS) - 1
     greedy = texts("--temperature", "0")
     assert greedy == texts("--top-k", "1", "--no-cache") != default
 
@@ -307,6 +314,7 @@ def test_both_ways_print_the_same_texts(saved, capsys):
         (["--top-k", "0"], "a whole number of 1 or more"),
         (["--attention", "float16"], "bfloat16"),
         (["--kv-dtype", "int2"], "float8_e4m3fn"),
+        (["--kv-dtype", "int8,int4,int4"], "as in int8,int4"),
         (["--kv-dtype", "int8", "--no-cache"], "leave one of them out"),
     ],
 )
@@ -343,7 +351,7 @@ def test_missing_safetensors_are_explained(monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", generate.FORMATS)
+@pytest.mark.parametrize("kv_dtype", [*generate.FORMATS, ("int8", "int4")])
 def test_the_gpu_writes_the_same_from_codes(gpu, kv_dtype):
     import cupy
 
