@@ -26,6 +26,7 @@ from .nodes import (
     lookup_node,
     operation,
     rebuild,
+    remade,
     symbol,
     walk,
 )
@@ -167,7 +168,7 @@ def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
     """Return `root` with a copy of each array that it reads, or the array itself."""
     copies: dict[int, Any] = {}
 
-    def replaced(node: Expr) -> Expr | None:
+    def replaced(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if node.op not in ("lookup", "aligned"):
             return None
         array = node.value[0] if node.op == "lookup" else node.value.array
@@ -176,12 +177,11 @@ def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
         if id(array) not in copies:
             copies[id(array)] = copy(array)
         mine = copies[id(array)]
-        args = tuple(rebuild(arg, replaced) for arg in node.args)
         if node.op == "lookup":
             return Expr(node.op, args, node.type, (mine, *node.value[1:]))
         return Expr(node.op, args, node.type, replace(node.value, array=mine))
 
-    return rebuild(root, replaced)
+    return remade(root, replaced)
 
 
 def extent(sizes: Sizes, name: str) -> int:

@@ -131,9 +131,8 @@ def evaluate_exactly(
     `values` keeps known values from call to call.
     """
     with np.errstate(all="ignore"):
-        for node in walk(root):
-            if node not in values:
-                values[node] = _exact(node, [values[arg] for arg in node.args], symbols, float_type)
+        for node in walk(root, known=values):
+            values[node] = _exact(node, [values[arg] for arg in node.args], symbols, float_type)
     return values[root]
 
 

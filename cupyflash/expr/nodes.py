@@ -9,7 +9,7 @@ of the tree has a table with the meaning of every operation: `evaluate` (NumPy a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -350,15 +350,18 @@ def _power(base: Any, exponent: Any) -> Expr:
     return as_expr(1) if result is None else result
 
 
-def walk(root: Expr) -> list[Expr]:
-    """Return every node once, operands before the operations that use them."""
+def walk(*roots: Expr, known: Container[Expr] = ()) -> list[Expr]:
+    """Return every node once, operands before the operations that use them.
+
+    Nodes in `known`, and what only they use, are left out.
+    """
     order: dict[Expr, None] = {}
-    stack: list[tuple[Expr, bool]] = [(root, False)]
+    stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(roots)]
     while stack:
         node, operands_done = stack.pop()
         if operands_done:
             order[node] = None
-        elif node not in order:
+        elif node not in order and node not in known:
             stack.append((node, True))
             stack.extend((arg, False) for arg in reversed(node.args))
     return list(order)
@@ -366,11 +369,19 @@ def walk(root: Expr) -> list[Expr]:
 
 def rebuild(root: Expr, replace: Callable[[Expr], Expr | None]) -> Expr:
     """Return the tree with every node for which `replace` gives a node exchanged for it."""
+    return remade(root, lambda node, args: replace(node))
+
+
+def remade(root: Expr, make: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Expr:
+    """Return the tree with every node exchanged for what `make` gives, if it gives a node.
+
+    It receives the node, and what has become of its operands.
+    """
     done: dict[Expr, Expr] = {}
     for node in walk(root):
-        other = replace(node)
+        args = tuple(done[arg] for arg in node.args)
+        other = make(node, args)
         if other is None:
-            args = tuple(done[arg] for arg in node.args)
             same = all(new is old for new, old in zip(args, node.args, strict=True))
             other = node if same else Expr(node.op, args, node.type, node.value)
         done[node] = other
@@ -402,10 +413,14 @@ def show(root: Expr) -> str:
     """Return the tree as a line of Python."""
     lines: dict[Expr, str] = {}
     for node in walk(root):
-        line = show_node(node, [lines[arg] for arg in node.args])
-        half = _LONGEST // 2
-        lines[node] = line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"
+        lines[node] = abbreviated(show_node(node, [lines[arg] for arg in node.args]))
     return lines[root]
+
+
+def abbreviated(line: str) -> str:
+    """Return a line, without its middle if it is long."""
+    half = _LONGEST // 2
+    return line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"
 
 
 def show_node(node: Expr, args: list[str]) -> str:

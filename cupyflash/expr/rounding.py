@@ -115,9 +115,7 @@ def evaluate_with_error(
     score_error = np.asarray(score_error, np.float64)
     with np.errstate(all="ignore"):
         for root in roots:
-            for node in walk(root):
-                if node in values:
-                    continue
+            for node in walk(root, known=values):
                 operands = [values[arg] for arg in node.args]
                 value = node_value(node, operands, symbols, float_type)
                 known = [errors[arg] for arg in node.args]

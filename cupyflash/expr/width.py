@@ -24,25 +24,25 @@ _TYPES: dict[str, _Span] = {
 }
 
 
-def narrow(root: Expr) -> set[Expr]:
-    """Return the integers below a bound expression that, like their operands, fit into 32 bits.
+def narrow(*roots: Expr) -> set[Expr]:
+    """Return the integers below bound expressions that, like their operands, fit into 32 bits.
 
     Parameters
     ----------
-    root : Expr
-        The tree. Its positions, lengths and integer constants are at most `LIMIT`; constants beyond
-        it are not returned.
+    *roots : Expr
+        The trees. Their positions, lengths and integer constants are at most `LIMIT`; constants
+        beyond it are not returned.
     """
-    return {node for node, span in spans(root).items() if node.type == "int" and span is not None}
+    return {node for node, span in spans(*roots).items() if node.type == "int" and span is not None}
 
 
-def spans(root: Expr) -> dict[Expr, _Span | None]:
-    """Return the ranges of the integers and conditions below `root`.
+def spans(*roots: Expr) -> dict[Expr, _Span | None]:
+    """Return the ranges of the integers and conditions below `roots`.
 
     None means that a node or one of its operands does not fit into 32 bits.
     """
     found: dict[Expr, _Span | None] = {}
-    for node in walk(root):
+    for node in walk(*roots):
         if node.type == "bool":
             found[node] = (0, 1)
         elif node.type == "int":

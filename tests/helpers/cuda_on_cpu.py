@@ -15,7 +15,7 @@ import pytest
 
 from cupyflash.arrays.device_arrays import address
 from cupyflash.arrays.dtypes import DTYPES
-from cupyflash.expr.cuda import Generated
+from cupyflash.expr.cuda_functions import Generated
 from cupyflash.gpu import params, source, strides
 
 # What the compiler knows by itself on a GPU, and twins of the functions of ptx/.

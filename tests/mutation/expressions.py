@@ -33,7 +33,8 @@ from cupyflash.expr import (
     where,
 )
 from cupyflash.expr.bind import Alignment, Axis, aligned, bind
-from cupyflash.expr.cuda import Functions, Generated, generate
+from cupyflash.expr.cuda import generate
+from cupyflash.expr.cuda_functions import Functions, Generated
 from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import POSITIONS, SCORE
 from cupyflash.expr.interval import PARTIAL, tile_class
