@@ -40,15 +40,23 @@ _FLOAT = {
     "absolute": "fabs({0})",
     "minimum": "minimum({0}, {1})",
     "maximum": "maximum({0}, {1})",
+    "power": "pow({0}, {1})",
     "exp": "exp({0})",
+    "exp2": "exp2({0})",
     "log": "log({0})",
     "tanh": "tanh_of({0})",
+    "sigmoid": "sigmoid({0})",
+    "erf": "erf({0})",
+    "sqrt": "sqrt({0})",
+    "sin": "sin({0})",
+    "cos": "cos({0})",
     "to_float": "static_cast<{type}>({0})",
     "where": "{0} ? {1} : {2}",
 }
 # Integer operations whose results may not fit although their operands do.
 _ARITHMETIC = {
     "add", "subtract", "multiply", "negative", "absolute", "floor_divide", "remainder",
+    "left_shift",
 }  # fmt: skip
 _INT = {
     "add": "{0} + {1}",
@@ -60,6 +68,8 @@ _INT = {
     "maximum": "{0} > {1} ? {0} : {1}",
     "floor_divide": "floor_divide({0}, {1})",
     "remainder": "remainder({0}, {1})",
+    "left_shift": "left_shift({0}, {1})",
+    "right_shift": "right_shift({0}, {1})",
     "floor": "floor_to_int({0})",
     "to_int": "static_cast<{type}>({0})",
     "where": "{0} ? {1} : {2}",
@@ -68,6 +78,7 @@ _BOUND = _INT | {
     "add": "saturating_add({0}, {1})",
     "subtract": "saturating_subtract({0}, {1})",
     "multiply": "saturating_multiply({0}, {1})",
+    "left_shift": "saturating_left_shift({0}, {1})",
     "negative": "saturating_subtract(0LL, {0})",
     "absolute": "{0} < 0 ? saturating_subtract(0LL, {0}) : {0}",
 }
@@ -86,6 +97,7 @@ _BOOL = {
 # Operations that cost more than a multiplication, with their approximate cost.
 _STEPS = {
     "exp": 4, "log": 12, "tanh": 16, "divide": 12, "floor": 8, "floor_divide": 24, "remainder": 24,
+    "exp2": 4, "sigmoid": 16, "erf": 20, "sqrt": 8, "sin": 24, "cos": 24, "power": 40,
 }  # fmt: skip
 
 

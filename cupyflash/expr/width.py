@@ -87,6 +87,8 @@ def _span(node: Expr, args: list[_Span | None]) -> _Span | None:
     if node.op == "multiply":
         products = [x * y for x in known[0] for y in known[1]]
         return min(products), max(products)
+    if node.op == "right_shift":
+        return min(lows[0], 0), max(highs[0], 0)
     # A quotient is no larger than the dividend, a remainder than the divisor.
     size = max(abs(end) for end in known[0 if node.op == "floor_divide" else 1])
     return -size, size
@@ -94,5 +96,5 @@ def _span(node: Expr, args: list[_Span | None]) -> _Span | None:
 
 _KNOWN = (
     "to_int", "minimum", "maximum", "where", "negative", "absolute", "add", "subtract", "multiply",
-    "floor_divide", "remainder",
+    "floor_divide", "remainder", "right_shift",
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """Large trees: what reads one visits its nodes a number of times that does not grow with it."""
 
+# ruff: noqa: SIM300 (upper-case names are symbols)
+
 from __future__ import annotations
 
 import functools

@@ -26,7 +26,8 @@ SHIM = """
 #define __forceinline__ inline
 #define __noinline__
 using std::copysign; using std::exp; using std::fabs; using std::floor; using std::fma;
-using std::log; using std::tanh;
+using std::log; using std::tanh; using std::exp2; using std::erf; using std::sqrt; using std::sin;
+using std::cos; using std::pow;
 template <typename To, typename From> To same_bits(From from) {
   To to;
   static_assert(sizeof(to) == sizeof(from), "");
