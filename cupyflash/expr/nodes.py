@@ -65,7 +65,6 @@ APPROXIMATE = frozenset("power exp exp2 log tanh sigmoid erf sin cos".split())
 # operation each one means.
 _UFUNCS: dict[str, str] = {name: name for name in OPERATIONS if name not in ("to_float", "to_int")}
 _UFUNCS |= {
-    "float_power": "power",
     "expit": "sigmoid",
     "greater": "greater",
     "greater_equal": "greater_equal",
