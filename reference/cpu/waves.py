@@ -144,7 +144,7 @@ def _compiled_wave(x, quarters):
 
 
 def sin(x: float) -> float:
-    """Return the sine, to one unit in the last place where |x| is at most `FAR`; NaN for NaN."""
+    """Return the sine, to 3 units in the last place where |x| is at most `FAR`; NaN for NaN."""
     return math.sin(x)
 
 
@@ -154,7 +154,7 @@ def _sin(x):
 
 
 def cos(x: float) -> float:
-    """Return the cosine, to one unit in the last place where |x| is at most `FAR`; NaN for NaN."""
+    """Return the cosine, to 3 units in the last place where |x| is at most `FAR`; NaN for NaN."""
     return math.cos(x)
 
 
