@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..expr.bind import Alignment, Sizes, resolve
 from ..expr.evaluate import host
 from ..expr.functions import SCORE, clip, where
-from ..expr.nodes import Expr, LookupTable, array_type, lookup_node, rebuild
+from ..expr.nodes import Expr, LookupTable, array_type, lookup_node, remade
 from ..expr.sharded import HeldArray, ShardedArray
 from ..masks import Mask
 from ..problem.call import Array, Call, changed
@@ -106,9 +106,9 @@ class _Places:
         self._held: dict[tuple[int, str], HeldArray] = {}
 
     def of(self, root: Expr) -> Expr:
-        return rebuild(root, self._replaced)
+        return remade(root, self._replaced)
 
-    def _replaced(self, node: Expr) -> Expr | None:
+    def _replaced(self, node: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if node.op == "lookup" and type(node.value[0]) is ShardedArray:
             if self._sizes.packed:
                 raise ArgumentError(
@@ -117,7 +117,7 @@ class _Places:
                     "counts packed rows, or the whole array."
                 )
             held = self._array(node.value[0], node.args[-1], "lookup")
-            return lookup_node(held, (*map(self.of, node.args[:-1]), node.args[-1]))
+            return lookup_node(held, (*args[:-1], node.args[-1]))
         if node.op == "aligned" and type(node.value.array) is ShardedArray:
             return resolve(self._aligned(node.value), self._sizes)
         return None
@@ -225,25 +225,24 @@ class Extremes:
         """
         ends = {id(x): self._whole(n, x, told) for n, x in enumerate(self._arrays)}
 
-        def replaced(node: Expr) -> Expr | None:
+        def replaced(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
             if node.op != "lookup" or not isinstance(node.value[0], HeldArray):
                 return None
             array = node.value[0]
-            *others, last = node.args
-            at = *(rebuild(arg, replaced) for arg in others), last // self._block(array)
+            at = *args[:-1], node.args[-1] // self._block(array)
             low, high = (lookup_node(x, at, node.value[1]) for x in ends[id(array)])
             return where(SCORE < 0, low, high)
 
         return _rebuilt(self._call, replaced)
 
 
-def _rebuilt(call: Call, replaced: Callable[[Expr], Expr | None]) -> Call:
+def _rebuilt(call: Call, replaced: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Call:
     """Return a call in whose mask and score some nodes are others."""
     made: dict[str, Any] = {}
     if call.mask is not None:
-        made["mask"] = Mask(rebuild(call.mask.expr, replaced))
+        made["mask"] = Mask(remade(call.mask.expr, replaced))
     if call.score_mod is not None:
-        made["score_mod"] = Score(rebuild(call.score_mod.expr, replaced))
+        made["score_mod"] = Score(remade(call.score_mod.expr, replaced))
     return changed(call, **made)
 
 
@@ -280,16 +279,15 @@ class Lookups:
         if task.plain:
             starts = dict.fromkeys(starts, 0)
 
-        def replaced(node: Expr) -> Expr | None:
+        def replaced(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
             if node.op != "lookup" or not isinstance(node.value[0], HeldArray):
                 return None
             array = node.value[0]
             table = tables.get(id(array))
             if table is None:
                 table = array.own[..., task.rows.start : task.rows.stop]
-            *others, last = node.args
             # Proofs are about all positions, of which the table has those of the piece.
-            at = clip(last - starts[array.axis], 0, table.shape[-1] - 1)
-            return lookup_node(table, (*(rebuild(x, replaced) for x in others), at), node.value[1])
+            at = clip(node.args[-1] - starts[array.axis], 0, table.shape[-1] - 1)
+            return lookup_node(table, (*args[:-1], at), node.value[1])
 
         return _rebuilt(piece, replaced)

@@ -26,6 +26,7 @@ from .nodes import (
     lookup_node,
     operation,
     rebuild,
+    remade,
     symbol,
     walk,
 )
@@ -111,8 +112,8 @@ def bind(root: Expr, sizes: Sizes) -> Expr:
     Raises
     ------
     ArgumentError
-        If an array does not broadcast, or if an index may be out of range, a divisor may be 0, or
-        an integer may leave 64 bits.
+        If an array does not broadcast, or if an index may be out of range, a divisor may be 0, a
+        shift may be negative, or an integer may leave 64 bits.
     """
 
     def resolved(node: Expr) -> Expr | None:
@@ -167,7 +168,7 @@ def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
     """Return `root` with a copy of each array that it reads, or the array itself."""
     copies: dict[int, Any] = {}
 
-    def replaced(node: Expr) -> Expr | None:
+    def replaced(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if node.op not in ("lookup", "aligned"):
             return None
         array = node.value[0] if node.op == "lookup" else node.value.array
@@ -176,12 +177,11 @@ def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
         if id(array) not in copies:
             copies[id(array)] = copy(array)
         mine = copies[id(array)]
-        args = tuple(rebuild(arg, replaced) for arg in node.args)
         if node.op == "lookup":
             return Expr(node.op, args, node.type, (mine, *node.value[1:]))
         return Expr(node.op, args, node.type, replace(node.value, array=mine))
 
-    return rebuild(root, replaced)
+    return remade(root, replaced)
 
 
 def extent(sizes: Sizes, name: str) -> int:
@@ -253,7 +253,7 @@ def _total(sizes: Sizes, name: str) -> int:
     return int((start + length).max()) if length.size else 0
 
 
-_OVERFLOWING = ("add", "subtract", "multiply", "negative", "absolute")
+_OVERFLOWING = ("add", "subtract", "multiply", "negative", "absolute", "left_shift")
 
 
 def prove(root: Expr, sizes: Sizes) -> None:
@@ -262,7 +262,7 @@ def prove(root: Expr, sizes: Sizes) -> None:
     Raises
     ------
     ArgumentError
-        If one may, or if a divisor may be 0.
+        If one may, or if a divisor may be 0 or a shift negative.
     """
     ranges = {name: _range(name, sizes) for name in EVERYTHING}
     if not math.prod(sizes.lead) or any(high < low for low, high in ranges.values()):
@@ -294,6 +294,8 @@ def _prove_nodes(
 
     # Operands come first, so that nothing is evaluated before what it reads has been proven.
     for node in walk(root):
+        if node.op in ("left_shift", "right_shift"):
+            _prove_shift(node.args[1], span(node.args[1])[0])
         if node.op in _OVERFLOWING and node.type == "int":
             _prove_no_overflow(node, *span(node))
         elif node.op in ("floor_divide", "remainder"):
@@ -319,6 +321,14 @@ def _prove_divisor(divisor: Expr, low: int, high: int) -> None:
         raise ArgumentError(
             f"the divisor {divisor} may be 0 (it lies between {low} and {high}); limit it with "
             "cupyflash.expr.maximum(..., 1)."
+        )
+
+
+def _prove_shift(number: Expr, low: int) -> None:
+    if low < 0:
+        raise ArgumentError(
+            f"the number of bits {number} of a shift may be negative (it may be {low}); limit it "
+            "with cupyflash.expr.maximum(..., 0)."
         )
 
 

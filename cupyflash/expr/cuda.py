@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
+from .cuda_functions import Functions, Generated
 from .distance import with_distances
 from .edges import has_edges
 from .key_range import KeyRange
-from .nodes import Expr, rebuild, show_node, walk
+from .nodes import Expr, abbreviated, rebuild, show_node, walk
 from .width import narrow
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
@@ -39,15 +40,23 @@ _FLOAT = {
     "absolute": "fabs({0})",
     "minimum": "minimum({0}, {1})",
     "maximum": "maximum({0}, {1})",
+    "power": "pow({0}, {1})",
     "exp": "exp({0})",
+    "exp2": "exp2({0})",
     "log": "log({0})",
     "tanh": "tanh_of({0})",
+    "sigmoid": "sigmoid({0})",
+    "erf": "erf({0})",
+    "sqrt": "sqrt({0})",
+    "sin": "sin({0})",
+    "cos": "cos({0})",
     "to_float": "static_cast<{type}>({0})",
     "where": "{0} ? {1} : {2}",
 }
 # Integer operations whose results may not fit although their operands do.
 _ARITHMETIC = {
     "add", "subtract", "multiply", "negative", "absolute", "floor_divide", "remainder",
+    "left_shift",
 }  # fmt: skip
 _INT = {
     "add": "{0} + {1}",
@@ -59,6 +68,8 @@ _INT = {
     "maximum": "{0} > {1} ? {0} : {1}",
     "floor_divide": "floor_divide({0}, {1})",
     "remainder": "remainder({0}, {1})",
+    "left_shift": "left_shift({0}, {1})",
+    "right_shift": "right_shift({0}, {1})",
     "floor": "floor_to_int({0})",
     "to_int": "static_cast<{type}>({0})",
     "where": "{0} ? {1} : {2}",
@@ -67,6 +78,7 @@ _BOUND = _INT | {
     "add": "saturating_add({0}, {1})",
     "subtract": "saturating_subtract({0}, {1})",
     "multiply": "saturating_multiply({0}, {1})",
+    "left_shift": "saturating_left_shift({0}, {1})",
     "negative": "saturating_subtract(0LL, {0})",
     "absolute": "{0} < 0 ? saturating_subtract(0LL, {0}) : {0}",
 }
@@ -82,69 +94,11 @@ _BOOL = {
     "where": "{0} ? {1} : {2}",
 }
 
-
 # Operations that cost more than a multiplication, with their approximate cost.
 _STEPS = {
     "exp": 4, "log": 12, "tanh": 16, "divide": 12, "floor": 8, "floor_divide": 24, "remainder": 24,
+    "exp2": 4, "sigmoid": 16, "erf": 20, "sqrt": 8, "sin": 24, "cos": 24, "power": 40,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Functions:
-    """The functions of a call's expressions, for which a kernel is compiled.
-
-    Attributes
-    ----------
-    source : str
-        CUDA C++, the same for every call whose expressions have the same structure.
-    num_ints, num_floats, num_tables : int
-        How many constants and looked-up arrays they read at run time.
-    has_mask, has_score, has_slope, has_range : bool
-        Which functions are defined; the last one is for the range of keys.
-    has_edges : bool
-        Whether the mask has edges: see `edges.has_edges`.
-    mask_steps, score_steps : int
-        The approximate cost of the mask, and of the changed score with its slope, in
-        multiplications.
-    score_reads : bool
-        Whether changed scores depend on elements of an array at the query's or the key's position.
-    num_given : int
-        How many numbers in scores are the same for all pairs of a head.
-    """
-
-    source: str = ""
-    num_ints: int = 0
-    num_floats: int = 0
-    num_tables: int = 0
-    has_mask: bool = False
-    has_score: bool = False
-    has_slope: bool = False
-    has_range: bool = False
-    has_edges: bool = False
-    mask_steps: int = 0
-    score_steps: int = 0
-    score_reads: bool = False
-    num_given: int = 0
-
-
-@dataclass(frozen=True)
-class Generated:
-    """The generated code of a call's expressions, and its data.
-
-    Attributes
-    ----------
-    functions : Functions
-        The functions for which kernels are compiled.
-    ints, floats : tuple
-        Constants, in the order of ``p.ints`` and ``p.floats``.
-    arrays : tuple
-        Looked-up arrays, in the order of ``p.tables``.
-    """
-
-    functions: Functions
-    ints: tuple[int, ...] = ()
-    floats: tuple[float, ...] = ()
-    arrays: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -156,6 +110,7 @@ class _Parameters:
     ints: list[int] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
     arrays: list[Any] = field(default_factory=list)
+    tables: dict[int, str] = field(default_factory=dict)  # where an array stands, by its id
 
     def constant(self, node: Expr) -> str | None:
         """Return where a constant stands, or None where it is written out."""
@@ -175,10 +130,10 @@ class _Parameters:
             raise ArgumentError(
                 f"lookup: got an array with {array.ndim} axes; expected at most {MAX_AXES}."
             )
-        if not any(array is known for known in self.arrays):
+        if id(array) not in self.tables:
+            self.tables[id(array)] = f"p.tables[{len(self.arrays)}]"
             self.arrays.append(array)
-        place = next(n for n, known in enumerate(self.arrays) if known is array)
-        return f"p.tables[{place}]"
+        return self.tables[id(array)]
 
 
 def generate(
@@ -259,7 +214,7 @@ def _site_body(root: Expr, float_type: str, parameters: _Parameters, short: bool
 
 
 def _function(name: str, site: str, root: Expr, body: _Body) -> str:
-    result = body.write(root)
+    (result,) = body.write(root)
     comment = "" if body.bounds else f"  // {body.text[root]}\n"
     return (
         f"__device__ __forceinline__ {name}(const Params& p, const {site}& at) {{\n"
@@ -272,7 +227,7 @@ def _lines(body: _Body) -> str:
 
 
 def _score_function(name: str, root: Expr, body: _Body) -> str:
-    result = body.write(root)
+    (result,) = body.write(root)
     return (
         f"__device__ __forceinline__ accum_t {name}(const Params& p, const HeadConstants& given,\n"
         f"    accum_t score, const Site& at) {{\n"
@@ -281,10 +236,9 @@ def _score_function(name: str, root: Expr, body: _Body) -> str:
 
 
 def _given_function(given: list[Expr], parameters: _Parameters, short: bool) -> str:
-    words = set().union(*map(narrow, given)) if short else set()
-    rounded = set().union(*map(_rounded, given))
-    body = _Body("accum_t", parameters, rounded=rounded, words=words)
-    results = ", ".join(body.write(node) for node in given)
+    words = narrow(*given) if short else set()
+    body = _Body("accum_t", parameters, rounded=_rounded(*given), words=words)
+    results = ", ".join(body.write(*given))
     comment = "".join(f"  // {n}: {body.text[node]}\n" for n, node in enumerate(given))
     return (
         "__device__ __forceinline__ HeadConstants score_head_constants(const Params& p, "
@@ -320,21 +274,24 @@ def _with_given(root: Expr, given: list[Expr]) -> Expr:
 
 
 def _reads_by_place(root: Expr) -> bool:
-    return any(
-        below.op == "symbol" and below.value in ("i", "j")
-        for node in walk(root)
-        if node.op == "lookup"
-        for below in walk(node)
-    )
+    moves: set[Expr] = set()  # with the query's or the key's position
+    for node in walk(root):
+        if node.op == "symbol" and node.value in ("i", "j"):
+            moves.add(node)
+        elif any(arg in moves for arg in node.args):
+            if node.op == "lookup":
+                return True
+            moves.add(node)
+    return False
 
 
 def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
     roots = [end for end in keys if end is not None]
-    body = _Body("float", parameters, rounded=set().union(*map(_rounded, roots)))
+    body = _Body("float", parameters, rounded=_rounded(*roots))
+    written = iter(body.write(*roots))
     unbounded = "SMALLEST_INT", "LARGEST_INT"
     ends = [
-        other if end is None else body.write(end)
-        for end, other in zip(keys, unbounded, strict=True)
+        other if end is None else next(written) for end, other in zip(keys, unbounded, strict=True)
     ]
     lines = "".join(f"  {line}\n" for line in body.lines)
     return (
@@ -343,10 +300,10 @@ def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
     )
 
 
-def _rounded(root: Expr) -> set[Expr]:
+def _rounded(*roots: Expr) -> set[Expr]:
     """Return the floats on which an integer or a condition hangs."""
     found: set[Expr] = set()
-    for node in reversed(walk(root)):
+    for node in reversed(walk(*roots)):
         if node.op == "floor" or node.type == "bool" or node in found:
             found.update(arg for arg in node.args if arg.type == "float")
     return found
@@ -373,14 +330,14 @@ class _Body:
         self.text: dict[Expr, str] = {}  # the tree in Python, numbers by their place
         self._names: dict[str, str] = {}  # type and right-hand side -> name
 
-    def write(self, root: Expr) -> str:
-        """Write every statement that `root` needs, and return its name."""
+    def write(self, *roots: Expr) -> list[str]:
+        """Write every statement that `roots` need, and return their names."""
         names: dict[Expr, str] = {}
-        for node in walk(root):
+        for node in walk(*roots):
             args = [names[arg] for arg in node.args]
             names[node] = self._statement(node, args)
-            self.text[node] = self._show(node)
-        return names[root]
+            self.text[node] = abbreviated(self._show(node))
+        return [names[root] for root in roots]
 
     def _type(self, node: Expr) -> str:
         return "int" if node in self.words else self.types[node.type]

@@ -20,7 +20,7 @@ def has_edges(mask: Expr) -> bool:
         of_key.add(node)
         if node.op == "remainder":
             return False
-        each = any(index.op != "floor_divide" for index in indices)
+        each = any(index.op not in ("floor_divide", "right_shift") for index in indices)
         if node.op == "lookup" and node.type == "bool" and each:
             return False
     return True

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import device_arrays
 from .nodes import Expr, walk
+from .special import erf, sigmoid
 
 # The range that a proof assumes for an int64 array in device memory, which is not read.
 DEVICE_INT = 2**53
@@ -37,9 +38,18 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "floor_divide": np.floor_divide,
     "remainder": np.remainder,
     "divide": np.divide,
+    "left_shift": np.left_shift,
+    "right_shift": np.right_shift,
+    "power": np.power,
     "exp": np.exp,
+    "exp2": np.exp2,
     "log": np.log,
     "tanh": np.tanh,
+    "sigmoid": sigmoid,
+    "erf": erf,
+    "sqrt": np.sqrt,
+    "sin": np.sin,
+    "cos": np.cos,
     "floor": _floor,
     "to_int": _to_int64,
     "less": np.less,
@@ -64,6 +74,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "absolute": abs,
     "floor_divide": operator.floordiv,
     "remainder": operator.mod,
+    # What is shifted by 64 or more leaves 64 bits, or has none left: no longer number is needed.
+    "left_shift": lambda x, n: x << min(max(n, 0), 64),
+    "right_shift": lambda x, n: x >> min(max(n, 0), 64),
     "to_int": int,
     "less": operator.lt,
     "less_equal": operator.le,
@@ -131,9 +144,8 @@ def evaluate_exactly(
     `values` keeps known values from call to call.
     """
     with np.errstate(all="ignore"):
-        for node in walk(root):
-            if node not in values:
-                values[node] = _exact(node, [values[arg] for arg in node.args], symbols, float_type)
+        for node in walk(root, known=values):
+            values[node] = _exact(node, [values[arg] for arg in node.args], symbols, float_type)
     return values[root]
 
 

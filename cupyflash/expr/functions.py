@@ -25,6 +25,11 @@ def exp(x: Operand) -> Expr:
     return operation("exp", x)
 
 
+def exp2(x: Operand) -> Expr:
+    """Return 2 to the power `x`."""
+    return operation("exp2", x)
+
+
 def log(x: Operand) -> Expr:
     """Return the natural logarithm of `x`."""
     return operation("log", x)
@@ -33,6 +38,38 @@ def log(x: Operand) -> Expr:
 def tanh(x: Operand) -> Expr:
     """Return the hyperbolic tangent of `x`."""
     return operation("tanh", x)
+
+
+def sigmoid(x: Operand) -> Expr:
+    """Return ``1 / (1 + exp(-x))``; 0 and 1 at minus and plus infinity.
+
+    Its derivative is made of two sigmoids, so that it is 0 far out and NaN only where `x` is NaN.
+    """
+    return operation("sigmoid", x)
+
+
+def erf(x: Operand) -> Expr:
+    """Return the error function of `x`."""
+    return operation("erf", x)
+
+
+def sqrt(x: Operand) -> Expr:
+    """Return the square root of `x`; NaN below 0.
+
+    Its derivative is infinite at 0. If a score is exactly 0 there, limit it first:
+    ``sqrt(maximum(x, 1e-12))``.
+    """
+    return operation("sqrt", x)
+
+
+def sin(x: Operand) -> Expr:
+    """Return the sine of `x`, in radians."""
+    return operation("sin", x)
+
+
+def cos(x: Operand) -> Expr:
+    """Return the cosine of `x`, in radians."""
+    return operation("cos", x)
 
 
 def floor(x: Operand) -> Expr:

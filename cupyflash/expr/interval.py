@@ -7,17 +7,18 @@ everywhere" and "may hold somewhere", so that one number says EMPTY, PARTIAL or 
 
 Why it is sound: integers are exact (`bind` proves that they do not overflow). A float operation
 that rounds correctly is monotone, so evaluating it at the ends in the same arithmetic bounds it
-without further rounding; functions that only come close (`exp`, `log`, `tanh`) are widened outward.
+without further rounding; functions that only come close (`nodes.APPROXIMATE`) are widened outward.
 Where a float operation could make NaN inside the tile (an infinite end, a divisor that may be 0),
 both ends become NaN, and NaN makes no comparison certain.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
 from ..arrays import device_arrays
-from .nodes import Expr, as_expr, operation, symbol, walk
+from .nodes import APPROXIMATE, Expr, as_expr, operation, symbol, walk
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 TILE = ("i", "j")
@@ -26,7 +27,7 @@ EVERYTHING = ("b", "h", "i", "j", "len_q", "len_k", "start_q", "start_k")
 Bounds = tuple[Expr, Expr]
 
 # Relative and absolute widening of functions that are not correctly rounded: far more than the few
-# units in the last place of float32 by which any library's exp, log or tanh is off.
+# units in the last place of float32 by which any library's exp, tanh or power is off.
 _WIDEN = 2.0**-18
 _TINY = 2.0**-100
 
@@ -81,12 +82,12 @@ def _rule(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
 
 
 _MONOTONE = frozenset(
-    ["add", "minimum", "maximum", "to_float", "to_int", "logical_and", "logical_or"]
+    ["add", "minimum", "maximum", "to_float", "to_int", "logical_and", "logical_or", "sqrt"]
 )
 
 
 _MAY_MAKE_NAN = frozenset(
-    ["add", "subtract", "multiply", "divide", "absolute", "exp", "log", "tanh"]
+    ["add", "subtract", "multiply", "divide", "absolute", "sqrt", *APPROXIMATE]
 )
 
 
@@ -171,18 +172,64 @@ def _remainder(a: Bounds, b: Bounds) -> Bounds:
     return operation("where", same, a[0] % b[0], low), operation("where", same, a[1] % b[0], high)
 
 
+def _shift(op: str) -> Callable[[Bounds, Bounds], Bounds]:
+    def rule(a: Bounds, bits: Bounds) -> Bounds:
+        # A proven number is 0 or more, and from 64 on nothing changes.
+        zero, most = as_expr(0), as_expr(64)
+        low, high = (_smallest(_largest(end, zero), most) for end in bits)
+        ends = _corners(op, a, bits if bits[0] is bits[1] else (low, high))
+        return _smallest(*ends), _largest(*ends)
+
+    return rule
+
+
 def _floor(a: Bounds) -> Bounds:
     # The floor of NaN is the smallest integer.
     known = operation("equal", a[1], a[1])
     return operation("floor", a[0]), operation("where", known, operation("floor", a[1]), 2**63 - 1)
 
 
+def _outward(low: Expr, high: Expr) -> Bounds:
+    return low - abs(low) * _WIDEN - _TINY, high + abs(high) * _WIDEN + _TINY
+
+
 def _widened(op: str) -> Callable[[Bounds], Bounds]:
+    return lambda a: _outward(operation(op, a[0]), operation(op, a[1]))
+
+
+def _power(a: Bounds, b: Bounds) -> Bounds:
+    # Of a base of 0 or more it is monotone in both; of others nothing is known.
+    powers = _corners("power", a, b)
+    low, high = _outward(_smallest(*powers), _largest(*powers))
+    known = a[0] >= 0
+    nan = float("nan")
+    return operation("where", known, low, nan), operation("where", known, high, nan)
+
+
+def _wave(op: str, top: float) -> Callable[[Bounds], Bounds]:
+    """Return the rule of a function with period 2 pi that is 1 at `top` and -1 half a period on."""
+
     def rule(a: Bounds) -> Bounds:
-        low, high = operation(op, a[0]), operation(op, a[1])
-        return low - abs(low) * _WIDEN - _TINY, high + abs(high) * _WIDEN + _TINY
+        at_ends = operation(op, a[0]), operation(op, a[1])
+        low, high = _outward(_smallest(*at_ends), _largest(*at_ends))
+        # Near an extreme the rounding of a turn does not matter, as the function is flat there.
+        far = (a[0] < -_FLAT) | (a[1] > _FLAT)
+        return (
+            operation("where", far | _meets(a, top + math.pi), -1.0 - _WIDEN, low),
+            operation("where", far | _meets(a, top), 1.0 + _WIDEN, high),
+        )
 
     return rule
+
+
+# Up to here, places are rounded by at most 2**-12, and a wave by the square of that.
+_FLAT = 2.0**11
+
+
+def _meets(a: Bounds, place: float) -> Expr:
+    """Return whether an interval has a point that is whole turns from a place."""
+    turns = [operation("floor", (end - place) * (0.5 / math.pi)) for end in a]
+    return operation("not_equal", *turns)
 
 
 def _less(a: Bounds, b: Bounds) -> Bounds:
@@ -234,9 +281,17 @@ _RULES: dict[str, Callable[..., Bounds]] = {
     "floor_divide": _floor_divide,
     "remainder": _remainder,
     "floor": _floor,
+    "left_shift": _shift("left_shift"),
+    "right_shift": _shift("right_shift"),
+    "power": _power,
     "exp": _widened("exp"),
+    "exp2": _widened("exp2"),
     "log": _widened("log"),
     "tanh": _widened("tanh"),
+    "sigmoid": _widened("sigmoid"),
+    "erf": _widened("erf"),
+    "sin": _wave("sin", 0.5 * math.pi),
+    "cos": _wave("cos", 0.0),
     "less": _less,
     "less_equal": _less_equal,
     "equal": _equal,

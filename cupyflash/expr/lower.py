@@ -27,7 +27,7 @@ class _Lowering:
         self.ints: list[int] = []
         self.floats: list[float] = []
         self.tables: list[list[int]] = []
-        self.arrays: list[Any] = []
+        self.places: dict[int, int] = {}  # of tables, by the array's id
         # key of an operation -> (register, varies over lanes, once per key)
         self.seen: dict[tuple[Any, ...], tuple[int, bool, bool]] = {}
 
@@ -49,10 +49,10 @@ class _Lowering:
         return self.emit((f"spread_{kind}", number), kind, True, per_key, number, 0, 0)
 
     def table(self, array: Any) -> int:
-        if not any(array is known for known in self.arrays):
-            self.arrays.append(array)
+        place = self.places.setdefault(id(array), len(self.tables))
+        if place == len(self.tables):
             self.tables.append(describe_table(array))
-        return next(n for n, known in enumerate(self.arrays) if known is array)
+        return place
 
 
 def _kind(node: Expr) -> str:

@@ -9,7 +9,7 @@ of the tree has a table with the meaning of every operation: `evaluate` (NumPy a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -32,10 +32,19 @@ OPERATIONS: dict[str, tuple[int, str]] = {
     "absolute": (1, "number"),
     "floor_divide": (2, "int"),
     "remainder": (2, "int"),
+    "left_shift": (2, "int"),
+    "right_shift": (2, "int"),
     "divide": (2, "float"),
+    "power": (2, "float"),
     "exp": (1, "float"),
+    "exp2": (1, "float"),
     "log": (1, "float"),
     "tanh": (1, "float"),
+    "sigmoid": (1, "float"),
+    "erf": (1, "float"),
+    "sqrt": (1, "float"),
+    "sin": (1, "float"),
+    "cos": (1, "float"),
     "floor": (1, "floor"),
     "to_float": (1, "convert"),
     "to_int": (1, "convert"),
@@ -50,10 +59,14 @@ OPERATIONS: dict[str, tuple[int, str]] = {
     "where": (3, "where"),
 }
 
-# NumPy functions that may be applied to an expression, and the operation each one means.
+# Functions whose last bits depend on the library or the GPU.
+APPROXIMATE = frozenset("power exp exp2 log tanh sigmoid erf sin cos".split())
+
+# Functions of NumPy, and of libraries like it, that may be applied to an expression, and the
+# operation each one means.
 _UFUNCS: dict[str, str] = {name: name for name in OPERATIONS if name not in ("to_float", "to_int")}
 _UFUNCS |= {
-    "power": "power",
+    "expit": "sigmoid",
     "greater": "greater",
     "greater_equal": "greater_equal",
     "fabs": "absolute",
@@ -113,7 +126,19 @@ class Expr:
     def __rmod__(self, other: Operand) -> Expr:
         return operation("remainder", other, self)
 
-    def __pow__(self, exponent: int) -> Expr:
+    def __lshift__(self, other: Operand) -> Expr:
+        return operation("left_shift", self, other)
+
+    def __rlshift__(self, other: Operand) -> Expr:
+        return operation("left_shift", other, self)
+
+    def __rshift__(self, other: Operand) -> Expr:
+        return operation("right_shift", self, other)
+
+    def __rrshift__(self, other: Operand) -> Expr:
+        return operation("right_shift", other, self)
+
+    def __pow__(self, exponent: Operand) -> Expr:
         return _power(self, exponent)
 
     def __rpow__(self, base: Operand) -> Expr:
@@ -169,8 +194,8 @@ class Expr:
         if name is None or method != "__call__" or kwargs:
             raise TraceError(
                 f"np.{ufunc.__name__} cannot be recorded in a mask or score; use arithmetic, "
-                "comparisons, & | ~, and cupyflash.expr's exp, log, tanh, where, clip, minimum, "
-                "maximum, floor."
+                "comparisons, & | ~ << >>, and cupyflash.expr's exp, exp2, log, tanh, sigmoid, "
+                "erf, sqrt, sin, cos, where, clip, minimum, maximum, floor."
             )
         if name == "power":
             return _power(*inputs)
@@ -189,7 +214,7 @@ class Expr:
         raise TraceError(
             "A symbol of a mask or score has no value yet, so it cannot index an array or become a "
             "Python number. Wrap the array, cupyflash.lookup(array)[...], and use cupyflash.expr's "
-            "functions (exp, log, tanh, where, clip, floor) instead of those of `math`."
+            "functions (exp, log, sqrt, where, clip, floor and others) instead of those of `math`."
         )
 
     __index__ = __int__ = __float__ = __complex__ = __iter__ = __len__ = __array__ = _no_value
@@ -317,8 +342,9 @@ def operation(name: str, *operands: Any) -> Expr:
         return Expr(name, (nodes[0], *(convert(node, chosen) for node in nodes[1:])), chosen)
     if rule == "int":
         if "float" in types:
+            remedy = "floor(x)" if name in ("left_shift", "right_shift") else "floor(x / y)"
             raise TraceError(
-                f"{name}: got a float; expected integers. Use cupyflash.expr.floor(x / y)."
+                f"{name}: got a float; expected integers. Use cupyflash.expr.{remedy}."
             )
         return Expr(name, tuple(convert(node, "int") for node in nodes), "int")
     if rule == "float":
@@ -341,10 +367,11 @@ def _common(types: list[Type]) -> Type:
 
 
 def _power(base: Any, exponent: Any) -> Expr:
-    if not isinstance(exponent, (int, np.integer)) or isinstance(exponent, bool) or exponent < 0:
-        raise TraceError(
-            "`**` takes a non-negative whole number as exponent; otherwise, use exp and log."
-        )
+    """Return a product where the exponent is a whole number of 0 or more; else a float."""
+    if isinstance(exponent, (bool, np.bool_)):
+        raise TraceError("`**`: got a bool as exponent; expected a number. Use where.")
+    if not isinstance(exponent, (int, np.integer)) or exponent < 0:
+        return operation("power", base, exponent)
     result, factor, left = None, as_expr(base), int(exponent)
     while left:
         if left & 1:
@@ -354,15 +381,18 @@ def _power(base: Any, exponent: Any) -> Expr:
     return as_expr(1) if result is None else result
 
 
-def walk(root: Expr) -> list[Expr]:
-    """Return every node once, operands before the operations that use them."""
+def walk(*roots: Expr, known: Container[Expr] = ()) -> list[Expr]:
+    """Return every node once, operands before the operations that use them.
+
+    Nodes in `known`, and what only they use, are left out.
+    """
     order: dict[Expr, None] = {}
-    stack: list[tuple[Expr, bool]] = [(root, False)]
+    stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(roots)]
     while stack:
         node, operands_done = stack.pop()
         if operands_done:
             order[node] = None
-        elif node not in order:
+        elif node not in order and node not in known:
             stack.append((node, True))
             stack.extend((arg, False) for arg in reversed(node.args))
     return list(order)
@@ -370,11 +400,19 @@ def walk(root: Expr) -> list[Expr]:
 
 def rebuild(root: Expr, replace: Callable[[Expr], Expr | None]) -> Expr:
     """Return the tree with every node for which `replace` gives a node exchanged for it."""
+    return remade(root, lambda node, args: replace(node))
+
+
+def remade(root: Expr, make: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Expr:
+    """Return the tree with every node exchanged for what `make` gives, if it gives a node.
+
+    It receives the node, and what has become of its operands.
+    """
     done: dict[Expr, Expr] = {}
     for node in walk(root):
-        other = replace(node)
+        args = tuple(done[arg] for arg in node.args)
+        other = make(node, args)
         if other is None:
-            args = tuple(done[arg] for arg in node.args)
             same = all(new is old for new, old in zip(args, node.args, strict=True))
             other = node if same else Expr(node.op, args, node.type, node.value)
         done[node] = other
@@ -388,6 +426,9 @@ _INFIX = {
     "divide": "/",
     "floor_divide": "//",
     "remainder": "%",
+    "left_shift": "<<",
+    "right_shift": ">>",
+    "power": "**",
     "less": "<",
     "less_equal": "<=",
     "equal": "==",
@@ -406,10 +447,14 @@ def show(root: Expr) -> str:
     """Return the tree as a line of Python."""
     lines: dict[Expr, str] = {}
     for node in walk(root):
-        line = show_node(node, [lines[arg] for arg in node.args])
-        half = _LONGEST // 2
-        lines[node] = line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"
+        lines[node] = abbreviated(show_node(node, [lines[arg] for arg in node.args]))
     return lines[root]
+
+
+def abbreviated(line: str) -> str:
+    """Return a line, without its middle if it is long."""
+    half = _LONGEST // 2
+    return line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"
 
 
 def show_node(node: Expr, args: list[str]) -> str:

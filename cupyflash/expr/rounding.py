@@ -26,12 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .evaluate import node_value
-from .nodes import Expr, walk
+from .nodes import APPROXIMATE, Expr, walk
 
 Floats = NDArray[np.float64]
 
-# Units in the last place by which a kernel's exp, log and tanh may be off; one is at most 2 units.
+# Units in the last place by which a kernel's functions may be off; one is at most 2 units. CUDA's
+# own say 2 at most, but for powf, of which the guides of some releases say 4 and of others 9.
 FUNCTION_ULPS = 4
+POWER_ULPS = 9
 # The outcome of a comparison is judged by differences of float64 numbers, which are rounded, too.
 _SLACK = 1 + 2.0**-50
 _SMALLEST = 2.0**-1074
@@ -115,9 +117,7 @@ def evaluate_with_error(
     score_error = np.asarray(score_error, np.float64)
     with np.errstate(all="ignore"):
         for root in roots:
-            for node in walk(root):
-                if node in values:
-                    continue
+            for node in walk(root, known=values):
                 operands = [values[arg] for arg in node.args]
                 value = node_value(node, operands, symbols, float_type)
                 known = [errors[arg] for arg in node.args]
@@ -150,16 +150,17 @@ def _error(
     error = _PROPAGATION[node.op](_Operation(value, x, e))
     if node.op == "multiply":  # a product of errors may underflow
         error = np.maximum(error, np.where((e[0] > 0) | (e[1] > 0), _SMALLEST, 0))
-    if node.op in _FUNCTIONS:
-        error = arithmetic.rounded(value, error, 2 * FUNCTION_ULPS * arithmetic.unit)
+    if node.op in APPROXIMATE:
+        ulps = POWER_ULPS if node.op == "power" else FUNCTION_ULPS
+        error = arithmetic.rounded(value, error, 2 * ulps * arithmetic.unit)
     elif node.type == "float" and node.op in _ROUNDING:
         error = arithmetic.rounded(value, error)
-        error = np.where(_surely_infinite(node.op, value, x, e), 0.0, error)
+        if len(x) == 2:
+            error = np.where(_surely_infinite(node.op, value, x, e), 0.0, error)
     return _known(error)
 
 
-_FUNCTIONS = ("exp", "log", "tanh")
-_ROUNDING = ("add", "subtract", "multiply", "divide")
+_ROUNDING = ("add", "subtract", "multiply", "divide", "sqrt")
 
 
 def _known(error: Any) -> Floats:
@@ -272,6 +273,21 @@ def _floor_divide(o: _Operation) -> Any:
     return np.where((o.e[0] > 0) | (o.e[1] > 0), error, 0.0)
 
 
+def _left_shift(o: _Operation) -> Any:
+    # For an unknown number of bits, the results may be as far apart as they are from 0.
+    most = np.exp2(np.clip(_size(o.x[1]) + o.e[1], 0, 64))
+    apart = np.where(o.e[1] > 0, 2 * _size(o.x[0]), 0.0) + o.e[0]
+    return np.where(apart > 0, apart * most * _SLACK, 0.0)
+
+
+def _right_shift(o: _Operation) -> Any:
+    # A quotient that is rounded down is off by less than 1 more than the quotient itself; for an
+    # unknown number of bits it is anything between 0, or -1, and the number.
+    known = o.e[0] / np.exp2(np.clip(np.asarray(o.x[1], np.float64), 0, 64)) + 1
+    error = np.where(o.e[1] > 0, _size(o.x[0]) + o.e[0] + 1, known)
+    return np.where((o.e[0] > 0) | (o.e[1] > 0), error * _SLACK, 0.0)
+
+
 def _exp(o: _Operation) -> Any:
     return np.where(o.e[0] > 0, _size(o.value) * np.expm1(o.e[0]), 0.0)
 
@@ -284,6 +300,54 @@ def _tanh(o: _Operation) -> Any:
     nearest = np.maximum(_size(o.x[0]) - o.e[0], 0)  # to 0, where the slope is largest
     error = np.minimum(o.e[0] / np.cosh(nearest) ** 2 * _SLACK, 2.0)
     return np.where(np.isinf(o.e[0]), np.inf, error)  # the computed value may be NaN
+
+
+def _exp2(o: _Operation) -> Any:
+    return np.where(o.e[0] > 0, _size(o.value) * np.expm1(o.e[0] * _LOG_2), 0.0)
+
+
+def _sigmoid(o: _Operation) -> Any:
+    nearest = np.maximum(_size(o.x[0]) - o.e[0], 0)
+    error = np.minimum(o.e[0] / (2 * np.cosh(nearest / 2)) ** 2 * _SLACK, 1.0)
+    return np.where(np.isinf(o.e[0]), np.inf, error)
+
+
+def _erf(o: _Operation) -> Any:
+    nearest = np.maximum(_size(o.x[0]) - o.e[0], 0)
+    # Where the square is rounded, so is the slope; beyond 8 it no longer matters.
+    slope = 2 / np.sqrt(np.pi) * np.exp(-np.minimum(nearest * nearest, 64)) * _SLACK**64
+    return np.where(np.isinf(o.e[0]), np.inf, np.minimum(o.e[0] * slope, 2.0))
+
+
+def _sqrt(o: _Operation) -> Any:
+    # Below 0 it would be NaN, and the slope is largest at the smallest number.
+    least = np.asarray(o.x[0], np.float64) - o.e[0]
+    error = o.e[0] / (_size(o.value) + np.sqrt(np.maximum(least, 0))) * _SLACK
+    return np.where(o.e[0] > 0, np.where(least >= 0, error, np.inf), 0.0)
+
+
+def _wave(slope: Callable[[Any], Any]) -> Callable[[_Operation], Any]:
+    def rule(o: _Operation) -> Any:
+        # sin(x + e) - sin x = cos x sin e - sin x (1 - cos e)
+        error = np.minimum(_size(slope(o.x[0])) * o.e[0] + o.e[0] ** 2 / 2, o.e[0])
+        return np.where(np.isinf(o.e[0]), np.inf, np.minimum(error * _SLACK, 2.0))
+
+    return rule
+
+
+def _power(o: _Operation) -> Any:
+    # |(x + d)**(y + f) - x**y| = x**y |exp((y + f) log(1 + d / x) + f log x) - 1|, of x above 0;
+    # of whole y also below.
+    x, (dx, dy) = _size(o.x[0]), o.e
+    moves = np.where(dx > 0, -np.log1p(-np.minimum(dx / x, 1)), 0.0)
+    logs = np.where(dy > 0, dy * _size(np.log(x)), 0.0)
+    total = np.where(moves > 0, (_size(o.x[1]) + dy) * moves, 0.0) + logs
+    error = np.where(total > 0, _size(o.value) * np.expm1(total * _SLACK), 0.0)
+    sure = (dx < x) & ((np.asarray(o.x[0]) > 0) | (dy == 0))
+    return np.where(sure | ((dx == 0) & (dy == 0)), error, np.inf)
+
+
+_LOG_2 = float(np.log(2.0)) * _SLACK
 
 
 # How an operation propagates its operands' errors before it rounds.
@@ -299,7 +363,16 @@ _PROPAGATION: dict[str, Callable[[_Operation], Any]] = {
     "floor": _floor,
     "remainder": _remainder,
     "floor_divide": _floor_divide,
+    "left_shift": _left_shift,
+    "right_shift": _right_shift,
+    "power": _power,
     "exp": _exp,
+    "exp2": _exp2,
     "log": _log,
     "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "erf": _erf,
+    "sqrt": _sqrt,
+    "sin": _wave(np.cos),
+    "cos": _wave(np.sin),
 }

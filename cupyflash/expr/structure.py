@@ -37,16 +37,16 @@ class Structure:
 def structure(root: Expr) -> tuple[Structure, tuple[Any, ...]]:
     """Return the structure of a tree, and the arrays it reads, each once, in a fixed order."""
     places: dict[Expr, int] = {}
-    arrays: list[Any] = []
+    arrays: dict[int, tuple[int, Any]] = {}  # by id: place and array
     nodes: list[Any] = []
     for node in walk(root):
         places[node] = len(nodes)
         args = tuple(places[arg] for arg in node.args)
         nodes.append((node.op, node.type, args, _value(node, arrays)))
-    return Structure(tuple(nodes)), tuple(arrays)
+    return Structure(tuple(nodes)), tuple(array for _, array in arrays.values())
 
 
-def _value(node: Expr, arrays: list[Any]) -> Any:
+def _value(node: Expr, arrays: dict[int, tuple[int, Any]]) -> Any:
     """Return a node's value as something that compares as it computes."""
     if node.op == "lookup":
         array, proven = node.value
@@ -60,12 +60,8 @@ def _value(node: Expr, arrays: list[Any]) -> Any:
     return node.value.hex() if isinstance(node.value, float) else node.value
 
 
-def _place(array: Any, arrays: list[Any]) -> int:
-    for place, known in enumerate(arrays):
-        if known is array:
-            return place
-    arrays.append(array)
-    return len(arrays) - 1
+def _place(array: Any, arrays: dict[int, tuple[int, Any]]) -> int:
+    return arrays.setdefault(id(array), (len(arrays), array))[0]
 
 
 def tree(nodes: Sequence[Any], arrays: Sequence[Any]) -> Expr:

@@ -2,7 +2,7 @@
 
 The kernels examine few elements of an array for a tile, and compute bounds of integers in 64 bits,
 which wrap (CPU) or saturate (GPU). Both are repeated here, so that a tile counts as PARTIAL
-whenever a kernel treats it as PARTIAL. Only the last bits of `exp`, `log` and `tanh` may differ.
+whenever a kernel treats it as PARTIAL. Only the last bits of `nodes.APPROXIMATE` may differ.
 """
 
 from __future__ import annotations
@@ -136,6 +136,12 @@ def _multiply(a: Any, b: Any) -> Any:
     return np.clip(exact, _LOW, _HIGH).astype(np.int64)
 
 
+def _left_shift(a: Any, n: Any) -> Any:
+    moved = np.left_shift(a, n)  # 0 for other numbers than 0 to 63
+    beyond = (np.right_shift(moved, n) != a) & (np.asarray(n) >= 0)
+    return np.where(beyond, np.where(np.less(a, 0), _LOW, _HIGH), moved)
+
+
 def _negative(a: Any) -> Any:
     return _subtract(np.int64(0), a)
 
@@ -144,6 +150,7 @@ _SATURATING: dict[str, Callable[..., Any]] = {
     "add": _add,
     "subtract": _subtract,
     "multiply": _multiply,
+    "left_shift": _left_shift,
     "negative": _negative,
     "absolute": lambda a: np.where(a < 0, _negative(a), a),
 }

@@ -24,25 +24,25 @@ _TYPES: dict[str, _Span] = {
 }
 
 
-def narrow(root: Expr) -> set[Expr]:
-    """Return the integers below a bound expression that, like their operands, fit into 32 bits.
+def narrow(*roots: Expr) -> set[Expr]:
+    """Return the integers below bound expressions that, like their operands, fit into 32 bits.
 
     Parameters
     ----------
-    root : Expr
-        The tree. Its positions, lengths and integer constants are at most `LIMIT`; constants beyond
-        it are not returned.
+    *roots : Expr
+        The trees. Their positions, lengths and integer constants are at most `LIMIT`; constants
+        beyond it are not returned.
     """
-    return {node for node, span in spans(root).items() if node.type == "int" and span is not None}
+    return {node for node, span in spans(*roots).items() if node.type == "int" and span is not None}
 
 
-def spans(root: Expr) -> dict[Expr, _Span | None]:
-    """Return the ranges of the integers and conditions below `root`.
+def spans(*roots: Expr) -> dict[Expr, _Span | None]:
+    """Return the ranges of the integers and conditions below `roots`.
 
     None means that a node or one of its operands does not fit into 32 bits.
     """
     found: dict[Expr, _Span | None] = {}
-    for node in walk(root):
+    for node in walk(*roots):
         if node.type == "bool":
             found[node] = (0, 1)
         elif node.type == "int":
@@ -87,6 +87,8 @@ def _span(node: Expr, args: list[_Span | None]) -> _Span | None:
     if node.op == "multiply":
         products = [x * y for x in known[0] for y in known[1]]
         return min(products), max(products)
+    if node.op == "right_shift":
+        return min(lows[0], 0), max(highs[0], 0)
     # A quotient is no larger than the dividend, a remainder than the divisor.
     size = max(abs(end) for end in known[0 if node.op == "floor_divide" else 1])
     return -size, size
@@ -94,5 +96,5 @@ def _span(node: Expr, args: list[_Span | None]) -> _Span | None:
 
 _KNOWN = (
     "to_int", "minimum", "maximum", "where", "negative", "absolute", "add", "subtract", "multiply",
-    "floor_divide", "remainder",
+    "floor_divide", "remainder", "right_shift",
 )  # fmt: skip

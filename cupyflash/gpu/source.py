@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..arrays.dtypes import DTYPES
-from ..expr.cuda import Functions
+from ..expr.cuda_functions import Functions
 from ..problem.formats import Format
 from .kernels.spec import WARP_ROWS, KernelSpec, Tiles
 

@@ -18,7 +18,8 @@ from ..arrays import device_arrays
 from ..arrays.cuda_device import MAX_GRID, Target
 from ..errors import ArgumentError
 from ..expr import width
-from ..expr.cuda import Functions, Generated, generate
+from ..expr.cuda import generate
+from ..expr.cuda_functions import Functions, Generated
 from ..expr.key_range import key_range
 from ..expr.nodes import walk
 from ..problem.bound_exprs import Trees, trees

@@ -13,8 +13,13 @@ from cupyflash.arrays.dtypes import FLOATS
 from cupyflash.expr import (
     absolute,
     clip,
+    cos,
+    erf,
+    exp2,
     maximum,
     minimum,
+    sigmoid,
+    sqrt,
     tanh,
     where,
 )
@@ -191,6 +196,8 @@ def _user_mask(z: Sizes) -> masks.Mask:
         lambda b, h, i, j: (0.5 * i + 3 > j) | (h == 1),
         lambda b, h, i, j: abs(i // 7 - j // 7) <= 1,
         lambda b, h, i, j: (i >= 0) & (j != 2),
+        lambda b, h, i, j: (i >> 3) >= (j >> 3) - h,
+        lambda b, h, i, j: (1 << (i % 5)) * sqrt(i + 1) > j,
     ]
     return masks.mask(functions[z.rng.integers(len(functions))])
 
@@ -255,6 +262,9 @@ def _user_score(z: Sizes) -> scores.Score:
         lambda s, b, h, i, j: where((i + 2 * j) % 5 == 0, -math.inf, s),
         lambda s, b, h, i, j: s * (1 + 0.25 * h) + 0.5 * b,
         lambda s, b, h, i, j: 2 * tanh(s) + 0.25 * s,
+        lambda s, b, h, i, j: s + 0.5 * sigmoid(s) - 0.25 * sqrt(absolute(i - j)),
+        lambda s, b, h, i, j: s * (1 + 0.25 * cos(0.5 * (i - j))) + erf(0.5 * s),
+        lambda s, b, h, i, j: s * exp2(-0.125 * absolute(i - j)) + (i + 1) ** -0.5,
         lambda s, b, h, i, j: s + table[clip(j - h, 0, max(z.len_k - 1, 0))],
     ]
     return scores.score(functions[z.rng.integers(len(functions))])

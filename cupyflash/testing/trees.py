@@ -13,25 +13,23 @@ import numpy as np
 from cupyflash.expr import (
     absolute,
     clip,
-    exp,
     floor,
     len_k,
     len_q,
-    log,
     maximum,
     minimum,
-    tanh,
+    sqrt,
     where,
 )
 from cupyflash.expr.functions import POSITIONS, SCORE
-from cupyflash.expr.nodes import LookupTable, as_expr
+from cupyflash.expr.nodes import APPROXIMATE, LookupTable, as_expr, operation
 
 from .hypothesis_needed import st
 from .options import known_floats
 
 INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 HARD_FLOATS = (0.0, -0.0, 1.5, -2.25, 0.1, 3.0e38, -1e30, 1e-40, np.inf, -np.inf, np.nan)
-FUNCTIONS = ("exp", "log", "tanh")
+FUNCTIONS = tuple(sorted(APPROXIMATE))
 
 
 @st.composite
@@ -93,7 +91,7 @@ def expressions(
     score : bool
         Whether it may contain the score.
     functions : bool
-        Whether it may contain exp, log and tanh.
+        Whether it may contain functions whose last bits differ, such as exp.
 
     Returns
     -------
@@ -133,6 +131,7 @@ def expressions(
             constants = st.one_of(small(-9, 9), small(-(2**40), 2**40))
             return draw(st.one_of(affine(), affine(), symbols, constants))
         names = "add subtract multiply minimum maximum negative absolute floor_divide remainder"
+        names += " left_shift right_shift"
         choice = draw(st.sampled_from([*names.split(), "floor", "where", "lookup", "condition"]))
         if choice in ("floor_divide", "remainder"):
             divisor = draw(st.sampled_from(["constant", "positive", "negative", "any"]))
@@ -140,6 +139,10 @@ def expressions(
             b = b if divisor in ("constant", "any") else maximum(b, 1)
             b = -b if divisor == "negative" or draw(st.booleans()) else b
             return part("int") // b if choice == "floor_divide" else part("int") % b
+        if choice in ("left_shift", "right_shift"):
+            bits = draw(st.one_of(small(0, 9), small(60, 70), st.none()))
+            bits = maximum(part("int"), 0) if bits is None else bits
+            return part("int") << bits if choice == "left_shift" else part("int") >> bits
         if choice == "floor":
             return clip(floor(part("float")), -50, draw(st.integers(-50, 50)))
         if choice == "condition":
@@ -150,14 +153,17 @@ def expressions(
             moving = affine().map(lambda x: x * 0.5)
             leaves = [st.just(SCORE)] * 4 if score else [moving]
             return draw(st.one_of(*leaves, moving, numbers.map(as_expr)))
-        names = "add subtract multiply divide minimum maximum negative absolute to_float where"
-        if functions:
-            names += " exp log tanh"
-        choice = draw(st.sampled_from([*names.split(), "lookup"]))
+        names = "add subtract multiply divide minimum maximum negative absolute to_float where sqrt"
+        chosen = [*names.split(), "lookup", *(FUNCTIONS if functions else ())]
+        choice = draw(st.sampled_from(chosen))
         if choice == "to_float":
             return part("int") * draw(st.sampled_from([1.0, 0.25, -3.0]))
+        if choice == "sqrt":
+            return sqrt(part("float"))
+        if choice == "power":
+            return part("float") ** draw(st.one_of(small(-3, 3), st.just(part("float"))))
         if choice in FUNCTIONS:
-            return {"exp": exp, "log": log, "tanh": tanh}[choice](part("float"))
+            return operation(choice, part("float"))
     if choice == "lookup":
         return read()
     if choice == "where":

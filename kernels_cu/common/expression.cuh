@@ -36,6 +36,13 @@ __device__ __forceinline__ float tanh_of(float x) {
 }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 
+// 1 / (1 + e^-x) without overflow.
+template <typename T>
+__device__ __forceinline__ T sigmoid(T x) {
+  const T grown = exp(-fabs(x));  // at most 1
+  return (x < T(0) ? grown : T(1)) / (T(1) + grown);
+}
+
 // Sums and products of bounds of integers saturate: a bound outside 64 bits bounds nothing, since
 // what is bounded has 64 bits.
 __device__ __forceinline__ long long saturating_add(long long x, long long y) {
@@ -58,4 +65,10 @@ __device__ __forceinline__ long long saturating_multiply(long long x, long long 
   const long long high = __mul64hi(x, y);
   const bool overflows = high != (low < 0 ? -1 : 0);  // the upper half is not a sign extension
   return overflows ? ((x < 0) != (y < 0) ? SMALLEST_INT : LARGEST_INT) : low;
+}
+
+// By a proven number of bits, at least 0.
+__device__ __forceinline__ long long saturating_left_shift(long long x, long long bits) {
+  const long long moved = left_shift(x, bits);
+  return right_shift(moved, bits) == x ? moved : (x < 0 ? SMALLEST_INT : LARGEST_INT);
 }

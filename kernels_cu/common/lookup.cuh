@@ -335,6 +335,18 @@ __device__ __forceinline__ auto remainder(X x, Y y) {
   return x - floor_divide(x, y) * y;
 }
 
+// Shifts, by other numbers of bits than an integer has as in NumPy.
+__device__ __forceinline__ long long left_shift(long long x, long long bits) {
+  const auto moved = static_cast<unsigned long long>(x) << (bits & 63);
+  return (bits & ~63LL) == 0 ? static_cast<long long>(moved) : 0;
+}
+
+template <typename X, typename Bits>
+__device__ __forceinline__ X right_shift(X x, Bits bits) {
+  constexpr int LAST = 8 * sizeof(X) - 1;
+  return x >> (bits >= 0 && bits <= LAST ? static_cast<int>(bits) : LAST);
+}
+
 // The smaller and the larger of two numbers; NaN if either is, as in NumPy.
 template <typename T>
 __device__ __forceinline__ T minimum(T x, T y) {

@@ -1,4 +1,4 @@
-"""2**x, exp and tanh without branches, so that compilers work on several numbers at once."""
+"""Powers of 2 and e, tanh and sigmoid without branches: compilers work on several at once."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _LOG_2 = {
 }
 # The arguments at which exp has become 0 and infinity.
 _EXP_RANGE = {32: (-104.0, 89.0), 64: (-746.0, 710.0)}
+_EXP2_RANGE = {32: (-151.0, 128.0), 64: (-1076.0, 1024.0)}
 _TANH_IS_1 = 20.0
 
 
@@ -54,19 +55,58 @@ def exp2(x: float) -> float:
     return float(np.exp2(x))
 
 
-def _is_float(x):
+def is_float(x: Any) -> bool:
+    """Whether a type of Numba is one for which there is compiled code."""
     return isinstance(x, types.Float) and x.bitwidth in (32, 64)
+
+
+def number_of(x: Any) -> Any:
+    """Return NumPy's type of such numbers."""
+    return np.float32 if x.bitwidth == 32 else np.float64
 
 
 @overload(exp2, jit_options={"fastmath": FASTMATH})
 def _exp2(x):
-    if not _is_float(x):
+    if not is_float(x):
         return None
 
     def compiled(x):
         return _emitted_exp2(x)
 
     return compiled
+
+
+def _near_1(r: Any) -> Any:
+    """Return e**r - 1, where |r| is at most half of log 2."""
+    raise RuntimeError("compiled code only")
+
+
+@overload(_near_1, jit_options={"fastmath": FASTMATH})
+def _compiled_near_1(r):
+    if not is_float(r):
+        return None
+    t = tuple(number_of(r)(c) for c in _EXP_TERMS)
+
+    if r.bitwidth == 32:
+
+        def single(r):
+            p = t[6] + r * t[7]
+            p = t[4] + r * (t[5] + r * p)
+            p = t[2] + r * (t[3] + r * p)
+            return r + (r * r) * p
+
+        return single
+
+    def double(r):
+        p = t[12] + r * t[13]
+        p = t[10] + r * (t[11] + r * p)
+        p = t[8] + r * (t[9] + r * p)
+        p = t[6] + r * (t[7] + r * p)
+        p = t[4] + r * (t[5] + r * p)
+        p = t[2] + r * (t[3] + r * p)
+        return r + (r * r) * p
+
+    return double
 
 
 def _power_of_e(x: Any) -> tuple[Any, Any]:
@@ -76,40 +116,40 @@ def _power_of_e(x: Any) -> tuple[Any, Any]:
 
 @overload(_power_of_e, jit_options={"fastmath": FASTMATH})
 def _compiled_power_of_e(x):
-    if not _is_float(x):
+    if not is_float(x):
         return None
-    number = np.float32 if x.bitwidth == 32 else np.float64
+    number = number_of(x)
     shift = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52))
     log2_e = number(LOG2_E)
     high, low = (number(part) for part in _LOG_2[x.bitwidth])
-    t = tuple(number(c) for c in _EXP_TERMS)
 
-    if x.bitwidth == 32:
-
-        def single(x):
-            shifted = x * log2_e + shift
-            n = shifted - shift
-            r = (x - n * high) - n * low
-            p = t[6] + r * t[7]
-            p = t[4] + r * (t[5] + r * p)
-            p = t[2] + r * (t[3] + r * p)
-            return shifted, r + (r * r) * p
-
-        return single
-
-    def double(x):
+    def compiled(x):
         shifted = x * log2_e + shift
         n = shifted - shift
         r = (x - n * high) - n * low
-        p = t[12] + r * t[13]
-        p = t[10] + r * (t[11] + r * p)
-        p = t[8] + r * (t[9] + r * p)
-        p = t[6] + r * (t[7] + r * p)
-        p = t[4] + r * (t[5] + r * p)
-        p = t[2] + r * (t[3] + r * p)
-        return shifted, r + (r * r) * p
+        return shifted, _near_1(r)
 
-    return double
+    return compiled
+
+
+def _scaled(x: Any, n: Any) -> Any:
+    """Return x * 2**n, in two steps, because 2**-150 and 2**128 are not normal numbers."""
+    raise RuntimeError("compiled code only")
+
+
+@overload(_scaled, jit_options={"fastmath": FASTMATH})
+def _compiled_scaled(x, n):
+    if not is_float(x):
+        return None
+    number = number_of(x)
+    shift, half = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52)), number(0.5)
+
+    def compiled(x, n):
+        first = n * half + shift
+        rest = n - (first - shift) + shift
+        return x * _power_of_two(first) * _power_of_two(rest)
+
+    return compiled
 
 
 def exp(x: float) -> float:
@@ -119,22 +159,60 @@ def exp(x: float) -> float:
 
 @overload(exp, jit_options={"fastmath": FASTMATH})
 def _exp(x):
-    if not _is_float(x):
+    if not is_float(x):
         return None
-    number = np.float32 if x.bitwidth == 32 else np.float64
+    number = number_of(x)
     lowest, highest = (number(end) for end in _EXP_RANGE[x.bitwidth])
     shift = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52))
-    half, one = number(0.5), number(1.0)
+    one = number(1.0)
 
     def compiled(x):
         held = lowest if x < lowest else x
         held = highest if held > highest else held
         shifted, grown = _power_of_e(held)
-        # 2**n in two steps, because 2**-150 and 2**128 are not normal numbers.
-        n = shifted - shift
-        first = n * half + shift
-        rest = n - (first - shift) + shift
-        return (one + grown) * _power_of_two(first) * _power_of_two(rest)
+        return _scaled(one + grown, shifted - shift)
+
+    return compiled
+
+
+def power_of_2(x: float) -> float:
+    """Return 2**x, to one unit in the last place; NaN for NaN."""
+    return float(np.exp2(x))
+
+
+@overload(power_of_2, jit_options={"fastmath": FASTMATH})
+def _power_of_2(x):
+    if not is_float(x):
+        return None
+    number = number_of(x)
+    lowest, highest = (number(end) for end in _EXP2_RANGE[x.bitwidth])
+    shift = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52))
+    log_2, one = number(math.log(2.0)), number(1.0)
+
+    def compiled(x):
+        held = lowest if x < lowest else x
+        held = highest if held > highest else held
+        n = (held + shift) - shift
+        return _scaled(one + _near_1((held - n) * log_2), n)
+
+    return compiled
+
+
+def sigmoid(x: float) -> float:
+    """Return 1 / (1 + e**-x), to three units in the last place; NaN for NaN."""
+    grown = math.exp(-abs(x))
+    return (grown if x < 0 else 1.0) / (1.0 + grown)
+
+
+@overload(sigmoid, jit_options={"fastmath": FASTMATH})
+def _sigmoid(x):
+    if not is_float(x):
+        return None
+    one, zero = number_of(x)(1.0), number_of(x)(0.0)
+
+    def compiled(x):
+        grown = exp(-abs(x))  # at most 1
+        return (grown if x < zero else one) / (one + grown)
 
     return compiled
 
@@ -146,9 +224,9 @@ def tanh(x: float) -> float:
 
 @overload(tanh, jit_options={"fastmath": FASTMATH})
 def _tanh(x):
-    if not _is_float(x):
+    if not is_float(x):
         return None
-    number = np.float32 if x.bitwidth == 32 else np.float64
+    number = number_of(x)
     lowest, two, one, zero = number(-2 * _TANH_IS_1), number(2.0), number(1.0), number(0.0)
 
     def compiled(x):

@@ -18,9 +18,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .elementary import exp, tanh
+from .elementary import exp, power_of_2, sigmoid, tanh
 from .jit import INT, INTS, TABLE, address, helper, kernel, takes, vector, whole_rows
 from .structs import Struct
+from .waves import FAR, cos, erf, sin
 
 # The groups matter: `run` sends an instruction to its group's function by the group's last member.
 Op = enum.IntEnum(
@@ -28,12 +29,13 @@ Op = enum.IntEnum(
     """SYMBOL I SCORE CONSTANT_INT CONSTANT_FLOAT TO_FLOAT LOOKUP_INT LOOKUP_FLOAT
     RANGE_MINIMUM_INT RANGE_MAXIMUM_INT RANGE_MINIMUM_FLOAT RANGE_MAXIMUM_FLOAT
     ADD_INT SUBTRACT_INT MULTIPLY_INT MINIMUM_INT MAXIMUM_INT NEGATIVE_INT ABSOLUTE_INT
-    FLOOR_DIVIDE_INT REMAINDER_INT TO_INT SPREAD_INT WHERE_INT
+    FLOOR_DIVIDE_INT REMAINDER_INT LEFT_SHIFT_INT RIGHT_SHIFT_INT TO_INT SPREAD_INT WHERE_INT
     LOGICAL_AND LOGICAL_OR LOGICAL_XOR LOGICAL_NOT
     LESS_INT LESS_EQUAL_INT EQUAL_INT NOT_EQUAL_INT
     LESS_FLOAT LESS_EQUAL_FLOAT EQUAL_FLOAT NOT_EQUAL_FLOAT FLOOR
     ADD_FLOAT SUBTRACT_FLOAT MULTIPLY_FLOAT DIVIDE_FLOAT MINIMUM_FLOAT MAXIMUM_FLOAT
-    NEGATIVE_FLOAT ABSOLUTE_FLOAT EXP LOG TANH SPREAD_FLOAT WHERE_FLOAT""",
+    NEGATIVE_FLOAT ABSOLUTE_FLOAT SPREAD_FLOAT WHERE_FLOAT
+    EXP EXP2 LOG TANH SIGMOID ERF SQRT SIN COS POWER""",
 )
 OPCODES: dict[str, int] = {op.name.lower(): int(op) for op in Op}
 SYMBOLS = tuple("b h j len_q len_k start_q start_k i_low i_high j_low j_high".split())
@@ -274,6 +276,12 @@ def _int_step(op, n, ri, to, a, b, c):
     elif op == Op.REMAINDER_INT:
         for l in range(n):
             ri[to, l] = ri[a, l] % ri[b, l]
+    elif op == Op.LEFT_SHIFT_INT:  # by other numbers than 0 to 63 as in NumPy
+        for l in range(n):
+            ri[to, l] = ri[a, l] << (ri[b, l] & 63) if 0 <= ri[b, l] < 64 else 0
+    elif op == Op.RIGHT_SHIFT_INT:
+        for l in range(n):
+            ri[to, l] = ri[a, l] >> (ri[b, l] if 0 <= ri[b, l] < 64 else 63)
     elif op == Op.TO_INT:
         for l in range(n):
             ri[to, l] = ri[a, l]
@@ -336,21 +344,53 @@ def _float_step(op, n, ri, rf, to, a, b, c):
     elif op == Op.ABSOLUTE_FLOAT:
         for l in range(n):
             rf[to, l] = abs(rf[a, l])
-    elif op == Op.EXP:
-        for l in range(n):
-            rf[to, l] = exp(rf[a, l])
-    elif op == Op.LOG:
-        for l in range(n):
-            rf[to, l] = math.log(rf[a, l])
-    elif op == Op.TANH:
-        for l in range(n):
-            rf[to, l] = tanh(rf[a, l])
     elif op == Op.SPREAD_FLOAT:
         for l in range(n):
             rf[to, l] = rf[a, 0]
     elif op == Op.WHERE_FLOAT:
         for l in range(n):
             rf[to, l] = rf[b, l] if ri[a, l] else rf[c, l]
+
+
+@helper
+def _function_step(op, n, rf, to, a, b):
+    """One function of floats."""
+    if op == Op.EXP:
+        for l in range(n):
+            rf[to, l] = exp(rf[a, l])
+    elif op == Op.EXP2:
+        for l in range(n):
+            rf[to, l] = power_of_2(rf[a, l])
+    elif op == Op.LOG:
+        for l in range(n):
+            rf[to, l] = math.log(rf[a, l])
+    elif op == Op.TANH:
+        for l in range(n):
+            rf[to, l] = tanh(rf[a, l])
+    elif op == Op.SIGMOID:
+        for l in range(n):
+            rf[to, l] = sigmoid(rf[a, l])
+    elif op == Op.ERF:
+        for l in range(n):
+            rf[to, l] = erf(rf[a, l])
+    elif op == Op.SQRT:
+        for l in range(n):
+            rf[to, l] = math.sqrt(rf[a, l])
+    elif op == Op.SIN:
+        for l in range(n):
+            rf[to, l] = sin(rf[a, l])
+        for l in range(n):  # apart, so that the first loop works on several numbers at once
+            if abs(rf[a, l]) > FAR:
+                rf[to, l] = math.sin(rf[a, l])
+    elif op == Op.COS:
+        for l in range(n):
+            rf[to, l] = cos(rf[a, l])
+        for l in range(n):
+            if abs(rf[a, l]) > FAR:
+                rf[to, l] = math.cos(rf[a, l])
+    elif op == Op.POWER:
+        for l in range(n):
+            rf[to, l] = math.pow(rf[a, l], rf[b, l])
 
 
 @helper
@@ -451,5 +491,7 @@ def run(program, first, last, lanes, symbols, i0, score, ri, rf):
             _int_step(op, n, ri, to, a, b, c)
         elif op <= Op.FLOOR:
             _compare_step(op, n, ri, rf, to, a, b)
-        else:
+        elif op <= Op.WHERE_FLOAT:
             _float_step(op, n, ri, rf, to, a, b, c)
+        else:
+            _function_step(op, n, rf, to, a, b)

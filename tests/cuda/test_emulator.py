@@ -28,6 +28,7 @@ from placement import Placed, random_layout, same_bits
 from strategies import BFLOAT16, DTYPES, MASKS, SCORES, Problem, Sizes, problems
 
 from cupyflash import masks, scores
+from cupyflash.expr import cos, erf, exp2, log, sigmoid, sin, sqrt
 from cupyflash.problem import pack_gqa, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
@@ -125,6 +126,29 @@ def test_every_kind_of_mask_and_score(kind, dtype):
     option, name = kind
     make = {"mask": MASKS, "score_mod": SCORES}[option][name]
     problem = _with_options(dtype, lambda z: {option: make(z)})
+    found = ratios(problem, Emulator(Blocks(16, 16, 32)))
+    assert max(found.values()) <= 1, found
+
+
+FUNCTIONS = {
+    "gate": lambda s, b, h, i, j: s + log(sigmoid(0.3 * (i - j) + h)) + 0.5 * sigmoid(s),
+    "waves": lambda s, b, h, i, j: s * cos(0.4 * (i - j)) + sin(s) + erf(0.5 * s),
+    "powers": lambda s, b, h, i, j: (1.0 + s * s) ** 0.75 + (i + 1) ** -0.5 - 1.5 ** (0.5 * s),
+    "roots": lambda s, b, h, i, j: sqrt(1.0 + s * s) + exp2(-0.25 * (abs(i - j) >> 1)),
+}
+
+
+@mostly_thorough(
+    ("name", "dtype"),
+    [(name, dtype) for name in FUNCTIONS for dtype in DTYPES],
+    quick=[*zip(FUNCTIONS, DTYPES, strict=True)],
+    why="each function in one type is quick",
+    ids=str,
+)
+def test_functions_of_expressions(name, dtype):
+    change = scores.score(FUNCTIONS[name])
+    mask = masks.mask(lambda b, h, i, j: (j >> 2 <= i) | ((1 << (i % 6)) * sqrt(i) > j))
+    problem = _with_options(dtype, lambda z: {"score_mod": change, "mask": mask})
     found = ratios(problem, Emulator(Blocks(16, 16, 32)))
     assert max(found.values()) <= 1, found
 

@@ -111,6 +111,12 @@ extern "C" {
 double exp(double) noexcept;
 double log(double) noexcept;
 double tanh(double) noexcept;
+double exp2(double) noexcept;
+double erf(double) noexcept;
+double sqrt(double) noexcept;
+double sin(double) noexcept;
+double cos(double) noexcept;
+double pow(double, double) noexcept;
 double floor(double) noexcept;
 double fabs(double) noexcept;
 double fmax(double, double) noexcept;
@@ -120,6 +126,12 @@ double fma(double, double, double) noexcept;
 inline float exp(float x) { return __builtin_expf(x); }
 inline float log(float x) { return __builtin_logf(x); }
 inline float tanh(float x) { return __builtin_tanhf(x); }
+inline float exp2(float x) { return __builtin_exp2f(x); }
+inline float erf(float x) { return __builtin_erff(x); }
+inline float sqrt(float x) { return __builtin_sqrtf(x); }
+inline float sin(float x) { return __builtin_sinf(x); }
+inline float cos(float x) { return __builtin_cosf(x); }
+inline float pow(float x, float y) { return __builtin_powf(x, y); }
 inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
 inline float copysign(float x, float y) { return __builtin_copysignf(x, y); }

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from cupyflash import lookup
 from cupyflash.errors import ArgumentError
-from cupyflash.expr import clip, exp, floor, log, tanh
+from cupyflash.expr import clip, floor
 from cupyflash.expr.bind import bind
-from cupyflash.expr.evaluate import evaluate_exactly
+from cupyflash.expr.evaluate import NUMPY, evaluate_exactly
 from cupyflash.expr.functions import SCORE
 from cupyflash.expr.interval import (
     EMPTY,
@@ -91,18 +91,18 @@ def test_the_machine_gives_numpys_integers(data):
 
 
 @pytest.mark.parametrize("float_type", [np.float32, np.float64])
-@pytest.mark.parametrize("function", [exp, log, tanh])
-def test_functions_are_within_their_units_in_the_last_place(function, float_type):
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "power"])
+def test_functions_are_within_their_units_in_the_last_place(name, float_type):
     rng = np.random.default_rng(0)
     score = np.concatenate(
         [rng.uniform(-90, 90, 400), 2.0 ** rng.uniform(-30, 30, 400), rng.uniform(-1, 1, 200)]
     ).astype(float_type)[None]
-    if function is log:
+    if name == "log":
         score = abs(score)
-    tree, sizes = function(SCORE), Sizes((1,), 1, 1, 1000)
+    tree, sizes = operation(name, SCORE), Sizes((1,), 1, 1, 1000)
     where_ = (0, 0, 0, 1, 0, 1000)
     with np.errstate(over="ignore"):
-        exact = getattr(np, function.__name__)(score.astype(np.longdouble))
+        exact = NUMPY[name](score.astype(np.longdouble))
         rounded = exact.astype(float_type)
         fine = np.isfinite(rounded) & (abs(rounded) >= np.finfo(float_type).smallest_normal)
         allowed = FUNCTION_ULPS * np.spacing(abs(rounded))

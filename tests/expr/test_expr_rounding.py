@@ -22,6 +22,7 @@ from cupyflash.expr import (
     absolute,
     clip,
     exp,
+    exp2,
     floor,
     log,
     maximum,
@@ -32,7 +33,7 @@ from cupyflash.expr import (
 from cupyflash.expr.derivative import derivative
 from cupyflash.expr.evaluate import evaluate
 from cupyflash.expr.functions import POSITIONS, SCORE
-from cupyflash.expr.nodes import as_expr
+from cupyflash.expr.nodes import as_expr, operation
 from cupyflash.expr.rounding import evaluate_with_error
 from cupyflash.reference.spec.naive import Sizes
 
@@ -86,6 +87,9 @@ def test_derivative(change, s, expected):
     assert value(derivative(change), s) == pytest.approx(expected, rel=1e-14)
 
 
+WAVES = ("sin", "cos", "sigmoid", "erf")
+
+
 def smooth(depth):
     """Continuous changes; kinks are allowed."""
     if depth == 0:
@@ -102,6 +106,10 @@ def smooth(depth):
         st.builds(tanh, part),
         st.builds(lambda a: exp(minimum(a, 3.0)), part),
         st.builds(lambda a: log(1.0 + absolute(a)), part),
+        st.builds(lambda a: operation("sqrt", 1.0 + a * a), part),
+        st.builds(lambda name, a: operation(name, a), st.sampled_from(WAVES), part),
+        st.builds(lambda a: exp2(minimum(a, 4.0)), part),
+        st.builds(lambda a, b: (0.5 + absolute(a)) ** clip(b, -2.0, 2.0), part, part),
         st.builds(lambda a, b: where(a < 0.0, a * b, a + a), part, part),  # continuous at a = 0
     )
 
@@ -176,6 +184,17 @@ ONE_OPERATION = {
     "exp": lambda a, b: exp(a),
     "log": lambda a, b: log(a),
     "tanh": lambda a, b: tanh(a) + tanh(0.1 * b),
+    "exp2": lambda a, b: exp2(a),
+    "sigmoid": lambda a, b: operation("sigmoid", a) + operation("sigmoid", 9.0 * b),
+    "erf": lambda a, b: operation("erf", a) + operation("erf", 0.1 * b),
+    "sqrt": lambda a, b: operation("sqrt", absolute(a)),
+    "sqrt of what may be negative": lambda a, b: operation("sqrt", a),
+    "sin": lambda a, b: operation("sin", a) + operation("sin", 20.0 * b),
+    "cos": lambda a, b: operation("cos", a) + operation("cos", 20.0 * b),
+    "power": lambda a, b: absolute(a) ** b,
+    "power of any base": lambda a, b: a**-2.0 + a ** as_expr(3) + a**0.5,
+    "left_shift": lambda a, b: (floor(a * 4) << clip(floor(b), 0, 5)) * 1.0,
+    "right_shift": lambda a, b: (floor(a * 99) >> clip(floor(b), 0, 5)) * 1.0,
 }
 
 

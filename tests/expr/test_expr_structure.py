@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cupyflash import lookup, masks, scores
-from cupyflash.expr import where
+from cupyflash.expr import sqrt, where
 from cupyflash.expr.structure import structure
 
 F32 = np.dtype(np.float32)
@@ -32,6 +32,11 @@ DIFFERENT = {
     "zero": lambda: scores.score(lambda s, b, h, i, j: s * 0.0),
     "minus zero": lambda: scores.score(lambda s, b, h, i, j: s * -0.0),
     "a choice": lambda: scores.score(lambda s, b, h, i, j: where(i < j, s, 0.0)),
+    "a shift": lambda: masks.mask(lambda b, h, i, j: (i >> 1) < j),
+    "the other shift": lambda: masks.mask(lambda b, h, i, j: (i << 1) < j),
+    "a power": lambda: scores.score(lambda s, b, h, i, j: s**0.5),
+    "another power": lambda: scores.score(lambda s, b, h, i, j: s**0.25),
+    "a root": lambda: scores.score(lambda s, b, h, i, j: sqrt(s)),
     "slopes": lambda: scores.alibi(np.ones(4, F32)),
     "lengths": lambda: masks.lengths(np.ones(2, np.int64)),
     "segments": lambda: masks.segments(np.ones(4, np.int64)),

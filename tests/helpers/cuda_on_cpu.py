@@ -15,7 +15,7 @@ import pytest
 
 from cupyflash.arrays.device_arrays import address
 from cupyflash.arrays.dtypes import DTYPES
-from cupyflash.expr.cuda import Generated
+from cupyflash.expr.cuda_functions import Generated
 from cupyflash.gpu import params, source, strides
 
 # What the compiler knows by itself on a GPU, and twins of the functions of ptx/.
@@ -26,7 +26,8 @@ SHIM = """
 #define __forceinline__ inline
 #define __noinline__
 using std::copysign; using std::exp; using std::fabs; using std::floor; using std::fma;
-using std::log; using std::tanh;
+using std::log; using std::tanh; using std::exp2; using std::erf; using std::sqrt; using std::sin;
+using std::cos; using std::pow;
 template <typename To, typename From> To same_bits(From from) {
   To to;
   static_assert(sizeof(to) == sizeof(from), "");

@@ -82,6 +82,13 @@ def allowed(mask: tuple[Any, ...], at: Sequence) -> Any:
         return p[0][at.h, i] > j // 2
     if word == "slanted":  # p i < j, in halves, hence exact
         return p[0] * i < j
+    if word == "shifted":  # (i >> p) + h == j >> p
+        size = 2 ** min(p[0], 62)
+        return i // size + at.h == j // size
+    if word == "doubled":  # j << min(p, 40) <= i << 1
+        return j * 2.0 ** min(p[0], 40) <= 2.0 * i
+    if word == "root":  # sqrt(i + 1) p / 2 > j; the product is exact
+        return np.sqrt(np.float32(i + 1)) * np.float32(0.5) * np.float32(p[0]) > j
     raise ValueError(f"mask {word}")
 
 
@@ -146,7 +153,53 @@ def changed(score: tuple[Any, ...], s: Array, e: Array, at: Sequence, u: float) 
         )
         flips = np.where(np.abs(np.abs(s) - p[0]) <= e + 2 * u * p[0], value, 0)
         return Changed(value, np.where(np.isnan(s), s, inside * value), error, error + flips)
+    if word in ("gate", "erf"):  # s + p / (1 + exp(-s)); s + p erf(s)
+        with np.errstate(all="ignore"):
+            half = np.exp(-np.abs(s)) / (1 + np.exp(-np.abs(s)))
+            gate = np.where(s < 0, half, 1 - half), half * (1 - half), 0.25
+            bell = _erf(s), 2 / np.sqrt(np.pi) * np.exp(-s * s), 1.13
+        f, slope, steepest = gate if word == "gate" else bell
+        error = e + p[0] * steepest * e + 12 * u * (size + 1)
+        return Changed(s + work(p[0]) * f, 1 + work(p[0]) * slope, error, p[0] * e + 20 * u)
+    if word == "power":  # s below 0, else (1 + s)**(1 + p) - 1
+        above = (1 + np.maximum(s, 0)) ** work(p[0])
+        with np.errstate(invalid="ignore"):
+            value = np.where(s < 0, s, (1 + s) * above - 1)
+        slope = np.where(s < 0, 1, work(1 + p[0]) * above)
+        grown = (1 + size) ** (1 + p[0])
+        flips = np.where(np.abs(s) <= e, p[0], 0)
+        error = (1 + p[0]) * (1 + size) ** p[0] * e + 40 * u * grown
+        return Changed(value, slope, error, flips + e + 40 * u * (1 + size) ** p[0])
+    if word in ("wave", "distance", "decay"):
+        apart = np.abs(at.i - at.j).astype(s.dtype)
+        if word == "distance":  # s - p sqrt(|i - j|)
+            away = work(p[0]) * np.sqrt(apart)
+            return Changed(s - away, 1, e + 4 * u * (size + np.abs(away)), 0)
+        # s (1 + p cos((i - j) / 4)); s 2**(-p |i - j| / 8)
+        wave = 1 + work(p[0]) * np.cos(apart / 4)
+        factor = wave if word == "wave" else 2 ** (-work(p[0]) * apart / 8)
+        return Changed(s * factor, factor, factor * e + 24 * u * size, 20 * u)
     raise ValueError(f"score {word}")
+
+
+def _erf(x: Array) -> Array:
+    """Return the error function by the continued fraction of its complement, or its series.
+
+    Abramowitz & Stegun 7.1.6 and 7.1.14.
+    """
+    size = np.minimum(np.abs(x), 9).astype(x.dtype)
+    near = np.minimum(size, 2)
+    total, term = near.copy(), near.copy()
+    for n in range(1, 90):
+        term = term * (2 * near * near / (2 * n + 1))
+        total = total + term
+    series = 2 / np.sqrt(x.dtype.type(np.pi)) * np.exp(-near * near) * total
+    far = np.maximum(size, 2)
+    fraction = far
+    for n in range(200, 0, -1):
+        fraction = far + x.dtype.type(n) / 2 / fraction
+    beyond = 1 - np.exp(-far * far) / (np.sqrt(x.dtype.type(np.pi)) * fraction)
+    return np.where(np.isnan(x), x, np.sign(x) * np.where(size < 2, series, beyond))
 
 
 def kept(seed: int, p: float, at: Sequence) -> Array:

@@ -22,18 +22,25 @@ from cupyflash import lookup
 from cupyflash.expr import (
     absolute,
     clip,
+    cos,
+    erf,
     exp,
+    exp2,
     floor,
     len_k,
     len_q,
     log,
     maximum,
     minimum,
+    sigmoid,
+    sin,
+    sqrt,
     tanh,
     where,
 )
 from cupyflash.expr.bind import Alignment, Axis, aligned, bind
-from cupyflash.expr.cuda import Functions, Generated, generate
+from cupyflash.expr.cuda import generate
+from cupyflash.expr.cuda_functions import Functions, Generated
 from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import POSITIONS, SCORE
 from cupyflash.expr.interval import PARTIAL, tile_class
@@ -121,6 +128,8 @@ MASKS: dict[str, Expr] = {
     "arithmetic": absolute(I * 0.7 - J / (I + 1.5)) - (-(J * 0.1)) <= 9.5,
     "functions": exp(I * -0.1) + tanh(J * 0.2 - 3) > log(J * 1.0 + 1.0) * 0.3,
     "to float": (I + J) * 1.0 == J + 7.0,
+    "shifts": (((I - J) >> (J % 5)) << (I % 3)) + ((I - J) >> (J + 50)) < (J >> 1) - 4,
+    "roots": sqrt(I - 3) * 2.0 < sqrt(J + 0.5),
     "infinite": where(I > 3, float("-inf"), J * 1.0) < where(J > 30, float("nan"), 5.5),
     "huge": (I + 2**40) * (J + 2**18) // 2**40 - 2**62 // 2**60 > 2**18 + 20,
 }
@@ -141,6 +150,8 @@ SCORES: dict[str, Expr] = {
     "bias": SCORE * lookup(_FLOATS[np.float16])[I, J] + lookup(_FLOATS[np.float64])[I, J],
     "broadcast": SCORE + aligned(Alignment(_COLUMN, "bias", AXES)),
     "compared": where(minimum(SCORE, 0.2) >= SCORE * 3.0 + 0.1, SCORE + 1.0, -SCORE / 2.5),
+    "waves": sin(SCORE) * cos(I * 0.125) + erf(SCORE) - sqrt(1.5 + SCORE),
+    "powers": (absolute(SCORE) + 0.25) ** (I * 0.125) + exp2(SCORE) * sigmoid(SCORE * 3.0),
     "floors": SCORE + floor(SCORE * 10.0) * 0.125 + absolute(SCORE - 0.5),
 }
 

@@ -39,7 +39,8 @@ _WORDS_OF_CPP = """
     register reinterpret_cast return short signed sizeof static static_assert static_cast struct
     switch template this throw true try typedef typeid typename union unsigned using virtual void
     volatile while
-    threadIdx blockIdx gridDim blockDim fma fmaf fmax fmin fabs floor exp exp2 log tanh atomicAdd
+    threadIdx blockIdx gridDim blockDim fma fmaf fmax fmin fabs floor exp exp2 log tanh erf sqrt
+    sin cos pow atomicAdd
 """
 _FIXED = {*_WORDS_OF_CPP.split(), *keyword.kwlist}
 _CLOSES = {")": "(", "]": "[", "}": "{"}

@@ -38,6 +38,7 @@ def test_every_kind_type_word_and_layout_is_drawn():
     }
     text = "\n".join(x.describe() for x in cases)
     words = (*fuzz_problems.MASKS, *fuzz_problems.SCORES, *fuzz_problems.LAYOUTS)
+    words += (*fuzz_problems.FUNCTION_MASKS, *fuzz_problems.FUNCTION_SCORES)
     for word in (*words, "and", "or", "xor", "not", "NaN in", "where nobody looks"):
         assert word in text, word
     shapes = [x.arrays["q"].shape for x in cases if "q" in x.arrays]
@@ -58,6 +59,20 @@ def test_variants_differ_in_lengths_and_numbers_alone():
         }
         assert len(kernels) == 1
         assert len({c.describe() for c in cases}) > 8
+
+
+def test_functions_of_expressions_are_right():
+    words = (*fuzz_problems.FUNCTION_MASKS, *fuzz_problems.FUNCTION_SCORES)
+    left = dict.fromkeys(words, 2)
+    for n in range(400):
+        case = fuzz.draw(SEED, n)
+        text = str((case.options.mask, case.options.scores))
+        here = [word for word in words if f"'{word}'" in text and left[word]]
+        if here and all(x.size for x in case.arrays.values()):
+            assert fuzz.attempt(n, SEED, "cpu")[3] == ""
+            for word in here:
+                left[word] -= 1
+    assert not any(left.values())
 
 
 def test_problems_are_drawn_again():

@@ -15,7 +15,7 @@ import pytest
 from cuda_specialisations import SHARED_MEMORY, target_of
 
 from cupyflash import masks
-from cupyflash.expr.cuda import Functions
+from cupyflash.expr.cuda_functions import Functions
 from cupyflash.gpu import source, strides
 from cupyflash.gpu.kernels import registry
 from cupyflash.gpu.kernels.registry import KERNELS, SPECS

@@ -108,6 +108,12 @@ def make_mask(d: tuple[Any, ...], xp: Any) -> masks.Mask:
         return masks.mask(lambda b, h, i, j: table[h, i] > j // 2)
     if word == "slanted":
         return masks.mask(lambda b, h, i, j: p[0] * i < j)
+    if word == "shifted":
+        return masks.mask(lambda b, h, i, j: (i >> p[0]) + h == j >> p[0])
+    if word == "doubled":  # proven to fit into 64 bits
+        return masks.mask(lambda b, h, i, j: j << min(p[0], 40) <= i << 1)
+    if word == "root":
+        return masks.mask(lambda b, h, i, j: expr.sqrt(i + 1) * 0.5 * p[0] > j)
     made: masks.Mask = getattr(masks, word)(*p)
     return made
 
@@ -129,6 +135,14 @@ def make_score(d: tuple[Any, ...], xp: Any) -> scores.Score:
         "table": lambda s, b, h, i, j: s * table[h, i],
         "absolute": lambda s, b, h, i, j: abs(s),
         "least": lambda s, b, h, i, j: expr.minimum(s, p[0]),
+        "gate": lambda s, b, h, i, j: s + p[0] * expr.sigmoid(s),
+        "erf": lambda s, b, h, i, j: s + p[0] * expr.erf(s),
+        "power": lambda s, b, h, i, j: expr.where(
+            s < 0, s, (1 + expr.maximum(s, 0)) ** (1 + p[0]) - 1
+        ),
+        "wave": lambda s, b, h, i, j: s * (1 + p[0] * expr.cos((i - j) / 4)),
+        "distance": lambda s, b, h, i, j: s - p[0] * expr.sqrt(abs(i - j)),
+        "decay": lambda s, b, h, i, j: s * expr.exp2(-p[0] * abs(i - j) / 8),
         "exponential": lambda s, b, h, i, j: expr.exp(expr.clip(s, -p[0], p[0])) / 2,
     }
     return scores.score(functions[word])

@@ -146,6 +146,8 @@ def draw(seed: int, index: int, gpu: bool = False, variants: int = 1) -> Case:
     if rng.random() < 0.5:
         number = 1 if rng.random() < 0.7 else 2
         o.scores = tuple(("softcap", 4.0) if simple else words.score() for _ in range(number))
+    if not simple:
+        _put_functions(np.random.default_rng([seed, index // variants, 1]), o, len_k)
     if rng.random() < 0.25:
         o.bias = words.bias()
     if rng.random() < 0.25 and not simple:
@@ -168,6 +170,18 @@ def draw(seed: int, index: int, gpu: bool = False, variants: int = 1) -> Case:
     elif "zero" not in case.layouts.values():
         _poison(numbers, case, gpu)
     return case
+
+
+def _put_functions(rng: Any, o: Options, len_k: int) -> None:
+    """Put functions into the mask and the scores, drawn apart: other problems stay as they are."""
+    if o.mask is not None and rng.random() < 0.15:
+        number = int(rng.integers(0, 7)) if rng.random() < 0.8 else 70
+        word = str(rng.choice(FUNCTION_MASKS))
+        mask = word, number if word != "root" else 0.5 * int(rng.integers(1, 9)) * len_k**0.5 // 1
+        o.mask = (str(rng.choice(["and", "or", "xor"])), o.mask, mask)
+    if o.scores and rng.random() < 0.3:
+        word = str(rng.choice(FUNCTION_SCORES))
+        o.scores = (*o.scores[:-1], (word, float(rng.choice([0.25, 0.5]))))
 
 
 def longest_axis(x: Array) -> int:
@@ -359,6 +373,11 @@ SCORES = (
     "least",
     "exponential",
 )
+
+
+# Masks and scores with functions. Their parameter is a number.
+FUNCTION_MASKS = ("shifted", "doubled", "root")
+FUNCTION_SCORES = ("gate", "wave", "erf", "power", "distance", "decay")
 
 
 def _poison(rng: Any, case: Case, gpu: bool) -> None:
