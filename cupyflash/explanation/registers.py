@@ -11,7 +11,12 @@ from .results import Registers
 
 REMEDY = "pip install cuda-bindings nvidia-cuda-nvrtc"
 # CuPy's own options, in addition to those of cupyflash/gpu/jit.py, and the assembler's notes.
-OPTIONS = ("-std=c++17", "-ftz=true", "--ptxas-options=-v")
+OPTIONS = (
+    "-std=c++17",
+    "-ftz=true",
+    "--device-as-default-execution-space",  # without it, NVRTC 12 refuses our functions
+    "--ptxas-options=-v",
+)
 
 
 class UnknownError(Exception):
@@ -79,7 +84,8 @@ def _log(text: str, architecture: str) -> tuple[str, str]:
     said = log.decode(errors="replace").strip("\0 \n")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise UnknownError(
-            f"registers: NVRTC {version} does not compile for {architecture} ({said[:100]})"
+            f"registers: NVRTC {version} does not compile for {architecture} "
+            f"({_complaint(said) or status})"
         )
     return version, said
 
@@ -88,6 +94,13 @@ def _checked(nvrtc: Any, answer: Any) -> Any:
     if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(str(answer[0]))
     return answer
+
+
+def _complaint(log: str) -> str:
+    """Return the first error of a compiler's log, which begins with its warnings."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\b(error|fatal)\b", line)]
+    return "".join((errors or lines)[:1])[:200]
 
 
 def _first(error: Exception) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from .. import dispatch
 from ..arrays import interop
 from ..arrays.device_arrays import device_of, is_device_array
+from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..execute import Vjp, check_flag, given_rows, gradient_arrays, result_shapes
 from ..lazy import cached_property
@@ -322,7 +323,7 @@ class StreamedVjp(Vjp):
 
     __slots__ = ()
 
-    def __call__(self, do: Any, dlse: Any = None) -> Gradients:
+    def __call__(self, do: DLPackArray, dlse: DLPackArray | None = None) -> Gradients:
         """Return the gradients, given those of the output and of the LSE."""
         request: Any = self._request
         how = self._deterministic, None, self._bias_gradient

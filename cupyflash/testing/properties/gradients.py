@@ -6,14 +6,16 @@ without a sink. All other properties hold with every option.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash import masks, scores
 from cupyflash.problem.call import Gradients
 
-from ..subject import expect
+from ..bound import BackwardBound
+from ..cases import Problem
+from ..subject import Subject, expect
 from .base import (
     Array,
     a_property,
@@ -23,11 +25,6 @@ from .base import (
     some_mask,
     wide,
 )
-
-if TYPE_CHECKING:
-    from ..bound import BackwardBound
-    from ..cases import Problem
-    from ..subject import Subject
 
 NAMES = ("dq", "dk", "dv")
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash import masks
 
-from ..subject import Rows, expect
+from ..bound import ForwardBound
+from ..cases import Problem
+from ..subject import Rows, Subject, expect
 from .base import (
     a_property,
     cut_rows,
@@ -23,11 +25,6 @@ from .base import (
     some_mask,
     wide,
 )
-
-if TYPE_CHECKING:
-    from ..bound import ForwardBound
-    from ..cases import Problem
-    from ..subject import Subject
 
 Array = np.ndarray[Any, Any]
 
