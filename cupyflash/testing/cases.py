@@ -100,6 +100,7 @@ def _line(dtype: np.dtype[Any], shapes: dict[str, Shape], seed: int, more: dict[
     return f"cupyflash.testing.problem({', '.join(parts)}, seed={seed})"
 
 
+@np.errstate(all="ignore")
 def problem(
     dtype: Any,
     q: Shape,

@@ -162,8 +162,7 @@ def run(
             tried += not failed
             subject.highest = 0.0
             try:
-                with np.errstate(all="ignore"):
-                    prop.check(subject, problem)
+                prop.check(subject, problem)
             except Exception as error:  # noqa: BLE001 (whatever a kernel raises is a failure)
                 failed[problem.line] = message_of(error)
                 until = min(until, time.perf_counter() + SHRINKING)
@@ -178,7 +177,8 @@ def run(
     given: Any = hypothesis.given(drawn)
     test = hypothesis.seed(number)(settings(given(attempt)))
     try:
-        test()
+        with np.errstate(all="ignore"):  # whatever the program has set
+            test()
     except (_FailedError, hypothesis.errors.Flaky, BaseExceptionGroup):
         if not failed:
             raise

@@ -197,8 +197,8 @@ def sink_is_a_key_of_value_0(s: Subject, p: Problem) -> None:
     q = np.concatenate([p.q, np.ones((*p.q.shape[:3], 1), p.dtype)], axis=-1)
     key = np.zeros((2, p.q.shape[1], 1, q.shape[-1]), p.dtype)
     key[..., -1] = sink[:, None]
-    k = np.concatenate([np.concatenate([k, 0 * k[..., :1]], axis=-1), key], axis=2)
-    v = np.concatenate([v, 0 * v[:, :, :1]], axis=2)
+    k = np.concatenate([np.concatenate([k, np.zeros_like(k[..., :1])], axis=-1), key], axis=2)
+    v = np.concatenate([v, np.zeros_like(v[:, :, :1])], axis=2)
     ours, as_key = s.attend(p.q, p.k, p.v, scale=1.0, sink=sink), s.attend(q, k, v, scale=1.0)
     bounds = s.bound(p.q, p.k, p.v, scale=1.0, sink=sink), s.bound(q, k, v, scale=1.0)
     s.near_rows(ours, as_key, *bounds)
