@@ -45,7 +45,8 @@ def registers(special: Specialisation, capability: tuple[int, int]) -> Registers
 @functools.lru_cache(maxsize=256)
 def _compiled(text: str, name: str, architecture: str) -> Registers:
     version, log = _log(text, architecture)
-    found = re.search(rf"'{name}'.*?(?=Compiling entry|\Z)", log, re.DOTALL)
+    entry = rf"Compiling entry function '{name}'.*?(?=Compiling entry|\Z)"
+    found = re.search(entry, log, re.DOTALL)
     said = found[0] if found else ""
     numbers = {
         what: re.search(rf"(\d+) {words}", said)
@@ -99,7 +100,7 @@ def _checked(nvrtc: Any, answer: Any) -> Any:
 def _complaint(log: str) -> str:
     """Return the first error of a compiler's log, which begins with its warnings."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\b(error|fatal)\b", line)]
+    errors = [line for line in lines if re.search(r"\berror\s*(#[\w-]+\s*)?:", line)]
     return "".join((errors or lines)[:1])[:200]
 
 
