@@ -124,6 +124,27 @@ def pytest_terminal_summary(
         )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI, let a run fail in which tests were skipped that should run there."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("CI") or hasattr(session.config, "workerinput") or reporter is None:
+        return
+    import allowed_skips
+
+    reasons = [
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in reporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    ]
+    found = allowed_skips.forbidden(reasons, os.environ.get(allowed_skips.WITHOUT, ""))
+    for reason in found:
+        reporter.write_line(f"Skipped, which CI does not allow: {reason}", red=True)
+    nothing_failed = pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED
+    if found and session.exitstatus in nothing_failed:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Share out whole files: much of what a file's tests need is made once for all of them."""
