@@ -100,8 +100,8 @@ def rooflines(
             number = ".".join(map(str, device.capability))
             unknown.append(
                 f"time: {kernel.name} multiplies by mma.sync, the instruction of compute "
-                f"capability 8.0, as there is no kernel for {number} of its own; how fast {device.name} runs "
-                "that is not known"
+                f"capability 8.0, as there is no kernel for {number} of its own; how fast "
+                f"{device.name} runs that is not known"
             )
             return best, None
         if peak is None:
