@@ -2,6 +2,8 @@
 
 With ``SOURCE_DATE_EPOCH`` setuptools makes the same wheel again, byte by byte. Its sdist, however,
 holds the times and owners of the files. Here that time replaces all times, and no owner is named.
+Setuptools puts into a wheel whatever an earlier build has left in ``build/lib``, such as modules
+that were removed since. Here that folder is cleared first.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,6 @@ from typing import Any
 from setuptools import build_meta
 from setuptools.build_meta import (
     build_editable,
-    build_wheel,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,
     get_requires_for_build_wheel,
@@ -34,6 +36,15 @@ __all__ = [
     "prepare_metadata_for_build_editable",
     "prepare_metadata_for_build_wheel",
 ]
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    """Build the wheel from the sources alone; return the name of its file."""
+    for left in (*Path("build").glob("lib*"), *Path("build").glob("bdist.*")):
+        shutil.rmtree(left)
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:

@@ -3,67 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
+from typing import Literal, SupportsFloat, SupportsIndex, Unpack, overload
+
+from numpy.typing import NDArray
 
 from . import coded_request, dispatch, execute
 from .arrays.interop import DLPackArray
+from .arrays.typed import DType, F, FloatArray, Number
 from .execute import Vjp
 from .masks import Mask
 from .problem import validate
 from .problem.call import Array, Gradients
 from .problem.keywords import explained
 from .problem.options import Options
+from .problem.signatures import ForwardOptions, VjpOptions, WorkspaceBackwardOptions
 from .scores import Score
 
 
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
     *,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | SupportsFloat | None = None,
-    k_scale: DLPackArray | SupportsFloat | None = None,
-    v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
     return_lse: Literal[False] = False,
-    out: Array | None = None,
-    lse_out: Array | None = None,
-) -> Array: ...
+    **options: Unpack[ForwardOptions],
+) -> NDArray[F]: ...
 
 
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
     *,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | SupportsFloat | None = None,
-    k_scale: DLPackArray | SupportsFloat | None = None,
-    v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
     return_lse: Literal[True],
-    out: Array | None = None,
-    lse_out: Array | None = None,
-) -> tuple[Array, Array]: ...
+    **options: Unpack[ForwardOptions],
+) -> tuple[NDArray[F], FloatArray]: ...
 
 
 @overload
@@ -72,23 +48,31 @@ def attention(
     k: DLPackArray,
     v: DLPackArray,
     *,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | SupportsFloat | None = None,
-    k_scale: DLPackArray | SupportsFloat | None = None,
-    v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
-    return_lse: bool = False,
-    out: Array | None = None,
-    lse_out: Array | None = None,
-) -> Any: ...
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, FloatArray]: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: bool,
+    **options: Unpack[ForwardOptions],
+) -> Array | tuple[Array, FloatArray]: ...
 
 
 @explained
@@ -101,19 +85,19 @@ def attention(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     q_scale: DLPackArray | SupportsFloat | None = None,
     k_scale: DLPackArray | SupportsFloat | None = None,
     v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
+    qkv_dtype: DType = None,
+    out_dtype: DType = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, FloatArray]:
     """Compute exact attention, softmax(scale q kᵀ) v, without storing the scores.
 
     Shapes follow `numpy.matmul`. The logits are score_mod(scale * q.k) + bias, -inf where `mask` is
@@ -218,6 +202,30 @@ def attention(
     return execute.forward(request, return_lse, out, lse_out)
 
 
+@overload
+def attention_backward(
+    do: DLPackArray,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    **options: Unpack[WorkspaceBackwardOptions],
+) -> Gradients[NDArray[F], FloatArray | None]: ...
+
+
+@overload
+def attention_backward(
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    **options: Unpack[WorkspaceBackwardOptions],
+) -> Gradients[Array, FloatArray | None]: ...
+
+
 @explained
 def attention_backward(
     do: DLPackArray,
@@ -236,11 +244,11 @@ def attention_backward(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-) -> Gradients:
+) -> Gradients[Array, FloatArray | None]:
     """Compute the gradients of `attention` from its output and LSE.
 
     Parameters
@@ -308,42 +316,24 @@ def attention_backward(
 
 @overload
 def attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
     *,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    bias_gradient: bool = True,
-) -> tuple[Array, Vjp]: ...
+    **options: Unpack[VjpOptions],
+) -> tuple[NDArray[F], Vjp[F]]: ...
 
 
 @overload
 def attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
     *,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[True],
-    deterministic: bool = False,
-    bias_gradient: bool = True,
-) -> tuple[Array, Array, Vjp]: ...
+    **options: Unpack[VjpOptions],
+) -> tuple[NDArray[F], FloatArray, Vjp[F]]: ...
 
 
 @overload
@@ -352,18 +342,20 @@ def attention_vjp(
     k: DLPackArray,
     v: DLPackArray,
     *,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    bias_gradient: bool = True,
-) -> Any: ...
+    return_lse: Literal[False] = False,
+    **options: Unpack[VjpOptions],
+) -> tuple[Array, Vjp]: ...
+
+
+@overload
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VjpOptions],
+) -> tuple[Array, FloatArray, Vjp]: ...
 
 
 @explained
@@ -376,14 +368,14 @@ def attention_vjp(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
-) -> Any:
+) -> tuple[Array, Vjp] | tuple[Array, FloatArray, Vjp]:
     """Compute attention, and return it with a function that computes its gradients.
 
     Parameters
@@ -442,7 +434,7 @@ def attention_vjp(
     return execute.vjp_of(request, return_lse, deterministic, bias_gradient)
 
 
-def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Array]:
+def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, FloatArray]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
     `combine` is associative and commutative up to rounding, and (0, -inf) is its unit. No element

@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex, overload
 
 from . import execute_rows
 from .arrays.interop import DLPackArray
+from .arrays.typed import CacheDType
 from .problem.append import Append
 from .problem.append import append as checked_append
 from .problem.call import Array
@@ -30,7 +31,7 @@ def append(
     positions: DLPackArray | Sequence[Any] | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: CacheDType = None,
     out: None = None,
 ) -> None: ...
 
@@ -50,7 +51,7 @@ def append(
     positions: DLPackArray | Sequence[Any] | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: CacheDType = None,
     out: Array | None = None,
 ) -> Array: ...
 
@@ -70,7 +71,7 @@ def append(
     positions: DLPackArray | Sequence[Any] | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: CacheDType = None,
     out: Array | None = None,
 ) -> Array | None:
     """Write new keys and values to a cache in place, and rotate keys and queries.

@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
+from typing import Literal, SupportsFloat, SupportsIndex, Unpack, overload
+
+from numpy.typing import NDArray
 
 from . import dispatch, execute
 from .arrays.interop import DLPackArray
+from .arrays.typed import CacheDType, F, FloatArray, Number
 from .masks import Mask
 from .problem.call import Array
 from .problem.codes import Given
 from .problem.keywords import explained
 from .problem.options import Options
+from .problem.signatures import CachedOptions
 from .scores import Score
+
+
+@overload
+def attention_cached(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    lengths: SupportsIndex | DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CachedOptions],
+) -> NDArray[F]: ...
+
+
+@overload
+def attention_cached(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    lengths: SupportsIndex | DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CachedOptions],
+) -> tuple[NDArray[F], FloatArray]: ...
 
 
 @overload
@@ -22,21 +50,8 @@ def attention_cached(
     v: DLPackArray,
     lengths: SupportsIndex | DLPackArray | Sequence[int],
     *,
-    table: DLPackArray | None = None,
-    offsets_q: DLPackArray | Sequence[int] | None = None,
-    k_scale: DLPackArray | SupportsFloat | None = None,
-    v_scale: DLPackArray | SupportsFloat | None = None,
-    kv_dtype: Any = None,
-    shared: SupportsIndex = 0,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
     return_lse: Literal[False] = False,
-    out: Array | None = None,
-    lse_out: Array | None = None,
-    workspace: Array | None = None,
+    **options: Unpack[CachedOptions],
 ) -> Array: ...
 
 
@@ -47,22 +62,21 @@ def attention_cached(
     v: DLPackArray,
     lengths: SupportsIndex | DLPackArray | Sequence[int],
     *,
-    table: DLPackArray | None = None,
-    offsets_q: DLPackArray | Sequence[int] | None = None,
-    k_scale: DLPackArray | SupportsFloat | None = None,
-    v_scale: DLPackArray | SupportsFloat | None = None,
-    kv_dtype: Any = None,
-    shared: SupportsIndex = 0,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
     return_lse: Literal[True],
-    out: Array | None = None,
-    lse_out: Array | None = None,
-    workspace: Array | None = None,
-) -> tuple[Array, Array]: ...
+    **options: Unpack[CachedOptions],
+) -> tuple[Array, FloatArray]: ...
+
+
+@overload
+def attention_cached(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    lengths: SupportsIndex | DLPackArray | Sequence[int],
+    *,
+    return_lse: bool,
+    **options: Unpack[CachedOptions],
+) -> Array | tuple[Array, FloatArray]: ...
 
 
 @explained
@@ -76,18 +90,18 @@ def attention_cached(
     offsets_q: DLPackArray | Sequence[int] | None = None,
     k_scale: DLPackArray | SupportsFloat | None = None,
     v_scale: DLPackArray | SupportsFloat | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: CacheDType = None,
     shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
+    scale: Number | None = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
     workspace: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, FloatArray]:
     """Compute attention of new queries over a cache of keys and values.
 
     `lengths` counts the positions that are in use after this step, including those of the queries:
@@ -217,7 +231,7 @@ def workspace_size_cached(
     offsets_q: DLPackArray | Sequence[int] | None = None,
     k_scale: DLPackArray | SupportsFloat | None = None,
     v_scale: DLPackArray | SupportsFloat | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: CacheDType = None,
     shared: SupportsIndex = 0,
 ) -> int:
     """Return how many bytes of workspace `attention_cached` needs at most for these shapes.

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from .arrays import interop
 from .arrays.interop import DLPackArray
+from .problem.call import Gradients
+
+L = TypeVar("L", bound=DLPackArray)
 
 
-def convert(results: Any, *, like: DLPackArray) -> Any:
+@overload
+def convert(results: Gradients, *, like: L) -> Gradients[L, L | None]: ...
+
+
+@overload
+def convert(results: tuple[DLPackArray, DLPackArray], *, like: L) -> tuple[L, L]: ...
+
+
+@overload
+def convert(results: DLPackArray, *, like: L) -> L: ...
+
+
+def convert(
+    results: DLPackArray | Gradients | tuple[DLPackArray, ...], *, like: L
+) -> L | Gradients[L, L | None] | tuple[L, ...]:
     """Return results as arrays of the library that another array comes from.
 
     All functions take arrays of other libraries, and return arrays of NumPy or CuPy. This function
@@ -41,4 +58,5 @@ def convert(results: Any, *, like: DLPackArray) -> Any:
     >>> type(convert(attention(x, x, x), like=x)).__name__
     'ndarray'
     """
-    return interop.to_library_of(results, like)
+    made: Any = interop.to_library_of(results, like)
+    return made  # type: ignore[no-any-return]

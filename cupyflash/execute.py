@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import dispatch
 from .arrays import interop
 from .arrays.device_arrays import is_device_array
+from .arrays.interop import DLPackArray
+from .arrays.typed import F, FloatArray
 from .errors import ArgumentError, ArgumentTypeError
 from .gpu import launch_cache
 from .lazy import cached_property
@@ -381,7 +384,7 @@ def vjp_of(
     return (out, lse, vjp) if return_lse else (out, vjp)
 
 
-class Vjp:
+class Vjp(Generic[F]):
     """The function that computes the gradients of a call.
 
     Parameters
@@ -404,7 +407,9 @@ class Vjp:
         self._request, self._out, self._lse = request, out, lse
         self._deterministic, self._bias_gradient = deterministic, bias_gradient
 
-    def __call__(self, do: Any, dlse: Any = None) -> Gradients:
+    def __call__(
+        self, do: DLPackArray, dlse: DLPackArray | None = None
+    ) -> Gradients[NDArray[F], FloatArray | None]:
         """Return the gradients, given those of the output and of the LSE."""
         request, out, lse = self._request, self._out, self._lse
         how = self._deterministic, None, None, self._bias_gradient

@@ -61,6 +61,30 @@ def check_writable(path: Path, option: str) -> None:
         raise ArgumentError(f"{option}: {obstacle}.")
 
 
+def check_ending(path: Path, argument: str, endings: tuple[str, ...]) -> None:
+    """Raise an error that names an argument if a file's ending is that of another format.
+
+    Parameters
+    ----------
+    path : Path
+        The file. Names without an ending are fine: /dev/stdout, for instance.
+    argument : str
+        Which argument names it.
+    endings : tuple of str
+        The endings of what is written.
+
+    Raises
+    ------
+    ArgumentError
+        The ending is none of these.
+    """
+    if path.suffix and path.suffix.lower() not in endings:
+        raise ArgumentError(
+            f"{argument}: got the file {shortened(str(path))}; expected a name that ends in "
+            f"{' or '.join(endings)}, for instance {path.with_suffix(endings[0]).name}."
+        )
+
+
 def _obstacle(path: Path) -> str:
     """Return why a file could not be written, and what to do; empty if it could."""
     folder = path.resolve().parent

@@ -10,14 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
 from . import elsewhere
 from .arrays.integers import integer
+from .arrays.typed import Booleans
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import (
+    ArrayLike,
+    Bound,
+    Indices,
+    PerBatch,
     as_array,
     length_or_per_batch,
     number_or_per_batch,
@@ -104,7 +109,7 @@ class Mask(Structured):
         made = example(self)
         return None if made is None else made.svg
 
-    def evaluate(self, b: Any, h: Any, i: Any, j: Any, sizes: Any) -> np.ndarray[Any, Any]:
+    def evaluate(self, b: Indices, h: Indices, i: Indices, j: Indices, sizes: object) -> Booleans:
         """Return the mask at given positions.
 
         Parameters
@@ -127,7 +132,7 @@ class Mask(Structured):
             return np.zeros(shape, np.bool_)
         return np.broadcast_to(evaluate(bound, symbols), shape)
 
-    def to_array(self, B: int | tuple[int, ...], H: int, Lq: int, Lk: int) -> np.ndarray[Any, Any]:
+    def to_array(self, B: int | tuple[int, ...], H: int, Lq: int, Lk: int) -> Booleans:
         r"""Return the whole mask of a problem.
 
         Parameters
@@ -221,7 +226,7 @@ def _diagonal(offset: Any, argument: str) -> Expr:
 
 
 @remembered
-def causal(offset: Any = None) -> Mask:
+def causal(offset: PerBatch | None = None) -> Mask:
     """Let query i see key j when ``j <= i + offset``.
 
     Parameters
@@ -237,7 +242,7 @@ def causal(offset: Any = None) -> Mask:
 
 
 @remembered
-def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
+def window(left: Bound, right: Bound, offset: PerBatch | None = None) -> Mask:
     """Let query i see keys from ``i + offset - left`` to ``i + offset + right``.
 
     Parameters
@@ -279,7 +284,7 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
 
 
 @remembered
-def lengths(k_lengths: Any, q_lengths: Any = None) -> Mask:
+def lengths(k_lengths: PerBatch, q_lengths: PerBatch | None = None) -> Mask:
     """Let queries see the first `k_lengths` keys of their batch entry: padded batches.
 
     Parameters
@@ -311,7 +316,7 @@ def lengths(k_lengths: Any, q_lengths: Any = None) -> Mask:
     return Mask(expr)
 
 
-def segments(q_ids: Any, k_ids: Any = None) -> Mask:
+def segments(q_ids: ArrayLike, k_ids: ArrayLike | None = None) -> Mask:
     """Let queries see the keys of their own segment (document).
 
     Parameters
@@ -340,7 +345,7 @@ def segments(q_ids: Any, k_ids: Any = None) -> Mask:
 
 
 @remembered
-def prefix(n: Any) -> Mask:
+def prefix(n: PerBatch) -> Mask:
     """Let every query see the first `n` keys; join it with `causal` for a prefix language model.
 
     Parameters
@@ -385,7 +390,7 @@ def dilated(step: int) -> Mask:
     return Mask((_I + len_k - len_q - _J) % _positive(step, "dilated: step") == 0)
 
 
-def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
+def blocks(layout: ArrayLike, block_q: SupportsIndex, block_k: SupportsIndex) -> Mask:
     r"""Let block (i // block_q) of queries see block (j // block_k) of keys if `layout` says so.
 
     Parameters
@@ -413,7 +418,7 @@ def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
     return Mask(aligned(Alignment(array, "blocks: layout", axes)))
 
 
-def tree(ancestors: Any) -> Mask:
+def tree(ancestors: ArrayLike) -> Mask:
     """Let a tree of drafts, the last Lq positions, see all earlier positions and their ancestors.
 
     The drafts are the queries and the last Lq keys: query i sees key j when ``j < Lk - Lq`` or
@@ -459,7 +464,7 @@ def tree(ancestors: Any) -> Mask:
     return Mask((draft < 0) | aligned(Alignment(array, "tree: ancestors", axes)))
 
 
-def dense(array: Any) -> Mask:
+def dense(array: ArrayLike) -> Mask:
     r"""Make a mask from a boolean array; passing the plain array as ``mask=`` means the same.
 
     Parameters

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, SupportsFloat, SupportsIndex
+from typing import Literal, SupportsFloat, SupportsIndex
 
 from . import coded_request, dispatch, execute
 from .arrays.interop import DLPackArray
+from .arrays.typed import CacheDType, DType, Number
 from .masks import Mask
 from .problem.call import Plan
 from .problem.codes import Given
@@ -28,15 +29,15 @@ def plan(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     q_scale: DLPackArray | SupportsFloat | None = None,
     k_scale: DLPackArray | SupportsFloat | None = None,
     v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
+    qkv_dtype: DType = None,
+    out_dtype: DType = None,
 ) -> Plan:
     """Say which kernel would serve a call, with which tiles, and why. Nothing is computed.
 
@@ -88,13 +89,13 @@ def plan_cached(
     offsets_q: DLPackArray | Sequence[int] | None = None,
     k_scale: DLPackArray | SupportsFloat | None = None,
     v_scale: DLPackArray | SupportsFloat | None = None,
-    kv_dtype: Any = None,
+    kv_dtype: CacheDType = None,
     shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
+    scale: Number | None = None,
 ) -> Plan:
     """Say which kernel would serve a call over a cache, and why. Nothing is computed.
 
@@ -145,8 +146,8 @@ def workspace_size(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
 ) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
+import numpy as np
+
 from . import execute_rows
 from .arrays.interop import DLPackArray
+from .arrays.typed import FloatArray
 from .problem.call import Array
 from .problem.hadamard import Transform, transform
 from .problem.keywords import explained
@@ -14,8 +17,8 @@ from .problem.quantize import quantisation
 
 @explained
 def quantize(
-    x: DLPackArray, dtype: Any, *, group: SupportsIndex | None = None
-) -> tuple[Array, Array]:
+    x: DLPackArray, dtype: str | type[Any] | np.dtype[Any], *, group: SupportsIndex | None = None
+) -> tuple[Array, FloatArray]:
     """Convert numbers to codes of 8 or 4 bits, with a scale for each row or group of columns.
 
     The codes mean ``scale * code``, which differs from x by at most half a step of the codes. The

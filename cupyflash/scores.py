@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from . import elsewhere
 from .arrays.dtypes import DTYPES
 from .arrays.integers import integer
+from .arrays.typed import FloatArray
 from .errors import ArgumentError, ArgumentTypeError, TraceError
-from .expr.arguments import as_array, remembered, traced
+from .expr.arguments import ArrayLike, Indices, as_array, remembered, traced
 from .expr.bind import Alignment, Axis, aligned, bind
 from .expr.derivative import derivative
 from .expr.evaluate import evaluate
@@ -69,8 +71,14 @@ class Score(Structured):
         return f"<score {self.expr}>"
 
     def evaluate(
-        self, s: Any, b: Any, h: Any, i: Any, j: Any, sizes: Any
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        self,
+        s: FloatArray,
+        b: Indices,
+        h: Indices,
+        i: Indices,
+        j: Indices,
+        sizes: object,
+    ) -> tuple[FloatArray, FloatArray]:
         """Return the changed scores and their derivative with respect to the score.
 
         Parameters
@@ -96,8 +104,16 @@ class Score(Structured):
         return changed, slope
 
     def evaluate_with_error(
-        self, s: Any, s_error: Any, b: Any, h: Any, i: Any, j: Any, sizes: Any, unit: float
-    ) -> tuple[np.ndarray[Any, Any], ...]:
+        self,
+        s: FloatArray,
+        s_error: npt.ArrayLike,
+        b: Indices,
+        h: Indices,
+        i: Indices,
+        j: Indices,
+        sizes: object,
+        unit: float,
+    ) -> tuple[FloatArray, ...]:
         """Return changed scores and slopes, each with a bound on the error of its computed value.
 
         Parameters
@@ -181,7 +197,7 @@ def score(function: Callable[[Expr, Expr, Expr, Expr, Expr], Any]) -> Score:
     return Score(expr)
 
 
-def alibi(slopes: Any) -> Score:
+def alibi(slopes: ArrayLike) -> Score:
     """Subtract a penalty that grows with the distance: ``s - slope_h |i + Lk - Lq - j|``.
 
     Parameters
@@ -272,7 +288,7 @@ def softcap(c: float) -> Score:
     return Score(cap * tanh(SCORE / cap))
 
 
-def relative_bias(table: Any) -> Score:
+def relative_bias(table: ArrayLike) -> Score:
     """Add a learned number for every distance.
 
     ``s + table[h, R + clip(j - i - (Lk - Lq), -R, R)]``
@@ -292,17 +308,17 @@ def relative_bias(table: Any) -> Score:
     Shaw, Uszkoreit & Vaswani 2018, "Self-Attention with Relative Position Representations" (the
     clipping); Raffel et al. 2020, section 2.1 (a scalar per head and distance).
     """
-    table = _floats(table, "relative_bias: table")
-    if table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
+    read = _floats(table, "relative_bias: table")
+    if read.ndim not in (1, 2) or read.shape[-1] % 2 == 0:
         raise ArgumentError(
-            f"relative_bias: got a table of shape {tuple(table.shape)}; expected (Hq, 2 R + 1) or "
+            f"relative_bias: got a table of shape {tuple(read.shape)}; expected (Hq, 2 R + 1) or "
             "(2 R + 1,), with an odd number of distances."
         )
-    size = int(table.shape[-1])
+    size = int(read.shape[-1])
     reach = size // 2
     position = clip(_J - _I - (len_k - len_q), -reach, reach) + reach
     axes = (Axis(_H, "heads"), Axis(position, "distance", exact=size))
-    return Score(SCORE + aligned(Alignment(table, "relative_bias: table", axes, lead=False)))
+    return Score(SCORE + aligned(Alignment(read, "relative_bias: table", axes, lead=False)))
 
 
 def _floats(value: Any, argument: str) -> Any:

@@ -8,18 +8,88 @@ never read. Results are those of the functions of the same name in ``cupyflash``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsIndex
+from typing import Literal, SupportsIndex, Unpack, overload
+
+from numpy.typing import NDArray
 
 from .arrays.interop import DLPackArray
+from .arrays.typed import F, FloatArray, Number
+from .execute import Vjp
 from .masks import Mask
 from .pieces import steps
 from .pieces.steps import Chunk
 from .problem.call import Array, Gradients
 from .problem.keywords import explained
 from .problem.options import Options
+from .problem.signatures import BackwardOptions, StreamedOptions, VjpOptions
 from .scores import Score
 
 __all__ = ["attention", "attention_backward", "attention_vjp"]
+
+
+@overload
+def attention(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StreamedOptions],
+) -> NDArray[F]: ...
+
+
+@overload
+def attention(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[StreamedOptions],
+) -> tuple[NDArray[F], FloatArray]: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StreamedOptions],
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[StreamedOptions],
+) -> tuple[Array, FloatArray]: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: bool,
+    **options: Unpack[StreamedOptions],
+) -> Array | tuple[Array, FloatArray]: ...
 
 
 @explained
@@ -34,14 +104,14 @@ def attention(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, FloatArray]:
     """Compute exact attention, of which a chunk of queries and of keys is in memory at a time.
 
     Parameters
@@ -104,6 +174,36 @@ def attention(
     return steps.forward(steps.Streamed(q, k, v, options, chunk, device), return_lse, out, lse_out)
 
 
+@overload
+def attention_backward(
+    do: DLPackArray,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    **options: Unpack[BackwardOptions],
+) -> Gradients[NDArray[F], FloatArray | None]: ...
+
+
+@overload
+def attention_backward(
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    **options: Unpack[BackwardOptions],
+) -> Gradients[Array, FloatArray | None]: ...
+
+
 @explained
 def attention_backward(
     do: DLPackArray,
@@ -123,11 +223,11 @@ def attention_backward(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-) -> Gradients:
+) -> Gradients[Array, FloatArray | None]:
     """Compute the gradients of `attention` from its output and LSE.
 
     Parameters
@@ -179,6 +279,58 @@ def attention_backward(
     return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
+@overload
+def attention_vjp(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VjpOptions],
+) -> tuple[NDArray[F], Vjp[F]]: ...
+
+
+@overload
+def attention_vjp(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[VjpOptions],
+) -> tuple[NDArray[F], FloatArray, Vjp[F]]: ...
+
+
+@overload
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VjpOptions],
+) -> tuple[Array, Vjp]: ...
+
+
+@overload
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    chunk: Chunk = "auto",
+    device: SupportsIndex | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[VjpOptions],
+) -> tuple[Array, FloatArray, Vjp]: ...
+
+
 @explained
 def attention_vjp(
     q: DLPackArray,
@@ -191,14 +343,14 @@ def attention_vjp(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
-) -> Any:
+) -> tuple[Array, Vjp] | tuple[Array, FloatArray, Vjp]:
     """Compute attention, and return it with a function that computes its gradients.
 
     Parameters

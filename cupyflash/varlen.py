@@ -3,72 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
+from typing import Literal, SupportsFloat, SupportsIndex, Unpack, overload
+
+from numpy.typing import NDArray
 
 from . import coded_request, execute
 from .arrays.interop import DLPackArray
+from .arrays.typed import DType, F, FloatArray, Number
 from .execute import Vjp
 from .masks import Mask
 from .problem.call import Array, Gradients
 from .problem.keywords import explained
 from .problem.options import Options
+from .problem.signatures import ForwardOptions, VjpOptions, WorkspaceBackwardOptions
 from .scores import Score
 
 
 @overload
 def attention_varlen(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
     offsets_q: DLPackArray | Sequence[int],
     offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | SupportsFloat | None = None,
-    k_scale: DLPackArray | SupportsFloat | None = None,
-    v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
     return_lse: Literal[False] = False,
-    out: Array | None = None,
-    lse_out: Array | None = None,
-) -> Array: ...
+    **options: Unpack[ForwardOptions],
+) -> NDArray[F]: ...
 
 
 @overload
 def attention_varlen(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
     offsets_q: DLPackArray | Sequence[int],
     offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | SupportsFloat | None = None,
-    k_scale: DLPackArray | SupportsFloat | None = None,
-    v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
     return_lse: Literal[True],
-    out: Array | None = None,
-    lse_out: Array | None = None,
-) -> tuple[Array, Array]: ...
+    **options: Unpack[ForwardOptions],
+) -> tuple[NDArray[F], FloatArray]: ...
 
 
 @overload
@@ -80,23 +56,37 @@ def attention_varlen(
     offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
-    q_scale: DLPackArray | SupportsFloat | None = None,
-    k_scale: DLPackArray | SupportsFloat | None = None,
-    v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
-    return_lse: bool = False,
-    out: Array | None = None,
-    lse_out: Array | None = None,
-) -> Any: ...
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> Array: ...
+
+
+@overload
+def attention_varlen(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, FloatArray]: ...
+
+
+@overload
+def attention_varlen(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    return_lse: bool,
+    **options: Unpack[ForwardOptions],
+) -> Array | tuple[Array, FloatArray]: ...
 
 
 @explained
@@ -112,19 +102,19 @@ def attention_varlen(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     q_scale: DLPackArray | SupportsFloat | None = None,
     k_scale: DLPackArray | SupportsFloat | None = None,
     v_scale: DLPackArray | SupportsFloat | None = None,
-    qkv_dtype: Any = None,
-    out_dtype: Any = None,
+    qkv_dtype: DType = None,
+    out_dtype: DType = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, FloatArray]:
     """Compute attention within each of several sequences that lie one after the other.
 
     Parameters
@@ -182,6 +172,38 @@ def attention_varlen(
     return execute.forward(request, return_lse, out, lse_out)
 
 
+@overload
+def attention_varlen_backward(
+    do: DLPackArray,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    **options: Unpack[WorkspaceBackwardOptions],
+) -> Gradients[NDArray[F], FloatArray | None]: ...
+
+
+@overload
+def attention_varlen_backward(
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    **options: Unpack[WorkspaceBackwardOptions],
+) -> Gradients[Array, FloatArray | None]: ...
+
+
 @explained
 def attention_varlen_backward(
     do: DLPackArray,
@@ -203,11 +225,11 @@ def attention_varlen_backward(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-) -> Gradients:
+) -> Gradients[Array, FloatArray | None]:
     """Compute the gradients of `attention_varlen`.
 
     Parameters
@@ -255,48 +277,30 @@ def attention_varlen_backward(
 
 @overload
 def attention_varlen_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
     offsets_q: DLPackArray | Sequence[int],
     offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    bias_gradient: bool = True,
-) -> tuple[Array, Vjp]: ...
+    **options: Unpack[VjpOptions],
+) -> tuple[NDArray[F], Vjp[F]]: ...
 
 
 @overload
 def attention_varlen_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
     offsets_q: DLPackArray | Sequence[int],
     offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[True],
-    deterministic: bool = False,
-    bias_gradient: bool = True,
-) -> tuple[Array, Array, Vjp]: ...
+    **options: Unpack[VjpOptions],
+) -> tuple[NDArray[F], FloatArray, Vjp[F]]: ...
 
 
 @overload
@@ -308,18 +312,23 @@ def attention_varlen_vjp(
     offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    mask: Mask | DLPackArray | None = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: DLPackArray | None = None,
-    sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: SupportsIndex | DLPackArray | None = None,
-    precision: Literal["tf32x3"] | None = None,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    bias_gradient: bool = True,
-) -> Any: ...
+    return_lse: Literal[False] = False,
+    **options: Unpack[VjpOptions],
+) -> tuple[Array, Vjp]: ...
+
+
+@overload
+def attention_varlen_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    return_lse: Literal[True],
+    **options: Unpack[VjpOptions],
+) -> tuple[Array, FloatArray, Vjp]: ...
 
 
 @explained
@@ -335,14 +344,14 @@ def attention_varlen_vjp(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
-) -> Any:
+) -> tuple[Array, Vjp] | tuple[Array, FloatArray, Vjp]:
     """Compute `attention_varlen`, and return it with a function that computes its gradients.
 
     Parameters

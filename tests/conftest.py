@@ -36,20 +36,15 @@ def installed_package_is_this_checkout() -> None:
     found = importlib.util.find_spec("cupyflash")
     if found is None or found.origin is None:
         raise pytest.UsageError(f"cupyflash is not installed; {remedy}")
-    installed = Path(found.origin).parent
-    if installed == ROOT / "cupyflash":
+    package = Path(found.origin).parent
+    if package == ROOT / "cupyflash":
         return
-    for here, there in (
-        (ROOT / "cupyflash", installed),
-        (ROOT / "reference", installed / "reference"),
-    ):
-        for source in here.rglob("*.py"):
-            copy = there / source.relative_to(here)
-            if not copy.is_file() or copy.read_bytes() != source.read_bytes():
-                raise pytest.UsageError(
-                    f"the installed cupyflash ({installed}) is not this checkout: "
-                    f"{source.relative_to(ROOT)} differs; {remedy}"
-                )
+    import installed  # one of the modules that tests share
+
+    if difference := installed.difference(ROOT, package):
+        raise pytest.UsageError(
+            f"the installed cupyflash ({package}) is not this checkout: {difference}; {remedy}"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -129,6 +124,27 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             "These were the quick tests: `-m thorough` runs the others, `-m ''` runs both."
         )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI, let a run fail in which tests were skipped that should run there."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("CI") or hasattr(session.config, "workerinput") or reporter is None:
+        return
+    import allowed_skips
+
+    reasons = [
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in reporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    ]
+    found = allowed_skips.forbidden(reasons, os.environ.get(allowed_skips.WITHOUT, ""))
+    for reason in found:
+        reporter.write_line(f"Skipped, which CI does not allow: {reason}", red=True)
+    nothing_failed = pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED
+    if found and session.exitstatus in nothing_failed:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..errors import ArgumentError
 from .tiles import rows_of
@@ -136,7 +135,7 @@ def flash_attention_backward(
 
 
 def block_sparse_attention(
-    layout: Any,
+    layout: ArrayLike,
     n_q: int,
     n_k: int,
     d: int,

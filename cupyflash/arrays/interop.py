@@ -17,12 +17,13 @@ Array = np.ndarray[Any, Any]
 
 
 class DLPackArray(Protocol):
-    """An array of NumPy, CuPy or another library that exports DLPack."""
+    """An array of NumPy, CuPy or another library that exports DLPack.
 
-    def __dlpack__(self, *args: Any, **keywords: Any) -> Any:
-        """Return a capsule that shares the array's memory."""
+    Libraries that export it have `__dlpack__`, too. It is no part of this type: by NumPy's own
+    annotations, arrays of Booleans do not have it.
+    """
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self) -> tuple[Any, int]:
         """Return the kind and the number of the device where it lives."""
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays.dtypes import FLOATS
 from ..errors import ArgumentError
-from ..files import check_writable, replacing, write_text
+from ..files import check_ending, check_writable, replacing, write_text
 from ..install import extra
 from . import info
 from .demo import choose_device, number_of_threads
@@ -293,6 +293,8 @@ def check_files(options: argparse.Namespace) -> None:
     for name, file in (("--json", options.json), ("--plot", options.plot)):
         if file is not None:
             check_writable(file, name)
+    if options.json is not None:
+        check_ending(options.json, "--json", (".json",))
     if options.plot is not None:
         plot.check_suffix(options.plot)
     if options.picture and options.plot is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,8 @@ from ..distributed.simulation import Simulation
 from ..errors import ArgumentError
 from ..explanation import Bytes, Explanation, KernelUse, explain_cached
 from ..explanation import explain as explained
-from ..figures.terminal import ascii_only
-from ..files import check_writable, write_text
+from ..figures.terminal import ascii_only, can_show
+from ..files import check_ending, check_writable, write_text
 from ..problem.coded import DEFAULT_RESULT, FORMS, RESULTS
 from ..problem.formats import FORMATS
 from .text import complain, printable, table, whole_number, wrapped
@@ -118,6 +117,7 @@ def explain(options: argparse.Namespace) -> int:
     try:
         for option, file in (("--svg", options.svg), ("--json", options.json)):
             if file is not None:
+                check_ending(file, option, (option.replace("--", "."),))
                 check_writable(file, option)
         mask = None if options.mask is None else read(options.mask, "--mask", MASKS)
         score = None
@@ -152,7 +152,7 @@ def explain(options: argparse.Namespace) -> int:
         complain(error)
         return 2
     text = report(made, options.mask)
-    if options.ascii or not _can_show(text):
+    if options.ascii or not can_show(text):
         text = ascii_only(text)
     print(printable(text))
     for option, file, content in (
@@ -166,14 +166,6 @@ def explain(options: argparse.Namespace) -> int:
                 complain(f"{option}: {error}")
                 return 2
     return 0
-
-
-def _can_show(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def report(made: Explanation, mask: str | None) -> str:

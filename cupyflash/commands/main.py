@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ..similar import did_you_mean
 from . import bench, demo, explain, info, verify, warmup
+from .output import watched
 from .text import printable, wrapped
 
 
@@ -72,9 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         Exit status: 0 when all went well, 1 when the demo cannot run or finds an error beyond
-        the bound. Wrong arguments exit with 2.
+        the bound, or the output cannot be written; 141 when nobody reads it. Wrong arguments exit
+        with 2.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    return watched(lambda: run(words))
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command from its words."""
     top = parser()
     if not words:
         top.print_help()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import api, cache_update, cached, varlen
 from ..arrays import cuda_device
-from ..files import check_writable, write_text
+from ..files import check_ending, check_writable, write_text
 from ..gpu.kernels import registry
 from .text import complain, printable, whole_number
 
@@ -115,6 +115,7 @@ def verify(options: argparse.Namespace) -> int:
     progress = Progress()
     try:
         if options.json is not None:
+            check_ending(options.json, "--json", (".json",))
             check_writable(options.json, "--json")
         report = _run(options, progress)
     except (ImportError, ValueError, RuntimeError) as error:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsIndex
+from typing import Literal, SupportsIndex, Unpack, overload
+
+from numpy.typing import NDArray
 
 from ..arrays.interop import DLPackArray
+from ..arrays.typed import F, FloatArray, Number
+from ..execute import Vjp
 from ..masks import Mask
 from ..problem.call import Array, Gradients
 from ..problem.keywords import explained
@@ -15,8 +19,64 @@ from . import steps
 from .communication import Communicator
 from .layouts import Layout
 from .rounds import Scheme
+from .signatures import ForwardOptions, RanksBackwardOptions, RanksVjpOptions
 
 __all__ = ["attention", "attention_backward", "attention_vjp"]
+
+
+@overload
+def attention(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> NDArray[F]: ...
+
+
+@overload
+def attention(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[NDArray[F], FloatArray]: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, FloatArray]: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: bool,
+    **options: Unpack[ForwardOptions],
+) -> Array | tuple[Array, FloatArray]: ...
 
 
 @explained
@@ -35,14 +95,14 @@ def attention(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, FloatArray]:
     """Compute exact attention of the queries that this rank holds, to the keys of all ranks.
 
     Every rank makes the same call, with the rows that its layout gives it.
@@ -133,6 +193,30 @@ def attention(
     return steps.forward(steps.Distributed(q, k, v, options, ranks), return_lse, out, lse_out)
 
 
+@overload
+def attention_backward(
+    do: DLPackArray,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    **options: Unpack[RanksBackwardOptions],
+) -> Gradients[NDArray[F], FloatArray | None]: ...
+
+
+@overload
+def attention_backward(
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    **options: Unpack[RanksBackwardOptions],
+) -> Gradients[Array, FloatArray | None]: ...
+
+
 @explained
 def attention_backward(
     do: DLPackArray,
@@ -156,11 +240,11 @@ def attention_backward(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-) -> Gradients:
+) -> Gradients[Array, FloatArray | None]:
     """Compute the gradients of `attention` from its output and LSE.
 
     Parameters
@@ -207,6 +291,50 @@ def attention_backward(
     return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
+@overload
+def attention_vjp(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RanksVjpOptions],
+) -> tuple[NDArray[F], Vjp[F]]: ...
+
+
+@overload
+def attention_vjp(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RanksVjpOptions],
+) -> tuple[NDArray[F], FloatArray, Vjp[F]]: ...
+
+
+@overload
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RanksVjpOptions],
+) -> tuple[Array, Vjp]: ...
+
+
+@overload
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RanksVjpOptions],
+) -> tuple[Array, FloatArray, Vjp]: ...
+
+
 @explained
 def attention_vjp(
     q: DLPackArray,
@@ -223,14 +351,14 @@ def attention_vjp(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
-) -> Any:
+) -> tuple[Array, Vjp] | tuple[Array, FloatArray, Vjp]:
     """Compute attention, and return it with a function that computes its gradients.
 
     Parameters

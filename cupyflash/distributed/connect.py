@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..install import extra
@@ -11,7 +11,7 @@ from .communication import Communicator
 
 
 def communicator(
-    ranks: Any, device: SupportsIndex | None = None, *, copies: bool = True
+    ranks: object, device: SupportsIndex | None = None, *, copies: bool = True
 ) -> Communicator:
     """Return what the functions of this module take as `comm`.
 

@@ -340,7 +340,7 @@ class Heads:
                 if x is not None
             ]
             arrays = iter(together(place, specs))
-            own = Gradients(*(None if x is None else next(arrays) for x in owners))
+            own: Gradients = Gradients(*(None if x is None else next(arrays) for x in owners))
             computed = {"q": own.dq, "k": own.dk, "v": own.dv}
             if self._bias_travels and own.dbias is not None:
                 back["bias"] = self._of_bias(theirs.dbias)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from ..problem.call import Array
 from .communication import Communicator
 from .runs import Runs
 
+D = TypeVar("D", bound=np.dtype[Any])
 Kind: TypeAlias = Literal["contiguous", "zigzag", "cyclic", "proofs"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BLOCK = 128  # positions that stay together
@@ -108,7 +109,9 @@ class Layout:
         found = [np.arange(run.start, run.stop) for run in self.own]
         return np.concatenate([np.empty(0, np.int64), *found])
 
-    def take(self, x: Any, axis: SupportsIndex = -2) -> Any:
+    def take(
+        self, x: np.ndarray[Any, D], axis: SupportsIndex = -2
+    ) -> np.ndarray[tuple[Any, ...], D]:
         """Return what this rank holds of a whole array.
 
         Parameters
@@ -126,9 +129,11 @@ class Layout:
         places = [self._place(x, axis, run) for run in self.own]
         if len(places) == 1:
             return x[places[0]]
-        return np.concatenate([x[self._place(x, axis, range(0))], *(x[at] for at in places)], axis)
+        none = x[self._place(x, axis, range(0))]
+        joined: Any = np.concatenate([none, *(x[at] for at in places)], axis)
+        return cast(np.ndarray[tuple[Any, ...], D], joined)
 
-    def put(self, x: Any, whole: Any, axis: SupportsIndex = -2) -> None:
+    def put(self, x: Array, whole: Array, axis: SupportsIndex = -2) -> None:
         """Write what this rank holds to its places in a whole array.
 
         Parameters

@@ -31,7 +31,7 @@ from .layouts import Layout
 from .tasks import Task
 
 
-def sharded(array: Any) -> LookupTable:
+def sharded(array: interop.DLPackArray) -> LookupTable:
     """Make this rank's part of an array readable inside a mask or score of a call over ranks.
 
     Parameters

@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import dispatch
 from ..arrays.device_arrays import is_device_array
+from ..arrays.interop import DLPackArray
 from ..arrays.tape import Tape
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..execute import Vjp, check_flag
@@ -430,7 +431,7 @@ class DistributedVjp(Vjp):
 
     __slots__ = ()
 
-    def __call__(self, do: Any, dlse: Any = None) -> Gradients:
+    def __call__(self, do: DLPackArray, dlse: DLPackArray | None = None) -> Gradients:
         """Return the gradients, given those of the output and of the LSE."""
         request: Any = self._request
         how = self._deterministic, None, self._bias_gradient

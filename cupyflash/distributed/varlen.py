@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsIndex
+from typing import Literal, SupportsIndex, Unpack, overload
+
+from numpy.typing import NDArray
 
 from ..arrays.interop import DLPackArray
+from ..arrays.typed import F, FloatArray, Number
+from ..execute import Vjp
 from ..masks import Mask
 from ..problem.call import Array, Gradients
 from ..problem.keywords import explained
@@ -15,8 +19,74 @@ from . import steps
 from .communication import Communicator
 from .layouts import Layout
 from .rounds import Scheme
+from .signatures import ForwardOptions, RanksBackwardOptions, RanksVjpOptions
 
 __all__ = ["attention_varlen", "attention_varlen_backward", "attention_varlen_vjp"]
+
+
+@overload
+def attention_varlen(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> NDArray[F]: ...
+
+
+@overload
+def attention_varlen(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[NDArray[F], FloatArray]: ...
+
+
+@overload
+def attention_varlen(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> Array: ...
+
+
+@overload
+def attention_varlen(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, FloatArray]: ...
+
+
+@overload
+def attention_varlen(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: bool,
+    **options: Unpack[ForwardOptions],
+) -> Array | tuple[Array, FloatArray]: ...
 
 
 @explained
@@ -37,14 +107,14 @@ def attention_varlen(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, FloatArray]:
     """Compute attention within packed sequences, each of which may lie on several ranks.
 
     Every rank makes the same call, with the rows that its layout gives it.
@@ -111,6 +181,34 @@ def attention_varlen(
     return steps.forward(request, return_lse, out, lse_out)
 
 
+@overload
+def attention_varlen_backward(
+    do: DLPackArray,
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    **options: Unpack[RanksBackwardOptions],
+) -> Gradients[NDArray[F], FloatArray | None]: ...
+
+
+@overload
+def attention_varlen_backward(
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    **options: Unpack[RanksBackwardOptions],
+) -> Gradients[Array, FloatArray | None]: ...
+
+
 @explained
 def attention_varlen_backward(
     do: DLPackArray,
@@ -136,11 +234,11 @@ def attention_varlen_backward(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
-) -> Gradients:
+) -> Gradients[Array, FloatArray | None]:
     """Compute the gradients of `attention_varlen` from its output and LSE.
 
     Parameters
@@ -182,6 +280,58 @@ def attention_varlen_backward(
     return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
+@overload
+def attention_varlen_vjp(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RanksVjpOptions],
+) -> tuple[NDArray[F], Vjp[F]]: ...
+
+
+@overload
+def attention_varlen_vjp(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RanksVjpOptions],
+) -> tuple[NDArray[F], FloatArray, Vjp[F]]: ...
+
+
+@overload
+def attention_varlen_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RanksVjpOptions],
+) -> tuple[Array, Vjp]: ...
+
+
+@overload
+def attention_varlen_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RanksVjpOptions],
+) -> tuple[Array, FloatArray, Vjp]: ...
+
+
 @explained
 def attention_varlen_vjp(
     q: DLPackArray,
@@ -200,14 +350,14 @@ def attention_varlen_vjp(
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
     sink: DLPackArray | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    scale: Number | None = None,
+    dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
-) -> Any:
+) -> tuple[Array, Vjp] | tuple[Array, FloatArray, Vjp]:
     """Compute `attention_varlen`, and return it with a function that computes its gradients.
 
     Parameters

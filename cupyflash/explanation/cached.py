@@ -10,6 +10,7 @@ import numpy as np
 from ..analysis import Device
 from ..arrays.integers import integer
 from ..arrays.interop import DLPackArray
+from ..arrays.typed import CacheDType, DType
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.functions import POSITIONS
 from ..expr.nodes import Expr, as_expr, rebuild
@@ -42,8 +43,8 @@ def explain_cached(
     lengths: SupportsIndex | DLPackArray | Sequence[int] | None = None,
     *,
     page: SupportsIndex | None = None,
-    dtype: Any = None,
-    kv_dtype: Any = None,
+    dtype: DType = None,
+    kv_dtype: CacheDType = None,
     shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,

@@ -11,6 +11,7 @@ import numpy as np
 from ..analysis import Device
 from ..arrays.integers import integer
 from ..arrays.interop import DLPackArray, array, one_home
+from ..arrays.typed import DType
 from ..distributed.model import LINKS
 from ..distributed.simulation import Simulation, simulate
 from ..errors import ArgumentError, ArgumentTypeError
@@ -36,8 +37,8 @@ def explain(
     k: tuple[int, ...] | DLPackArray | None = None,
     v: tuple[int, ...] | DLPackArray | None = None,
     *,
-    dtype: Any = None,
-    out_dtype: Any = None,
+    dtype: DType = None,
+    out_dtype: DType = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     device: Device | str | None = None,

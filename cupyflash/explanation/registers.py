@@ -11,7 +11,12 @@ from .results import Registers
 
 REMEDY = "pip install cuda-bindings nvidia-cuda-nvrtc"
 # CuPy's own options, in addition to those of cupyflash/gpu/jit.py, and the assembler's notes.
-OPTIONS = ("-std=c++17", "-ftz=true", "--ptxas-options=-v")
+OPTIONS = (
+    "-std=c++17",
+    "-ftz=true",
+    "--device-as-default-execution-space",  # without it, NVRTC 12 refuses our functions
+    "--ptxas-options=-v",
+)
 
 
 class UnknownError(Exception):
@@ -40,7 +45,8 @@ def registers(special: Specialisation, capability: tuple[int, int]) -> Registers
 @functools.lru_cache(maxsize=256)
 def _compiled(text: str, name: str, architecture: str) -> Registers:
     version, log = _log(text, architecture)
-    found = re.search(rf"'{name}'.*?(?=Compiling entry|\Z)", log, re.DOTALL)
+    entry = rf"Compiling entry function '{name}'.*?(?=Compiling entry|\Z)"
+    found = re.search(entry, log, re.DOTALL)
     said = found[0] if found else ""
     numbers = {
         what: re.search(rf"(\d+) {words}", said)
@@ -79,7 +85,8 @@ def _log(text: str, architecture: str) -> tuple[str, str]:
     said = log.decode(errors="replace").strip("\0 \n")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise UnknownError(
-            f"registers: NVRTC {version} does not compile for {architecture} ({said[:100]})"
+            f"registers: NVRTC {version} does not compile for {architecture} "
+            f"({_complaint(said) or status})"
         )
     return version, said
 
@@ -88,6 +95,13 @@ def _checked(nvrtc: Any, answer: Any) -> Any:
     if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(str(answer[0]))
     return answer
+
+
+def _complaint(log: str) -> str:
+    """Return the first error of a compiler's log, which begins with its warnings."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror\s*(#[\w-]+\s*)?:", line)]
+    return "".join((errors or lines)[:1])[:200]
 
 
 def _first(error: Exception) -> str:

@@ -22,7 +22,10 @@ def flops_of(pairs: int, d: int, d_v: int, backward: bool) -> int:
     return 2 * pairs * ((3 * d + 2 * d_v) if backward else (d + d_v))
 
 
-Units = Literal["no tensor cores", "tensor cores", "float8"]
+# "mma.sync": tensor cores by the instruction that all of them have. "tensor cores": by the fastest.
+Units = Literal["no tensor cores", "mma.sync", "tensor cores", "float8"]
+# Of the peak, which Hopper reaches by its own instruction wgmma alone, what mma.sync reaches there.
+MMA_SYNC_ON_HOPPER = 0.62
 
 
 def _peak(device: Device, dtype: str, units: Units, precision: str | None) -> float | None:
@@ -31,11 +34,22 @@ def _peak(device: Device, dtype: str, units: Units, precision: str | None) -> fl
         return device.peak[DTYPES[dtype].accumulator]
     if units == "float8":
         return device.matrix_peak.get("float8")
+    if units == "mma.sync":
+        share, peak = _of_mma_sync(device, dtype), _peak(device, dtype, "tensor cores", precision)
+        return None if share is None or peak is None else share * peak
     mma = DTYPES[dtype].mma
     if mma == "tf32":
         tf32 = device.matrix_peak.get(mma)
         return None if tf32 is None or precision is None else tf32 / 3  # three products each
     return device.matrix_peak.get(mma) if mma == "float64" else device.peak.get(mma)
+
+
+def _of_mma_sync(device: Device, dtype: str) -> float | None:
+    """Return the share of a device's peak that mma.sync can reach; None where it is not known."""
+    major = device.capability[0]
+    if major == 10:  # whose tensor cores have an instruction of their own, too
+        return None
+    return MMA_SYNC_ON_HOPPER if major == 9 and DTYPES[dtype].mma != "float64" else 1.0
 
 
 def _best_peak(device: Device, call: Call) -> float:
@@ -82,6 +96,14 @@ def rooflines(
     each = []
     for kernel, own in zip(kernels, units, strict=True):
         peak = _peak(device, dtype, own, call.problem.precision)
+        if peak is None and own == "mma.sync" and _of_mma_sync(device, dtype) is None:
+            number = ".".join(map(str, device.capability))
+            unknown.append(
+                f"time: {kernel.name} multiplies by mma.sync, the instruction of compute "
+                f"capability 8.0, as there is no kernel for {number} of its own; how fast "
+                f"{device.name} runs that is not known"
+            )
+            return best, None
         if peak is None:
             unknown.append(f"time: no peak of {device.name} for {dtype} on tensor cores is known")
             return best, None

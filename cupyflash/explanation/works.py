@@ -68,7 +68,9 @@ class Work:
         """What it multiplies by."""
         if self.spec is None or not self.spec.tensor_cores:
             return "no tensor cores"
-        return "float8" if self.part == "forward_codes" else "tensor cores"
+        if self.part == "forward_codes":
+            return "float8"
+        return "mma.sync" if self.spec.architecture is None else "tensor cores"
 
 
 def fake_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

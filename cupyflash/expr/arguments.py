@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import interop
 from ..arrays.device_arrays import is_device_array
@@ -17,6 +18,12 @@ from ..errors import ArgumentError, ArgumentTypeError, TraceError
 from .bind import Alignment, aligned
 from .nodes import Expr, LookupTable, array_type, as_expr
 from .sharded import check_whole
+
+# What constructors take: an array, and an integer or one for every batch entry. And positions.
+ArrayLike: TypeAlias = interop.DLPackArray | Sequence[Any] | LookupTable
+PerBatch: TypeAlias = SupportsIndex | interop.DLPackArray | Sequence[int] | LookupTable | Expr
+Indices: TypeAlias = npt.ArrayLike
+Bound: TypeAlias = SupportsIndex | None
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .nodes import Expr, Operand, operation, symbol
 
 # Lengths of the current sequence, so that a function can say `i + len_k - len_q`.
@@ -95,6 +93,6 @@ def clip(x: Operand, low: Operand, high: Operand) -> Expr:
     return minimum(maximum(x, low), high)
 
 
-def absolute(x: Any) -> Expr:
+def absolute(x: Operand) -> Expr:
     """Return the magnitude of `x`."""
     return operation("absolute", x)

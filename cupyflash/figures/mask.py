@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +17,7 @@ from ..expr.evaluate import evaluate
 from ..expr.interval import EMPTY, FULL, PARTIAL
 from ..expr.nodes import Expr
 from ..expr.tile_classes import RANGE_LIMIT
-from ..files import write_text
+from ..files import check_ending, write_text
 from . import svg, terminal
 from .survey import Grid, survey, symbols_of
 
@@ -40,7 +42,8 @@ class Figure:
     svg : str
         An SVG document.
     text : str
-        The same picture in block characters, as wide as a terminal.
+        The same picture in block characters, as wide as a terminal. `str` and `print` use ASCII
+        instead where Python's standard output does not have these characters.
     """
 
     svg: str
@@ -50,17 +53,24 @@ class Figure:
         return self.svg
 
     def __str__(self) -> str:
-        return self.text
+        return terminal.shown(self.text)
 
-    def save(self, path: Any) -> None:
-        """Write the SVG to a file.
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to a file.
 
         Parameters
         ----------
         path : str or path-like
-            Its name.
+            Its name. With the ending .txt the file has the text, otherwise the SVG.
+
+        Raises
+        ------
+        ArgumentError
+            The name has the ending of another format, such as .png.
         """
-        write_text(path, self.svg)
+        file = Path(path)
+        check_ending(file, "save", (".svg", ".txt"))
+        write_text(file, self.text + "\n" if file.suffix.lower() == ".txt" else self.svg)
 
 
 def _condition(mask: Any, sizes: Dense) -> Expr | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ..expr.interval import EMPTY, FULL, PARTIAL
 from .survey import Array, Grid
 from .svg import ticks
@@ -15,6 +17,22 @@ _ASCII = str.maketrans({"·": ".", "▒": "+", "█": "#", "│": "|", "→": ">
 def ascii_only(text: str) -> str:
     """Return a picture in characters that every terminal has."""
     return text.translate(_ASCII)
+
+
+def can_show(text: str) -> bool:
+    """Whether Python's standard output has all characters of a text."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(text: str) -> str:
+    """Return a picture in characters that standard output has."""
+    if can_show(text):
+        return text
+    return ascii_only(text).encode("ascii", "backslashreplace").decode()
 
 
 def picture(grid: Grid) -> str:

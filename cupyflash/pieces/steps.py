@@ -12,6 +12,7 @@ from .. import dispatch
 from ..arrays import interop
 from ..arrays.device_arrays import device_of, is_device_array
 from ..arrays.integers import integer
+from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..execute import Vjp, check_flag, given_rows, gradient_arrays, result_shapes
 from ..lazy import cached_property
@@ -326,7 +327,7 @@ class StreamedVjp(Vjp):
 
     __slots__ = ()
 
-    def __call__(self, do: Any, dlse: Any = None) -> Gradients:
+    def __call__(self, do: DLPackArray, dlse: DLPackArray | None = None) -> Gradients:
         """Return the gradients, given those of the output and of the LSE."""
         request: Any = self._request
         how = self._deterministic, None, self._bias_gradient

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..arrays import dtypes
+from ..arrays.typed import A, B
 from ..masks import Mask
 from ..scores import Score
 from .formats import Format
@@ -29,7 +30,7 @@ def changed(record: T, **fields: Any) -> T:
     return made
 
 
-class Gradients(NamedTuple):
+class Gradients(NamedTuple, Generic[A, B]):
     """Gradients, each with the shape and dtype of its array.
 
     Attributes
@@ -41,11 +42,11 @@ class Gradients(NamedTuple):
         None if the call had no bias or no sink.
     """
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any = None
-    dsink: Any = None
+    dq: A
+    dk: A
+    dv: A
+    dbias: B = None  # type: ignore[assignment]
+    dsink: B = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, SupportsIndex
 
 from ..arrays.interop import DLPackArray
+from ..arrays.typed import Number
 from ..masks import Mask
 from ..scores import Score
 
@@ -24,8 +25,8 @@ class Options:
     score_mod: Score | Sequence[Score] | None = None
     bias: DLPackArray | None = None
     sink: DLPackArray | None = None
-    scale: float | None = None
-    dropout: float = 0.0
+    scale: Number | None = None
+    dropout: Number = 0.0
     seed: SupportsIndex | DLPackArray | None = None
     precision: Literal["tf32x3"] | None = None
 

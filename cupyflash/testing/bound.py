@@ -14,8 +14,9 @@ they are counted. A test that needs every row judged checks that the count is 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,12 +25,7 @@ from cupyflash.arrays.dtypes import DTYPES
 from cupyflash.reference.spec import naive, naive_formulas
 
 from .precision import Precision, Rounding
-from .rounding import Terms, backward_errors, forward_errors, total
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from .rounding import BackwardErrors, Errors
+from .rounding import BackwardErrors, Errors, Terms, backward_errors, forward_errors, total
 
 __all__ = [
     "BackwardBound",

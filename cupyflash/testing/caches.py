@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .subject import Rows
-
-if TYPE_CHECKING:
-    from .bound import ForwardBound
-    from .cases import Problem
-    from .subject import Subject
+from .bound import ForwardBound
+from .cases import Problem
+from .subject import Rows, Subject
 
 Array = np.ndarray[Any, Any]
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,15 +20,11 @@ from cupyflash import api
 
 from ..arrays.dtypes import FLOATS
 from ..files import write_text
+from .cases import Problem
 from .options import float_type
 from .properties import Property
 from .subject import Subject
 from .verification import run
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .cases import Problem
 
 CHUNK = 500
 CLIMBS = 10  # one search in this many climbs, which takes hypothesis longer than the problems

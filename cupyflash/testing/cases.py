@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,6 @@ from cupyflash.arrays import dtypes
 from .families import FAMILIES
 from .options import Sizes, float_type, mask_of, scores_of
 from .placement import Layout, Placed, random_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -102,6 +100,7 @@ def _line(dtype: np.dtype[Any], shapes: dict[str, Shape], seed: int, more: dict[
     return f"cupyflash.testing.problem({', '.join(parts)}, seed={seed})"
 
 
+@np.errstate(all="ignore")
 def problem(
     dtype: Any,
     q: Shape,

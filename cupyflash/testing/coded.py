@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +11,10 @@ from cupyflash import quantization
 from cupyflash.problem import coded, formats
 from cupyflash.problem.formats import FORMATS, INT4_GROUP, Format
 
+from .bound import ForwardBound
 from .caches import Cache
-
-if TYPE_CHECKING:
-    from .bound import ForwardBound
-    from .cases import Problem
-    from .subject import Rows, Subject
+from .cases import Problem
+from .subject import Rows, Subject
 
 Array = np.ndarray[Any, Any]
 

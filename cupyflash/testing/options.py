@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +28,6 @@ from cupyflash.expr.nodes import LookupTable
 from cupyflash.install import ML_DTYPES, extra
 
 from .placement import Placed, random_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 Array = np.ndarray[Any, Any]
 

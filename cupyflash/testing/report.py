@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .subject import Worst
+from .subject import Worst
 
 PASSED, FAILED, NOT_APPLICABLE = "passed", "FAILED", "not applicable"
 

@@ -78,17 +78,15 @@ functions", IMA J. Numer. Anal. 41, 2021.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyflash.reference.spec.naive import Backward, Forward
+
 from .code_sums import code_errors
-
-if TYPE_CHECKING:
-    from cupyflash.reference.spec.naive import Backward, Forward
-
-    from .precision import Precision, Rounding
+from .precision import Precision, Rounding
 
 Floats = NDArray[np.float64]
 

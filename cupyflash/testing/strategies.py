@@ -7,18 +7,16 @@ Lengths are drawn around the edges of tiles: 0, 1, b - 1, b, b + 1 and the same 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from .cases import Problem, Shape, problem
 from .families import FAMILIES
 from .features import ALL
-from .hypothesis_needed import st
+from .hypothesis_needed import composite, st
 from .options import MASKS, SCORES, known_floats
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MOST_PRODUCTS = {np.dtype(np.float64): 300_000}  # long double, without BLAS
 SMALL_TILES = (5, 8, 16, 32)
@@ -35,7 +33,7 @@ HEAD_SIZES = [*(n for n in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33) for _ in rang
 LEADS = [(), (), (1,), (2,), (3,), (2, 2), (1, 3), (0,)]
 
 
-@st.composite
+@composite
 def mask_names(draw: Any, features: Iterable[str] = ALL) -> str | None:
     """Draw the name of a mask, or of two masks that are combined.
 
@@ -81,7 +79,7 @@ def _shrunk(
     return lead, group, lengths
 
 
-@st.composite
+@composite
 def problems(
     draw: Any,
     dtype: Any,
@@ -171,7 +169,7 @@ def problems(
     )  # fmt: skip
 
 
-@st.composite
+@composite
 def _options(draw: Any, features: frozenset[str], d: int) -> dict[str, Any]:
     options: dict[str, Any] = {"mask": draw(mask_names(features))}
     floats = [x.name for x in known_floats()]
@@ -191,7 +189,7 @@ def _options(draw: Any, features: frozenset[str], d: int) -> dict[str, Any]:
     return options
 
 
-@st.composite
+@composite
 def plain(
     draw: Any,
     dtypes: Iterable[Any] | None = None,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,15 +30,11 @@ from .bound import (
     forward_bound_varlen,
     rho,
 )
+from .cases import Problem
 from .copies import Copies, HostMemory, Memory
 from .features import features_of
 from .placement import same_bits
 from .precision import Precision, Rounding
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from .cases import Problem
 
 Array = np.ndarray[Any, Any]
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")

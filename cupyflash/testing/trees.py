@@ -24,7 +24,7 @@ from cupyflash.expr import (
 from cupyflash.expr.functions import POSITIONS, SCORE
 from cupyflash.expr.nodes import APPROXIMATE, LookupTable, as_expr, operation
 
-from .hypothesis_needed import st
+from .hypothesis_needed import composite, st
 from .options import known_floats
 
 INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -32,7 +32,7 @@ HARD_FLOATS = (0.0, -0.0, 1.5, -2.25, 0.1, 3.0e38, -1e30, 1e-40, np.inf, -np.inf
 FUNCTIONS = tuple(sorted(APPROXIMATE))
 
 
-@st.composite
+@composite
 def arrays(draw: Any, kind: str) -> Any:
     """Draw a small array of any dtype of a kind ("bool", "int", "float"), also with odd strides."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
@@ -68,7 +68,7 @@ def small(low: int, high: int) -> Any:
     return st.integers(low, high).map(as_expr)
 
 
-@st.composite
+@composite
 def affine(draw: Any) -> Any:
     """Draw a whole number that moves over a tile."""
     _, _, i, j = POSITIONS
@@ -76,7 +76,7 @@ def affine(draw: Any) -> Any:
     return numbers[0] * i + numbers[1] * j + numbers[2]
 
 
-@st.composite
+@composite
 def expressions(
     draw: Any, kind: str, depth: int | None = None, score: bool = False, functions: bool = True
 ) -> Any:

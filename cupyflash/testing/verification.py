@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,19 +13,15 @@ from cupyflash.arrays.dtypes import FLOATS
 from cupyflash.install import CUPY
 from cupyflash.similar import nearest
 
+from .cases import Problem
 from .copies import CuPyMemory, HostMemory, Memory
 from .features import FEATURES
 from .options import float_type, known_floats
+from .precision import Precision
 from .properties import NOT_APPLICABLE, PROPERTIES, Property
 from .report import FAILED, PASSED, Failure, Report, Result
 from .report import NOT_APPLICABLE as IDLE
 from .subject import PropertyError, Subject
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from .cases import Problem
-    from .precision import Precision
 
 EXAMPLES = 40
 SHRINKING = 10.0  # seconds
@@ -165,8 +162,7 @@ def run(
             tried += not failed
             subject.highest = 0.0
             try:
-                with np.errstate(all="ignore"):
-                    prop.check(subject, problem)
+                prop.check(subject, problem)
             except Exception as error:  # noqa: BLE001 (whatever a kernel raises is a failure)
                 failed[problem.line] = message_of(error)
                 until = min(until, time.perf_counter() + SHRINKING)
@@ -181,7 +177,8 @@ def run(
     given: Any = hypothesis.given(drawn)
     test = hypothesis.seed(number)(settings(given(attempt)))
     try:
-        test()
+        with np.errstate(all="ignore"):  # whatever the program has set
+            test()
     except (_FailedError, hypothesis.errors.Flaky, BaseExceptionGroup):
         if not failed:
             raise

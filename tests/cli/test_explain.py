@@ -454,7 +454,7 @@ def test_other_options(capsys):
 
 
 def test_a_terminal_without_block_characters(capsys, monkeypatch):
-    monkeypatch.setattr("cupyflash.commands.explain._can_show", lambda text: text.isascii())
+    monkeypatch.setattr("cupyflash.commands.explain.can_show", lambda text: text.isascii())
     _, out, _ = command(capsys, "256,64", "--mask", "causal", "--device", "T4", "--no-compile")
     assert out.isascii()
     assert "## FULL  ++ PARTIAL  .. EMPTY, skipped" in out

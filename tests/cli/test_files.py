@@ -10,9 +10,10 @@ import pytest
 from halves import mostly_thorough
 from test_cli import run
 
-from cupyflash import ArgumentError, files
+from cupyflash import ArgumentError, figures, files, masks
 from cupyflash.bench.results import Report
 from cupyflash.commands import words
+from cupyflash.commands.main import main
 
 
 def test_a_file_is_replaced_when_it_is_whole(tmp_path):
@@ -103,6 +104,37 @@ def test_commands_refuse_a_file_before_they_begin(tmp_path, arguments):
     assert done.stdout == ""
     assert f"{arguments[-1]}: there is no folder" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["mask.png", "mask.PDF", "mask.jpg"])
+def test_a_name_of_another_format_is_refused(tmp_path, name):
+    figure = figures.mask_tiles(masks.causal(), 100, block_q=10, block_kv=10)
+    with pytest.raises(ArgumentError, match=rf"save: .*{name}; .*\.svg or \.txt.* mask\.svg"):
+        figure.save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.svg", "<svg"), ("a.SVG", "<svg"), ("a", "<svg")])
+def test_an_svg_is_saved(tmp_path, name, begins):
+    figure = figures.mask_pairs(masks.causal(), 5)
+    figure.save(str(tmp_path / name))
+    assert (tmp_path / name).read_text().startswith(begins)
+    figure.save(tmp_path / "a.txt")
+    assert (tmp_path / "a.txt").read_text() == figure.text + "\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "1,1,64,16", "--json", "made.svg"),
+        ("explain", "1,1,64,16", "--svg", "made.png"),
+        ("verify", "--device", "cpu", "--json", "made.txt"),
+    ],
+)
+def test_commands_refuse_names_of_other_formats(tmp_path, capsys, arguments):
+    assert main([*arguments[:-1], str(tmp_path / arguments[-1])]) == 2
+    assert f"{arguments[-2]}: got the file" in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_deep_json_is_no_report():

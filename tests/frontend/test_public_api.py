@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import types
-import typing
 from dataclasses import fields
 
 import numpydoc.validate
@@ -223,36 +222,6 @@ def test_options_are_keywords(name):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Options.of"
     }
     assert passed == {tuple(of_options)}
-
-
-@pytest.mark.parametrize("name", [name for name in TAKES_OPTIONS if name != "plan"])
-def test_overloads_differ_in_types_alone(name):
-    """Where return_lse decides what is returned, a type checker knows it."""
-    function = getattr(cupyflash, name)
-    told = typing.get_overloads(inspect.unwrap(function))
-    if "return_lse" not in TAKES_OPTIONS[name]:
-        assert not told
-        return
-    plain, with_lse, any_array = map(inspect.signature, told)
-    for signature in (plain, with_lse, any_array):
-        assert list(signature.parameters) == list(inspect.signature(function).parameters)
-        for parameter in signature.parameters.values():
-            own = inspect.signature(function).parameters[parameter.name]
-            assert parameter.kind is own.kind
-            if parameter.name != "return_lse":
-                assert parameter.default == own.default
-            if parameter.name not in {"q", "k", "v", "return_lse"}:
-                assert parameter.annotation == own.annotation
-    flags = [each.parameters["return_lse"] for each in (plain, with_lse, any_array)]
-    assert [flag.annotation for flag in flags] == ["Literal[False]", "Literal[True]", "bool"]
-    assert [flag.default for flag in flags] == [False, inspect.Parameter.empty, False]
-    results = plain.return_annotation, with_lse.return_annotation
-    vjp = name.endswith("vjp")
-    assert results == (
-        ("tuple[Array, Vjp]", "tuple[Array, Array, Vjp]")
-        if vjp
-        else ("Array", "tuple[Array, Array]")
-    )
 
 
 def test_only_these_functions_take_options():

@@ -51,14 +51,14 @@ ORDER = [
 # folders may import each other.
 INSIDE = {
     "arrays": [
-        ["cuda_device", "dtypes", "integers", "tape"],
+        ["cuda_device", "dtypes", "integers", "tape", "typed"],
         ["device_arrays"],
         ["copies", "interop", "transfers"],
     ],
     "problem": [
         ["formats", "options"],
         ["call"],
-        ["codes", "keywords"],
+        ["codes", "keywords", "signatures"],
         ["coded"],
         ["pack_gqa", "positions"],
         ["bound_exprs"],
@@ -79,7 +79,7 @@ INSIDE = {
         ["plans"],
         ["compute"],
         ["heads"],
-        ["simulation", "steps"],
+        ["signatures", "simulation", "steps"],
         ["calls", "varlen"],
     ],
     "pieces": [

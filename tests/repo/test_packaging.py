@@ -25,8 +25,8 @@ MAPPING = {
 }
 
 
-def build(folder: Path, time: float) -> Path:
-    """Build a wheel and an sdist offline from a copy of the sources whose files have this time."""
+def copied(folder: Path) -> Path:
+    """Copy what a build reads."""
     sources = folder / "sources"
     sources.mkdir()
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
@@ -35,10 +35,21 @@ def build(folder: Path, time: float) -> Path:
         shutil.copytree(
             ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
         )
-    for path in sources.rglob("*"):
-        os.utime(path, (time, time))
-    # Without --wheel and --sdist the wheel is built from the sdist: so the sdist is complete.
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), "."]
+    return sources
+
+
+def run_build(sources: Path, folder: Path, *options: str) -> None:
+    """Build offline."""
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        *options,
+        "--outdir",
+        str(folder),
+        ".",
+    ]
     done = subprocess.run(
         command,
         cwd=sources,
@@ -48,6 +59,15 @@ def build(folder: Path, time: float) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def build(folder: Path, time: float) -> Path:
+    """Build a wheel and an sdist offline from a copy of the sources whose files have this time."""
+    sources = copied(folder)
+    for path in sources.rglob("*"):
+        os.utime(path, (time, time))
+    # Without --wheel and --sdist the wheel is built from the sdist: so the sdist is complete.
+    run_build(sources, folder)
     return folder
 
 
@@ -111,6 +131,23 @@ def test_a_build_can_be_repeated(built, tmp_path):
         (first,), (second,) = built.glob(pattern), again.glob(pattern)
         assert first.name == second.name
         assert first.read_bytes() == second.read_bytes(), first.name
+
+
+def test_nothing_of_an_earlier_build_is_in_the_wheel(tmp_path):
+    """`pip install .` from a clone builds there, beside what it built before."""
+    sources = copied(tmp_path)
+    for name in ("lib", "lib.linux-x86_64-cpython-311", "docs"):
+        (sources / "build" / name / "cupyflash").mkdir(parents=True)
+        (sources / "build" / name / "cupyflash" / "removed.py").touch()
+    run_build(sources, tmp_path, "--wheel")
+    (made,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(made) as archive:
+        names = archive.namelist()
+    assert "cupyflash/api.py" in names
+    assert not [name for name in names if name.endswith("removed.py")]
+    assert (
+        sources / "build" / "docs" / "cupyflash" / "removed.py"
+    ).exists()  # is not ours to clear
 
 
 def test_only_cupyflash_is_at_the_top_of_the_wheel(wheel):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..caches import Cache, Pages
+from ..cases import Problem
 from ..placement import same_bits
-from ..subject import expect
+from ..subject import Subject, expect
 from .base import a_property
 from .rotary import drawn_angles
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 Array = np.ndarray[Any, Any]
 ROOM_FOR = 9  # new rows

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash import masks
 from cupyflash.arrays.dtypes import DTYPES
 
-from ..subject import Rows, wide
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..cases import Problem
-    from ..subject import Subject
+from ..cases import Problem
+from ..subject import Rows, Subject, wide
 
 __all__ = [
     "ROUNDED",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash import masks
 
 from ..caches import Cache
+from ..cases import Problem
+from ..subject import Subject
 from .base import a_property, cut_rows, some_mask
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 
 def _some_options(s: Subject, p: Problem) -> dict[str, Any]:

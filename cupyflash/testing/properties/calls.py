@@ -6,20 +6,17 @@ outside arrays: all arrays are between guards of NaN.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash.problem.call import Gradients
 
+from ..cases import Problem
 from ..copies import Copies
 from ..placement import Layout, Placed, random_layout, same_bits
-from ..subject import expect, out_shape
+from ..subject import Subject, expect, out_shape
 from .base import a_property
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 NAMES = ("dq", "dk", "dv", "dbias", "dsink")
 

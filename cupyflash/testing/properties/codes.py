@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash.problem import codes
 
+from ..cases import Problem
 from ..coded import CodedCache, Float8, encoded
 from ..placement import same_bits
-from ..subject import expect
+from ..subject import Subject, expect
 from .base import a_property, cut_rows, some_mask
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 # Queries and keys, and a divisor of columns, for which GPUs multiply codes as they are.
 LEAST, COLUMNS = 512, 16

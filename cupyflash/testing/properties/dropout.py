@@ -6,19 +6,16 @@ If Q = 0, all weights of a row are equal, and if V is the unit matrix, each outp
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash.reference.cpu import philox
 
+from ..cases import Problem
 from ..placement import same_bits
-from ..subject import expect
+from ..subject import Subject, expect
 from .base import Array, a_property, some_mask, wide
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 
 def _inputs(s: Subject, p: Problem) -> tuple[Array, Array, Array, dict[str, Any], Array]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..bound import forward_bound
+from ..cases import Problem
 from ..precision import Rounding
-from ..subject import PropertyError, expect
+from ..subject import PropertyError, Subject, expect
 from .base import (
     ROUNDED,
     WIDE,
@@ -25,10 +25,6 @@ from .base import (
     some_mask,
     wide,
 )
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 
 @a_property(draws="any", weight=8)

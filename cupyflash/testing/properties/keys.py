@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash import masks
 
-from ..subject import Rows, expect
+from ..bound import ForwardBound
+from ..cases import Problem
+from ..subject import Rows, Subject, expect
 from .base import (
     a_property,
     cut_rows,
@@ -23,11 +25,6 @@ from .base import (
     some_mask,
     wide,
 )
-
-if TYPE_CHECKING:
-    from ..bound import ForwardBound
-    from ..cases import Problem
-    from ..subject import Subject
 
 Array = np.ndarray[Any, Any]
 
@@ -200,8 +197,8 @@ def sink_is_a_key_of_value_0(s: Subject, p: Problem) -> None:
     q = np.concatenate([p.q, np.ones((*p.q.shape[:3], 1), p.dtype)], axis=-1)
     key = np.zeros((2, p.q.shape[1], 1, q.shape[-1]), p.dtype)
     key[..., -1] = sink[:, None]
-    k = np.concatenate([np.concatenate([k, 0 * k[..., :1]], axis=-1), key], axis=2)
-    v = np.concatenate([v, 0 * v[:, :, :1]], axis=2)
+    k = np.concatenate([np.concatenate([k, np.zeros_like(k[..., :1])], axis=-1), key], axis=2)
+    v = np.concatenate([v, np.zeros_like(v[:, :, :1])], axis=2)
     ours, as_key = s.attend(p.q, p.k, p.v, scale=1.0, sink=sink), s.attend(q, k, v, scale=1.0)
     bounds = s.bound(p.q, p.k, p.v, scale=1.0, sink=sink), s.bound(q, k, v, scale=1.0)
     s.near_rows(ours, as_key, *bounds)

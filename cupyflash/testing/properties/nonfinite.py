@@ -7,7 +7,7 @@ kernels lack the feature "nonfinite".
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,10 @@ from cupyflash import masks, scores
 from cupyflash.expr import where
 from cupyflash.expr.functions import SCORE
 
+from ..cases import Problem
 from ..placement import same_bits
-from ..subject import expect
+from ..subject import Subject, expect
 from .base import Array, a_property
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 NAMES = ("dq", "dk", "dv")
 

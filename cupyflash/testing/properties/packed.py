@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash import masks, scores
 from cupyflash.problem.call import Gradients
 
-from ..cases import problem
-from ..subject import Rows, expect
+from ..cases import Problem, problem
+from ..subject import Rows, Subject, expect
 from .base import a_property, cut_rows
 from .forward import forward_within_bound
 from .gradients import gradients_within_bound
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 
 @a_property("varlen", draws="packed", weight=4)

@@ -7,16 +7,13 @@ also allows for the rounding of these numbers, which is half a unit of that type
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..subject import Angles, wide
+from ..cases import Problem
+from ..subject import Angles, Subject, wide
 from .base import a_property
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 Array = np.ndarray[Any, Any]
 POSITIONS = 300

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyflash import masks, scores
 
+from ..cases import Problem
 from ..options import MASKS, Sizes
-from ..subject import expect
+from ..subject import Subject, expect
 from .base import WIDE, a_property, cut_rows, some_mask
-
-if TYPE_CHECKING:
-    from ..cases import Problem
-    from ..subject import Subject
 
 
 def _sizes(p: Problem) -> Sizes:

@@ -1,0 +1,33 @@
+"""The keywords of this package's functions as types, for overloads that say what one returns."""
+
+from __future__ import annotations
+
+from typing import Required, TypedDict
+
+from ..problem.signatures import BackwardOptions, CallOptions, Outputs, VjpOptions
+from .communication import Communicator
+from .layouts import Layout
+from .rounds import Scheme
+
+
+class RanksOptions(TypedDict, total=False):
+    """The ranks of a call."""
+
+    comm: Required[Communicator]
+    layout: Required[Layout]
+    layout_k: Layout | None
+    scheme: Scheme
+    check: bool
+    timeout: float
+
+
+class ForwardOptions(RanksOptions, CallOptions, Outputs, total=False):
+    """Of `attention` and `attention_varlen`."""
+
+
+class RanksBackwardOptions(RanksOptions, BackwardOptions, total=False):
+    """Of functions that compute gradients from results."""
+
+
+class RanksVjpOptions(RanksOptions, VjpOptions, total=False):
+    """Of functions that return a function of gradients."""
