@@ -40,6 +40,11 @@ class Shaped(NamedTuple):
 
     shape: tuple[int, ...]
 
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
 
 def holds_codes(value: Array) -> bool:
     """Whether an array has the type of codes, or of bytes that may be some."""

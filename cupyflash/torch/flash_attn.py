@@ -14,6 +14,7 @@ from .. import scores
 from ..errors import ArgumentError, ArgumentTypeError
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary
+from ..problem.written_rows import WrittenTwiceError
 from . import functions, recipes, tensors
 from .cached import append, attention_cached, rope
 from .compute import Settings
@@ -412,7 +413,14 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         lengths = held + k.shape[1]
         k_new, v_new, k_held, v_held = (x.transpose(1, 2) for x in (k, v, k_cache, v_cache))
-        append(k_new, v_new, k_held, v_held, lengths, block_table, rotary)
+        try:
+            append(k_new, v_new, k_held, v_held, lengths, block_table, rotary)
+        except WrittenTwiceError as error:
+            name = "block_table" if cache_batch_idx is None else "cache_batch_idx"
+            raise ArgumentError(
+                f"{name}: {error.what}; expected one position for each row that is written. Pass "
+                "numbers that differ wherever new rows are written."
+            ) from None
     out, lse = _cached(
         (q, k_cache, v_cache), lengths, block_table, None, softmax_scale, causal, window_size,
         softcap, alibi_slopes,
