@@ -198,6 +198,7 @@ def attention_vjp(
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
+    check: bool = True,
 ) -> Any:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -213,6 +214,8 @@ def attention_vjp(
         Whether gradients are bitwise equal in every run; see `cupyflash.attention_backward`.
     bias_gradient : bool
         Whether the gradient of the bias is computed; see `cupyflash.attention_backward`.
+    check : bool
+        As in `cupyflash.attention_vjp`.
 
     Returns
     -------
@@ -249,4 +252,4 @@ def attention_vjp(
         precision=precision,
     )
     request = steps.Streamed(q, k, v, options, chunk, device)
-    return steps.vjp_of(request, return_lse, deterministic, bias_gradient)
+    return steps.vjp_of(request, return_lse, deterministic, bias_gradient, check)
