@@ -1,8 +1,8 @@
 """Numbers that tell whether arrays have changed: sums over their words, in which places count.
 
 A word w of eight bytes at place n adds x + low * high, where x = w xor n * PLACE, and low and high
-are its halves. Sums are taken modulo 2**64, so their order is free. The products see what plain sums do not: two
-elements that changed places, or an even number of changed signs.
+are its halves. Sums are taken modulo 2**64, so their order is free. The products see what plain
+sums do not: two elements that changed places, or an even number of changed signs.
 """
 
 from __future__ import annotations
