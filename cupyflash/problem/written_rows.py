@@ -99,10 +99,12 @@ def check(
 def _steps(counts: Array, first: Array) -> Array:
     """Return so many successive integers from each of `first` on."""
     ends = np.cumsum(counts)
-    return np.arange(int(ends[-1])) + np.repeat(first - (ends - counts), counts)
+    steps: Array = np.arange(int(ends[-1])) + np.repeat(first - (ends - counts), counts)
+    return steps
 
 
 def _differ(one: Array, two: Array) -> Array:
     """Return which rows of two arrays differ in a bit."""
     a, b = (np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1) for x in (one, two))
-    return (a != b).any(axis=1)
+    differ: Array = (a != b).any(axis=1)
+    return differ
