@@ -13,11 +13,11 @@ from . import analysis, elsewhere, expr, masks, scores
 from .api import (
     attention,
     attention_backward,
-    attention_vjp,
     combine,
 )
 from .cache_update import append, rope
 from .cached import attention_cached, workspace_size_cached
+from .closures import attention_vjp
 from .conversion import convert
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import lookup

@@ -26,6 +26,7 @@ def append(
     *,
     table: DLPackArray | None = None,
     offsets: DLPackArray | Sequence[int] | None = None,
+    shared: SupportsIndex = 0,
     q: None = None,
     rotary: Rotary | None = None,
     positions: DLPackArray | Sequence[Any] | None = None,
@@ -46,6 +47,7 @@ def append(
     *,
     table: DLPackArray | None = None,
     offsets: DLPackArray | Sequence[int] | None = None,
+    shared: SupportsIndex = 0,
     q: DLPackArray,
     rotary: Rotary,
     positions: DLPackArray | Sequence[Any] | None = None,
@@ -66,6 +68,7 @@ def append(
     *,
     table: DLPackArray | None = None,
     offsets: DLPackArray | Sequence[int] | None = None,
+    shared: SupportsIndex = 0,
     q: DLPackArray | None = None,
     rotary: Rotary | None = None,
     positions: DLPackArray | Sequence[Any] | None = None,
@@ -102,11 +105,15 @@ def append(
     table : array, shape (B, N), optional
         Page numbers, as int32 or int64, on the device of `k`. Position j of entry b is row
         ``j % page`` of page ``table[b, j // page]``. Only the numbers of pages that are written are
-        read, and no row of a page may be written for two positions. On a GPU, a row is not written
-        if its page does not exist.
+        read, and no row of a page may be written for two positions, except as `shared` says. On a
+        GPU, a row is not written if its page does not exist.
     offsets : array, shape (B + 1,), optional
         Entry b has the packed rows from ``offsets[b]`` to ``offsets[b + 1]``; entries may have any
         number of them.
+    shared : int
+        Entries may write the same row of a page for the same position if this is below `shared`.
+        Their new rows at these positions must be the same, such as those of a prompt that several
+        entries share.
     q : array, shape (B, Hq, n, D), optional
         Queries of the same positions; with `offsets`, packed queries of shape (Hq, total, D). They
         are rotated, too, so `rotary` is needed.
@@ -134,9 +141,9 @@ def append(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        A shape, dtype or device is wrong, or lengths, offsets, positions or page numbers in host
-        memory are out of range. With the environment variable CUPYFLASH_DEBUG=1, those in device
-        memory are checked, too.
+        A shape, dtype or device is wrong; lengths, offsets, positions or page numbers in host
+        memory are out of range; or these page numbers make one row of two positions. With the
+        environment variable CUPYFLASH_DEBUG=1, those in device memory are checked, too.
 
     Examples
     --------
@@ -158,11 +165,11 @@ def append(
 
     def check() -> Append:
         return checked_append(
-            k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out, given
+            k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out, given, shared
         )
 
     written = {"k": k, "v": v, "out": out, "k_scale": k_scale, "v_scale": v_scale}
-    return execute_rows.append(check, read, rotary, given.kind, written)
+    return execute_rows.append(check, read, rotary, given.kind, written, shared)
 
 
 @explained

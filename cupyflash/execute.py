@@ -8,7 +8,7 @@ from typing import Any, Generic, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from . import dispatch
+from . import changes, dispatch
 from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .arrays.interop import DLPackArray
@@ -64,6 +64,11 @@ class Request:
         if self._offsets is None:
             return validate.call(*qkv, self._options)
         return validate.varlen_call(*qkv, *self._offsets, self._check, self._options)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether changes of the call's arrays can be noticed."""
+        return not self._on_device or changes.looks_at(self._q)
 
     @property
     def backward_name(self) -> str:
@@ -373,14 +378,22 @@ def gradient_arrays(
 
 
 def vjp_of(
-    request: Request, return_lse: bool, deterministic: bool, bias_gradient: bool = True
+    request: Request,
+    return_lse: bool,
+    deterministic: bool,
+    bias_gradient: bool = True,
+    check: Any = True,
 ) -> Any:
-    """Compute a call, and return it with the function that computes its gradients."""
+    """Compute a call, and return it with the function that computes its gradients.
+
+    `check` says whether that function notices what was changed in between.
+    """
     check_flag(return_lse, "return_lse")
     check_flag(deterministic, "deterministic")
     check_flag(bias_gradient, "bias_gradient")
+    check_flag(check, "check")
     out, lse = forward(request, True, None, None)
-    vjp = Vjp(request, out, lse, deterministic, bias_gradient)
+    vjp = Vjp(request, out, lse, deterministic, bias_gradient, check)
     return (out, lse, vjp) if return_lse else (out, vjp)
 
 
@@ -397,23 +410,54 @@ class Vjp(Generic[F]):
         Whether gradients are the same in every run.
     bias_gradient : bool
         Whether the gradient of the bias is computed.
+    check : bool
+        Whether arrays that were changed since are noticed, as far as `changes` looks at them.
     """
 
-    __slots__ = ("__weakref__", "_bias_gradient", "_deterministic", "_lse", "_out", "_request")
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_bias_gradient",
+        "_deterministic",
+        "_lse",
+        "_out",
+        "_request",
+    )
 
     def __init__(
-        self, request: Request, out: Array, lse: Array, deterministic: bool, bias_gradient: bool
+        self,
+        request: Request,
+        out: Array,
+        lse: Array,
+        deterministic: bool,
+        bias_gradient: bool,
+        check: Any,
     ) -> None:
         self._request, self._out, self._lse = request, out, lse
         self._deterministic, self._bias_gradient = deterministic, bias_gradient
+        self._before: changes.Snapshot | None = None
+        if check and request.is_watched:
+            named = validate.read_arrays(request.call) | {"out": out, "lse": lse}
+            self._before = changes.Snapshot(named)
 
     def __call__(
         self, do: DLPackArray, dlse: DLPackArray | None = None
     ) -> Gradients[NDArray[F], FloatArray | None]:
         """Return the gradients, given those of the output and of the LSE."""
-        request, out, lse = self._request, self._out, self._lse
+        out, lse = self._results()
         how = self._deterministic, None, None, self._bias_gradient
-        return backward(request, do, out, lse, dlse, *how)
+        return backward(self._request, do, out, lse, dlse, *how)
+
+    def _forward(self) -> tuple[Array, Array]:
+        out, lse = forward(self._request, True, None, None)
+        return out, lse
+
+    def _results(self) -> tuple[Array, Array]:
+        """Return out and lse; if the user has changed them, as they are computed again."""
+        if self._before is not None and self._before.check():
+            self._out, self._lse = self._forward()
+            self._before.replace({"out": self._out, "lse": self._lse})
+        return self._out, self._lse
 
     def __copy__(self) -> Vjp:
         return self

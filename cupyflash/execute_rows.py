@@ -37,15 +37,18 @@ def append(
     rotary: Any,
     codes: str,
     written: Mapping[str, Any],
+    shared: Any,
 ) -> Array | None:
     """Write new rows to a cache; return queries, if there are any, rotated.
 
     `read` and `written` have the arrays of the call by the names that kernels have for them, as
     they came, and `codes` is the type of codes that it names; `check` validates the call where it
-    is not recognised.
+    is not recognised. Kernels are not told `shared`, so a call that has it is checked every time.
     """
     signature = None
-    if is_device_array(read["lengths"]):  # a number is part of what kernels are told
+    if (
+        type(shared) is int and not shared and is_device_array(read["lengths"])
+    ):  # a number is part of what kernels are told
         signature = _rows_signature("append" + codes, read, rotary, written)
     if signature is not None and (entry := launch_cache.find(signature)) is not None:
         results = launch_cache.forward(entry, signature.addresses, written["out"], None)

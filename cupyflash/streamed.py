@@ -21,7 +21,7 @@ from .pieces.steps import Chunk
 from .problem.call import Array, Gradients
 from .problem.keywords import explained
 from .problem.options import Options
-from .problem.signatures import BackwardOptions, StreamedOptions, VjpOptions
+from .problem.signatures import BackwardOptions, CheckedVjpOptions, StreamedOptions
 from .scores import Score
 
 __all__ = ["attention", "attention_backward", "attention_vjp"]
@@ -288,7 +288,7 @@ def attention_vjp(
     chunk: Chunk = "auto",
     device: SupportsIndex | None = None,
     return_lse: Literal[False] = False,
-    **options: Unpack[VjpOptions],
+    **options: Unpack[CheckedVjpOptions],
 ) -> tuple[NDArray[F], Vjp[F]]: ...
 
 
@@ -301,7 +301,7 @@ def attention_vjp(
     chunk: Chunk = "auto",
     device: SupportsIndex | None = None,
     return_lse: Literal[True],
-    **options: Unpack[VjpOptions],
+    **options: Unpack[CheckedVjpOptions],
 ) -> tuple[NDArray[F], FloatArray, Vjp[F]]: ...
 
 
@@ -314,7 +314,7 @@ def attention_vjp(
     chunk: Chunk = "auto",
     device: SupportsIndex | None = None,
     return_lse: Literal[False] = False,
-    **options: Unpack[VjpOptions],
+    **options: Unpack[CheckedVjpOptions],
 ) -> tuple[Array, Vjp]: ...
 
 
@@ -327,7 +327,7 @@ def attention_vjp(
     chunk: Chunk = "auto",
     device: SupportsIndex | None = None,
     return_lse: Literal[True],
-    **options: Unpack[VjpOptions],
+    **options: Unpack[CheckedVjpOptions],
 ) -> tuple[Array, FloatArray, Vjp]: ...
 
 
@@ -350,6 +350,7 @@ def attention_vjp(
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
+    check: bool = True,
 ) -> tuple[Array, Vjp] | tuple[Array, FloatArray, Vjp]:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -365,6 +366,8 @@ def attention_vjp(
         Whether gradients are bitwise equal in every run; see `cupyflash.attention_backward`.
     bias_gradient : bool
         Whether the gradient of the bias is computed; see `cupyflash.attention_backward`.
+    check : bool
+        As in `cupyflash.attention_vjp`.
 
     Returns
     -------
@@ -401,4 +404,4 @@ def attention_vjp(
         precision=precision,
     )
     request = steps.Streamed(q, k, v, options, chunk, device)
-    return steps.vjp_of(request, return_lse, deterministic, bias_gradient)
+    return steps.vjp_of(request, return_lse, deterministic, bias_gradient, check)

@@ -356,8 +356,10 @@ def attention_varlen_vjp(
 
     Parameters
     ----------
-    q, k, v, offsets_q, offsets_k, check
+    q, k, v, offsets_q, offsets_k
         As in `attention_varlen`.
+    check : bool
+        As in `attention_varlen` and in `attention_vjp`.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention_varlen`.
     return_lse : bool
@@ -396,4 +398,4 @@ def attention_varlen_vjp(
         precision=precision,
     )
     request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
-    return execute.vjp_of(request, return_lse, deterministic, bias_gradient)
+    return execute.vjp_of(request, return_lse, deterministic, bias_gradient, check)

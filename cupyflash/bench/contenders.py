@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import api, masks, planning, scores
+from .. import api, closures, masks, planning, scores
 from ..testing.options import float_type
 from .cases import CAP, CHANGES_SCORES, Case, hidden
 from .measure import Gpu, Meter, Work
@@ -112,7 +112,7 @@ class Cupyflash(Contender):
             return api.attention(q, k, v, **options)
 
         def step() -> Any:
-            o, vjp = api.attention_vjp(q, k, v, **options)
+            o, vjp = closures.attention_vjp(q, k, v, **options)
             return o, vjp(do)
 
         o, lse = api.attention(q, k, v, return_lse=True, **options)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..api import attention, attention_vjp
+from ..api import attention
 from ..arrays import cuda_device, device_arrays
 from ..arrays.dtypes import DTYPES
+from ..closures import attention_vjp
 from ..gpu.kernels import registry
 from ..masks import causal as causal_mask
 from ..testing import Precision, backward_bound, forward_bound, rho

@@ -79,8 +79,8 @@ def _warm_cpu(dtypes: list[str], report: Report | None) -> str:
 
 def _warm_gpu(dtypes: list[str], dims: list[int], report: Report | None) -> str:
     from .. import masks
-    from ..api import attention_vjp
     from ..bench.measure import Gpu
+    from ..closures import attention_vjp
 
     obstacle = info.gpu_obstacle()
     if obstacle:

@@ -382,7 +382,8 @@ def attention_vjp(
         Only with `return_lse`.
     vjp : callable
         ``vjp(do, dlse=None)`` returns `cupyflash.Gradients`, as the function that
-        `cupyflash.attention_vjp` returns. Every rank calls it.
+        `cupyflash.attention_vjp` returns. Every rank calls it. With `check`, arrays that were
+        changed in place since are an error, the results as well.
 
     Raises
     ------

@@ -14,6 +14,7 @@ from .. import dispatch
 from ..arrays.device_arrays import is_device_array
 from ..arrays.interop import DLPackArray
 from ..arrays.tape import Tape
+from ..changes import Snapshot, looks_at, refused
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..execute import Vjp, check_flag
 from ..expr.bind import bind
@@ -162,6 +163,16 @@ class Distributed:
                     f"{name}: got {array.shape[-2]} positions; expected {each.count}, those that "
                     f"the layout gives to rank {each.rank}. layout.take(whole array) returns them."
                 )
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether `check` is True."""
+        return self._ranks.check is not False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether changes of the call's arrays can be noticed."""
+        return looks_at(self._q)
 
     @property
     def plan(self) -> Plan:
@@ -390,11 +401,17 @@ def backward(
     deterministic: Any,
     grads_out: Any,
     bias_gradient: Any = True,
+    before: Snapshot | None = None,
 ) -> Gradients:
-    """Compute the gradients of a call, into the arrays given or into new ones."""
+    """Compute the gradients of a call, into the arrays given or into new ones.
+
+    `before` is what a function of gradients remembers of its arrays.
+    """
 
     def prepare() -> pieces_steps.Targets:
         check_flag(deterministic, "deterministic")
+        if before is not None and (changed := before.check()):
+            raise refused(changed)  # computing results again takes all ranks
         return pieces_steps.targets(request.call, do, out, lse, dlse, grads_out, bias_gradient)
 
     name = f"{request.name}_backward"
@@ -434,8 +451,8 @@ class DistributedVjp(Vjp):
     def __call__(self, do: DLPackArray, dlse: DLPackArray | None = None) -> Gradients:
         """Return the gradients, given those of the output and of the LSE."""
         request: Any = self._request
-        how = self._deterministic, None, self._bias_gradient
-        return backward(request, do, self._out, self._lse, dlse, *how)
+        rest = self._deterministic, None, self._bias_gradient, self._before
+        return backward(request, do, self._out, self._lse, dlse, *rest)
 
 
 def vjp_of(request: Distributed, return_lse: Any, deterministic: Any, bias_gradient: Any) -> Any:
@@ -444,5 +461,6 @@ def vjp_of(request: Distributed, return_lse: Any, deterministic: Any, bias_gradi
     flags["bias_gradient"] = bias_gradient
     out, lse = _forward(request, flags, None, None)
     made: Any = request
-    vjp = DistributedVjp(made, out, lse, deterministic, bias_gradient)
+    how = deterministic, bias_gradient, request.is_checked
+    vjp = DistributedVjp(made, out, lse, *how)
     return (out, lse, vjp) if return_lse else (out, vjp)

@@ -381,7 +381,8 @@ def attention_varlen_vjp(
         Only with `return_lse`.
     vjp : callable
         ``vjp(do, dlse=None)`` returns `cupyflash.Gradients`, as the function that
-        `cupyflash.attention_vjp` returns. Every rank calls it.
+        `cupyflash.attention_vjp` returns. Every rank calls it. With `check`, arrays that were
+        changed in place since are an error, the results as well.
 
     Raises
     ------

@@ -47,6 +47,7 @@ class Streamed:
     """
 
     backward_name = "cupyflash.streamed.attention_backward"
+    is_watched = True  # as far as its arrays are in host memory
 
     def __init__(self, q: Any, k: Any, v: Any, options: Options, chunk: Any, device: Any) -> None:
         self._q, self._k, self._v = q, k, v
@@ -331,15 +332,23 @@ class StreamedVjp(Vjp):
         """Return the gradients, given those of the output and of the LSE."""
         request: Any = self._request
         how = self._deterministic, None, self._bias_gradient
-        return backward(request, do, self._out, self._lse, dlse, *how)
+        return backward(request, do, *self._results(), dlse, *how)
+
+    def _forward(self) -> tuple[Array, Array]:
+        request: Any = self._request
+        out, lse = forward(request, True, None, None)
+        return out, lse
 
 
-def vjp_of(request: Streamed, return_lse: Any, deterministic: Any, bias_gradient: Any) -> Any:
+def vjp_of(
+    request: Streamed, return_lse: Any, deterministic: Any, bias_gradient: Any, check: Any
+) -> Any:
     """Compute a call, and return it with the function that computes its gradients."""
     check_flag(return_lse, "return_lse")
     check_flag(deterministic, "deterministic")
     check_flag(bias_gradient, "bias_gradient")
+    check_flag(check, "check")
     out, lse = forward(request, True, None, None)
     made: Any = request
-    vjp = StreamedVjp(made, out, lse, deterministic, bias_gradient)
+    vjp = StreamedVjp(made, out, lse, deterministic, bias_gradient, check)
     return (out, lse, vjp) if return_lse else (out, vjp)

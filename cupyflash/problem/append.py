@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays.device_arrays import address
 from ..arrays.interop import floats, one_home, outputs
 from ..errors import ArgumentError
-from . import cached, codes, device_args, validate
+from . import cached, codes, device_args, validate, written_rows
 from .call import Array, Cache, Codes
 from .rotary import Rotary, check_positions, check_rotary, position_array
 
@@ -70,6 +70,7 @@ def append(
     positions: Any,
     out: Any,
     given: codes.Given = codes.NONE,
+    shared: Any = 0,
 ) -> Append:
     """Validate a call of `append`."""
     named = {"k_new": k_new, "v_new": v_new}
@@ -108,6 +109,7 @@ def append(
         lengths=cached.lengths_of(lengths, batch, cache.capacity),
         codes=held_codes,
     )
+    shared = cached.shared_positions(shared, cache.capacity)
     if counts is not None:
         cached.check_pages(cache, k.shape[0], counts)
     integers = {"lengths": cache.lengths, "table": cache.table}
@@ -126,6 +128,10 @@ def append(
             check_positions(last, rotary, "lengths")
     scales = {} if held_codes is None else dict(held_codes.scales)
     device = one_home(read | {"k": k, "v": v} | scales)
+    if after is not None and counts is not None:
+        new = {name: x for name, x in read.items() if name in ("k_new", "v_new", "positions")}
+        lengths = np.broadcast_to(np.asarray(after, np.int64), (batch,))
+        written_rows.check(cache, counts, lengths, new, offsets is not None, shared)
     for name in scales:
         codes.check_written(getattr(given, name), name, k if name == "k_scale" else v)
     written = {"k": k, "v": v} | scales

@@ -71,7 +71,7 @@ def call(
         table=table_array(table, batch),
         lengths=lengths_of(lengths, batch, made.capacity),
         codes=held_codes,
-        shared=_shared(shared, made.capacity),
+        shared=shared_positions(shared, made.capacity),
     )
     if made.table is None and k.shape[0] not in (1, batch):
         raise too_few_entries(k, batch)
@@ -215,7 +215,7 @@ def readable(value: Any) -> Array | None:
         return None if cuda_device.is_capturing() else device_arrays.read_back(value)
 
 
-def _shared(value: Any, capacity: int) -> int:
+def shared_positions(value: Any, capacity: int) -> int:
     """Return how many positions entries share."""
     number = integer(value)
     if number is None:

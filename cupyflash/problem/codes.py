@@ -52,6 +52,11 @@ class Shaped(NamedTuple):
 
     shape: tuple[int, ...]
 
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
 
 def codes_of(k: Any, v: Any, given: Given) -> tuple[Array, Array, Codes | None]:
     """Return keys, values and what they mean if they are codes, or one of them is.

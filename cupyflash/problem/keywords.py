@@ -56,7 +56,7 @@ _OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "block_table": _PAGED,
     "cache_seqlens": "attention_cached takes lengths, which count the new tokens, too",
     "causal": _CAUSAL,
-    "check": "attention_varlen, attention_varlen_backward and attention_varlen_vjp take it",
+    "check": "attention_vjp and the functions attention_varlen take it",
     "cu_seqlens": _OFFSETS.format("q and offsets_k"),
     "cu_seqlens_k": _OFFSETS.format("k"),
     "cu_seqlens_kv": _OFFSETS.format("k"),

@@ -61,6 +61,12 @@ class VjpOptions(CallOptions, total=False):
     bias_gradient: bool
 
 
+class CheckedVjpOptions(VjpOptions, total=False):
+    """The same, of those whose option `check` concerns changed arrays alone."""
+
+    check: bool
+
+
 class BackwardOptions(CallOptions, total=False):
     """Of functions that compute gradients from results."""
 

@@ -175,6 +175,7 @@ def append(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     kv_dtype: Any = None,
+    shared: int = 0,
 ) -> torch.Tensor | None:
     """Write new keys and values to a cache in place, and rotate keys and queries.
 
@@ -207,6 +208,9 @@ def append(
         Where to write the scales of a cache of codes: (B, Hkv, S, 1), or (P, Hkv, page, 1).
     kv_dtype : str or torch.dtype, optional
         Which codes `k` and `v` hold if they are uint8.
+    shared : int
+        As in `cupyflash.append`: the number of first positions at which entries may write the same
+        row of a page, if they write the same.
 
     Returns
     -------
@@ -236,6 +240,7 @@ def append(
         "v_scale": array_of(v_scale),
         "kv_dtype": _kind(kv_dtype),
         "out": array_of(queries),
+        "shared": shared,
     }
     write(k_new, v_new, k, v, lengths, **options)
     for x in (k_scale, v_scale):

@@ -13,6 +13,7 @@ from ..expr.functions import POSITIONS
 from ..masks import Mask
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary
+from ..problem.written_rows import WrittenTwiceError
 from . import tensors
 from .cached import rotated, write
 from .flash_attn import Window, over_cache, sizes_of
@@ -179,7 +180,14 @@ def flash_attn_with_kvcache(
         lengths = held + k.shape[1]
         k_new, v_new, k_held, v_held = (x.transpose(1, 2) for x in (k, v, k_cache, v_cache))
         table = tensors.array_of(block_table)
-        write(k_new, v_new, k_held, v_held, lengths, table=table, rotary=rotary)
+        try:
+            write(k_new, v_new, k_held, v_held, lengths, table=table, rotary=rotary)
+        except WrittenTwiceError as error:
+            name = "block_table" if cache_batch_idx is None else "cache_batch_idx"
+            raise ArgumentError(
+                f"{name}: {error.what}; expected one position for each row that is written. Pass "
+                "numbers that differ wherever new rows are written."
+            ) from None
     seen = None if cache_leftpad is None else _begun(cache_leftpad, lengths)
     out, lse = over_cache(
         (q, k_cache, v_cache), lengths, block_table, None, softmax_scale, causal, window_size,

@@ -111,7 +111,7 @@ CODES = {"q_scale", "k_scale", "v_scale", "qkv_dtype", "out_dtype"}
 TAKES_OPTIONS = {
     "attention": {"return_lse", "out", "lse_out", *CODES},
     "attention_backward": {"dlse", "deterministic", "bias_gradient", "grads_out", "workspace"},
-    "attention_vjp": {"deterministic", "bias_gradient", "return_lse"},
+    "attention_vjp": {"check", "deterministic", "bias_gradient", "return_lse"},
     "plan": {"offsets_q", "offsets_k", *CODES},
     "workspace_size": {"offsets_q", "offsets_k"},
 }
