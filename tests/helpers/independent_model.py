@@ -32,6 +32,9 @@ class Arithmetic:
     operand_tiny: float = 0.0
     lag: float = 0.0  # logarithm of the largest weight before the division
     cut: int = 1  # 2 where sums are cut off instead of rounded
+    scaled: bool = (
+        False  # keys and values are codes, whose scale is one more factor of each product
+    )
 
     def gamma(self, n: Any) -> Any:
         x = np.asarray(n, np.float64) * self.unit * self.cut
@@ -123,7 +126,7 @@ def solve(
     products = _size(q) @ _size(k).swapaxes(-1, -2)
     s = scale * (q @ k.swapaxes(-1, -2))
     lost = ar.tiny * (size * depth + 1 + (products if size < ar.tiny else 0))
-    e = ar.gamma(depth + 3) * size * products + lost
+    e = ar.gamma(depth + 3 + ar.scaled) * size * products + lost
     e = np.where(np.maximum(products, size * products) < ar.largest / 2, e, np.inf)
     t, slope, slope_error = s, np.ones(shape, q.dtype), np.zeros(shape)
     for score in o.scores:
@@ -178,7 +181,8 @@ def solve(
     out = _product(p * z, seen, v)
     visible = _size(v)
     through = _size(z) * seen @ visible
-    numerator = (_growth(p, log_p, a + g[..., None] + ar.operand) * _size(z)) @ visible
+    rounding = ar.operand + 2 * u * ar.scaled
+    numerator = (_growth(p, log_p, a + g[..., None] + rounding) * _size(z)) @ visible
     numerator = numerator + (flushed + ar.operand_tiny / divisor)[..., None] * (
         through + count[..., None]
     )

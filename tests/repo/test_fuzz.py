@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fuzz
+import fuzz_caches
 import fuzz_problems
 import independent_model
 import independent_words
@@ -21,9 +23,12 @@ from cupyflash.problem.call import Gradients
 SEED = 1
 
 
-def found(numbers: Any, kinds: tuple[str, ...] = fuzz_problems.KINDS) -> Iterator[str]:
+EVERY = (*fuzz_problems.KINDS, "cached")
+
+
+def found(numbers: Any, kinds: tuple[str, ...] = EVERY) -> Iterator[str]:
     """Yield what is wrong with the problems of these numbers and kinds."""
-    chosen = (n for n in numbers if fuzz.draw(SEED, n).kind in kinds)
+    chosen = (n for n in numbers if fuzz.drawn(SEED, n).kind in kinds)
     return (text for n in chosen if (text := fuzz.attempt(n, SEED, "cpu")[3]))
 
 
@@ -73,6 +78,14 @@ def test_functions_of_expressions_are_right():
             for word in here:
                 left[word] -= 1
     assert not any(left.values())
+
+
+def test_caches_of_every_pair_of_types_are_drawn():
+    generators = [np.random.default_rng(n) for n in range(700)]
+    cases = [fuzz_caches.draw(rng, rng) for rng in generators]
+    assert {x.forms for x in cases} == set(itertools.product(fuzz_caches.FORMS, repeat=2))
+    assert {(x.packed, x.table is not None) for x in cases} == {*itertools.product((0, 1), (0, 1))}
+    assert {x.dtype for x in cases} == set(fuzz_problems.DTYPES)
 
 
 def test_problems_are_drawn_again():
@@ -145,6 +158,20 @@ def an_input_is_written(real: Any) -> Any:
     return attention
 
 
+def keys_are_values(real: Any) -> Any:
+    def append(k: Any, v: Any, *others: Any, **options: Any) -> Any:
+        return real(v if v.shape == k.shape else k * 2, v, *others, **options)
+
+    return append
+
+
+def the_last_key_is_forgotten(real: Any) -> Any:
+    def attention(q: Any, k: Any, v: Any, lengths: Any, **options: Any) -> Any:
+        return real(q, k, v, np.maximum(lengths - 1, 0), **options)
+
+    return attention
+
+
 def it_warns(real: Any) -> Any:
     def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
         np.float32(1e-40) * np.float32(1e-10)
@@ -165,11 +192,14 @@ def it_warns(real: Any) -> Any:
         ("attention_vjp", dlse_is_forgotten, ("vjp",)),
         ("attention_vjp", one_gradient_is_off, ("vjp",)),
         ("combine", a_part_is_dropped, ("combine", "split")),
+        ("append", keys_are_values, ("cached",)),
+        ("attention_cached", the_last_key_is_forgotten, ("cached",)),
+        ("attention_cached", scale_is_off, ("cached",)),
     ],
 )
 def test_a_fault_is_found(monkeypatch, name, fault, kinds):
     monkeypatch.setattr(cupyflash, name, fault(getattr(cupyflash, name)))
-    assert any(found(range(80), kinds))
+    assert any(found(range(400 if kinds == ("cached",) else 80), kinds))
 
 
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch):

@@ -33,6 +33,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
+import fuzz_caches
 import independent_model as model
 import numpy as np
 from fuzz_problems import DTYPES, KINDS, Array, Case, draw, longest_axis
@@ -313,14 +314,37 @@ def beyond(y: Array, wanted: Bounded, low: Any, high: Any) -> str:
     )
 
 
+def wrong_cached(case: fuzz_caches.Cached, xp: Any) -> str:
+    """Return in words what is wrong after a step of a cache."""
+    with np.errstate(all="raise"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, held = fuzz_caches.computed(case, partial(moved, xp=xp), host)
+    found = fuzz_caches.written_wrong(case, held)
+    wanted = fuzz_caches.exact(case, held, model.arithmetic(case.dtype, xp is not np))
+    for name, x in got.items():
+        if not found and (problem := beyond(x, wanted[name], -np.inf, np.inf)):
+            found = f"{name}{problem}"
+    return found
+
+
+def drawn(seed: int, index: int, gpu: bool = False, variants: int = 1) -> Case | fuzz_caches.Cached:
+    """Return a problem; one of ten is a step of a cache."""
+    entropy = [seed, index // variants, 1]
+    if np.random.default_rng(entropy).random() < 0.1:
+        rng = np.random.default_rng([*entropy, 1])
+        return fuzz_caches.draw(rng, np.random.default_rng([seed, index, variants, 1]))
+    return draw(seed, index, gpu, variants)
+
+
 def attempt(index: int, seed: int, device: str, variants: int = 1) -> tuple[int, str, str, str]:
     """Run one problem: its number, kind and type, and what is wrong."""
     xp: Any = np
     if device == "gpu":
         import cupy as xp
-    case = draw(seed, index, device == "gpu", variants)
+    case = drawn(seed, index, device == "gpu", variants)
     try:
-        found = wrong(case, xp)
+        is_cached = isinstance(case, fuzz_caches.Cached)
+        found = wrong_cached(case, xp) if is_cached else wrong(case, xp)
     except Exception:  # noqa: BLE001 (whatever is raised, it is a finding)
         found = traceback.format_exc(limit=-6)
     return index, case.kind, case.dtype, found and f"{found}\n    {case.describe()}"
@@ -337,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     one = partial(attempt, seed=asked.seed, device=asked.device, variants=asked.variants)
     if asked.only is not None:
-        case = draw(asked.seed, asked.only, asked.device == "gpu", asked.variants)
+        case = drawn(asked.seed, asked.only, asked.device == "gpu", asked.variants)
         print("   ", case.describe())
     numbers = range(asked.problems) if asked.only is None else [asked.only]
     counts, failed, begin = Counter[tuple[str, str]](), 0, time.perf_counter()
@@ -359,7 +383,7 @@ def main(arguments: list[str] | None = None) -> int:
                     f"{n} of {len(numbers)} problems, {failed} wrong, {seconds:.0f} s", flush=True
                 )
     print(f"{'':16}" + "".join(f"{x:>10}" for x in DTYPES))
-    for kind in KINDS:
+    for kind in (*KINDS, "cached"):
         print(f"{kind:16}" + "".join(f"{counts[kind, x]:10}" for x in DTYPES))
     print(f"{sum(counts.values())} problems of seed {asked.seed}, {failed} wrong")
     return 1 if failed else 0

@@ -59,17 +59,18 @@ class Case:
         o = self.options
         lines = [
             f"{self.kind} {self.dtype} {shapes} {self.layouts} {self.notes}",
-            f"mask {_short(o.mask)}, scores {_short(o.scores)}, scale {o.scale}",
-            f"dropout {o.dropout} seed {o.seed}, bias {_short(o.bias)}, sink {_short(o.sink)}",
+            f"mask {described(o.mask)}, scores {described(o.scores)}, scale {o.scale}",
+            f"dropout {o.dropout} seed {o.seed}",
+            f"bias {described(o.bias)}, sink {described(o.sink)}",
             f"offsets {self.offsets}, flags {self.flags}",
         ]
         return "\n    ".join(lines)
 
 
-def _short(x: Any) -> Any:
+def described(x: Any) -> Any:
     if isinstance(x, np.ndarray):
         return f"<{x.dtype} {x.shape}>"
-    return tuple(map(_short, x)) if isinstance(x, tuple) else x
+    return tuple(map(described, x)) if isinstance(x, tuple) else x
 
 
 # Drawing
@@ -135,10 +136,10 @@ def draw(seed: int, index: int, gpu: bool = False, variants: int = 1) -> Case:
     at_lead = (n,) if packed else lead
     arrays = _values(numbers, shapes, dtype, o)
     out_shape = (*(() if flat else (*lead, heads)), len_q, width)
-    arrays["do"] = _cast(numbers.standard_normal(out_shape), dtype)
+    arrays["do"] = cast(numbers.standard_normal(out_shape), dtype)
     accumulator = "float64" if dtype == "float64" else "float32"
     if rng.random() < 0.4:
-        arrays["dlse"] = _cast(numbers.standard_normal(out_shape[:-1]), accumulator)
+        arrays["dlse"] = cast(numbers.standard_normal(out_shape[:-1]), accumulator)
     words = _Draw(rng, numbers, at_lead, heads, *longest, packed, (len_q, len_k))
     simple = kind == "split"
     if rng.random() < 0.75:
@@ -151,7 +152,7 @@ def draw(seed: int, index: int, gpu: bool = False, variants: int = 1) -> Case:
     if rng.random() < 0.25:
         o.bias = words.bias()
     if rng.random() < 0.25 and not simple:
-        o.sink = _cast(3 * numbers.standard_normal(heads), str(rng.choice(list(DTYPES))))
+        o.sink = cast(3 * numbers.standard_normal(heads), str(rng.choice(list(DTYPES))))
         o.sink[numbers.random(heads) < 0.1] = -np.inf
     if rng.random() < 0.2 and not simple:
         o.dropout = float(numbers.choice([0.1, 0.5, 0.9, 2.0**-32]))
@@ -188,7 +189,7 @@ def longest_axis(x: Array) -> int:
     return max(range(x.ndim), key=lambda n: x.shape[n], default=0)
 
 
-def _cast(x: Any, dtype: str) -> Array:
+def cast(x: Any, dtype: str) -> Array:
     with np.errstate(over="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return np.asarray(x).astype(DTYPES[dtype])
@@ -209,7 +210,7 @@ def _values(rng: Any, shapes: Any, dtype: str, o: Options) -> dict[str, Array]:
         o.scale = scale if 1e-37 < scale < 1e37 or dtype == "float64" else o.scale
         c = 2 * c if rng.random() < 0.5 and dtype != "float16" else c
         x = {"q": x["q"] * 2.0**a, "k": x["k"] * 2.0**b, "v": x["v"] * 2.0**c}
-    return {name: np.nan_to_num(_cast(value, dtype)) for name, value in x.items()}
+    return {name: np.nan_to_num(cast(value, dtype)) for name, value in x.items()}
 
 
 def _combine_case(rng: Any, dtype: str) -> Case:
@@ -220,13 +221,13 @@ def _combine_case(rng: Any, dtype: str) -> Case:
     arrays: dict[str, Array] = {}
     for n in range(int(rng.integers(1, 5))):
         size = 2.0 ** int(rng.integers(-10, 10) if dtype == "float16" else rng.integers(-100, 127))
-        arrays[f"out{n}"] = np.nan_to_num(_cast(size * rng.standard_normal(shape), dtype))
+        arrays[f"out{n}"] = np.nan_to_num(cast(size * rng.standard_normal(shape), dtype))
         lse = np.where(
             rng.random(shape[:-1]) < 0.15,
             -np.inf,
             rng.choice([1, 1, 100, 1e4]) * rng.standard_normal(shape[:-1]),
         )
-        arrays[f"lse{n}"] = _cast(lse, accumulator)
+        arrays[f"lse{n}"] = cast(lse, accumulator)
         arrays[f"out{n}"][np.isneginf(lse)] = 0
     layouts = {name: str(rng.choice(LAYOUTS[:-1])) for name in arrays}
     return Case("combine", dtype, (), arrays, Options(), layouts)
@@ -313,7 +314,7 @@ class _Draw:
         if word == "softcap":
             return word, float(self.numbers.choice([0.5, 5.0, 30.0]))
         if word == "alibi":
-            return word, _cast(
+            return word, cast(
                 self.numbers.random(self.broadcast(self.heads)), str(rng.choice(list(DTYPES)))
             )
         if word == "relative":
@@ -344,7 +345,7 @@ class _Draw:
         x[self.numbers.random(x.shape) < self.numbers.choice([0, 0.2])] = self.numbers.choice(
             [-np.inf, -1e4]
         )
-        return _cast(x, str(rng.choice(list(DTYPES))))
+        return cast(x, str(rng.choice(list(DTYPES))))
 
 
 MASKS = (
