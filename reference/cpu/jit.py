@@ -59,17 +59,19 @@ def cache_folder() -> Path:
     first call.
     """
     root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or "~/.cache"
-    return _absolute(os.environ.get("CUPYFLASH_CACHE_DIR") or os.path.join(root, "cupyflash"))  # noqa: PTH118
-
-
-@functools.cache
-def _absolute(name: str) -> Path:
-    """Return a folder's place, the same one if the working directory changes."""
+    name = os.environ.get("CUPYFLASH_CACHE_DIR") or os.path.join(root, "cupyflash")  # noqa: PTH118
     try:
-        return Path(name).expanduser().absolute()
+        folder = Path(name).expanduser()
+        return folder if folder.is_absolute() else _absolute(folder)
     except (RuntimeError, OSError):
         # A user without a home or a working directory, as in some containers: an impossible folder.
         return Path(os.devnull) / "cupyflash"
+
+
+@functools.cache
+def _absolute(folder: Path) -> Path:
+    """Return a folder's place, the same one if the working directory changes."""
+    return folder.absolute()
 
 
 def cache_obstacle() -> str:

@@ -15,6 +15,7 @@ from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .backward_panels import backward_panels
+from .checksum import checksum
 from .combine import combine
 from .decode import decode
 from .forward import forward
@@ -40,13 +41,14 @@ from .widen import BFLOAT16, NATIVE, widen_rows
 
 _FLOAT32 = np.dtype(np.float32)
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
+_OF_INTEGERS = (*_CLASSES, checksum)
 _BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
     product, accumulate_product, count_nonfinite, run, score_by_program, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
     narrow_rows,
-    *_CLASSES, *_BY_TILES,
+    *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
 
@@ -109,8 +111,8 @@ def pointers_to(called: dict[str, Wanted]) -> FunctionPointers:
 
 def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) -> None:
     """Compile every kernel for these accumulators; `report` is as in `jit.prepare`."""
-    wanted: list[Wanted] = [(kernel, _FLOAT32) for kernel in (*_CLASSES, run)]
-    others = [kernel for kernel in KERNELS if kernel not in (*_CLASSES, *_BY_TILES)]
+    wanted: list[Wanted] = [(kernel, _FLOAT32) for kernel in (*_OF_INTEGERS, run)]
+    others = [kernel for kernel in KERNELS if kernel not in (*_OF_INTEGERS, *_BY_TILES)]
     for number in numbers:
         wanted += [(kernel, number) for kernel in others]
         wanted += _products(number, BFLOAT16).values()

@@ -111,7 +111,9 @@ def test_numbas_own_number_is_followed_and_its_threads_are_not_started(tmp_path)
         numba.set_num_threads(1)
         print(started, thread_limits.deciding(), before > 1 or before)
     """
-    said = output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="", NUMBA_NUM_THREADS="2")
+    said = output_of(
+        program, tmp_path, CUPYFLASH_NUM_THREADS="", OMP_NUM_THREADS="", NUMBA_NUM_THREADS="2"
+    )
     one = len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else False
     assert said.startswith("False Limit(number=1, why='numba.set_num_threads')") or one
 

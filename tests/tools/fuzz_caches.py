@@ -180,7 +180,8 @@ def numbers_of(array: Array, scale: Array | None, form: str) -> Array:
         return array.astype(np.float64)
     if form == "int4":
         codes = np.stack([array & 15, array >> 4], axis=-1).astype(np.int8)
-        codes = np.where(codes > 7, codes - 16, codes).reshape(*array.shape[:-1], -1)
+        codes = np.where(codes > 7, codes - 16, codes)
+        codes = codes.reshape(*array.shape[:-1], 2 * array.shape[-1])
         values = codes.astype(np.float64)
     elif form == "int8":
         values = array.view(np.int8).astype(np.float64)
