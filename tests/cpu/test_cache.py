@@ -209,9 +209,10 @@ def test_one_compilation_serves_every_problem_of_a_dtype():
 def test_the_folder(monkeypatch, tmp_path):
     for name in ("CUPYFLASH_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
     if os.name == "posix":
-        assert jit.cache_folder() == tmp_path / ".cache" / "cupyflash"
+        for home in (tmp_path / "another", tmp_path):  # a home is read anew
+            monkeypatch.setenv("HOME", str(home))
+            assert jit.cache_folder() == home / ".cache" / "cupyflash"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert jit.cache_folder() == tmp_path / "xdg" / "cupyflash"
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "own"))
