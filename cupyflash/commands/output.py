@@ -36,14 +36,14 @@ class Stream:
         """Write a text, with an escape for what the stream's encoding does not have."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)
-        return int(_told(self._stream.write, text) or 0)
+        return int(_reported(self._stream.write, text) or 0)
 
     def flush(self) -> None:
         """Write what is waiting."""
-        _told(self._stream.flush)
+        _reported(self._stream.flush)
 
 
-def _told(function: Callable[..., Any], *arguments: Any) -> Any:
+def _reported(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except OSError as error:

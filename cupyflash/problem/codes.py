@@ -183,7 +183,7 @@ def _format_of(
             raise ArgumentError(
                 f"kv_dtype: got {kv_dtype!r} with {name} of uint8, whose bytes may be any codes; "
                 f"expected what they are: one of {', '.join(FORMATS)}. Say "
-                f"kv_dtype={_told(held, kv_dtype)}, for example."
+                f"kv_dtype={_kv_dtype_of(held, kv_dtype)}, for example."
             )
         return FORMATS[came] if came in _TYPES else None
     if came == "uint8":
@@ -191,7 +191,7 @@ def _format_of(
     word = name_of(said)
     if word == came:
         return FORMATS.get(came)
-    remedy = f"Say kv_dtype={_told(held, kv_dtype)}"
+    remedy = f"Say kv_dtype={_kv_dtype_of(held, kv_dtype)}"
     if all(each.dtype != np.uint8 for each in held.values()):
         remedy = "Leave kv_dtype out"
     if came not in _TYPES:
@@ -206,7 +206,7 @@ def _format_of(
     )
 
 
-def _told(held: dict[str, Array], kv_dtype: Any) -> str:
+def _kv_dtype_of(held: dict[str, Array], kv_dtype: Any) -> str:
     """Return a `kv_dtype` that says what bytes are, if need be as an example, and nothing else."""
     words = [
         None if x.dtype != np.uint8 else "int8" if each is None else name_of(each)
