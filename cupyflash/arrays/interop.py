@@ -345,7 +345,9 @@ def floats(value: Any, name: str) -> Array:
         codes = " Codes of 8 bits are for cupyflash.attention and cupyflash.attention_varlen, "
         codes += "with their scales; "
         codes += "keep copies of 16 bits for gradients." if name in ("q", "k", "v") else ""
-        remedy = "Convert it with .astype(...)."
+        # A tensor of PyTorch has no .astype.
+        convert = ".astype" if hasattr(value, "astype") or not hasattr(value, "to") else ".to"
+        remedy = f"Convert it with {convert}(...)."
         if name == "bias" and result.dtype == np.bool_:  # .astype would add 1 and 0 to the scores
             remedy = "Pass it as mask= (True = attend)."
         raise ArgumentTypeError(

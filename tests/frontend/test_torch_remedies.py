@@ -1,0 +1,65 @@
+"""The code that errors about PyTorch tensors tell users to write works as it is written."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import cupyflash
+
+torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
+
+from cupyflash.torch import attention, scaled_dot_product_attention  # noqa: E402
+
+X = torch.linspace(-1, 1, 64).reshape(1, 2, 4, 8)
+INTEGERS, DOUBLE = X.to(torch.int32), X.to(torch.float64)
+LEAF = X.clone().requires_grad_()
+SEEN = torch.ones(4, 4, dtype=torch.bool)
+
+CASES = {
+    "dtype": (
+        lambda: attention(INTEGERS, X, X),
+        r"\.to\(dtype\)",
+        lambda code: attention(eval("x" + code, {"x": INTEGERS, "dtype": X.dtype}), X, X),
+    ),
+    "dtypes": (
+        lambda: attention(X, DOUBLE, DOUBLE),
+        r"\.to\(.*\)",
+        lambda code: attention(X, *[eval("x" + code, {"x": DOUBLE, "torch": torch})] * 2),
+    ),
+    "additive mask": (
+        lambda: attention(X, X, X, mask=torch.zeros(4, 4)),
+        r"bias=",
+        lambda code: attention(X, X, X, **{code[:-1]: torch.zeros(4, 4)}),
+    ),
+    "causal with a mask": (
+        lambda: scaled_dot_product_attention(X, X, X, attn_mask=SEEN, is_causal=True),
+        r"attn_mask & torch\.ones.*tril\(\)",
+        lambda code: scaled_dot_product_attention(
+            X, X, X, attn_mask=eval(code, {"attn_mask": SEEN, "torch": torch, "L": 4, "S": 4})
+        ),
+    ),
+    "gradient": (
+        lambda: cupyflash.attention(LEAF, X, X),
+        r"\.detach\(\)",
+        lambda code: cupyflash.attention(eval("x" + code, {"x": LEAF}), X, X),
+    ),
+    "core dtype": (
+        lambda: cupyflash.attention(INTEGERS, X, X),
+        r"\.to\(\.\.\.\)",
+        lambda code: cupyflash.attention(
+            eval("x" + code.replace("...", "dtype"), {"x": INTEGERS, "dtype": X.dtype}), X, X
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_remedy_of_an_error_works_as_it_is_written(case):
+    fails, words, remedy = CASES[case]
+    with pytest.raises((cupyflash.ArgumentError, cupyflash.ArgumentTypeError)) as failure:
+        fails()
+    code = re.search(words, str(failure.value))
+    assert code, f"the message does not say {words}: {failure.value}"
+    remedy(code[0])
