@@ -10,11 +10,20 @@ import cupyflash
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
+import cupyflash.torch as flash  # noqa: E402
 from cupyflash.torch import attention, scaled_dot_product_attention  # noqa: E402
 
 X = torch.linspace(-1, 1, 64).reshape(1, 2, 4, 8)
 INTEGERS, DOUBLE = X.to(torch.int32), X.to(torch.float64)
 LEAF = X.clone().requires_grad_()
+FOUR = torch.cat([X, X], 1)
+
+
+def over_cache(q):
+    cache = torch.zeros(1, 8, 4, 8)
+    return flash.flash_attn_with_kvcache(q.swapaxes(1, 2), cache[:, :, :2], cache[:, :, 2:])
+
+
 SEEN = torch.ones(4, 4, dtype=torch.bool)
 
 CASES = {
@@ -39,6 +48,21 @@ CASES = {
         lambda code: scaled_dot_product_attention(
             X, X, X, attn_mask=eval(code, {"attn_mask": SEEN, "torch": torch, "L": 4, "S": 4})
         ),
+    ),
+    "grouped heads": (
+        lambda: scaled_dot_product_attention(FOUR, X, X),
+        r"enable_gqa=True",
+        lambda code: scaled_dot_product_attention(FOUR, X, X, **eval(f"dict({code})")),
+    ),
+    "no tensor": (
+        lambda: attention([[1.0]], X, X),
+        r"torch\.as_tensor",
+        lambda code: attention(eval(code, {"torch": torch})([[1.0] * 8]), X[0, 0], X[0, 0]),
+    ),
+    "gradient over a cache": (
+        lambda: over_cache(LEAF),
+        r"\.detach\(\)",
+        lambda code: over_cache(eval("x" + code, {"x": LEAF})),
     ),
     "gradient": (
         lambda: cupyflash.attention(LEAF, X, X),
