@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,18 +133,15 @@ def exists(name: str) -> bool:
     """Return whether a dotted name without a call, such as `np.asarray`, is one of a library."""
     module, _, rest = name.partition(".")
     roots = {"np": np, "masks": masks, "scores": scores, "cupyflash": cupyflash}
+    if module not in roots or re.fullmatch(r"[\w.]+", rest) is None:
+        return False
+    folder, _, own = rest.partition(".")
+    if module == "cupyflash" and (PACKAGE / folder / "__init__.py").is_file():
+        text = (PACKAGE / folder / "__init__.py").read_text()  # PyTorch need not be there
+        return not own or re.search(rf"\b{own}\b", text) is not None
+    parts = rest.split(".")
     return (
-        module in roots
-        and bool(rest)
-        and re.fullmatch(r"[\w.]+", rest) is not None
-        and (
-            importlib.util.find_spec(name) is not None
-            if module == "cupyflash" and (PACKAGE / rest.replace(".", "/")).is_dir()
-            else functools.reduce(
-                lambda x, part: getattr(x, part, None), rest.split("."), roots[module]
-            )
-            is not None
-        )
+        functools.reduce(lambda x, part: getattr(x, part, None), parts, roots[module]) is not None
     )
 
 
