@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from . import dispatch
-from .arrays.device_arrays import is_device_array
+from .arrays.device_arrays import address, is_device_array
 from .errors import ArgumentError
 from .gpu import checksum_launches, launch_cache
 from .problem import cached, validate
@@ -102,11 +102,11 @@ def sums(request: Request, results: Mapping[str, Array]) -> checksum_launches.Su
         return None
 
     def shown(arrays: Mapping[str, Array]) -> list[str]:
-        places = {x.data.ptr: name for name, x in results.items()}
+        places = {address(x): name for name, x in results.items()}
         for name, x in _read(request.call).items():
             if is_device_array(x):
-                places.setdefault(x.data.ptr, name)
-        return [places.get(x.data.ptr, name) for name, x in arrays.items()]
+                places.setdefault(address(x), name)
+        return [places.get(address(x), name) for name, x in arrays.items()]
 
     return checksum_launches.Sums(seen, shown)
 

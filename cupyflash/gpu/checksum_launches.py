@@ -247,7 +247,7 @@ def _report(device: int) -> tuple[memoryview, int, Any]:
     return found
 
 
-def reported(array: Array) -> list[str]:
+def reported(array: Any) -> list[str]:
     """Return the names of arrays of which kernels on an array's device have reported changes.
 
     It returns each report once.

@@ -57,6 +57,7 @@ TABLE = [
     ("shape", "q", MAX_AXES), ("strides", "q", MAX_AXES),
 ]  # fmt: skip
 
+
 class Summed(NamedTuple):
     """An array whose bytes are summed; strides count bytes."""
 

@@ -109,8 +109,9 @@ __device__ __forceinline__ word_t sum(const Summed& array, long long first, long
   return total;
 }
 
-// Writes bytes of ones to a thread's share of an array.
+// Writes bytes of ones to a thread's share of an array, whose elements have two bytes or more.
 __device__ __forceinline__ void spoil(const Summed& array, long long first, long long step) {
+  constexpr int HALVES = sizeof(Pair) / sizeof(unsigned short);
   const long long pairs = reinterpret_cast<word_t>(array.data) % sizeof(Pair) == 0
                               ? array.size / static_cast<long long>(sizeof(Pair))
                               : 0;
@@ -118,7 +119,9 @@ __device__ __forceinline__ void spoil(const Summed& array, long long first, long
 #pragma unroll 1
   for (long long n = first; n < pairs; n += step) reinterpret_cast<Pair*>(array.data)[n] = ones;
 #pragma unroll 1
-  for (long long n = pairs * sizeof(Pair) + first; n < array.size; n += step) array.data[n] = 0xff;
+  for (long long n = pairs * HALVES + first; n < array.size / 2; n += step) {
+    reinterpret_cast<unsigned short*>(array.data)[n] = 0xffff;
+  }
 }
 
 // Whether any sum differs from the one before; it is reported by one thread.
