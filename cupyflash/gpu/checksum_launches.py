@@ -50,8 +50,11 @@ class _Kind:
         self._comparisons: dict[Hashable, CompiledRecipe] = {}
 
     def comparison(self, gradients: Mapping[str, Array]) -> CompiledRecipe:
-        """Return the launch that compares sums, for gradients of these names and sizes."""
-        key = tuple((name, array.nbytes) for name, array in gradients.items())
+        """Return the launch that compares sums, for gradients of these names.
+
+        Their shapes are those of arrays that are summed.
+        """
+        key = tuple(gradients)
         found = self._comparisons.get(key)
         if found is None:
             made = Recipe((comparison(gradients, self._bits),))
@@ -201,7 +204,7 @@ class Sums:
         """Write NaN to gradients without gaps, if the arrays have changed when summed again."""
         device = self._kind.device
         named = {
-            f"written {name}": array
+            name: array
             for name, array in zip(Gradients._fields, gradients, strict=True)
             if array is not None
         }
