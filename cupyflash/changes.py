@@ -1,20 +1,22 @@
 """Notices changes of arrays that a function of gradients keeps, between its call and that before.
 
 Short arrays are copied, and of others, a sum over their bits is kept: it costs a hundredth of a
-backward. Arrays in device memory would have to be waited for, so they are compared only with the
-environment variable ``CUPYFLASH_DEBUG=1``.
+backward. Arrays in device memory would have to be waited for, so here they are compared only with
+the environment variable ``CUPYFLASH_DEBUG=1``. Otherwise `gpu.checksum_launches` does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from . import dispatch
-from .arrays.device_arrays import is_device_array
+from .arrays.device_arrays import address, is_device_array
 from .errors import ArgumentError
-from .problem import cached
-from .problem.call import Array
+from .gpu import checksum_launches, launch_cache
+from .problem import cached, validate
+from .problem.call import Array, Call
+from .problem.options import Options
 
 SHORT = 1 << 14  # bytes of an array that is copied
 RESULTS = "out", "lse"
@@ -67,6 +69,67 @@ def refused(names: Iterable[str]) -> ArgumentError:
         "what that call read, because gradients are computed from it. Write x = x + y instead of "
         "x += y, or pass copies to the forward call."
     )
+
+
+class Request(Protocol):
+    """A call as the user made it."""
+
+    @property
+    def call(self) -> Call:
+        """The validated call."""
+
+    def signature(
+        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
+    ) -> launch_cache.Signature | None:
+        """Return what tells the call from others, if it is one that is recognised."""
+
+
+def sums(request: Request, results: Mapping[str, Array]) -> checksum_launches.Sums | None:
+    """Return what tells whether arrays in device memory have changed, without waiting for it.
+
+    Parameters
+    ----------
+    request : Request
+        The call, whose arrays are CuPy's.
+    results : mapping of str to array
+        Its `RESULTS`.
+    """
+    seen = request.signature("sums", results, {})
+    if seen is None:  # then the call has been checked
+        named = dict(results) | {x: y for x, y in _read(request.call).items() if is_device_array(y)}
+        seen = launch_cache.signature(("sums", *named), named, Options(), {})
+    if seen is None:
+        return None
+
+    def shown(arrays: Mapping[str, Array]) -> list[str]:
+        places = {address(x): name for name, x in results.items()}
+        for name, x in _read(request.call).items():
+            if is_device_array(x):
+                places.setdefault(address(x), name)
+        return [places.get(address(x), name) for name, x in arrays.items()]
+
+    return checksum_launches.Sums(seen, shown)
+
+
+def _read(call: Call) -> dict[str, Array]:
+    """Return the arrays that a call reads, by the names that users have for them."""
+    named = validate.read_arrays(call)
+    for name, offsets in zip(("offsets_q", "offsets_k"), call.offsets or (), strict=False):
+        if offsets is not None:
+            named[name] = offsets
+    return named
+
+
+def refuse_reported(array: Array) -> None:
+    """Raise an error if kernels on an array's device found changes that nobody was told of yet."""
+    names = checksum_launches.reported(array)
+    if names:
+        raise ArgumentError(
+            "vjp: an earlier call on this device got arrays that were changed in place after the "
+            f"forward call: {', '.join(names)}; expected what the forward call read and returned, "
+            "because gradients are computed from it. The gradients of that call are NaN. Write "
+            "x = x + y instead of x += y, or pass copies to the forward call."
+        )
 
 
 def _contents(arrays: Iterable[Array]) -> list[Any]:

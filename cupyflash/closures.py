@@ -97,10 +97,10 @@ def attention_vjp(
     bias_gradient : bool
         Whether the gradient of the bias is computed; see `attention_backward`.
     check : bool
-        Whether `vjp` notices arrays in host memory that were changed in place since. It reads them
-        once when `attention_vjp` is called and once when `vjp` is. Arrays in device memory are
-        compared only with the environment variable CUPYFLASH_DEBUG=1, because that waits for the
-        device.
+        Whether `vjp` notices arrays that were changed in place since. It reads them once when
+        `attention_vjp` is called and once when `vjp` is. For arrays in device memory this takes
+        three launches, and nothing waits for them; in calls of less than a millisecond you may
+        notice their time.
 
     Returns
     -------
@@ -110,16 +110,18 @@ def attention_vjp(
         Only with `return_lse`.
     vjp : callable
         ``vjp(do, dlse=None)`` returns `Gradients`. It keeps q, k, v, out, lse and what else the
-        call read, such as a bias or the lengths of a mask, without a copy. Of `out` and `lse` in
+        call read, such as a bias or the lengths of a mask, without a copy. With `out` and `lse` in
         host memory you may do what you like: if they have changed, they are computed again.
-        Changes of the other arrays are an error; on a GPU, do not change any of them before you
-        call it. It cannot be pickled; save q, k, v, out and lse, and call `attention_backward`
-        where you need the gradients.
+        Changes of the other arrays are an error. On a GPU, if any array has changed, all gradients
+        are NaN, and a later call of a vjp, or of this function, raises the error. It cannot be
+        pickled; save q, k, v, out and lse, and call `attention_backward` where you need the
+        gradients.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        As in `attention`. From `vjp`, also if an array that it keeps has changed.
+        As in `attention`. From `vjp`, also if an array that it keeps has changed; on a GPU, from a
+        later call.
 
     References
     ----------

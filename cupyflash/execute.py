@@ -14,7 +14,7 @@ from .arrays.device_arrays import is_device_array
 from .arrays.interop import DLPackArray
 from .arrays.typed import F, FloatArray
 from .errors import ArgumentError, ArgumentTypeError
-from .gpu import launch_cache
+from .gpu import checksum_launches, launch_cache
 from .lazy import cached_property
 from .problem import cached as cached_calls
 from .problem import validate
@@ -69,6 +69,11 @@ class Request:
     def is_watched(self) -> bool:
         """Whether changes of the call's arrays can be noticed."""
         return not self._on_device or changes.looks_at(self._q)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether kernels notice changes of the call's arrays, without waiting for the device."""
+        return self._on_device and not cached_calls.CHECKS_ALL
 
     @property
     def backward_name(self) -> str:
@@ -393,6 +398,8 @@ def vjp_of(
     check_flag(bias_gradient, "bias_gradient")
     check_flag(check, "check")
     out, lse = forward(request, True, None, None)
+    if check and request.is_summed:
+        changes.refuse_reported(out)
     vjp = Vjp(request, out, lse, deterministic, bias_gradient, check)
     return (out, lse, vjp) if return_lse else (out, vjp)
 
@@ -422,6 +429,7 @@ class Vjp(Generic[F]):
         "_lse",
         "_out",
         "_request",
+        "_sums",
     )
 
     def __init__(
@@ -436,7 +444,10 @@ class Vjp(Generic[F]):
         self._request, self._out, self._lse = request, out, lse
         self._deterministic, self._bias_gradient = deterministic, bias_gradient
         self._before: changes.Snapshot | None = None
-        if check and request.is_watched:
+        self._sums: checksum_launches.Sums | None = None
+        if check and request.is_summed:
+            self._sums = changes.sums(request, {"out": out, "lse": lse})
+        elif check and request.is_watched:
             named = validate.read_arrays(request.call) | {"out": out, "lse": lse}
             self._before = changes.Snapshot(named)
 
@@ -446,7 +457,13 @@ class Vjp(Generic[F]):
         """Return the gradients, given those of the output and of the LSE."""
         out, lse = self._results()
         how = self._deterministic, None, None, self._bias_gradient
-        return backward(self._request, do, out, lse, dlse, *how)
+        if self._sums is None:
+            return backward(self._request, do, out, lse, dlse, *how)
+        changes.refuse_reported(out)
+        memory = self._sums.again()
+        gradients = backward(self._request, do, out, lse, dlse, *how)
+        self._sums.compare(memory, gradients)
+        return gradients
 
     def _forward(self) -> tuple[Array, Array]:
         out, lse = forward(self._request, True, None, None)

@@ -367,7 +367,8 @@ def attention_vjp(
     bias_gradient : bool
         Whether the gradient of the bias is computed; see `cupyflash.attention_backward`.
     check : bool
-        As in `cupyflash.attention_vjp`.
+        As in `cupyflash.attention_vjp`. Arrays in device memory are compared only with the
+        environment variable CUPYFLASH_DEBUG=1.
 
     Returns
     -------

@@ -359,7 +359,7 @@ def attention_varlen_vjp(
     q, k, v, offsets_q, offsets_k
         As in `attention_varlen`.
     check : bool
-        As in `attention_varlen` and in `attention_vjp`.
+        As in `attention_varlen` and in `attention_vjp`: False leaves out both.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention_varlen`.
     return_lse : bool

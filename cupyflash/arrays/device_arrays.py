@@ -166,6 +166,19 @@ def memory(size: int) -> Any:
     return made
 
 
+def pinned_words(count: int) -> tuple[memoryview, int, object]:
+    """Return words of host memory that devices write to, their address, and their owner.
+
+    They are 0.
+    """
+    import cupy
+
+    held = cupy.cuda.alloc_pinned_memory(8 * count)
+    words = np.frombuffer(held, np.uint64, count)
+    words[:] = 0
+    return words.data, int(held.ptr), held
+
+
 def keep_with(array: Any, held: object) -> None:
     """Keep an object as long as an array's memory is held by arrays."""
     weakref.finalize(array if array.base is None else array.base, id, held)

@@ -383,7 +383,8 @@ def attention_vjp(
     vjp : callable
         ``vjp(do, dlse=None)`` returns `cupyflash.Gradients`, as the function that
         `cupyflash.attention_vjp` returns. Every rank calls it. With `check`, arrays that were
-        changed in place since are an error, the results as well.
+        changed in place since are an error, the results as well; those in device memory are
+        compared only with the environment variable CUPYFLASH_DEBUG=1.
 
     Raises
     ------

@@ -169,6 +169,8 @@ class Distributed:
         """Whether `check` is True."""
         return self._ranks.check is not False
 
+    is_summed = False
+
     @property
     def is_watched(self) -> bool:
         """Whether changes of the call's arrays can be noticed."""

@@ -15,6 +15,8 @@ MAX_LEAD = 4  # leading axes of a launch
 MAX_AXES = 8  # axes of a look-up
 MAX_PARTS = 16  # operands of one launch of combine
 MAX_FACTOR = 36  # order of the small matrix of hadamard
+MAX_SUMMED = 16  # arrays of one launch of checksum
+MAX_SUMS = 48  # numbers that it compares
 MAX_BYTES = 4096  # parameters that every driver takes
 
 # Element kinds, as KINDS in reference/cpu/program.py.
@@ -54,6 +56,19 @@ TABLE = [
     ("data", "Q", 1),
     ("shape", "q", MAX_AXES), ("strides", "q", MAX_AXES),
 ]  # fmt: skip
+
+
+class Summed(NamedTuple):
+    """An array whose bytes are summed; strides count bytes."""
+
+    data: int
+    begin: int
+    size: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    end: int
+    word: int
+
 
 # (name, type, count): a letter of `struct`, or the fields of a struct.
 Fields = list[tuple[str, Any, int]]
@@ -131,6 +146,19 @@ _HADAMARD: Fields = [
     ("factor", "Q", MAX_FACTOR),
     ("scale", "d", 1),
     *((name, "i", 1) for name in "inverse unused".split()),
+]
+
+
+SUMMED: Fields = [
+    *((name, "Q" if name == "data" else "q", 1) for name in "data begin size".split()),
+    *((name, "q", MAX_AXES) for name in "shape strides".split()),
+    *((name, "q", 1) for name in "end word".split()),
+]
+_CHECKSUM: Fields = [
+    ("arrays", SUMMED, MAX_SUMMED),
+    *((name, "Q", 1) for name in "sums before report".split()),
+    ("bits", "Q", MAX_SUMS),
+    *((name, "i", 1) for name in "count blocks words unused".split()),
 ]
 
 
@@ -238,6 +266,12 @@ def hadamard() -> Layout:
     return Layout(_HADAMARD)
 
 
+@functools.cache
+def checksum() -> Layout:
+    """Return the layout of `ChecksumParams`."""
+    return Layout(_CHECKSUM)
+
+
 def _dtype(fields: Fields) -> np.dtype[Any]:
     parts = []
     for name, kind, count in fields:
@@ -264,7 +298,10 @@ def _width(fields: Fields) -> int:
 
 
 def _numbers(entry: Any) -> tuple[Any, ...]:
-    """Return the numbers of an operand or a table, in the order of its fields."""
+    """Return the numbers of a struct, in the order of its fields."""
+    if isinstance(entry, Summed):
+        data, begin, size, shape, strides, end, word = entry
+        return (data, begin, size, *shape, *strides, end, word)
     if isinstance(entry, Operand):
         return (entry.data, *entry.lead, entry.head, entry.row, entry.col)
     return (entry.data, *entry.shape, *entry.strides)

@@ -48,6 +48,7 @@ class Streamed:
 
     backward_name = "cupyflash.streamed.attention_backward"
     is_watched = True  # as far as its arrays are in host memory
+    is_summed = False
 
     def __init__(self, q: Any, k: Any, v: Any, options: Options, chunk: Any, device: Any) -> None:
         self._q, self._k, self._v = q, k, v

@@ -9,6 +9,8 @@
 constexpr int MAX_LEAD = 4;     // leading axes, after adjacent ones were merged where possible
 constexpr int MAX_AXES = 8;     // axes of a look-up table
 constexpr int MAX_PARTS = 16;   // operands of one launch of combine
+constexpr int MAX_SUMMED = 16;  // arrays of one launch of checksum
+constexpr int MAX_SUMS = 48;    // numbers that it compares
 constexpr int MAX_FACTOR = 36;  // order of the small matrix of hadamard
 
 // Element kinds of look-up tables, sinks and outputs, numbered as KINDS in
@@ -226,5 +228,31 @@ struct HadamardParams {
   double scale;                           // 1 / sqrt(D)
 
   int inverse;
+  int unused;
+};
+
+// An array whose bytes are summed: units that are `size` bytes long, numbered along axes of which
+// the first is the fastest. Axes that are not there have length 1.
+struct Summed {
+  unsigned char* data;
+  long long begin;  // of its memory, in bytes from its first element: 0 or less
+  long long size;
+  long long shape[MAX_AXES];
+  long long strides[MAX_AXES];  // in bytes
+  long long end;                // the first block that works on a later array
+  long long word;               // which sum it is part of
+};
+
+// To sum arrays, or to compare sums and write to the arrays if these differ.
+struct ChecksumParams {
+  Summed arrays[MAX_SUMMED];
+  unsigned long long* sums;
+  const unsigned long long* before;   // null: sum
+  unsigned long long* report;         // in host memory
+  unsigned long long bits[MAX_SUMS];  // which stand for the names of each sum's arrays
+
+  int count;   // arrays
+  int blocks;  // of the grid
+  int words;   // sums
   int unused;
 };

@@ -175,6 +175,7 @@ def test_the_layouts_are_those_of_the_header(tmp_path):
     layouts = [("Params", params.params(3, 2, 4)), ("CombineParams", params.combine())]
     layouts += [("AppendParams", params.append()), ("RopeParams", params.rope())]
     layouts += [("QuantizeParams", params.quantize()), ("HadamardParams", params.hadamard())]
+    layouts += [("ChecksumParams", params.checksum()), ("Summed", params.Layout(params.SUMMED))]
     layouts += [("Operand", params.Layout(params.OPERAND)), ("Table", params.Layout(params.TABLE))]
     cases = []
     for what, (struct, layout) in enumerate(layouts):

@@ -8,7 +8,7 @@ import pytest
 from host_cupy import HostCupy
 
 from cupyflash.arrays import copies, cuda_device, device_arrays
-from cupyflash.gpu import driver, launch_cache
+from cupyflash.gpu import checksum_launches, driver, launch_cache
 from cupyflash.gpu import jit as compiler
 
 REMEMBERED = (
@@ -28,6 +28,7 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setattr(compiler, "_kernels", {})
         monkeypatch.setattr(launch_cache, "_entries", {})
+        monkeypatch.setattr(checksum_launches, "_reports", {})
         monkeypatch.setattr(driver, "_thread", driver._Thread())
         monkeypatch.setattr(device_arrays, "_sides", device_arrays._Sides())
         for cached in REMEMBERED:

@@ -55,6 +55,17 @@ class MemoryPointer:
         self.held[self.offset : self.offset + size] = value
 
 
+class PinnedMemory(np.ndarray):
+    """Bytes of host memory with an address."""
+
+    def __new__(cls, size):
+        return np.zeros(size, np.uint8).view(cls)
+
+    @property
+    def ptr(self):
+        return self.ctypes.data
+
+
 class Launch(NamedTuple):
     """How a kernel was launched."""
 
@@ -120,6 +131,12 @@ class HostCupy(ModuleType):
 
             def reshape(self, *shape):
                 return self._like(self.host.reshape(*shape))
+
+            def copy(self):
+                return module.asarray(self.host)
+
+            def get(self):
+                return self.host.copy()
 
             def fill(self, value):
                 self.host.fill(value)
@@ -191,6 +208,7 @@ class HostCupy(ModuleType):
         self.RawModule = lambda **_: SimpleNamespace(get_function=Kernel)
         self.cuda = SimpleNamespace(
             alloc=self.alloc,
+            alloc_pinned_memory=PinnedMemory,
             get_current_stream=self.current_stream,
             Device=self.Device,
             Event=Event,

@@ -31,7 +31,7 @@ OUTSIDE = [
     if (ROOT / "cupyflash" / "gpu" / "kernels") not in path.parents
 ]
 # Words of the language, and the names of public functions.
-WORDS = {"append", "combine", "hadamard", "quantize", "rope"}
+WORDS = {"append", "checksum", "combine", "hadamard", "quantize", "rope"}
 HARDWARE = re.compile(r"sm\d\d|simt|_f64|_tf32")
 TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
 DTYPES = [np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]

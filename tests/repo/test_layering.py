@@ -101,7 +101,7 @@ INSIDE = {
         ["launch"],
         ["row_launches"],
         ["code_launches", "launch_cache"],
-        ["piece_launches"],
+        ["checksum_launches", "piece_launches"],
     ],
 }
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know

@@ -185,3 +185,14 @@ HADAMARD = KernelSpec(
     scores=False,
     sizes=("d",),
 )
+CHECKSUM = KernelSpec(
+    source="any/checksum.cu",
+    part="checksum",
+    computes="sums that tell whether arrays have changed",
+    method="sums in integers",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),  # it is compiled for one of them
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)

@@ -36,6 +36,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "quantize": (all_hardware.QUANTIZE,),
     "dequantize": (all_hardware.DEQUANTIZE,),
     "hadamard": (all_hardware.HADAMARD,),
+    "checksum": (all_hardware.CHECKSUM,),
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}
 
