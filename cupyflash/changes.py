@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from . import dispatch
 from .arrays.device_arrays import address, is_device_array
+from .backends.cpu import checksums
 from .errors import ArgumentError
 from .gpu import checksum_launches, launch_cache
 from .problem import cached, validate
@@ -146,7 +146,7 @@ def _contents(arrays: Iterable[Array]) -> list[Any]:
             longer[len(found)] = held
             found.append(0)
     if longer:
-        sums = dispatch.CPU.checksums(list(longer.values()))
+        sums = checksums(list(longer.values()))
         for n, number in zip(longer, sums, strict=True):
             found[n] = number
     return found

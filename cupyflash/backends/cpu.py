@@ -339,12 +339,6 @@ class Cpu:
         )
         return CallResult()
 
-    def checksums(self, arrays: list[Array]) -> list[int]:
-        """Return a number for each array that tells whether its bits have changed."""
-        from cupyflash.reference.cpu import checksum
-
-        return checksum.checksums(arrays)
-
     def empty_like(self, array: Array) -> Array:
         """Return an uninitialised array of the same shape, dtype and memory order."""
         return np.empty_like(array, subok=False)
@@ -366,3 +360,10 @@ class Cpu:
         if lse is None:
             lse = np.empty(shape[:-1], call.problem.accumulator)
         return out, lse
+
+
+def checksums(arrays: list[Array]) -> list[int]:
+    """Return a number for each array in host memory that tells whether its bits have changed."""
+    from cupyflash.reference.cpu import checksum
+
+    return checksum.checksums(arrays)
