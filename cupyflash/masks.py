@@ -28,6 +28,7 @@ from .expr.arguments import (
     number_or_per_batch,
     remembered,
     traced,
+    untraced,
 )
 from .expr.bind import (
     Alignment,
@@ -189,6 +190,7 @@ def position_symbols(b: Any, h: Any, i: Any, j: Any, sizes: Any) -> dict[str, An
     return symbols | {name: np.asarray(value, np.int64) for name, value in positions}
 
 
+@untraced
 def mask(function: Callable[[Expr, Expr, Expr, Expr], Any]) -> Mask:
     """Make a mask from a function of (b, h, i, j).
 
@@ -316,6 +318,7 @@ def lengths(k_lengths: PerBatch, q_lengths: PerBatch | None = None) -> Mask:
     return Mask(expr)
 
 
+@untraced
 def segments(q_ids: ArrayLike, k_ids: ArrayLike | None = None) -> Mask:
     """Let queries see the keys of their own segment (document).
 
@@ -390,6 +393,7 @@ def dilated(step: int) -> Mask:
     return Mask((_I + len_k - len_q - _J) % _positive(step, "dilated: step") == 0)
 
 
+@untraced
 def blocks(layout: ArrayLike, block_q: SupportsIndex, block_k: SupportsIndex) -> Mask:
     r"""Let block (i // block_q) of queries see block (j // block_k) of keys if `layout` says so.
 
@@ -418,6 +422,7 @@ def blocks(layout: ArrayLike, block_q: SupportsIndex, block_k: SupportsIndex) ->
     return Mask(aligned(Alignment(array, "blocks: layout", axes)))
 
 
+@untraced
 def tree(ancestors: ArrayLike) -> Mask:
     """Let a tree of drafts, the last Lq positions, see all earlier positions and their ancestors.
 
@@ -464,6 +469,7 @@ def tree(ancestors: ArrayLike) -> Mask:
     return Mask((draft < 0) | aligned(Alignment(array, "tree: ancestors", axes)))
 
 
+@untraced
 def dense(array: ArrayLike) -> Mask:
     r"""Make a mask from a boolean array; passing the plain array as ``mask=`` means the same.
 

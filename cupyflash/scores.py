@@ -19,7 +19,7 @@ from .arrays.dtypes import DTYPES
 from .arrays.integers import integer
 from .arrays.typed import FloatArray
 from .errors import ArgumentError, ArgumentTypeError, TraceError
-from .expr.arguments import ArrayLike, Indices, as_array, remembered, traced
+from .expr.arguments import ArrayLike, Indices, as_array, remembered, traced, untraced
 from .expr.bind import Alignment, Axis, aligned, bind
 from .expr.derivative import derivative
 from .expr.evaluate import evaluate
@@ -166,6 +166,7 @@ def chain(changes: Any) -> Score | None:
     )
 
 
+@untraced
 def score(function: Callable[[Expr, Expr, Expr, Expr, Expr], Any]) -> Score:
     """Make a score change from a function of (s, b, h, i, j).
 
@@ -197,6 +198,7 @@ def score(function: Callable[[Expr, Expr, Expr, Expr, Expr], Any]) -> Score:
     return Score(expr)
 
 
+@untraced
 def alibi(slopes: ArrayLike) -> Score:
     """Subtract a penalty that grows with the distance: ``s - slope_h |i + Lk - Lq - j|``.
 
@@ -288,6 +290,7 @@ def softcap(c: float) -> Score:
     return Score(cap * tanh(SCORE / cap))
 
 
+@untraced
 def relative_bias(table: ArrayLike) -> Score:
     """Add a learned number for every distance.
 

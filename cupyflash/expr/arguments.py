@@ -28,15 +28,34 @@ Bound: TypeAlias = SupportsIndex | None
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
 
+def _call(make: Callable[..., Any], args: Any, keywords: Any) -> Any:
+    return make(*args, **keywords)
+
+
+# Calls a function that makes a mask or a score of arrays or functions. A compiler of functions that
+# cannot trace it puts a call that it does not trace here.
+call: Callable[..., Any] = _call
+
+
+def untraced(make: _Make) -> _Make:
+    """Let a function that reads arrays run outside of the graphs of a compiler."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **keywords: Any) -> Any:
+        return call(make, args, keywords)
+
+    return cast(_Make, made)
+
+
 def remembered(make: _Make) -> _Make:
-    """Let a function remember what it made of plain numbers, with the structure of that."""
+    """Let a function remember what it made of plain numbers, and be untraced with other values."""
     recent = functools.lru_cache(maxsize=256, typed=True)(make)
 
     @functools.wraps(make)
     def made(*args: Any, **keywords: Any) -> Any:
         for value in (*args, *keywords.values()):
             if value is not None and type(value) not in (int, float):
-                return make(*args, **keywords)
+                return call(make, args, keywords)
         return recent(*args, **keywords)
 
     return cast(_Make, made)
@@ -108,6 +127,7 @@ def as_array(value: Any, argument: str) -> Any:
     return interop.array(value, argument)
 
 
+@untraced
 def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
     """Make an array readable inside a mask or score.
 

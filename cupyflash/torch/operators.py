@@ -50,6 +50,15 @@ def _number(
     return _numbers[key]
 
 
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    """Return whether torch.export traces the call: in 2.11, Dynamo itself always says that it does.
+
+    Such a function is run while the call is traced, and its result is a constant of the graph.
+    """
+    return torch.compiler.is_exporting()
+
+
 def _constant(value: Any, inputs: list[Any]) -> Any:
     """Return a value that torch.compile takes for a constant, and append its parts to `inputs`.
 
@@ -58,7 +67,7 @@ def _constant(value: Any, inputs: list[Any]) -> Any:
     """
     if value is None or isinstance(value, tuple):
         return value
-    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_dynamo_compiling() and not _is_exporting():
         parts = getattr(value, "_compiled_as", None)
         if parts is not None:
             inputs.append(parts)

@@ -2,7 +2,8 @@
 
 torch.compile cannot trace the constructors of `cupyflash.masks` and `cupyflash.scores`. If a
 compiled function calls one of the three constructors below, the result there is a tuple instead:
-the constructor's name and its arguments.
+the constructor's name and its arguments. If one of them is given an array, and in each other
+constructor that reads arrays, the graph breaks: the constructor runs outside of it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import masks, scores
-from ..errors import ArgumentTypeError
+from ..expr import arguments
 
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "causal": masks.causal,
@@ -42,13 +44,16 @@ def _window(left: int | None, right: int | None) -> Any:
     return ("window", left, right)
 
 
+arguments.call = torch.compiler.disable(
+    arguments.call,
+    reason="a mask or a score reads an array; make it outside of the compiled function",
+)
+
+
 def _numbers(name: str, *args: Any) -> Any:
     for value in args:
-        if isinstance(value, torch.Tensor):
-            raise ArgumentTypeError(
-                f"{name}: got a tensor in a function that torch.compile compiles; expected a "
-                "number. Make such a mask outside the function."
-            )
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return arguments.call(_CONSTRUCTORS[name], args, {})
     return (name, *args)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyflash import ArgumentError, masks, scores
+from cupyflash import ArgumentError, lookup, masks, scores
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
@@ -84,6 +84,43 @@ def test_constructors_may_stand_in_the_function():
         return y + attention(x, x, x, mask=masks.window(1, None))
 
     agree(function, "aot_eager", draw(4, 5, 8))
+
+
+# Options made of a tensor of two integers.
+READERS = {
+    "lengths": lambda n: {"mask": masks.lengths(n)},
+    "two lengths": lambda n: {"mask": masks.lengths(k_lengths=n, q_lengths=n)},
+    "joined": lambda n: {"mask": masks.lengths(n) & masks.prefix(n + 1)},
+    "an offset": lambda n: {"mask": masks.causal(offset=n - 3)},
+    "an array": lambda n: {"mask": masks.causal(offset=np.array([0, 2]))},
+    "a window": lambda n: {"mask": masks.window(2, 0, n - 3)},
+    "segments": lambda n: {"mask": masks.segments((torch.arange(8) >= n[:, None]).int())},
+    "dense": lambda n: {"mask": masks.dense((torch.arange(8) < n[:, None])[:, None, None])},
+    "a function": lambda n: {"mask": own(n)},
+    "slopes": lambda n: {"score_mod": scores.alibi(n.float()[None, :1])},
+    "distances": lambda n: {"score_mod": scores.relative_bias(torch.cat([n, n, n])[1:].float())},
+}
+
+
+def own(n):
+    table = lookup(n)
+    return masks.mask(lambda b, h, i, j: j <= table[b])
+
+
+@pytest.mark.parametrize("make", READERS.values(), ids=READERS)
+def test_constructors_that_read_tensors_break_the_graph(make):
+    """The results are those without compilation, of other lengths in each call, too."""
+
+    def function(x, n):
+        return 2 * attention(2 * x, x, x, **make(n))
+
+    compiled = torch.compile(function, backend="aot_eager")
+    x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    for n in (torch.tensor([2, 7]), torch.tensor([5, 3])):
+        torch.testing.assert_close(compiled(x, n), function(x, n))
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="make it outside of the compiled function"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(x, n)
 
 
 def test_other_names():

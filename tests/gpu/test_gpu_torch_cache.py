@@ -96,10 +96,6 @@ def test_a_cache_may_begin_with_padding():
         torch.testing.assert_close(out[b : b + 1], alone, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.xfail(
-    torch.__version__.startswith("2.11."),
-    reason="PyTorch 2.11 compiles anew for each mask on a GPU; 2.13 does not on the CPU",
-)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_masks_made_in_each_step_compile_no_new_graph(mode):
     """Arrays on the GPU are inputs of the graph, in captured CUDA graphs, too."""
