@@ -55,8 +55,8 @@ ON_A_CPU = {
         "source, result = at + 2 * rows",
         BITS,
     ),
-    "nodes without keys join": Fault(
-        NODES_CPU, "        if filled[n]:\n", "        if True:\n", BITS
+    "a node that is closed stays filled": Fault(
+        NODES_CPU, "            filled[n] = 0\n", "            filled[n] = 1\n", BITS
     ),
     "parts of a task are one node": Fault(
         TASKS_CPU,
