@@ -242,9 +242,9 @@ class Cpu:
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of scratch that the call's backward needs."""
-        from cupyflash.reference.cpu import launch
+        from cupyflash.reference.cpu.backward_call import backward_scratch_size
 
-        return launch.backward_scratch_size(call.problem, cpu_tiles.tiled(call.problem).block_q)
+        return backward_scratch_size(call.problem, cpu_tiles.tiled(call.problem).block_q)
 
     def cached(
         self,

@@ -16,7 +16,7 @@ from .codes import FIRST, INT4, load_codes
 from .jit import INT, INTS, address, helper
 from .layout import places_of
 from .memory import first_address, load, store
-from .structs import Struct
+from .structs import WORD, Packed, Struct
 from .widen import BFLOAT16, FLOAT16, NATIVE, WIDENED, kind_of, widen, widen_several
 
 _NONE = np.empty(0, np.int64)
@@ -122,6 +122,31 @@ def cache_of(
     return Cache(
         keys, values, _NONE, _NONE, page_size, k.shape[0], place, size, batch, step, shared
     )  # fmt: skip
+
+
+class PackedCache:
+    """A cache as kernels take it, for any arrays like those that `cache` describes."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.packed = Packed(CACHE, cache)
+
+    def move_to(
+        self, k: np.ndarray[Any, Any], v: np.ndarray[Any, Any],
+        table: np.ndarray[Any, Any] | None, scales: tuple[Scales | None, Scales | None] | None,
+    ) -> None:  # fmt: skip
+        """Set where the arrays are. Who calls this holds them."""
+        words = self.packed.words
+        words[_K_PLACE], words[_V_PLACE] = address(k), address(v)
+        if table is not None:
+            words[_TABLE_PLACE] = address(table)
+        for place, of in zip((_K_PLACE, _V_PLACE), scales or (), strict=False):
+            if of is not None:
+                words[place + _SCALE_PLACE] = address(of.array)
+
+
+# Words of a packed cache that are addresses.
+_K_PLACE, _V_PLACE, _TABLE_PLACE = (CACHE.offsets[name] // WORD for name in ("k", "v", "table"))
+_SCALE_PLACE = _SOURCE.offsets["scale"] // WORD
 
 
 @helper

@@ -8,21 +8,43 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 
+from .float_modes import compiled, emit_in_usual_modes
 from .jit import Kernel, pointer_of, signature
 from .structs import ArrayForm, Packed, Struct
 
 
 @functools.cache
-def _entry(pointer: int, words: int) -> Any:
-    """Return the function at an address, which takes two results and then `words` words.
+def _caller(words: int) -> tuple[Any, object]:
+    """Return a function of C that calls a kernel with so many arguments, and what holds its code.
 
-    Numba's functions return a status; their first arguments are the addresses for a value and an
-    error. ctypes releases the GIL while they run.
+    It takes a block: the kernel's address, and then its arguments. It releases the GIL, and the
+    kernel runs in the usual floating-point modes. To convert thirty numbers would take ctypes
+    longer than a small kernel runs.
     """
-    results = ctypes.c_void_p, ctypes.c_void_p
-    return ctypes.CFUNCTYPE(ctypes.c_int32, *results, *(ctypes.c_int64,) * words)(pointer)
+    name, word = f"cupyflash_call_{words}", ir.IntType(64)
+
+    def written(triple: str) -> ir.Module:
+        module = ir.Module(name)
+        module.triple = triple
+        kind = ir.FunctionType(ir.IntType(32), [word] * words).as_pointer()
+        function = ir.Function(module, ir.FunctionType(ir.IntType(32), [word.as_pointer()]), name)
+        builder = ir.IRBuilder(function.append_basic_block())
+        kernel, *values = (
+            builder.load(builder.gep(function.args[0], [word(n)])) for n in range(1 + words)
+        )
+        builder.ret(
+            emit_in_usual_modes(
+                module, builder, lambda: builder.call(builder.inttoptr(kernel, kind), values)
+            )
+        )
+        return module
+
+    engine = compiled(written)
+    kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+    return kind(engine.get_function_address(name)), engine
 
 
 @functools.cache
@@ -48,13 +70,13 @@ def _in_words(forms: list[Struct | ArrayForm | None], values: Any) -> tuple[list
             words += [0, 0, value.size, value.itemsize, place, *lengths, *value.strides]
             held.append(value)
         else:
-            packed = Packed(form, value)
+            packed = value if isinstance(value, Packed) else Packed(form, value)
             words.append(packed.address)
             held.append(packed)
     return words, held
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def _shared_spares(
     compiled: Kernel,
     number: np.dtype[Any],
@@ -67,6 +89,9 @@ def _shared_spares(
 def no_scratch() -> tuple[Any, ...]:
     """Return the scratch of a kernel that needs none."""
     return ()
+
+
+_RESULTS, _FIRST = 1, 3  # places in a block: of the addresses for results, of the first item
 
 
 class Bound:
@@ -82,7 +107,8 @@ class Bound:
     number : dtype
         The accumulator that it computes in.
     *arguments
-        Its arguments after `first` and `last`. Structures may be named tuples.
+        Its arguments after `first` and `last`. Structures may be named tuples, or `Packed`, which
+        may be changed between calls.
     scratch : callable
         Makes its last arguments, separately for each thread.
     sizes : hashable, optional
@@ -100,21 +126,41 @@ class Bound:
     ) -> None:
         forms = _forms(compiled, number)
         self._own_forms = forms[len(arguments) :]
-        self._words, self._held = _in_words(forms[: len(arguments)], arguments)
-        self._name, self._pointer = compiled.__name__, pointer_of(compiled, number)
+        words, self._held = _in_words(forms[: len(arguments)], arguments)
+        self._name = compiled.__name__
+        # The kernel's address; those for a value and an error; the first and the last item.
+        self._words = [pointer_of(compiled, number), 0, 0, 0, 0, *words]
+        self._blocks: list[Any] = []  # that no thread uses
+        self._call: Any = None
         self._scratch = scratch
-        self._spare = [] if sizes is None else _shared_spares(compiled, number, sizes)
+        # Made anew for a call of other sizes, so that a call that is kept holds none.
+        self._spares = None if sizes is None else (compiled, number, sizes)
+        self._spare: list[tuple[list[int], object]] = []
 
     def __call__(self, first: int, last: int) -> None:
         """Compute the items from `first` to `last`, without the latter."""
+        spare = self._spare if self._spares is None else _shared_spares(*self._spares)
         try:
-            own = self._spare.pop()
+            own = spare.pop()
         except IndexError:
             own = _in_words(self._own_forms, self._scratch())
-        results = (ctypes.c_int64 * 2)()
-        value = ctypes.addressof(results)
-        entry = _entry(self._pointer, 2 + len(self._words) + len(own[0]))
-        status = entry(value, value + 8, first, last, *self._words, *own[0])
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = self._new_block(len(own[0]))
+        block[_FIRST], block[_FIRST + 1] = first, last
+        begin = len(self._words)
+        block[begin : begin + len(own[0])] = own[0]
+        status = self._call(block)
         if status:
             raise RuntimeError(f"the CPU kernel {self._name} stopped with status {status}")
-        self._spare.append(own)
+        self._blocks.append(block)
+        spare.append(own)
+
+    def _new_block(self, own: int) -> Any:
+        count = len(self._words) + own
+        block = (ctypes.c_int64 * (count + 2))(*self._words)  # with room for the results
+        place = ctypes.addressof(block) + 8 * count
+        block[_RESULTS], block[_RESULTS + 1] = place, place + 8
+        self._call, _ = _caller(count - 1)
+        return block

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arguments import KeyRanges
-from .cache import Scales, cache_of
+from .arguments import CHANGES, KeyRanges
+from .cache import PackedCache, Scales, cache_of
 from .calls import Bound
 from .decode import decode as decode_kernel
 from .decode import decode_scratch, decode_sizes
@@ -13,12 +13,21 @@ from .decode_tasks import LEAF, MOST_ROWS, Schedule, schedule
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
-from .launch import changes_of, sinks_of
-from .layout import Array, Layout, Problem, Programs, Scratch, finish
+from .layout import Array, Layout, Problem, Programs, Scratch
 from .merge import merge
 from .microkernel import round_up
+from .operands import Operand, Result
+from .prepared import (
+    BYTES_PER_SECOND,
+    PAIR,
+    PRODUCTS_PER_SECOND,
+    changes_of,
+    packed_shape,
+    sinks_of,
+)
+from .structs import Packed
 from .thread_limits import num_threads
-from .threads import parallel
+from .threads import parallel, workers_for
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
@@ -34,6 +43,131 @@ def _planned(layout: Layout, ranges: KeyRanges, shared: int) -> Schedule:
     columns = round_up(layout.shape.d_v, layout.lanes)
     heads_kv = layout.problem.heads_kv
     return schedule(layout.shape, heads_kv, ranges, columns, num_threads(), shared)
+
+
+class DecodeCall:
+    """A call of few queries over many keys, of one form: see `decode` for its parameters.
+
+    Lengths of keys, and the ranges of keys that a mask gives, may differ from call to call.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its sizes.
+    programs : Programs
+        What happens to its scores.
+    q, k, v, table, sink, out, lse : array
+        Arrays like those of the calls to come.
+    page_size, scales, shared
+        As in `decode`.
+    """
+
+    def __init__(
+        self, problem: Problem, programs: Programs, q: Array, k: Array, v: Array,
+        table: Array | None, page_size: int, sink: Array | None, out: Array, lse: Array,
+        scales: tuple[Scales | None, Scales | None] | None, shared: int,
+    ) -> None:  # fmt: skip
+        number = problem.accumulator
+        called = called_kernels(problem, programs, False)
+        prepare([*called.values(), (merge, number), (decode_kernel, number)])
+        self._programs, scratch, self._shared = programs, Scratch(), shared
+        self._layout = layout = Layout(problem, MOST_ROWS, LEAF)
+        self._q = Operand(layout, q, scratch, whole_vectors=False)
+        self._out = Result(layout, out, scratch)
+        self._lse = Result(layout, lse[..., None], scratch)
+        self._sinks = sinks_of(layout, sink)
+        self.shape = packed_shape(layout)
+        changes = changes_of(layout, programs, pointers_to(called), careful=False)
+        self._ranges = changes.ranges
+        self._changes = Packed(CHANGES, changes)
+        cache = cache_of(
+            k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales, shared
+        )
+        self._cache = PackedCache(cache)
+        self._sizes = lambda top: decode_sizes(layout.shape, changes, cache, top)
+        shape = layout.shape
+        products = LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)
+        self._most_leaves = -(-MOST_PRODUCTS // products)
+        self._most_queries = int(layout.len_q.max(initial=0))
+        self._plan: Schedule | None = None
+        self.nbytes = scratch.nbytes
+
+    @property
+    def visited(self) -> int:
+        """How many leaves the last call visited: those that are not EMPTY."""
+        return int(self._visited.sum()) if self._plan is not None else 0
+
+    def grow(self, lengths: Array, ends: tuple[Array, Array] | None) -> None:
+        """Set how many keys entries have, and the first and last key of each query."""
+        self._layout.len_k[...] = lengths
+        if ends is not None:
+            ranges = self._layout.key_ranges(ends)
+            self._ranges.low[...], self._ranges.high[...] = ranges.low, ranges.high
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, table: Array | None, sink: Array | None, out: Array,
+        lse: Array, scales: tuple[Scales | None, Scales | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Write out and lse."""
+        layout = self._layout
+        if not layout.shape.heads:
+            return
+        self._q.load(q)
+        self._out.place(out)
+        self._lse.place(lse)
+        self._cache.move_to(k, v, table, scales)
+        if sink is not None:
+            self._sinks[...] = sink
+        plan = _planned(layout, self._ranges, self._shared)
+        if plan is not self._plan:
+            self._plan, self._kernel = plan, self._bound(plan)
+        self._counters[...] = 0
+        self._visited[...] = 0
+        chunks = -(-plan.leaves // self._most_leaves)
+        work = self._seconds(plan)
+        items = max(chunks, workers_for(len(plan.units), work))
+        arrays = q, k, v, table, scales, out, lse, self
+        parallel(self._kernel, items, arrays, work)
+        self._out.finish(out)
+        self._lse.finish(lse[..., None])
+
+    def _seconds(self, plan: Schedule) -> float:
+        """Return about how long one thread takes."""
+        shape = self._layout.shape
+        rows = min(MOST_ROWS, shape.group * self._most_queries)
+        each = LEAF * (shape.d + shape.d_v) * shape.itemsize / BYTES_PER_SECOND
+        each += LEAF * rows * (shape.d + shape.d_v + PAIR) / PRODUCTS_PER_SECOND
+        return plan.leaves * each
+
+    def _bound(self, plan: Schedule) -> Bound:
+        """Return the kernel with its arguments, for a schedule."""
+        number = self._layout.number
+        self._counters = np.zeros(1 + len(plan.tasks), np.int64)
+        self._visited = np.zeros(len(plan.units), np.int64)
+        sizes = self._sizes(plan.top)
+        return Bound(
+            decode_kernel,
+            number,
+            self._most_leaves,
+            self._counters,
+            plan.tasks,
+            plan.parts,
+            plan.units,
+            plan.members,
+            plan.top,
+            self.shape,
+            self._changes,
+            pointer_of(merge, number),
+            self._cache.packed,
+            self._q.rows,
+            self._sinks,
+            np.empty(plan.kept, number),
+            self._out.rows,
+            self._lse.rows,
+            self._visited,
+            scratch=lambda: (decode_scratch(sizes, number),),
+            sizes=sizes,
+        )
 
 
 @own_arithmetic
@@ -57,55 +191,7 @@ def decode(
     `k` and `v` are the cache's arrays. `scales` say what those of them mean that are codes. The
     first `shared` positions of all entries are those of entry 0.
     """
-    number = problem.accumulator
-    called = called_kernels(problem, programs, False)
-    prepare([*called.values(), (merge, number), (decode_kernel, number)])
-    pointers = pointers_to(called)
-    layout, scratch = Layout(problem, MOST_ROWS, LEAF), Scratch()
-    shape = layout.shape
-    if not shape.heads:
-        return 0
-    q_read = layout.operand(q, scratch, whole_vectors=False)
-    out_made = layout.result(out, scratch)
-    lse_made = layout.result(lse[..., None], scratch)
-    q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
-    changes = changes_of(layout, programs, pointers, careful=False)
-    cache = cache_of(
-        k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales, shared
-    )
-    plan = _planned(layout, changes.ranges, shared)
-    kept = np.empty(plan.kept, number)
-    counters = np.zeros(1 + len(plan.tasks), np.int64)
-    visited = np.zeros(len(plan.units), np.int64)
-    sizes = decode_sizes(shape, changes, cache, plan.top)
-    most_leaves = -(-MOST_PRODUCTS // (LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)))
-    parallel(
-        Bound(
-            decode_kernel,
-            number,
-            most_leaves,
-            counters,
-            plan.tasks,
-            plan.parts,
-            plan.units,
-            plan.members,
-            plan.top,
-            shape,
-            changes,
-            pointer_of(merge, number),
-            cache,
-            q_rows,
-            sinks_of(layout, sink),
-            kept,
-            out_rows,
-            lse_rows,
-            visited,
-            scratch=lambda: (decode_scratch(sizes, number),),
-            sizes=sizes,
-        ),
-        max(-(-plan.leaves // most_leaves), min(num_threads(), len(plan.units))),
-        (programs, q_read, k, v, table, scales, out_made, lse_made),
-    )
-    finish(out, out_made)
-    finish(lse[..., None], lse_made)
-    return int(visited.sum())
+    of_cache = page_size, sink, out, lse, scales, shared
+    call = DecodeCall(problem, programs, q, k, v, table, *of_cache)
+    call(q, k, v, table, sink, out, lse, scales)
+    return call.visited

@@ -51,13 +51,37 @@ def _emit_arm(builder: Any, word: Any, call: Callable[..., Any], begin: bool) ->
     call("llvm.aarch64.set.fpcr", ir.VoidType(), modes)
 
 
-def _written(triple: str) -> ir.Module:
-    """Return a module with ``begin`` and ``end``, which take the address of a word."""
+def _begin_and_end(triple: str, module: ir.Module, builder: Any, word: Any) -> tuple[Any, Any]:
+    """Return functions that emit code: for the usual modes, and for those that `word` keeps."""
     cpu = triple.partition("-")[0].lower()
     if cpu in ("x86_64", "amd64", "i686", "i386"):
         emit: Callable[..., None] | None = _emit_x86
     else:
         emit = _emit_arm if cpu in ("aarch64", "arm64") else None
+
+    def call(called: str, result: Any, *args: Any) -> Any:
+        made = module.globals.get(called) or ir.Function(
+            module, ir.FunctionType(result, [x.type for x in args]), called
+        )
+        return builder.call(made, args)
+
+    def of(begin: bool) -> Callable[[], None]:
+        return lambda: None if emit is None else emit(builder, word, call, begin)
+
+    return of(True), of(False)
+
+
+def emit_in_usual_modes(module: ir.Module, builder: Any, inner: Callable[[], Any]) -> Any:
+    """Emit what `inner` emits, in the usual modes; return what that returns."""
+    begin, end = _begin_and_end(module.triple, module, builder, builder.alloca(_WORD))
+    begin()
+    result = inner()
+    end()
+    return result
+
+
+def _written(triple: str) -> ir.Module:
+    """Return a module with ``begin`` and ``end``, which take the address of a word."""
     module = ir.Module("float_modes")
     module.triple = triple
     for name in "begin", "end":
@@ -65,19 +89,13 @@ def _written(triple: str) -> ir.Module:
         function = ir.Function(module, kind, f"cupyflash_float_modes_{name}")
         builder = ir.IRBuilder(function.append_basic_block())
         (word,) = function.args
-
-        def call(called: str, result: Any, *args: Any, builder: Any = builder) -> Any:
-            made = module.globals.get(called) or ir.Function(
-                module, ir.FunctionType(result, [x.type for x in args]), called
-            )
-            return builder.call(made, args)
-
-        if emit is not None and name == "begin":
-            emit(builder, word, call, True)
-        elif emit is not None:
+        begin, end = _begin_and_end(triple, module, builder, word)
+        if name == "begin":
+            begin()
+        else:
             is_saved = builder.icmp_unsigned("!=", builder.load(word), _WORD(0))
             with builder.if_then(is_saved):
-                emit(builder, word, call, False)
+                end()
                 builder.store(_WORD(0), word)
         builder.ret_void()
     return module
@@ -95,25 +113,31 @@ if hasattr(os, "register_at_fork"):
 @functools.cache
 def _functions() -> tuple[Any, Any, object]:
     """Return ``begin`` and ``end``, and what holds their code."""
-    with _compiling:
-        return _compiled()
+    return _compiled()
 
 
 def _compiled() -> tuple[Any, Any, object]:
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    triple = binding.get_process_triple()
-    parsed = binding.parse_assembly(str(_written(triple)))
-    engine = binding.create_mcjit_compiler(
-        parsed, binding.Target.from_triple(triple).create_target_machine(opt=0)
-    )
-    engine.finalize_object()
+    engine = compiled(_written)
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     begin, end = (
         kind(engine.get_function_address(f"cupyflash_float_modes_{name}"))
         for name in ("begin", "end")
     )
     return begin, end, engine
+
+
+def compiled(written: Callable[[str], ir.Module]) -> Any:
+    """Compile the module that `written` makes for this machine; return what holds its code."""
+    with _compiling:
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        triple = binding.get_process_triple()
+        parsed = binding.parse_assembly(str(written(triple)))
+        engine = binding.create_mcjit_compiler(
+            parsed, binding.Target.from_triple(triple).create_target_machine(opt=0)
+        )
+        engine.finalize_object()
+        return engine
 
 
 def use_usual_modes() -> None:

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from . import philox
 from .arguments import NO_RANGES, KeyRanges, Shape
-from .calls import Bound
 from .jit import address
 from .memory import Rows
-from .microkernel import round_up, vector_lanes
-from .nonfinite import count_nonfinite
+from .microkernel import vector_lanes
 from .packing import lanes_of_pair
 from .program import Program
-from .threads import parallel
-from .widen import BFLOAT16, NATIVE, kind_of
+from .widen import NATIVE, kind_of
 
 Array = np.ndarray[Any, Any]
 
@@ -129,18 +126,20 @@ class Scratch:
     ALIGNMENT = 64
 
     def __init__(self, workspace: Array | None = None) -> None:
+        self.nbytes = 0  # of fresh arrays
         self._workspace = workspace
         self._used = -address(workspace) % self.ALIGNMENT if workspace is not None else 0
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an uninitialised contiguous array."""
         if self._workspace is None:
-            return np.empty(shape, dtype)
+            made = np.empty(shape, dtype)
+            self.nbytes += made.nbytes
+            return made
         size = math.prod(shape) * np.dtype(dtype).itemsize
         part: Array = self._workspace[self._used : self._used + size]
         self._used += -(-size // self.ALIGNMENT) * self.ALIGNMENT
-        made: Array = part.view(dtype).reshape(shape)
-        return made
+        return part.view(dtype).reshape(shape)
 
 
 def _contiguous(lead: tuple[int, ...]) -> tuple[int, ...]:
@@ -227,17 +226,11 @@ class Layout:
         """Whether kernels can use an array's rows in place."""
         return (
             array.dtype == self.number
-            and self._has_whole_rows(array)
+            and self.has_whole_rows(array)
             and (not whole_vectors or array.shape[-1] % self.lanes == 0)
         )
 
-    def input(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
-        """Return `operand`, or the array itself if kernels widen its rows of 16-bit floats."""
-        if kind_of(array.dtype) != NATIVE and self._has_whole_rows(array):
-            return array
-        return self.operand(array, scratch, whole_vectors)
-
-    def _has_whole_rows(self, array: Array) -> bool:
+    def has_whole_rows(self, array: Array) -> bool:
         """Return whether the elements of each row lie side by side, at multiples of their size."""
         size = array.itemsize
         return (
@@ -245,36 +238,6 @@ class Layout:
             and (array.shape[-1] <= 1 or array.strides[-1] == size)
             and all(stride % size == 0 for stride in array.strides)
         )
-
-    def operand(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
-        """Return the array itself, or a copy of its rows that kernels can use.
-
-        Rows that are repeated by strides of 0 are copied once.
-        """
-        if self.readable(array, whole_vectors):
-            return array
-        width = array.shape[-1]
-        columns = round_up(width, self.lanes)
-        once = tuple(slice(1 if stride == 0 else None) for stride in array.strides[:-1])
-        distinct = array[once]
-        copy = scratch.empty((*distinct.shape[:-1], columns), self.number)
-        copy[..., :width] = distinct
-        copy[..., width:] = 0
-        return np.broadcast_to(copy, (*array.shape[:-1], columns))
-
-    def result(
-        self, array: Array, scratch: Scratch, whole_vectors: bool = False, narrow: int = 0
-    ) -> Array:
-        """Return the array itself, or a stand-in that `finish` copies to it.
-
-        With `narrow`, the address of `narrow_rows`, kernels write rows of bfloat16 themselves.
-        """
-        if self.readable(array, whole_vectors):
-            return array
-        if narrow and kind_of(array.dtype) == BFLOAT16 and self._has_whole_rows(array):
-            return array
-        columns = round_up(array.shape[-1], self.lanes) if whole_vectors else array.shape[-1]
-        return scratch.empty((*array.shape[:-1], columns), self.number)
 
     def blocks(self, block: int, last_first: bool) -> Array:
         """Return (batch entry, block) of every block of queries; a causal mask's longest first."""
@@ -352,36 +315,3 @@ class Layout:
         entries, heads = ends[0].shape[:2]
         batch = np.arange(self.batch, dtype=np.int64) * (heads * queries if entries > 1 else 0)
         return KeyRanges(low, high, batch, queries if heads > 1 else 0)
-
-    def _wide_rows(self, count: int, columns: int) -> tuple[Array, ...]:
-        return tuple(np.empty((count, columns), self.number))
-
-    def careful(
-        self, programs: Programs, widen: int, arrays: list[tuple[Array, Rows, Array]]
-    ) -> bool:
-        """Whether masked pairs could meet NaN or infinity in one of the arrays.
-
-        `widen` is the address of `widen_rows`, which is read if they are 16-bit floats.
-        """
-        if not programs.may_mask:
-            return False
-        for array, rows, lengths in arrays:
-            found = np.zeros(self.batch * array.shape[-3], self.number)
-            heads, columns = array.shape[-3], array.shape[-1]
-            counted = widen, heads, lengths, rows, columns, found
-            count = Bound(
-                count_nonfinite,
-                self.number,
-                *counted,
-                scratch=partial(self._wide_rows, 1, columns if rows.kind else 0),
-            )
-            parallel(count, found.size, array)
-            if found.any():
-                return True
-        return False
-
-
-def finish(target: Array, computed: Array) -> None:
-    """Copy a stand-in to the array it stands for, rounding to its type."""
-    if computed is not target:
-        target[...] = computed.astype(target.dtype)

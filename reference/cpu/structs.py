@@ -93,15 +93,41 @@ def _format(member: types.Type) -> str:
 
 
 class Packed:
-    """A structure in memory. It holds what its addresses belong to."""
+    """A structure in memory. It holds what its addresses belong to.
+
+    A field may be changed between calls of kernels; no kernel may run that reads it.
+
+    Attributes
+    ----------
+    address : int
+        Where it is.
+    words : array of c_int64
+        Its memory.
+    """
 
     def __init__(self, kind: Struct, values: Any) -> None:
         leaves: list[Any] = []
         kind.flatten(values, leaves)
-        self._values = values
-        self._memory = (ctypes.c_char * (kind.word_count * WORD))()
-        struct.pack_into("=" + kind.format, self._memory, 0, *leaves)
-        self.address = ctypes.addressof(self._memory)
+        self._kind = kind
+        self._held: dict[str, Any] = {"": values}  # what addresses belong to
+        self.words = (ctypes.c_int64 * kind.word_count)()
+        struct.pack_into("=" + kind.format, self.words, 0, *leaves)
+        self.address = ctypes.addressof(self.words)
+
+    def move_to(self, address: int) -> None:
+        """Change the first field, an address. Who calls this holds what lies there."""
+        self.words[0] = address
+
+    def change(self, name: str, value: Any) -> None:
+        """Change a field that is a number or a structure."""
+        member, offset = self._kind.members[name], self._kind.offsets[name]
+        leaves: list[Any] = []
+        if isinstance(member, Struct):
+            member.flatten(value, leaves)
+        else:
+            leaves.append(value)
+        struct.pack_into("=" + _format(member), self.words, offset, *leaves)
+        self._held[name] = value
 
 
 class ArrayForm:

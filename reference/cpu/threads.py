@@ -110,19 +110,22 @@ if hasattr(os, "register_at_fork"):
 
 
 _SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take; Ctrl-C takes effect between chunks
+# To hand work to another thread takes about 25 us, in which the caller could have done as much.
+_WORTH_A_THREAD = 1e-4  # seconds of work
+_WORTH_A_CHUNK = 2.5e-4
 
 
 class _Job:
     """One call's items: threads take them in chunks until none is left."""
 
     def __init__(
-        self, run: Callable[[int, int], None], items: int, most: int, arrays: object
+        self, run: Callable[[int, int], None], items: int, first: int, most: int, arrays: object
     ) -> None:
         self.run: Callable[[int, int], None] | None = run
         self.arrays: object = arrays
         self.items = items  # 0 if no thread is to begin another chunk
         self.error: BaseException | None = None  # of a helper
-        self._most = most
+        self._first, self._most = first, most
         self._next = 0
         self._taking = threading.Lock()
 
@@ -134,7 +137,7 @@ class _Job:
 
     def work(self) -> None:
         """Compute chunks."""
-        chunk, run = 1, self.run
+        chunk, run = self._first, self.run
         assert run is not None
         while True:
             first, last = self._take(chunk)
@@ -154,7 +157,31 @@ class _Job:
         self.error = self.error or error
 
 
-def parallel(run: Callable[[int, int], None], items: int, arrays: object = None) -> None:
+def workers_for(items: int, work: float | None) -> int:
+    """Return how many threads are worth their while for so many items.
+
+    `work` is as in `parallel`.
+    """
+    workers = min(num_threads(), items)
+    return workers if work is None else max(1, min(workers, int(work / _WORTH_A_THREAD)))
+
+
+def _chunks(items: int, workers: int, work: float | None) -> tuple[int, int]:
+    """Return how many items the first chunk has, and how many a chunk has at most."""
+    most = max(1, items // (workers * 16))
+    if work is None:
+        return 1, most
+    each = work / workers
+    of_thread = 16 if each > 16 * _WORTH_A_CHUNK else max(1, int(each / _WORTH_A_CHUNK))
+    first = -(-items // (workers * max(of_thread, 1 if workers == 1 else 2)))
+    if work > _SHORT:
+        first = max(1, min(first, int(items * _SHORT / work)))
+    return first, max(first, most)
+
+
+def parallel(
+    run: Callable[[int, int], None], items: int, arrays: object = None, work: float | None = None
+) -> None:
     """Call ``run(first, last)`` over all of ``range(items)``, in chunks, on several threads.
 
     The caller works, too, so that callers that share the pool never wait for each other's turn. If
@@ -172,11 +199,17 @@ def parallel(run: Callable[[int, int], None], items: int, arrays: object = None)
     arrays : object
         Any object that holds the arrays whose addresses `run` uses. They stay alive as long as any
         thread computes.
+    work : float, optional
+        About how many seconds one thread takes for all items. By default, nothing is known.
     """
-    workers = min(num_threads(), items)
     if not items:
         return
-    job = _Job(run, items, max(1, items // (workers * 16)), arrays)
+    workers = workers_for(items, work)
+    first, most = _chunks(items, workers, work)
+    if workers == 1 and first == items:
+        run(0, items)
+        return
+    job = _Job(run, items, first, most, arrays)
     if workers == 1:
         job.work()
         return

@@ -15,7 +15,7 @@ from cupyflash.dispatch import CPU
 from cupyflash.problem import validate
 from cupyflash.problem.call import Call, Gradients, Plan
 from cupyflash.problem.options import Options
-from cupyflash.reference.cpu import launch
+from cupyflash.reference.cpu import backward_call
 from cupyflash.testing import (
     BackwardBound,
     ForwardBound,
@@ -121,7 +121,7 @@ def run_backward(problem: Problem, out: Array, lse: Array) -> Gradients:
     block_q = problem.tiles[0] if problem.tiles else cpu_tiles.tiled(call.problem).block_q
     scratch = None
     if problem.workspace:
-        size = launch.backward_scratch_size(call.problem, block_q)
+        size = backward_call.backward_scratch_size(call.problem, block_q)
         scratch = Placed((size,), np.uint8)
     workspace = None if scratch is None else scratch.view
     if problem.tiles:

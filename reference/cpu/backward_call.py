@@ -1,0 +1,400 @@
+"""A call of the backward: scratch, work items and the kernels in their order, for any arrays.
+
+Memory grows with L, never with L squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .arguments import Changes, tile_sizes
+from .backward import backward_dkdv, backward_dq
+from .backward_bias import backward_bias
+from .backward_delta import backward_delta
+from .backward_panels import backward_panels
+from .backward_work import is_one_pass_faster, key_blocks
+from .calls import Bound
+from .float_modes import own_arithmetic
+from .gradient_tile import gradient_scratch
+from .jit import prepare
+from .kernels import called_kernels, made_ready
+from .layout import Array, Layout, Problem, Programs, Scratch
+from .memory import ROWS, aligned
+from .microkernel import round_up
+from .operands import Operand, Result
+from .packing import lanes_of_pair, size_of_pairs
+from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, sinks_of
+from .structs import Packed
+from .threads import parallel
+from .widen import kind_of
+
+Step = Callable[[object], None]  # gets what holds the arrays of the call
+
+
+class BackwardCall:
+    """A backward of one form: see `launch.backward` for its parameters.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its sizes.
+    programs : Programs
+        What happens to its scores.
+    do, q, k, v, out, lse, dlse, sink : array
+        Arrays like those of the calls to come.
+    dq, dk, dv, dbias, dsink : array
+        Likewise.
+    block_q, block_kv : int
+        Its tiles.
+    workspace : array or None
+        Memory for scratch.
+    """
+
+    def __init__(
+        self, problem: Problem, programs: Programs, do: Array, q: Array, k: Array, v: Array,
+        out: Array, lse: Array, dlse: Array | None, sink: Array | None, dq: Array, dk: Array,
+        dv: Array, dbias: Array | None, dsink: Array | None, block_q: int, block_kv: int,
+        workspace: Array | None,
+    ) -> None:  # fmt: skip
+        scratch = Scratch(workspace)
+        self._problem, self._programs = problem, programs
+        self._layout = layout = Layout(problem, block_q, block_kv)
+        self._steps: dict[bool, list[Step]] = {}  # by whether they have to be careful
+        self._visited: list[Array] = []
+        self.nbytes = 0
+        if not layout.batch:
+            return
+        kernels = [backward_delta, backward_panels, backward_dkdv]
+        if dbias is not None:
+            kernels.append(backward_bias)
+        kind = kind_of(q.dtype)
+        called = called_kernels(problem, programs, True, kind)
+        self._pointers = pointers = made_ready(problem, programs, called, kind, *kernels)
+        self.shape = packed_shape(layout)
+        self._seconds = seconds(layout.shape, 5, layout.itemsize)
+
+        def read(array: Array, whole: bool, widened: bool = True, keys: bool = False) -> Operand:
+            return Operand(layout, array, scratch, whole, widened, keys)
+
+        self._q, self._do, self._k = read(q, True), read(do, True), read(k, True, keys=True)
+        self._v, self._out = read(v, False, keys=True), read(out, False)
+        self._lse = read(lse[..., None], False, False)
+        if dlse is None:
+            dlse = np.broadcast_to(np.zeros((), layout.number), lse.shape)
+            self._no_dlse = dlse
+        self._dlse = read(dlse[..., None], False, False)
+        delta = scratch.empty((*lse.shape, 1), layout.number)
+        self._delta = Packed(ROWS, layout.rows(delta))
+
+        self._sinks = sinks_of(layout, sink)
+        self._dsinks = np.zeros(layout.batch * problem.heads, layout.number)
+        self._search = NonfiniteSearch(
+            layout, programs, pointers.widen,
+            [(self._q, layout.len_q), (self._do, layout.len_q), (self._k, layout.len_k)],
+        )  # fmt: skip
+        panels = [layout.panels(depth, scratch) for depth in (problem.d, problem.d_v)]
+        self._qt, self._dot = (Packed(ROWS, rows) for _, rows in panels)
+        self._held: list[object] = [delta, panels]
+
+        # If k and v were broadcast over different axes, compute over their common ones, then sum.
+        self._kv_lead = () if problem.packed else np.broadcast_shapes(k.shape[:-3], v.shape[:-3])
+        self._apart = not problem.packed and (
+            dk.shape[:-3] != self._kv_lead or dv.shape[:-3] != self._kv_lead
+        )
+        self._sums: list[Array] = []
+        if self._apart:
+            self._sums = [
+                scratch.empty((*self._kv_lead, *x.shape[-3:]), layout.number) for x in (dk, dv)
+            ]
+        self._dk, self._dv = (
+            Result(layout, x, scratch, False, pointers.narrow, keys=True)
+            for x in (self._sums or (dk, dv))
+        )
+        self._q_lead = () if problem.packed else q.shape[:-3]
+        self._groups = layout.groups(self._kv_lead)
+        kv_heads = self._groups[0] * problem.heads_kv
+        self._one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(
+            kv_heads
+        )
+        self._dq = Result(layout, dq, scratch, whole_vectors=self._one_pass)
+        self._dbias = None if dbias is None else _BiasSums(layout, dbias)
+        self.nbytes = scratch.nbytes
+        if self._dbias is not None:
+            self.nbytes += self._dbias.computed.nbytes
+
+    @property
+    def visited(self) -> int:
+        """How many tiles `backward_dkdv` visited in the last call."""
+        return sum(int(each.sum()) for each in self._visited)
+
+    def __call__(
+        self, do: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+        dlse: Array | None, sink: Array | None, dq: Array, dk: Array, dv: Array,
+        dbias: Array | None, dsink: Array | None,
+    ) -> None:  # fmt: skip
+        """Write every gradient."""
+        if not self._layout.batch:  # an array that was broadcast to no batch entry still has one
+            for gradient in (dq, dk, dv, dbias, dsink):
+                if gradient is not None:
+                    gradient[...] = 0
+            return
+        if dlse is None:
+            dlse = self._no_dlse
+        for operand, array in (
+            (self._q, q), (self._do, do), (self._k, k), (self._v, v), (self._out, out),
+            (self._lse, lse[..., None]), (self._dlse, dlse[..., None]),
+        ):  # fmt: skip
+            operand.load(array)
+        self._dq.place(dq)
+        if not self._apart:
+            self._dk.place(dk)
+            self._dv.place(dv)
+        if sink is not None:
+            self._sinks[...] = sink
+        arrays = do, q, k, v, out, lse, dlse, dq, dk, dv, self
+        careful = self._search(arrays)
+        steps = self._steps.get(careful)
+        if steps is None:
+            steps = self._steps[careful] = self._made_steps(careful)
+        for step in steps:
+            step(arrays)
+        if dsink is not None:
+            self._finish_sink(dsink)
+        if dbias is not None and self._dbias is not None:
+            self._dbias.finish(dbias)
+        self._dq.finish(dq)
+        if self._apart:
+            self._finish_apart(dk, dv)
+        else:
+            self._dk.finish(dk)
+            self._dv.finish(dv)
+
+    @own_arithmetic
+    def _finish_sink(self, dsink: Array) -> None:
+        sums = self._dsinks.reshape(self._layout.batch, self._problem.heads)
+        dsink[...] = sums.sum(axis=0, dtype=self._layout.number)
+
+    @own_arithmetic
+    def _finish_apart(self, *targets: Array) -> None:
+        for computed, target in zip(self._sums, targets, strict=True):
+            target[...] = _summed_to(computed, target.shape).astype(target.dtype)
+
+    def _made_steps(self, careful: bool) -> list[Step]:
+        """Return what computes the gradients, in its order."""
+        problem, layout, pointers = self._problem, self._layout, self._pointers
+        number, itemsize, heads = layout.number, layout.itemsize, problem.heads
+        shape, lanes = layout.shape, layout.lanes
+        columns, columns_v = (round_up(count, lanes) for count in (problem.d, problem.d_v))
+        steps: list[Step] = []
+        work = self._seconds
+
+        def add(bound: Bound, items: int, share: float) -> None:
+            """Add a kernel that takes this share of the five products' time."""
+            steps.append(lambda arrays: parallel(bound, items, arrays, work * share))
+
+        add(
+            Bound(
+                backward_delta,
+                number,
+                self.shape,
+                pointers.widen,
+                self._do.rows,
+                self._out.rows,
+                self._dlse.rows,
+                self._lse.rows,
+                self._sinks,
+                self._delta,
+                self._dsinks,
+                scratch=lambda: tuple(np.empty((2, problem.d_v), number)),
+            ),
+            self._dsinks.size,
+            0.02,
+        )
+        changes = changes_of(layout, self._programs, pointers, careful)
+        wide_rows = lanes_of_pair(itemsize) if pointers.widen else 0
+        add(
+            Bound(
+                backward_panels,
+                number,
+                self.shape,
+                pointers.widen,
+                self._q.rows,
+                self._qt,
+                self._do.rows,
+                self._dot,
+                scratch=lambda: tuple(np.empty((2, wide_rows * max(columns, columns_v)), number)),
+            ),
+            layout.batch * heads,
+            0.02,
+        )
+        block_q, block_kv = layout.block_q, layout.block_kv
+        _, members, starts = self._groups
+        counts = -(-layout.len_k[members[starts]] // block_kv)
+        of_keys, of_queries = (
+            [size_of_pairs(rows, wide, itemsize) for wide in (columns, columns_v)]
+            for rows in (block_kv, changes.panel)
+        )
+        sizes = tile_sizes(shape, changes)
+
+        def tiles(*counts: int) -> tuple[Any, ...]:
+            scratch = gradient_scratch(sizes, number)
+            return scratch, *aligned((of_keys[0], *counts), number)
+
+        self._visited = []
+        lists = list(key_blocks(layout, starts, counts, self._one_pass))
+        for each in lists:
+            visited = np.zeros(len(each) * problem.heads_kv, np.int64)
+            self._visited.append(visited)
+            add(
+                Bound(
+                    backward_dkdv,
+                    number,
+                    each,
+                    members,
+                    self.shape,
+                    changes,
+                    self._q.rows,
+                    self._k.rows,
+                    self._v.rows,
+                    self._do.rows,
+                    self._lse.rows,
+                    self._delta,
+                    self._qt,
+                    self._dot,
+                    int(self._one_pass),
+                    self._dq.rows,
+                    self._dk.rows,
+                    self._dv.rows,
+                    visited,
+                    scratch=lambda: tiles(*of_keys, *of_queries),
+                    sizes=sizes,
+                ),
+                visited.size,
+                1 / len(lists),
+            )
+        if not self._one_pass:
+            prepare([(backward_dq, number)])
+            q_work, q_members = layout.shared_blocks(
+                self._q_lead, layout.len_q, block_q, last_first=True
+            )
+            queries = [size_of_pairs(d, block_q, itemsize) for d in (problem.d, problem.d_v)]
+            add(
+                Bound(
+                    backward_dq,
+                    number,
+                    q_work,
+                    q_members,
+                    self.shape,
+                    changes,
+                    self._q.rows,
+                    self._k.rows,
+                    self._v.rows,
+                    self._do.rows,
+                    self._lse.rows,
+                    self._delta,
+                    self._dq.rows,
+                    scratch=lambda: tiles(*queries, block_q * columns),
+                    sizes=sizes,
+                ),
+                len(q_work) * heads,
+                0.6,
+            )
+        if self._dbias is not None:
+            rows = self._k.rows, self._v.rows, self._lse.rows, self._delta, self._qt, self._dot
+            bound, items = self._dbias.kernel(self.shape, changes, rows)
+            if items:
+                steps.append(self._dbias.clear)
+                add(bound, items, 0.6)
+        return steps
+
+
+class _BiasSums:
+    """The gradient of a bias, in the accumulator's type."""
+
+    def __init__(self, layout: Layout, dbias: Array) -> None:
+        self._layout = layout
+        shape = (1,) * (3 - dbias.ndim) + dbias.shape
+        lead, self._sizes = shape[:-3], shape[-3:]
+        self._groups, self._members, self._starts = layout.groups(lead)
+        if layout.problem.packed:
+            shared = not lead or lead == (1,)
+            self._groups = 1 if shared else layout.batch
+            self._starts = np.arange(self._groups, dtype=np.int64)
+            self._members = np.arange(layout.batch, dtype=np.int64)
+        self.computed = np.zeros((self._groups, *self._sizes), layout.number)
+
+    def kernel(self, shape: Packed, changes: Changes, rows: tuple[Packed, ...]) -> tuple[Any, int]:
+        """Return the kernel with its arguments, and the number of its items."""
+        layout, (heads, queries, keys) = self._layout, self._sizes
+        if not self._groups:
+            return None, 0
+        ends = np.append(self._starts[1:], layout.batch)
+        q_blocks, kv_blocks = -(-queries // layout.block_q), -(-keys // layout.block_kv)
+        entry, head, q_block, kv_block = (
+            axis.reshape(-1) for axis in np.indices((self._groups, heads, q_blocks, kv_blocks))
+        )
+        work = np.stack([self._starts[entry], ends[entry], entry, head, q_block, kv_block], axis=1)
+        work = np.ascontiguousarray(work, np.int64)
+        sizes = tile_sizes(layout.shape, changes)
+        bound = Bound(
+            backward_bias,
+            layout.number,
+            work,
+            self._members,
+            shape,
+            changes,
+            *rows,
+            self.computed,
+            scratch=lambda: (gradient_scratch(sizes, layout.number),),
+            sizes=sizes,
+        )
+        return bound, len(work)
+
+    def clear(self, _: object) -> None:
+        """Begin with 0."""
+        self.computed[...] = 0
+
+    @own_arithmetic
+    def finish(self, dbias: Array) -> None:
+        """Write the gradient."""
+        dbias[...] = self.computed.reshape(dbias.shape).astype(dbias.dtype)
+
+
+def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:
+    """Sum an array over the axes along which `shape` was broadcast to it."""
+    if array.shape == shape:
+        return array
+    extra = array.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        axis + extra
+        for axis, (own, want) in enumerate(zip(array.shape[extra:], shape, strict=True))
+        if own != want
+    )
+    total: Array = array.sum(axis=axes, dtype=array.dtype, keepdims=True).reshape(shape)
+    return total
+
+
+def backward_scratch_size(problem: Problem, block_q: int) -> int:
+    """Return the bytes of workspace that any `backward` of this problem needs at most."""
+    layout = Layout(problem, block_q, block_q)
+    itemsize, lanes, heads = layout.itemsize, layout.lanes, problem.heads
+
+    def whole(columns: int) -> int:
+        return -(-columns // lanes) * lanes
+
+    rows_q = heads * int(layout.len_q.sum())
+    rows_k = problem.heads_kv * int(layout.len_k.sum())
+    panels = heads * int(layout.panel_lanes().sum())
+    wide, wide_v = whole(problem.d), whole(problem.d_v)
+    elements = [
+        *(rows_q * wide,) * 2,  # q, dq
+        *(rows_q * wide_v,) * 2,  # do, out
+        *(rows_k * wide, rows_k * wide_v) * 2,  # k, v, dk, dv
+        *(rows_q * lanes,) * 3,  # lse, dlse, delta
+        panels * problem.d,
+        panels * problem.d_v,
+    ]
+    return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)

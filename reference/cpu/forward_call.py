@@ -1,0 +1,108 @@
+"""A call of the forward: scratch, work items and the kernel, for any arrays of one kind."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .arguments import tile_sizes
+from .calls import Bound
+from .forward import forward as forward_kernel
+from .forward import forward_scratch
+from .kernels import called_kernels, made_ready
+from .layout import Array, Layout, Problem, Programs, Scratch
+from .operands import Operand, Result
+from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, sinks_of
+from .threads import parallel
+from .widen import kind_of
+
+
+class ForwardCall:
+    """A forward of one form: see `launch.forward` for its parameters.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its sizes.
+    programs : Programs
+        What happens to its scores.
+    q, k, v, sink, out, lse : array
+        Arrays like those of the calls to come.
+    block_q, block_kv : int
+        Its tiles.
+    resumes : bool
+        Whether out and lse have the result over other keys.
+    """
+
+    def __init__(
+        self, problem: Problem, programs: Programs, q: Array, k: Array, v: Array,
+        sink: Array | None, out: Array, lse: Array, block_q: int, block_kv: int, resumes: bool,
+    ) -> None:  # fmt: skip
+        kind = kind_of(q.dtype)
+        called = called_kernels(problem, programs, False, kind)
+        self._pointers = pointers = made_ready(problem, programs, called, kind, forward_kernel)
+        self._layout = layout = Layout(problem, block_q, block_kv)
+        self._programs, scratch = programs, Scratch()
+        self._q = Operand(layout, q, scratch, False, widened=True)
+        self._k = Operand(layout, k, scratch, False, widened=True, keys=True)
+        self._v = Operand(layout, v, scratch, True, widened=True, keys=True)
+        self._out = Result(layout, out, scratch, narrow=pointers.narrow)
+        self._lse = Result(layout, lse[..., None], scratch)
+        assert not resumes or layout.readable(out, whole_vectors=False)
+        self._resumes, self._sinks = int(resumes), sinks_of(layout, sink)
+        self.shape = packed_shape(layout)
+        self._search = NonfiniteSearch(
+            layout, programs, pointers.widen, [(self._v, layout.len_k)]
+        )
+        self._work = layout.blocks(block_q, last_first=True)
+        self._visited = np.zeros(len(self._work) * problem.heads, np.int64)
+        self._seconds = seconds(layout.shape, 2, layout.itemsize)
+        self._kernels: dict[bool, Bound] = {}  # by whether it has to be careful
+        self.nbytes = scratch.nbytes
+
+    def _kernel(self, careful: bool) -> Bound:
+        """Return the kernel with its arguments."""
+        layout = self._layout
+        changes = changes_of(layout, self._programs, self._pointers, careful)
+        sizes = tile_sizes(layout.shape, changes)
+        return Bound(
+            forward_kernel,
+            layout.number,
+            self._work,
+            self.shape,
+            changes,
+            self._q.rows,
+            self._k.rows,
+            self._v.rows,
+            self._sinks,
+            self._resumes,
+            self._out.rows,
+            self._lse.rows,
+            self._visited,
+            scratch=lambda: (forward_scratch(sizes, layout.number),),
+            sizes=sizes,
+        )
+
+    @property
+    def visited(self) -> int:
+        """How many tiles the last call visited: those that are not EMPTY."""
+        return int(self._visited.sum())
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
+    ) -> None:
+        """Write out and lse."""
+        self._q.load(q)
+        self._k.load(k)
+        self._v.load(v)
+        self._out.place(out)
+        self._lse.place(lse)
+        if sink is not None:
+            self._sinks[...] = sink
+        arrays = q, k, v, out, lse, self
+        careful = self._search(arrays)
+        kernel = self._kernels.get(careful)
+        if kernel is None:
+            kernel = self._kernels[careful] = self._kernel(careful)
+        parallel(kernel, self._visited.size, arrays, self._seconds)
+        self._out.finish(out)
+        self._lse.finish(lse[..., None])

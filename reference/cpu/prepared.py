@@ -1,0 +1,129 @@
+"""What calls of several kernels have in common, once their sizes are known.
+
+A call is an object: what only sizes, types and masks decide is done when it is made, and it
+computes any number of times, for arrays like those that it was made for. One thread uses it at a
+time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numba
+import numpy as np
+
+from .amx_memory import PANEL as TILE_PANEL
+from .arguments import Changes, FunctionPointers, Shape, shape_of
+from .calls import Bound
+from .layout import Array, Layout, Programs
+from .microkernel import PANEL, round_up
+from .nonfinite import count_nonfinite
+from .operands import Operand
+from .structs import Packed, Struct
+from .threads import parallel
+from .widen import NATIVE
+
+# What a thread does in a second at least: multiplications and additions, and what a pair of a
+# query and a key takes besides, as so many of them.
+PRODUCTS_PER_SECOND, PAIR = 1e10, 24
+BYTES_PER_SECOND = 1e10  # that it reads
+
+
+def seconds(shape: Shape, products: int, itemsize: int) -> float:
+    """Return about how long one thread takes for so many products of D and of Dv columns."""
+    pairs = shape.heads * float(np.dot(shape.len_q, shape.len_k))
+    each = products * (shape.d + shape.d_v) / 2 + PAIR
+    return pairs * each * itemsize / 4 / PRODUCTS_PER_SECOND
+
+
+@functools.cache
+def _form_of_shape(number: np.dtype[Any]) -> Struct:
+    return shape_of(numba.from_dtype(number))
+
+
+def packed_shape(layout: Layout) -> Packed:
+    """Return the sizes of a call as its kernels take them."""
+    return Packed(_form_of_shape(layout.number), layout.shape)
+
+
+def sinks_of(layout: Layout, sink: Array | None) -> Array:
+    """Return a logit for each head, -inf without a sink."""
+    heads = layout.problem.heads
+    if sink is None:
+        return np.full(heads, -np.inf, layout.number)
+    return np.array(sink, layout.number)
+
+
+def changes_of(
+    layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool
+) -> Changes:
+    """Return what happens to scores, for kernels at these addresses."""
+    ranges = layout.key_ranges(programs.ranges)
+    uses_tiles = pointers.product != pointers.fallback
+    # What works on whole rows of a tile costs least for long ones.
+    whole_rows = (
+        careful
+        or layout.problem.dropout
+        or any(len(program.code) for program in (programs.score, programs.slope, programs.mask))
+    )
+    block = round_up(layout.block_q, layout.lanes)
+    return Changes(
+        programs.score,
+        programs.slope,
+        programs.mask,
+        programs.tile,
+        ranges,
+        pointers,
+        int(careful),
+        block if whole_rows else min(block, TILE_PANEL if uses_tiles else PANEL),
+    )
+
+
+class NonfiniteSearch:
+    """The search for NaN and infinity in arrays, which masked pairs must not meet.
+
+    Parameters
+    ----------
+    layout : Layout
+        The layout of the call.
+    programs : Programs
+        Its programs.
+    widen : int
+        The address of `widen_rows`, which is read if there are 16-bit floats.
+    operands : sequence of (Operand, array)
+        The arrays, and the lengths of their batch entries.
+    """
+
+    def __init__(
+        self, layout: Layout, programs: Programs, widen: int,
+        operands: Sequence[tuple[Operand, Array]],
+    ) -> None:  # fmt: skip
+        self._searches: list[tuple[Bound, Array, float]] = []
+        if not programs.may_mask:
+            return
+        number = layout.number
+        for operand, lengths in operands:
+            heads, columns = operand.heads, operand.columns
+            found = np.zeros(layout.batch * heads, number)
+            wide = columns if operand.kind != NATIVE else 0
+            bound = Bound(
+                count_nonfinite, number, widen, heads, lengths, operand.rows, columns, found,
+                scratch=partial(_row, wide, number),
+            )  # fmt: skip
+            work = heads * columns * float(lengths.sum()) / 1e9
+            self._searches.append((bound, found, work))
+
+    def __call__(self, arrays: object) -> bool:
+        """Return whether there are any in what the operands have now, which `arrays` holds."""
+        for bound, found, work in self._searches:
+            parallel(bound, found.size, arrays, work)
+            if found.any():
+                return True
+        return False
+
+
+def _row(columns: int, number: np.dtype[Any]) -> tuple[Array, ...]:
+    return (np.empty(columns, number),)
