@@ -33,12 +33,15 @@ class Snapshot:
     Parameters
     ----------
     named : mapping of str to array
-        The arrays, by the names that users have for them.
+        The arrays, by name.
+    request : Request, optional
+        The call that knows the names that users have for them, where these are others.
     """
 
-    __slots__ = ("_named", "_seen")
+    __slots__ = ("_named", "_request", "_seen")
 
-    def __init__(self, named: Mapping[str, Array]) -> None:
+    def __init__(self, named: Mapping[str, Array], request: Request | None = None) -> None:
+        self._request = request
         self._named = {name: array for name, array in named.items() if looks_at(array)}
         self._seen = _contents(self._named.values())
 
@@ -53,8 +56,14 @@ class Snapshot:
         changed = self.changed()
         inputs = [name for name in changed if name not in RESULTS]
         if inputs:
-            raise refused(inputs)
+            raise refused(map(self._shown, inputs))
         return changed
+
+    def _shown(self, name: str) -> str:
+        """Return the name that users have for an array."""
+        read = {} if self._request is None else validate.read_arrays(self._request.call)
+        found = [each for each, array in read.items() if array is self._named[name]]
+        return found[0] if found and name not in read else name
 
     def replace(self, arrays: Mapping[str, Array]) -> None:
         """Take other arrays with the same contents in place of some."""

@@ -13,16 +13,19 @@ from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .arrays.interop import DLPackArray
 from .arrays.typed import F, FloatArray
+from .backends import host_replay
 from .errors import ArgumentError, ArgumentTypeError
 from .gpu import checksum_launches, launch_cache
 from .lazy import cached_property
 from .problem import cached as cached_calls
-from .problem import validate
+from .problem import replay, validate
 from .problem.call import Array, Call, Gradients
 from .problem.codes import Given
 from .problem.options import Options
+from .problem.replay import Signature
 
 _NOTHING: Mapping[str, Any] = {}
+_OFFSETS = "offsets_q", "offsets_k"
 
 
 class Request:
@@ -56,6 +59,7 @@ class Request:
         self._q, self._k, self._v = q, k, v
         self._options = options
         self._offsets, self._check = offsets, check
+        self.replayed: Signature | None = None  # of the forward, if it was made again
 
     @cached_property
     def call(self) -> Call:
@@ -64,6 +68,12 @@ class Request:
         if self._offsets is None:
             return validate.call(*qkv, self._options)
         return validate.varlen_call(*qkv, *self._offsets, self._check, self._options)
+
+    def read_arrays(self) -> dict[str, Array]:
+        """Return the arrays that the call reads by name, without checking what was checked."""
+        if self.replayed is None:
+            return validate.read_arrays(self.call)
+        return self.replayed.arrays
 
     @property
     def is_watched(self) -> bool:
@@ -82,15 +92,19 @@ class Request:
 
     def signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> launch_cache.Signature | None:
+    ) -> Signature | None:
         """Return what tells the call from others, if it is one that is recognised."""
-        if not self._on_device:
-            return None
         named = {"q": self._q, "k": self._k, "v": self._v, **read}
-        if self._offsets is not None:
+        offsets = self._offsets
+        if not self._on_device:
+            if offsets is not None:
+                kind += " of packed rows"
+            contents = _NOTHING if offsets is None else dict(zip(_OFFSETS, offsets, strict=True))
+            return host_replay.signature(kind, named, self._options, written, contents)
+        if offsets is not None:
             if self._check is not False:
                 return None  # what its offsets hold is read every time
-            named["offsets_q"], named["offsets_k"] = self._offsets
+            named["offsets_q"], named["offsets_k"] = offsets
         return launch_cache.signature(kind, named, self._options, written)
 
 
@@ -132,12 +146,14 @@ class CachedRequest(Request):
 
     def signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> launch_cache.Signature | None:
+    ) -> Signature | None:
         """Return what tells the call from others, if it is one that is recognised.
 
         Lengths that are one number are not: kernels are told it, and it grows from call to call.
         """
-        if not self._on_device or not is_device_array(self._lengths) or cached_calls.CHECKS_ALL:
+        if not self._on_device:
+            return self._host_signature(kind, read, written)
+        if not is_device_array(self._lengths) or cached_calls.CHECKS_ALL:
             return None
         k_scale, v_scale, _ = self._codes
         named = {
@@ -159,6 +175,28 @@ class CachedRequest(Request):
         if all(map(is_device_array, (self._k, self._v))) and (self._k.data.ptr == self._v.data.ptr):
             kind += " of values in keys"  # which a kernel may rely on
         return launch_cache.signature(kind, named, self._options, written)
+
+
+    def _host_signature(
+        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
+    ) -> Signature | None:
+        """Return the signature of a call on NumPy arrays; lengths are no part of it."""
+        if type(self._shared) is not int:
+            return None
+        k_scale, v_scale, kv_dtype = self._codes
+        numbers = [x for x in (k_scale, v_scale) if type(x) is float]
+        named = {"q": self._q, "k": self._k, "v": self._v, **read}
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            named[name] = None if type(scale) is float else scale
+        named_contents = {"table": self._table, "offsets_q": self._offsets_q}
+        contents = {name: x for name, x in named_contents.items() if x is not None}
+        which = self._table is not None, self._offsets_q is not None
+        key = kind, self._shared, which, repr(kv_dtype), repr(numbers)
+        seen = host_replay.signature(key, named, self._options, written, contents)
+        if seen is not None:
+            seen.named.setdefault("table", None)
+            seen.lengths = self._lengths
+        return seen
 
 
 def dense_or_packed(
@@ -208,7 +246,7 @@ def _check_outputs(call: Call, out: Any, lse_out: Any) -> dict[str, Array]:
 
 def forward_signature(
     request: Request, want_lse: bool, out: Any, lse_out: Any
-) -> launch_cache.Signature | None:
+) -> Signature | None:
     """Return what tells a call of `forward` from others, if it is one that is recognised."""
     kind = "forward" if want_lse else "forward without lse"
     written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}
@@ -221,9 +259,10 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
         check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
     signature = forward_signature(request, want_lse, out, lse_out)
-    if signature is not None and (entry := launch_cache.find(signature)) is not None:
-        results = launch_cache.forward(entry, signature.addresses, out, lse_out)
+    if signature is not None and (entry := replay.find(signature)) is not None:
+        results = signature.forward(entry, out, lse_out)
         if results is not None:
+            request.replayed = signature
             return results if return_lse else results[0]
     call = request.call
     _check_outputs(call, out, lse_out)
@@ -238,7 +277,7 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     if call.matrices:
         out_full, lse_full = out_full[0], None if lse_full is None else lse_full[0]
     if signature is not None:
-        launch_cache.keep(signature, served, (out_full, lse_full))
+        signature.keep(served, (out_full, lse_full))
     result = out_full if out is None else out
     lse = lse_full if lse_out is None else lse_out
     return (result, lse) if return_lse else result
@@ -251,8 +290,8 @@ def cached(request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, wor
     written = {"out": out, "lse": lse_out, "workspace": workspace}
     kind = "cached" if want_lse else "cached without lse"
     signature = request.signature(kind, _NOTHING, written)
-    if signature is not None and (entry := launch_cache.find(signature)) is not None:
-        results = launch_cache.forward(entry, signature.addresses, out, lse_out, workspace)
+    if signature is not None and (entry := replay.find(signature)) is not None:
+        results = signature.forward(entry, out, lse_out, workspace)
         if results is not None:
             return results if return_lse else results[0]
     call = request.call
@@ -263,7 +302,7 @@ def cached(request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, wor
     out, lse = backend.empty_output(call, out, lse_out, want_lse)
     served = backend.cached(call, out, lse, scratch)
     if signature is not None:
-        launch_cache.keep(signature, served, (out, lse))
+        signature.keep(served, (out, lse))
     return (out, lse) if return_lse else out
 
 
@@ -277,7 +316,7 @@ def backward_signature(
     grads_out: Gradients | None,
     workspace: Any,
     bias_gradient: bool = True,
-) -> launch_cache.Signature | None:
+) -> Signature | None:
     """Return what tells a call of `backward` from others, if it is one that is recognised."""
     read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
     written: dict[str, Any] = {}
@@ -313,8 +352,8 @@ def backward(
         signature = backward_signature(
             request, do, out, lse, dlse, deterministic, grads_out, workspace, bias_gradient
         )
-    if signature is not None and (entry := launch_cache.find(signature)) is not None:
-        gradients = launch_cache.backward(entry, signature.addresses, grads_out, workspace)
+    if signature is not None and (entry := replay.find(signature)) is not None:
+        gradients = signature.backward(entry, grads_out, workspace)
         if gradients is not None:
             return gradients
     call = request.call
@@ -340,7 +379,7 @@ def backward(
         deterministic=bool(deterministic),
     )
     if signature is not None:
-        launch_cache.keep(signature, served, results)
+        signature.keep(served, results)
     return results
 
 
@@ -448,8 +487,8 @@ class Vjp(Generic[F]):
         if check and request.is_summed:
             self._sums = changes.sums(request, {"out": out, "lse": lse})
         elif check and request.is_watched:
-            named = validate.read_arrays(request.call) | {"out": out, "lse": lse}
-            self._before = changes.Snapshot(named)
+            named = request.read_arrays() | {"out": out, "lse": lse}
+            self._before = changes.Snapshot(named, request)
 
     def __call__(
         self, do: DLPackArray, dlse: DLPackArray | None = None

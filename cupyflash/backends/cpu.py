@@ -20,6 +20,7 @@ from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
 from . import cpu_ranges, cpu_tiles
 from .backend import output_shape
+from .host_replay import Replayed, ReplayedCache
 
 
 def _programs(call: Call, len_k: Array | None = None) -> Any:
@@ -30,15 +31,27 @@ def _programs(call: Call, len_k: Array | None = None) -> Any:
     from cupyflash.reference.cpu.layout import Programs
     from cupyflash.reference.cpu.program import NO_PROGRAM
 
-    from ..expr.lower import lower
+    from ..expr.lower import lowered
 
     bound, found = _proved(call)
     ends = None
     if found is not None:  # it replaces the mask
         ends = cpu_ranges.ends(call.problem, found, len_k)
         bound = bound._replace(allowed=None, classes=None)
-    score, slope, mask, tile = (NO_PROGRAM if tree is None else lower(tree) for tree in bound)
-    return Programs(score, slope, mask, tile, bound, ends)
+    made = [(NO_PROGRAM, []) if tree is None else lowered(tree) for tree in bound]
+    score, slope, mask, tile = (program for program, _ in made)
+    read = [
+        (row, array)
+        for program, arrays in made
+        for row, array in zip(program.tables, arrays, strict=True)
+    ]
+    return Programs(score, slope, mask, tile, (bound, read, found), ends)
+
+
+def _looked_up(programs: Any) -> list[tuple[Array, Array]]:
+    """Return the rows of tables, whose first element is an address, and the arrays there."""
+    read: list[tuple[Array, Array]] = programs.tables[1]
+    return read
 
 
 _kept = Kept[tuple[Trees, KeyRange | None]](64)
@@ -65,12 +78,13 @@ def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
     return result
 
 
-def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> int:
+def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> CallResult:
     from cupyflash.reference.cpu import launch
 
-    return launch.forward(
+    programs = _programs(call)
+    made = launch.forward(
         call.problem,
-        _programs(call),
+        programs,
         call.q,
         call.k,
         call.v,
@@ -81,16 +95,18 @@ def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> i
         plan.block_kv,
         resumes,
     )
+    return CallResult(made.visited, Replayed(made, made, _looked_up(programs)))
 
 
-def _decode(call: Call, out: Array, lse: Array) -> int:
+def _decode(call: Call, out: Array, lse: Array) -> CallResult:
     """Compute a call of few queries on dense arrays, as if they were a cache that is full."""
     from cupyflash.reference.cpu import decode_launch
 
     programs, rows = _programs(call), call.k.shape[-2]
-    return decode_launch.decode(
+    made = decode_launch.decode(
         call.problem, programs, call.q, call.k, call.v, None, rows, call.sink, out, lse
     )
+    return CallResult(made.visited, Replayed(made, made.dense, _looked_up(programs)))
 
 
 def units_of_cached(call: Call) -> tuple[int, int]:
@@ -163,9 +179,9 @@ class Cpu:
         if call.codes is not None:
             return self._forward_of_codes(call, out, lse, plan)
         if plan is None and cpu_tiles.has_few_queries(call.problem):
-            return CallResult(_decode(call, out, lse))
+            return _decode(call, out, lse)
         plan = plan or cpu_tiles.tiled(call.problem)
-        return CallResult(_forward(call, out, lse, plan, resumes=False))
+        return _forward(call, out, lse, plan, resumes=False)
 
     def _forward_of_codes(
         self, call: Call, out: Array, lse: Array, plan: Plan | None
@@ -175,11 +191,11 @@ class Cpu:
 
         made = _widened(call)
         if out.dtype == np.float32:
-            return self.forward(made, out, lse, plan)
+            return CallResult(self.forward(made, out, lse, plan).visited)
         wide = np.empty_like(out, np.float32)
         result = self.forward(made, wide, lse, plan)
         store(wide, out)
-        return result
+        return CallResult(result.visited)
 
     def forward_piece(
         self, call: Call, partial: Results, first: bool, results: Results | None = None
@@ -222,7 +238,7 @@ class Cpu:
 
         plan = plan or cpu_tiles.tiled(call.problem)
         programs = _programs(call)
-        visited = launch.backward(
+        made = launch.backward(
             call.problem,
             programs,
             do,
@@ -238,7 +254,8 @@ class Cpu:
             plan.block_kv,
             workspace,
         )
-        return CallResult(visited)
+        again = None if workspace is not None else Replayed(made, made, _looked_up(programs))
+        return CallResult(made.visited, again)
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of scratch that the call's backward needs."""
@@ -260,9 +277,10 @@ class Cpu:
         assert lse is not None
         assert cache is not None
         lengths = _lengths(call)
-        visited = decode_launch.decode(
+        programs = _programs(call, lengths)
+        made = decode_launch.decode(
             replace(call.problem, len_k=lengths),
-            _programs(call, lengths),
+            programs,
             call.q,
             call.k,
             call.v,
@@ -274,7 +292,8 @@ class Cpu:
             _scales(cache.codes),
             cache.shared,
         )
-        return CallResult(visited)
+        again = ReplayedCache(made, call, _looked_up(programs), programs.tables[2])
+        return CallResult(made.visited, again)
 
     def workspace_size_cached(self, call: Call) -> int:  # noqa: ARG002, as above
         """Return 0: a call over a cache makes its own scratch."""

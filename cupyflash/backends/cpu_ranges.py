@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from ..expr.evaluate import evaluate
+from ..expr.evaluate import NUMPY, evaluate, node_value
 from ..expr.key_range import KeyRange
+from ..expr.nodes import Expr, walk
 from ..masks import position_symbols
 from ..problem.call import Array, Problem
 
@@ -44,6 +46,76 @@ def ends(problem: Problem, found: KeyRange, len_k: Array | None = None) -> tuple
     if len_k is not None:
         symbols["len_k"] = len_k[:, None, None]
     return _evaluated(found, symbols, (1, 1, problem.len_q))
+
+
+class GrowingEnds:
+    """The ends of each query's keys in a cache, for any lengths of its entries.
+
+    What does not depend on these is computed once, when this is made.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    found : KeyRange
+        Both ends as expressions.
+    """
+
+    def __init__(self, problem: Problem, found: KeyRange) -> None:
+        self._problem, self._found = problem, found
+        self._steps: list[tuple[int, Any, list[int]]] = []
+        self._is_simple = not problem.packed
+        if not self._is_simple:
+            return
+        shape = math.prod(problem.lead), problem.heads, problem.len_q
+        symbols = position_symbols(*np.ix_(*map(np.arange, shape)), 0, problem)
+        slots: dict[Expr, int] = {}
+        self._values: list[Any] = [None]  # the lengths, and those of all nodes
+        self._varies: list[bool] = [True]
+        self._ends = [self._slot(end, slots, symbols) for end in found]
+
+    def _slot(self, end: Expr | None, slots: dict[Expr, int], symbols: dict[str, Array]) -> Any:
+        """Return the place of an end among the values, or its value if it is the same always."""
+        if end is None:
+            return None
+        with np.errstate(all="ignore"):
+            for node in walk(end, known=slots):
+                if node.op == "symbol" and node.value == "len_k":
+                    slots[node] = 0
+                    continue
+                args = [slots[arg] for arg in node.args]
+                slots[node] = len(self._values)
+                varies = any(self._varies[arg] for arg in args)
+                self._varies.append(varies)
+                value = None
+                if varies:
+                    self._is_simple &= node.op in _QUIET
+                    self._steps.append((slots[node], NUMPY.get(node.op), args))
+                else:
+                    value = node_value(node, [self._values[x] for x in args], symbols, np.float32)
+                self._values.append(value)
+        return slots[end]
+
+    def __call__(self, len_k: Array) -> tuple[Array, Array]:
+        """Return both ends, as `ends` does, or of shapes that broadcast to that."""
+        if not self._is_simple:
+            return ends(self._problem, self._found, len_k)
+        values = self._values
+        values[0] = len_k[:, None, None]
+        for slot, function, args in self._steps:
+            values[slot] = function(*[values[arg] for arg in args])
+        low, high = (
+            unbounded if end is None else values[end]
+            for end, unbounded in zip(self._ends, (_FIRST, _LAST), strict=True)
+        )
+        return low, high
+
+
+# Operations on integers and conditions in which nothing can be out of range.
+_QUIET = frozenset(
+    "add subtract multiply minimum maximum negative less less_equal equal not_equal logical_and "
+    "logical_or logical_xor logical_not where".split()
+)
 
 
 def _evaluated(

@@ -28,6 +28,7 @@ class _Lowering:
         self.floats: list[float] = []
         self.tables: list[list[int]] = []
         self.places: dict[int, int] = {}  # of tables, by the array's id
+        self.arrays: list[Any] = []  # of tables
         # key of an operation -> (register, varies over lanes, once per key)
         self.seen: dict[tuple[Any, ...], tuple[int, bool, bool]] = {}
 
@@ -52,6 +53,7 @@ class _Lowering:
         place = self.places.setdefault(id(array), len(self.tables))
         if place == len(self.tables):
             self.tables.append(describe_table(array))
+            self.arrays.append(array)
         return place
 
 
@@ -65,6 +67,11 @@ def lower(root: Expr) -> Program:
     The program holds addresses of the expression's arrays, which must be kept alive until it has
     run.
     """
+    return lowered(root)[0]
+
+
+def lowered(root: Expr) -> tuple[Program, list[Any]]:
+    """Return the program of a bound expression, and the arrays of its tables, in their order."""
     state = _Lowering()
     known: dict[Expr, tuple[int, bool, bool]] = {}
     for node in walk(root):
@@ -72,7 +79,7 @@ def lower(root: Expr) -> Program:
     kind = _kind(root)
     result = state.spread(kind, known[root])
     first, second = state.code[False], state.code[True]
-    return Program(
+    program = Program(
         code=np.array(first + second, np.int64).reshape(-1, 6),
         once_per_tile=len(first),
         result=result[0],
@@ -83,6 +90,7 @@ def lower(root: Expr) -> Program:
         floats=np.array(state.floats, np.float64),
         tables=np.array(state.tables, np.int64).reshape(-1, TABLE_WORDS),
     )
+    return program, state.arrays
 
 
 def _emit(

@@ -19,13 +19,16 @@ class Structure:
     ----------
     nodes : tuple
         Of each node its operation, type, operands by their places, and value.
+    has_floor : bool
+        Whether floats become integers, on which proofs may depend.
     """
 
-    __slots__ = ("_hash", "nodes")
+    __slots__ = ("_hash", "has_floor", "nodes")
 
     def __init__(self, nodes: tuple[Any, ...]) -> None:
         self.nodes = nodes
         self._hash = hash(nodes)
+        self.has_floor = any(operation == "floor" for operation, *_ in nodes)
 
     def __hash__(self) -> int:
         return self._hash

@@ -65,7 +65,7 @@ def _launch(
     if signature is None:
         anew()
     elif entry is None or again(entry, signature.addresses) is None:
-        launch_cache.keep(signature, anew(), results)
+        signature.keep(anew(), results)
 
 
 def _signature(

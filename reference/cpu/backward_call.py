@@ -6,6 +6,7 @@ Memory grows with L, never with L squared.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from .memory import ROWS, aligned
 from .microkernel import round_up
 from .operands import Operand, Result
 from .packing import lanes_of_pair, size_of_pairs
-from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, sinks_of
+from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, signed, sinks_of
 from .structs import Packed
 from .threads import parallel
 from .widen import kind_of
@@ -124,6 +125,14 @@ class BackwardCall:
         self.nbytes = scratch.nbytes
         if self._dbias is not None:
             self.nbytes += self._dbias.computed.nbytes
+
+    def release(self) -> None:
+        """Let go of the arrays that programs read: a later call brings its own."""
+        self._programs = replace(self._programs, tables=None)
+
+    def seed(self, seed: int) -> None:
+        """Set the generator's key."""
+        self.shape.change("seed", signed(seed))
 
     @property
     def visited(self) -> int:

@@ -17,8 +17,8 @@ from .structs import ArrayForm, Packed, Struct
 
 
 @functools.cache
-def _caller(words: int) -> tuple[Any, object]:
-    """Return a function of C that calls a kernel with so many arguments, and what holds its code.
+def _caller(words: int) -> Any:
+    """Return a function of C that calls a kernel with so many arguments.
 
     It takes a block: the kernel's address, and then its arguments. It releases the GIL, and the
     kernel runs in the usual floating-point modes. To convert thirty numbers would take ctypes
@@ -44,7 +44,7 @@ def _caller(words: int) -> tuple[Any, object]:
 
     engine = compiled(written)
     kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
-    return kind(engine.get_function_address(name)), engine
+    return kind(engine.get_function_address(name))
 
 
 @functools.cache
@@ -162,5 +162,5 @@ class Bound:
         block = (ctypes.c_int64 * (count + 2))(*self._words)  # with room for the results
         place = ctypes.addressof(block) + 8 * count
         block[_RESULTS], block[_RESULTS + 1] = place, place + 8
-        self._call, _ = _caller(count - 1)
+        self._call = _caller(count - 1)
         return block

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .arguments import CHANGES, KeyRanges
@@ -79,11 +81,14 @@ class DecodeCall:
         self.shape = packed_shape(layout)
         changes = changes_of(layout, programs, pointers_to(called), careful=False)
         self._ranges = changes.ranges
-        self._changes = Packed(CHANGES, changes)
+        if programs.ranges is not None:
+            shape = programs.ranges[0].shape
+            self._range_views = [x.reshape(shape) for x in (self._ranges.low, self._ranges.high)]
         cache = cache_of(
             k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales, shared
         )
         self._cache = PackedCache(cache)
+        self._packed_changes = Packed(CHANGES, changes)
         self._sizes = lambda top: decode_sizes(layout.shape, changes, cache, top)
         shape = layout.shape
         products = LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)
@@ -91,6 +96,16 @@ class DecodeCall:
         self._most_queries = int(layout.len_q.max(initial=0))
         self._plan: Schedule | None = None
         self.nbytes = scratch.nbytes
+
+    def dense(
+        self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
+    ) -> None:
+        """Write out and lse of a call on dense arrays."""
+        self(q, k, v, None, sink, out, lse)
+
+    def release(self) -> None:
+        """Let go of the arrays that programs read: a later call brings its own."""
+        self._programs = replace(self._programs, tables=None)
 
     @property
     def visited(self) -> int:
@@ -101,8 +116,8 @@ class DecodeCall:
         """Set how many keys entries have, and the first and last key of each query."""
         self._layout.len_k[...] = lengths
         if ends is not None:
-            ranges = self._layout.key_ranges(ends)
-            self._ranges.low[...], self._ranges.high[...] = ranges.low, ranges.high
+            for kept, end in zip(self._range_views, ends, strict=True):
+                kept[...] = end
 
     def __call__(
         self, q: Array, k: Array, v: Array, table: Array | None, sink: Array | None, out: Array,
@@ -156,7 +171,7 @@ class DecodeCall:
             plan.members,
             plan.top,
             self.shape,
-            self._changes,
+            self._packed_changes,
             pointer_of(merge, number),
             self._cache.packed,
             self._q.rows,
@@ -184,8 +199,8 @@ def decode(
     lse: Array,
     scales: tuple[Scales | None, Scales | None] | None = None,
     shared: int = 0,
-) -> int:
-    """Write out and lse; return how many leaves were visited (not EMPTY).
+) -> DecodeCall:
+    """Write out and lse; return the call, which can be made again.
 
     The lengths of keys in `problem` are those that the cache holds, one for each batch entry, and
     `k` and `v` are the cache's arrays. `scales` say what those of them mean that are codes. The
@@ -194,4 +209,4 @@ def decode(
     of_cache = page_size, sink, out, lse, scales, shared
     call = DecodeCall(problem, programs, q, k, v, table, *of_cache)
     call(q, k, v, table, sink, out, lse, scales)
-    return call.visited
+    return call

@@ -73,32 +73,45 @@ def schedule(
     shape: Shape, heads_kv: int, ranges: KeyRanges, columns: int, threads: int, shared: int = 0
 ) -> Schedule:
     """Divide a call; a row has `columns` columns of o. Entries share `shared` positions."""
-    sizes = shape.group, heads_kv, columns, MOST_UNITS * threads
     if len(shape.len_k) == 1:
         shared = 0
+    rows = _tasks(shape.len_q.tobytes(), shape.group, heads_kv)
     if not ranges.low.size:
-        return _of_lengths(shape.len_q.tobytes(), shape.len_k.tobytes(), *sizes, shared)
-    rows = _tasks(shape.len_q, shape.group, heads_kv)
-    ends = _leaves(shape, rows, ranges)
-    return _divided(rows, *ends, _shared_leaves(rows, shape.len_k, shared), *sizes[2:])
+        last = (shape.len_k[rows[:, 0]] + LEAF - 1) >> LOG_LEAF
+        first = b""
+    elif ranges.low.size == 1:  # one query, whose heads see the same keys
+        begin = max(int(ranges.low[0]), 0)
+        end = min(int(ranges.high[0]) + 1, int(shape.len_k[0]))
+        last = np.full(len(rows), (end + LEAF - 1) >> LOG_LEAF if begin < end else 0)
+        first = np.full(len(rows), begin >> LOG_LEAF if begin < end else 0).tobytes()
+    else:
+        low, last = _leaves(shape, rows, ranges)
+        first = low.tobytes()
+    edge = _shared_leaves(rows, shape.len_k, shared).tobytes() if shared else b""
+    which = shape.len_q.tobytes(), shape.group, heads_kv
+    return _of_leaves(which, first, last.tobytes(), edge, columns, MOST_UNITS * threads)
 
 
-@functools.lru_cache(maxsize=4)  # all layers of a model have the same lengths in a step
-def _of_lengths(
-    len_q: bytes,
-    len_k: bytes,
-    group: int,
-    heads_kv: int,
+# All layers of a model have the same lengths in a step, and in the next step mostly the same leaves.
+@functools.lru_cache(maxsize=16)
+def _of_leaves(
+    which: tuple[bytes, int, int],
+    first: bytes,
+    last: bytes,
+    edge: bytes,
     columns: int,
     most_units: int,
-    shared: int,
 ) -> Schedule:
-    """Divide a call whose queries see all keys."""
-    rows, lengths = _tasks(np.frombuffer(len_q, np.int64), group, heads_kv), len_k
-    held = np.frombuffer(lengths, np.int64)
-    last = (held[rows[:, 0]] + LEAF - 1) >> LOG_LEAF
-    edge = _shared_leaves(rows, held, shared)
-    return _divided(rows, np.zeros_like(last), last, edge, columns, most_units)
+    """Divide a call, given the first visible leaf of each task, the one after the last, and edges.
+
+    Empty bytes are zeros.
+    """
+    rows = _tasks(*which)
+    ends = (
+        np.frombuffer(each, np.int64) if each else np.zeros(len(rows), np.int64)
+        for each in (first, last, edge)
+    )
+    return _divided(rows, *ends, columns, most_units)
 
 
 def _shared_leaves(rows: Array, len_k: Array, shared: int) -> Array:
@@ -191,8 +204,13 @@ def _members(
     return np.concatenate([shared[order], rest]), np.concatenate([begins, behind])
 
 
-def _tasks(len_q: Array, group: int, heads_kv: int) -> Array:
-    """Return (T, 6): batch entry, key head, first head, heads, first query and queries of tasks."""
+@functools.lru_cache(maxsize=16)
+def _tasks(lengths: bytes, group: int, heads_kv: int) -> Array:
+    """Return (T, 6): batch entry, key head, first head, heads, first query and queries of tasks.
+
+    `lengths` are the queries of each entry. Nobody writes to the result.
+    """
+    len_q = np.frombuffer(lengths, np.int64)
     most_heads = min(group, MOST_ROWS)
     most = MOST_ROWS // most_heads
     blocks = -(-len_q // most)

@@ -111,23 +111,22 @@ if hasattr(os, "register_at_fork"):
 
 
 @functools.cache
-def _functions() -> tuple[Any, Any, object]:
-    """Return ``begin`` and ``end``, and what holds their code."""
-    return _compiled()
-
-
-def _compiled() -> tuple[Any, Any, object]:
+def _functions() -> tuple[Any, Any]:
+    """Return ``begin`` and ``end``."""
     engine = compiled(_written)
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     begin, end = (
         kind(engine.get_function_address(f"cupyflash_float_modes_{name}"))
         for name in ("begin", "end")
     )
-    return begin, end, engine
+    return begin, end
+
+
+_engines: list[Any] = []  # they hold code, to which other threads may have pointers
 
 
 def compiled(written: Callable[[str], ir.Module]) -> Any:
-    """Compile the module that `written` makes for this machine; return what holds its code."""
+    """Compile the module that `written` makes for this machine; return its engine."""
     with _compiling:
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
@@ -137,12 +136,13 @@ def compiled(written: Callable[[str], ir.Module]) -> Any:
             parsed, binding.Target.from_triple(triple).create_target_machine(opt=0)
         )
         engine.finalize_object()
+        _engines.append(engine)
         return engine
 
 
 def use_usual_modes() -> None:
     """Set the usual modes in this thread, for good."""
-    begin, _, _ = _functions()
+    begin, _ = _functions()
     before = ctypes.c_uint64()  # it lives until the end
     begin(ctypes.addressof(before))
 
@@ -157,7 +157,7 @@ def own_arithmetic(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        begin, end, _ = _functions()
+        begin, end = _functions()
         word = ctypes.c_uint64()
         place = ctypes.addressof(word)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .arguments import tile_sizes
@@ -11,7 +13,7 @@ from .forward import forward_scratch
 from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .operands import Operand, Result
-from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, sinks_of
+from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, signed, sinks_of
 from .threads import parallel
 from .widen import kind_of
 
@@ -81,6 +83,14 @@ class ForwardCall:
             scratch=lambda: (forward_scratch(sizes, layout.number),),
             sizes=sizes,
         )
+
+    def release(self) -> None:
+        """Let go of the arrays that programs read: a later call brings its own."""
+        self._programs = replace(self._programs, tables=None)
+
+    def seed(self, seed: int) -> None:
+        """Set the generator's key."""
+        self.shape.change("seed", signed(seed))
 
     @property
     def visited(self) -> int:

@@ -24,8 +24,8 @@ def forward(
     block_q: int,
     block_kv: int,
     resumes: bool = False,
-) -> int:
-    """Write out and lse; return how many tiles were visited (not EMPTY).
+) -> ForwardCall:
+    """Write out and lse; return the call, which can be made again.
 
     With `resumes`, out and lse have the result over other keys, and these keys join it. Kernels
     must be able to use both arrays in place, and there must be no sink.
@@ -33,7 +33,7 @@ def forward(
     tiles = block_q, block_kv
     call = ForwardCall(problem, programs, q, k, v, sink, out, lse, *tiles, resumes)
     call(q, k, v, sink, out, lse)
-    return call.visited
+    return call
 
 
 @own_arithmetic
@@ -56,9 +56,9 @@ def backward(
     block_q: int,
     block_kv: int,
     workspace: Array | None,
-) -> int:
-    """Write every gradient; return how many tiles `backward_dkdv` visited."""
+) -> BackwardCall:
+    """Write every gradient; return the call, which can be made again."""
     arrays = do, q, k, v, out, lse, dlse, sink, dq, dk, dv, dbias, dsink
     call = BackwardCall(problem, programs, *arrays, block_q, block_kv, workspace)
     call(*arrays)
-    return call.visited
+    return call

@@ -49,6 +49,11 @@ def packed_shape(layout: Layout) -> Packed:
     return Packed(_form_of_shape(layout.number), layout.shape)
 
 
+def signed(seed: int) -> int:
+    """Return a number of 64 bits as kernels take it."""
+    return int(np.uint64(seed).astype(np.int64))
+
+
 def sinks_of(layout: Layout, sink: Array | None) -> Array:
     """Return a logit for each head, -inf without a sink."""
     heads = layout.problem.heads

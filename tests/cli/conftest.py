@@ -18,7 +18,7 @@ def cupy(monkeypatch):
     module = HostCupy()
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setattr(compiler, "_kernels", {})
-    monkeypatch.setattr(launch_cache, "_entries", {})
+    monkeypatch.setattr(replay, "_entries", {})
     monkeypatch.setattr(driver, "_thread", driver._Thread())
     monkeypatch.setattr(tma, "encode", lambda *_: bytes(128))
     for cached in (driver.queue, cuda_device.of):

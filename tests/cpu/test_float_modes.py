@@ -35,7 +35,7 @@ HAS_MODES = pytest.mark.skipif(
 
 def modes() -> int:
     """The modes of this thread, without the flags that say what happened."""
-    begin, end, _ = float_modes._functions()
+    begin, end = float_modes._functions()
     word = ctypes.c_uint64()
     begin(ctypes.addressof(word))
     found = word.value
@@ -46,7 +46,7 @@ def modes() -> int:
 @contextlib.contextmanager
 def changed(bits: int) -> Iterator[None]:
     """Change the modes of this thread."""
-    begin, end, _ = float_modes._functions()
+    begin, end = float_modes._functions()
     word = ctypes.c_uint64()
     begin(ctypes.addressof(word))
     before = word.value

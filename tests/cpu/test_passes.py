@@ -84,7 +84,7 @@ def test_one_pass_and_two_give_the_same_bits(monkeypatch, kind):
         passes.append(backward_work.is_one_pass_faster(heads))
         return passes[-1]
 
-    monkeypatch.setattr(launch, "is_one_pass_faster", is_faster)
+    monkeypatch.setattr(backward_call, "is_one_pass_faster", is_faster)
     one, two = (gradients(monkeypatch, kind, threads) for threads in (1, 16))
     assert same(one, two)
     # Queries that several batch entries share have gradients that several heads would add to.

@@ -27,7 +27,7 @@ def install(monkeypatch):
     def install(cupy):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setattr(compiler, "_kernels", {})
-        monkeypatch.setattr(launch_cache, "_entries", {})
+        monkeypatch.setattr(replay, "_entries", {})
         monkeypatch.setattr(checksum_launches, "_reports", {})
         monkeypatch.setattr(driver, "_thread", driver._Thread())
         monkeypatch.setattr(device_arrays, "_sides", device_arrays._Sides())

@@ -95,10 +95,10 @@ def test_the_other_gradients_have_the_same_bits(form, kind):
 
 
 def test_nothing_is_computed_for_it(monkeypatch):
-    from cupyflash.reference.cpu import launch
+    from cupyflash.reference.cpu import backward_call
 
     bias = np.zeros((H, L, L), np.float32)
-    monkeypatch.setattr(launch, "_bias_gradient", None)
+    monkeypatch.setattr(backward_call, "_BiasSums", None)
     with pytest.raises(TypeError):
         dense(bias)
     dense(bias, bias_gradient=False)

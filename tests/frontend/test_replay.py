@@ -344,13 +344,13 @@ def test_a_signature_takes_every_option(cupy):
         return launch_cache.signature("forward", named, options, {})
 
     assert seen(Options()) is not None
-    assert set(launch_cache._TAKE) == set(NAMES)
+    assert set(replay._TAKE) == set(NAMES)
     with pytest.raises(KeyError, match="later"):
         seen(Options.of(**vars(Options()), later=1))
 
 
 def test_what_was_longest_unused_is_forgotten(cupy, monkeypatch):
-    monkeypatch.setattr(launch_cache, "MOST", 4)
+    monkeypatch.setattr(replay, "MOST", 4)
     arrays = draw(cupy)
     kernel_calls = lambda scale: cupyflash.attention(*arrays, scale=scale)  # noqa: E731
     for scale in (1.0, 2.0, 3.0, 4.0, 1.0, 5.0):

@@ -211,7 +211,7 @@ def test_no_array_is_kept_alive(cupy):
 
 
 def test_few_calls_are_kept(cupy, monkeypatch):
-    monkeypatch.setattr(launch_cache, "MOST", 20)
+    monkeypatch.setattr(replay, "MOST", 20)
     q, k, v = draw(cupy, (1, 1, 4, 16))
     for n in range(60):
         cupyflash.attention(q, k, v, scale=1.0 + n)

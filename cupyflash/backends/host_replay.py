@@ -1,0 +1,335 @@
+"""Computes calls on NumPy arrays again that look like an earlier one (see `problem.replay`).
+
+What an entry keeps is the call of `reference.cpu`, with its proofs, packed parameters and scratch;
+only addresses are new, and the contents of small arrays that proofs have read are part of the key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..expr.key_range import KeyRange
+from ..problem import replay
+from ..problem.call import Call, Gradients
+from ..problem.options import Options
+from ..problem.replay import Entry, Signature, UnlikeError
+from .cpu_ranges import GrowingEnds
+
+MOST_CONTENTS = 1 << 12  # bytes of an array that is compared by its contents
+MOST_CALLS = 4  # of an entry: as many threads may make the same call at once
+_ALIGNED, _WRITEABLE = 0x100, 0x400  # of numpy.ndarray.flags.num
+
+_ndarray = np.ndarray
+_NOTHING: Mapping[str, Any] = {}
+
+
+class HostSignature(Signature):
+    """The signature of a call on NumPy arrays."""
+
+    __slots__ = ("lengths", "named")
+
+    def __init__(
+        self,
+        call: Hashable,
+        read: Mapping[str, Any],
+        options: Options,
+        written: Mapping[str, Any],
+    ) -> None:
+        self.named: dict[str, Any] = {}  # all arrays, and None
+        self.lengths: Any = None  # of a cache, as users pass them
+        super().__init__(call, read, options, written)
+
+    def _take_arrays(self, named: Mapping[str, Any]) -> None:
+        """Take arrays, or None, by the names that kernels have for them."""
+        parts = self._parts
+        self._taken.append(named)
+        self.named.update(named)
+        for array in named.values():
+            if array is None:
+                parts.append(None)
+                continue
+            if type(array) is not _ndarray:
+                raise UnlikeError
+            flags = array.flags.num & (_ALIGNED | _WRITEABLE)
+            parts += (array.dtype, array.shape, array.strides, flags)
+
+    def _take_read(self, name: str, array: Any) -> None:
+        """Take an array that a mask, a score change or the bias reads.
+
+        Proofs, and the ranges of keys that a mask gives, depend on the contents of some.
+        """
+        self._take_arrays({name: array})
+        if self._option == "mask" or array.dtype.kind in "iub":
+            self.take_contents(array)
+
+    def _expression(self, made: Any) -> Hashable:
+        """Take a mask, score changes, or an array that stands for them, and what they read."""
+        taken = super()._expression(made)
+        if self.read and not isinstance(made, (list, tuple)) and hasattr(made, "structure"):
+            structure, arrays = made.structure
+            if arrays and structure.has_floor and any(x.dtype.kind not in "iub" for x in arrays):
+                raise UnlikeError  # an index may depend on the contents
+        return taken
+
+    def take_contents(self, array: Any) -> None:
+        """Make the contents of an array part of the key."""
+        if type(array) is not _ndarray or array.nbytes > MOST_CONTENTS:
+            raise UnlikeError
+        self._parts.append(array.tobytes())
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Where the arrays are, by name."""
+        from cupyflash.reference.cpu.jit import address
+
+        return {name: address(x) for name, x in self.named.items() if x is not None}
+
+    def forward(self, entry: Entry, out: Any, lse: Any, workspace: Any = None) -> Any:  # noqa: ARG002
+        """Compute a forward again."""
+        call = entry.compiled.take()
+        if call is None:
+            return None
+        out_spec, lse_spec = entry.specs
+        if out is None:
+            out = out_spec.empty()
+        if lse is None:
+            lse = lse_spec.empty()
+        is_done = call.forward(self, out, lse)
+        entry.compiled.free.append(call)
+        return (out, lse) if is_done else None
+
+    def backward(self, entry: Entry, grads_out: Gradients | None, workspace: Any) -> Any:
+        """Compute the gradients of a call again."""
+        call = None if workspace is not None else entry.compiled.take()
+        if call is None:
+            return None
+        if grads_out is None:
+            made = [None if spec is None else spec.empty() for spec in entry.specs]
+        else:
+            made = [
+                spec.empty() if x is None and spec is not None else x
+                for x, spec in zip(grads_out, entry.specs, strict=True)
+            ]
+        gradients = Gradients(*made)
+        call.backward(self, gradients)
+        entry.compiled.free.append(call)
+        return gradients
+
+    def keep(self, served: Any, results: Sequence[Any]) -> None:
+        """Keep a call that was checked and computed."""
+        call = served.compiled
+        if call is None or call.nbytes > replay.MOST_BYTES // 4 or not call.bind(self):
+            return
+        before = replay.find(self)
+        calls = _Calls() if before is None else before.compiled
+        if len(calls.free) < MOST_CALLS:
+            calls.free.append(call)
+        if before is None:
+            replay.keep_as(self, calls, (), results, call.nbytes)
+
+    def spec(self, array: Any) -> Any:
+        """Return how an array like a result is made."""
+        return _Spec(array)
+
+
+class _Spec:
+    """Shape, dtype and memory order of an array to make, which has no gaps."""
+
+    __slots__ = ("_dtype", "_order", "_shape")
+
+    def __init__(self, array: Any) -> None:
+        order = sorted(range(array.ndim), key=lambda axis: (-array.strides[axis], axis))
+        self._shape, self._dtype = tuple(array.shape[axis] for axis in order), array.dtype
+        self._order = None
+        if order != list(range(array.ndim)):
+            self._order = tuple(int(x) for x in np.argsort(order))
+
+    def empty(self) -> Any:
+        """Return such an array, uninitialised."""
+        made = np.empty(self._shape, self._dtype)
+        return made if self._order is None else made.transpose(self._order)
+
+
+class Replayed:
+    """A call of `reference.cpu` that can be made again.
+
+    Parameters
+    ----------
+    call : Any
+        The call, which has the attributes `nbytes`, `seed` and `release`.
+    run : callable
+        Makes it.
+    tables : sequence of (array, array)
+        Of each array that programs look up, its row in their tables, whose first element is its
+        address, and the array.
+    """
+
+    __slots__ = ("_call", "_run", "_tables", "nbytes")
+
+    def __init__(
+        self, call: Any, run: Callable[..., None], tables: Sequence[tuple[Any, Any]] = ()
+    ) -> None:
+        self._call, self._run = call, run
+        self.nbytes = call.nbytes
+        self._tables: Any = tables
+
+    def bind(self, seen: HostSignature) -> bool:
+        """Find each table's array among those of a signature; return whether all are there."""
+        from cupyflash.reference.cpu.jit import address
+
+        found = []
+        for row, array in self._tables:
+            names = [
+                name
+                for name, x in seen.named.items()
+                if x is not None and name.startswith("read ") and address(x) == int(row[0])
+            ]
+            same = [name for name in names if seen.named[name] is array]
+            names = same or names
+            if len(names) != 1:
+                return False  # a copy, made for this call, or an array that is not known for sure
+            found.append((row, names[0]))
+        self._tables = tuple(found)
+        self._call.release()
+        return True
+
+    def _load(self, seen: HostSignature) -> dict[str, Any]:
+        named = seen.named
+        if self._tables:
+            from cupyflash.reference.cpu.jit import address
+
+            for row, name in self._tables:
+                row[0] = address(named[name])
+        if seed := seen.addresses["seed"]:
+            self._call.seed(seed)
+        return named
+
+    def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
+        """Compute out and lse for the arrays of a signature; return whether it could be done."""
+        named = self._load(seen)
+        self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse)
+        return True
+
+    def backward(self, seen: HostSignature, gradients: Gradients) -> None:
+        """Compute gradients for the arrays of a signature."""
+        named = self._load(seen)
+        self._run(
+            named["d_out"], named["q"], named["k"], named["v"], named["out"], named["lse"],
+            named["dlse"], named.get("sink"), *gradients,
+        )  # fmt: skip
+
+
+class ReplayedCache(Replayed):
+    """A call over a cache that can be made again, for any lengths that it has room for.
+
+    Parameters
+    ----------
+    made : Any
+        The call of `reference.cpu`.
+    call : Call
+        What it was made from.
+    tables : sequence of (array, array)
+        As in `Replayed`.
+    found : KeyRange or None
+        The keys that each query sees, if the mask says them so.
+    """
+
+    __slots__ = ("_capacity", "_ends", "_is_checked", "_lengths", "_scales")
+
+    def __init__(
+        self, made: Any, call: Call, tables: Sequence[tuple[Any, Any]], found: KeyRange | None
+    ) -> None:
+        super().__init__(made, made, tables)
+        cache = call.cache
+        assert cache is not None
+        self._capacity = cache.capacity
+        self._lengths = np.zeros(call.problem.batch, np.int64)
+        self._ends = None if found is None else GrowingEnds(call.problem, found)
+        pages = None if cache.table is None else np.asarray(cache.table)
+        in_range = pages is None or bool(((pages >= 0) & (pages < call.k.shape[0])).all())
+        # With shared positions, which pages are used depends on lengths.
+        self._is_checked = in_range and not cache.shared
+        self._scales = None
+
+    def bind(self, seen: HostSignature) -> bool:
+        """Find each table's array; return whether the call can be made again."""
+        has_scales = any(seen.named.get(name) is not None for name in ("k_scale", "v_scale"))
+        return self._is_checked and not has_scales and super().bind(seen)
+
+    def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
+        """Compute out and lse, unless the lengths are wrong."""
+        lengths, own = seen.lengths, self._lengths
+        if type(lengths) is int:
+            if not 0 <= lengths <= self._capacity:
+                return False
+        elif (
+            type(lengths) is not _ndarray
+            or lengths.shape != own.shape
+            or lengths.dtype not in _LENGTHS
+            or not own.size
+            or int(lengths.min()) < 0
+            or int(lengths.max()) > self._capacity
+        ):
+            return False
+        own[...] = lengths
+        named = self._load(seen)
+        self._call.grow(own, None if self._ends is None else self._ends(own))
+        self._run(named["q"], named["k"], named["v"], named["table"], named.get("sink"), out, lse)
+        return True
+
+
+_LENGTHS = np.dtype(np.int32), np.dtype(np.int64)
+
+
+class _Calls:
+    """The calls of an entry that nobody makes at present."""
+
+    __slots__ = ("free",)
+
+    def __init__(self) -> None:
+        self.free: list[Replayed] = []
+
+    def take(self) -> Replayed | None:
+        """Return one, which belongs to the caller until it is put back; None if there is none."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            return None
+
+
+def signature(
+    kind: Hashable,
+    read: Mapping[str, Any],
+    options: Options,
+    written: Mapping[str, Any],
+    contents: Mapping[str, Any] = _NOTHING,
+) -> HostSignature | None:
+    """Return the signature of a call on NumPy arrays, or None if it must be checked every time.
+
+    Parameters
+    ----------
+    kind : hashable
+        Which function, and what else tells calls of it apart.
+    read, written : mapping of str to (array or None)
+        Arrays by the kernels' names.
+    options : Options
+        The options of the call.
+    contents : mapping of str to array
+        Arrays whose contents tell calls apart.
+    """
+    try:
+        if next(iter(read.values())).dtype.itemsize == 2:  # see `reference.cpu.amx`
+            kind = kind, os.environ.get("CUPYFLASH_AMX")
+        seen = HostSignature(kind, read, options, written)
+        if contents:
+            seen._take_arrays(contents)
+            for array in contents.values():
+                seen.take_contents(array)
+            seen.key = tuple(seen._parts)
+        return seen
+    except (UnlikeError, AttributeError):
+        return None

@@ -1,0 +1,335 @@
+"""Recognises calls that look like an earlier one, so that they are computed without checks.
+
+A call's signature has everything on which checks, proofs and the choice of kernels depend: shapes,
+strides, dtypes and alignments of its arrays, the structure and the numbers of its mask and score
+changes, and every other number. Calls with equal signatures differ only in their arrays (and an
+integer seed). Entries hold no array, and the least recently used ones are forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..masks import Mask
+from ..scores import Score
+from .call import Gradients
+from .options import Options
+
+
+class Entry:
+    """What is kept about a call.
+
+    Attributes
+    ----------
+    compiled : Any
+        Its launches, or what else is kept.
+    specs : tuple
+        How each of its results is made; None for those that it does not have.
+    tables : tuple of (str, str)
+        Names of the arrays that its kernels look up: in the kernels, and in the signature.
+    pairs : tuple of Pair
+        The arrays that must not overlap.
+    nbytes : int
+        Host memory that it keeps.
+    used : int
+        A counter: larger for entries that were used later.
+    """
+
+    __slots__ = ("compiled", "nbytes", "pairs", "specs", "tables", "used")
+
+    def __init__(
+        self,
+        compiled: Any,
+        specs: tuple[Any, ...],
+        tables: tuple[tuple[str, str], ...],
+        pairs: tuple[Pair, ...],
+        nbytes: int = 0,
+    ) -> None:
+        self.compiled, self.specs, self.tables, self.pairs = compiled, specs, tables, pairs
+        self.nbytes = nbytes
+        self.used = next(_clock)
+
+
+class Pair(NamedTuple):
+    """An array that is written, and another one.
+
+    Attributes
+    ----------
+    written, other : str
+        Their names.
+    low, high : int
+        If the distance of their first elements, in bytes, is between these, their memory overlaps.
+    checked : frozenset of int
+        Distances between these at which they are known to share no element, such as columns of one
+        array.
+    """
+
+    written: str
+    other: str
+    low: int
+    high: int
+    checked: frozenset[int]
+
+
+class UnlikeError(Exception):
+    """Raised for an argument without a signature; the call then takes the validated path."""
+
+
+class Signature(ABC):
+    """A call's key, and what is not part of it: its arrays and the integer seed.
+
+    There is one class for each kind of arrays, which knows what kernels depend on, and how a call
+    is made again.
+
+    Attributes
+    ----------
+    key : hashable
+        Equal for calls that differ only in addresses.
+    addresses : dict
+        Addresses by the kernels' names, without those of tables; the seed is one of them.
+    read : list of array
+        The arrays that masks, score changes and the bias read.
+    written : list of str
+        Names of arrays that are written.
+    """
+
+    __slots__ = ("_kind", "_option", "_parts", "_taken", "addresses", "key", "read", "written")
+
+    def __init__(
+        self,
+        call: Hashable,
+        read: Mapping[str, Any],
+        options: Options,
+        written: Mapping[str, Any],
+    ) -> None:
+        self._kind = type(next(iter(read.values())))  # of all arrays
+        self._parts: list[Any] = [call]
+        self._taken: list[Mapping[str, Any]] = []
+        self.addresses: dict[str, int] = {"seed": 0}
+        self.read: Sequence[Any] = ()
+        self.written: Sequence[str] = ()
+        self._take_arrays(read)
+        for name, value in vars(options).items():
+            if value is not None:
+                self._option = name
+                self._parts += (name, _TAKE[name](self, value))
+        if written:
+            self._take_arrays(written)
+            self.written = [name for name, array in written.items() if array is not None]
+        self.key: Hashable = tuple(self._parts)
+
+    @abstractmethod
+    def _take_arrays(self, named: Mapping[str, Any]) -> None:
+        """Take arrays, or None, by the names that kernels have for them."""
+
+    def _take_read(self, name: str, array: Any) -> None:
+        """Take an array that a mask or a score change reads, whose contents may differ."""
+        self._take_arrays({name: array})
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Where the arrays are, by name."""
+        return self.addresses
+
+    @abstractmethod
+    def forward(self, entry: Entry, out: Any, lse: Any, workspace: Any = None) -> Any:
+        """Compute a call with a kept entry, into the given arrays or into new ones.
+
+        Returns out and lse, or None if the call must be checked again.
+        """
+
+    @abstractmethod
+    def backward(self, entry: Entry, grads_out: Gradients | None, workspace: Any) -> Any:
+        """Compute the gradients of a call with a kept entry; None if it must be checked again."""
+
+    @abstractmethod
+    def keep(self, served: Any, results: Sequence[Any]) -> None:
+        """Keep a call that was checked and computed: what a back end returned, and its results."""
+
+    @abstractmethod
+    def spec(self, array: Any) -> Any:
+        """Return how an array like a result is made."""
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """All arrays, by the names of their addresses."""
+        return {
+            name: array
+            for named in self._taken
+            for name, array in named.items()
+            if array is not None
+        }
+
+    def _expression(self, made: Any) -> Hashable:
+        """Take a mask, score changes, or an array that stands for them, and what they read."""
+        if isinstance(made, (Mask, Score)):
+            structure, read = made.structure
+            return type(made), structure, *map(self._place, read)
+        if isinstance(made, (list, tuple)):
+            return tuple(map(self._expression, made))
+        return self._place(made)
+
+    def _sink(self, value: Any) -> Hashable:
+        self._take_arrays({"sink": value})
+        return "array"
+
+    def _number(self, value: Any) -> Hashable:
+        """Take what tells a number from others, also from equal ones: 0.0 and -0.0, 1 and True."""
+        if type(value) is float and value:
+            return value
+        if isinstance(value, (bool, int, float, np.generic)):
+            return repr(value)
+        raise UnlikeError
+
+    def _probability(self, value: Any) -> Hashable:
+        # 0.0 and -0.0 are the same probability; types other than float have other checks
+        return value if type(value) is float else self._number(value)
+
+    def _word(self, value: Any) -> Hashable:
+        if type(value) is not str:
+            raise UnlikeError
+        return value
+
+    def _place(self, array: Any) -> int:
+        for place, known in enumerate(self.read):
+            if known is array:
+                return place
+        if array is None:
+            raise UnlikeError
+        self._take_read(f"read {len(self.read)}", array)
+        self.read = [*self.read, array]
+        return len(self.read) - 1
+
+    def _seed(self, value: Any) -> Hashable:
+        """Take a seed: a number is not part of the key."""
+        if type(value) is int and 0 <= value < 2**64:
+            self.addresses["seed"] = value
+            return False
+        self._take_arrays({"seed_gmem": value})
+        return "array"
+
+
+# Field of `Options` -> its part of a signature.
+_TAKE: dict[str, Callable[[Signature, Any], Hashable]] = {
+    "mask": Signature._expression,
+    "score_mod": Signature._expression,
+    "bias": Signature._expression,
+    "sink": Signature._sink,
+    "scale": Signature._number,
+    "dropout": Signature._probability,
+    "seed": Signature._seed,
+    "precision": Signature._word,
+}
+
+
+_lock = threading.Lock()  # for writing; look-ups need no lock
+_entries: dict[Hashable, Entry] = {}
+_clock = itertools.count()
+MOST = 512  # signatures that are remembered
+MOST_BYTES = 1 << 26  # host memory that entries keep, all of them
+
+
+def find(seen: Signature) -> Entry | None:
+    """Return what is kept of calls like this one, and note the addresses that its kernels want."""
+    entry = _entries.get(seen.key)
+    if entry is None:
+        return None
+    if entry.pairs:
+        places = seen.places
+        for written, other, low, high, checked in entry.pairs:
+            if low < places[other] - places[written] < high and (
+                places[other] - places[written] not in checked
+            ):
+                return None
+    for name, place in entry.tables:
+        seen.addresses[name] = seen.addresses[place]
+    entry.used = next(_clock)
+    return entry
+
+
+def keep(
+    seen: Signature, compiled: Any, read: Sequence[Any], results: Sequence[Any], nbytes: int = 0
+) -> None:
+    """Keep a call that was checked and launched, with the results that it had.
+
+    Parameters
+    ----------
+    seen : Signature
+        Its signature.
+    compiled : Any
+        What makes it again; None if nothing does.
+    read : sequence of array
+        The arrays that its kernels look up, in their order.
+    results : sequence of (array or None)
+        Its results.
+    nbytes : int
+        Host memory that `compiled` keeps.
+    """
+    if compiled is None:
+        return
+    tables = []
+    for n, table in enumerate(read):
+        found = [place for place, array in enumerate(seen.read) if array is table]
+        if not found:
+            return  # a copy, made for this call
+        tables.append((f"table {n}", f"read {found[0]}"))
+    keep_as(seen, compiled, tables, results, nbytes)
+
+
+def keep_as(
+    seen: Signature,
+    kept: Any,
+    tables: Sequence[tuple[str, str]],
+    results: Sequence[Any],
+    nbytes: int = 0,
+) -> None:
+    """Keep something of a call that was checked, with the results that it had."""
+    specs = tuple(None if x is None else seen.spec(x) for x in results)
+    with _lock:
+        before = _entries.get(seen.key)
+        pairs = _pairs(seen, () if before is None else before.pairs)
+        _entries[seen.key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
+        while len(_entries) > MOST or sum(x.nbytes for x in _entries.values()) > MOST_BYTES:
+            del _entries[min(_entries, key=lambda key: _entries[key].used)]
+
+
+def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
+    """Return the pairs of each written array with every other array of a checked call.
+
+    `before` are the pairs of a call with the same key, whose distances were checked, too.
+    """
+    pairs: list[Pair] = []
+    arrays = seen.arrays
+    others = [name for name in arrays if name not in seen.written]
+    for written in seen.written:
+        low, high = reach(arrays[written])
+        for other in others:
+            other_low, other_high = reach(arrays[other])
+            least, most = low - other_high, high - other_low
+            distance = seen.places[other] - seen.places[written]
+            checked = {distance} if least < distance < most else set()
+            if before and len(before[len(pairs)].checked) < MOST:
+                checked |= before[len(pairs)].checked
+            pairs.append(Pair(written, other, least, most, frozenset(checked)))
+        others.append(written)
+    return tuple(pairs)
+
+
+def reach(array: Any) -> tuple[int, int]:
+    """Return where an array's memory begins and ends, in bytes from its first element."""
+    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    if not array.size:
+        return 0, 0
+    low = sum(min(step, 0) for step in steps)
+    return low, low + sum(map(abs, steps)) + array.itemsize
+
+
+def kept() -> int:
+    """Return how many calls are kept."""
+    return len(_entries)
