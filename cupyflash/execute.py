@@ -176,7 +176,6 @@ class CachedRequest(Request):
             kind += " of values in keys"  # which a kernel may rely on
         return launch_cache.signature(kind, named, self._options, written)
 
-
     def _host_signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
     ) -> Signature | None:
@@ -244,9 +243,7 @@ def _check_outputs(call: Call, out: Any, lse_out: Any) -> dict[str, Array]:
     return inputs | {name: array for name, (array, _, _) in targets.items()}
 
 
-def forward_signature(
-    request: Request, want_lse: bool, out: Any, lse_out: Any
-) -> Signature | None:
+def forward_signature(request: Request, want_lse: bool, out: Any, lse_out: Any) -> Signature | None:
     """Return what tells a call of `forward` from others, if it is one that is recognised."""
     kind = "forward" if want_lse else "forward without lse"
     written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}

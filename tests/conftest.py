@@ -47,6 +47,13 @@ def installed_package_is_this_checkout() -> None:
         )
 
 
+def pytest_runtest_setup() -> None:
+    """Let no test depend on calls that were made before it."""
+    replay = sys.modules.get("cupyflash.problem.replay")
+    if replay is not None:
+        replay._entries.clear()
+
+
 @pytest.fixture(scope="session")
 def gpu() -> object:
     """The memory of a GPU; tests that need one are skipped where there is none."""

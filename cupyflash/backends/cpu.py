@@ -7,20 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..expr.key_range import KeyRange, key_range
 from ..gpu.launch import CallResult
 from ..lazy import Kept
 from ..problem import positions
 from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Array, Call, Codes, Gradients, Plan, Results, scale_steps
+from ..problem.cached import MOST_POSITIONS
+from ..problem.call import Array, Cache, Call, Codes, Gradients, Plan, Results, scale_steps
 from ..problem.formats import dtype_of, values
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
-from . import cpu_ranges, cpu_tiles
+from . import cpu_ranges, cpu_tiles, host_replay
 from .backend import output_shape
-from .host_replay import Replayed, ReplayedCache
+from .host_replay import Replayed, ReplayedCache, ReplayedGrowing
 
 
 def _programs(call: Call, len_k: Array | None = None) -> Any:
@@ -102,11 +104,35 @@ def _decode(call: Call, out: Array, lse: Array) -> CallResult:
     """Compute a call of few queries on dense arrays, as if they were a cache that is full."""
     from cupyflash.reference.cpu import decode_launch
 
-    programs, rows = _programs(call), call.k.shape[-2]
+    rows = call.k.shape[-2]
+    lengths = np.full(call.problem.batch, rows, np.int64)
+    growing = host_replay.may_grow(call.q, call.k, call.v) and call.bias is None
+    growing &= call.score_mod is None and (call.mask is None or not call.mask.structure[1])
+    if growing:
+        programs = _growing(call, lengths)
+        growing = programs is not None
+    if not growing:
+        programs = _programs(call)
     made = decode_launch.decode(
-        call.problem, programs, call.q, call.k, call.v, None, rows, call.sink, out, lse
-    )
+        replace(call.problem, len_k=lengths),
+        programs, call.q, call.k, call.v, None, rows, call.sink, out, lse,
+    )  # fmt: skip
+    if growing:
+        return CallResult(made.visited, ReplayedGrowing(made, call.problem, programs.tables[2]))
+    if host_replay.may_grow(call.q, call.k, call.v):
+        return CallResult(made.visited)
     return CallResult(made.visited, Replayed(made, made.dense, _looked_up(programs)))
+
+
+def _growing(call: Call, lengths: Array) -> Any:
+    """Return the programs of a call of one query, if these serve any number of keys."""
+    cache = Cache(MOST_POSITIONS, lengths, None, MOST_POSITIONS)
+    problem = replace(call.problem, len_k=np.array([0, MOST_POSITIONS]))
+    try:
+        programs = _programs(replace(call, problem=problem, cache=cache), lengths)
+    except ArgumentError:  # its numbers are too large for some lengths
+        return None
+    return programs if call.mask is None or programs.ranges is not None else None
 
 
 def units_of_cached(call: Call) -> tuple[int, int]:

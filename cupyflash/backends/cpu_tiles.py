@@ -14,7 +14,8 @@ TILES = ((128, (192, 128)), (512, (64, 64)))
 
 
 # Up to these, the kernel of a cache is faster on dense arrays: it reads a key once for all heads of
-# its group, where the tiled kernel computes whole vectors of queries of one head.
+# its group, where the tiled kernel computes whole vectors of queries of one head. Of one query, it
+# is with any number of keys.
 MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
 LEAF = 64  # keys, of that kernel
 
@@ -27,9 +28,9 @@ def choose(problem: Problem) -> Plan:
         kernel="reference.decode",
         block_q=MOST_ROWS,
         block_kv=LEAF,
-        reason=f"a key head has at most {MOST_ROWS} rows of queries and there are {FEWEST_KEYS} "
-        f"keys or more, so the Numba kernel for few queries reads them in leaves of {LEAF} in "
-        f"{problem.accumulator}",
+        reason=f"a key head has at most {MOST_ROWS} rows of queries, and there is one query or "
+        f"there are {FEWEST_KEYS} keys or more, so the Numba kernel for few queries reads the keys "
+        f"in leaves of {LEAF} in {problem.accumulator}",
     )
 
 
@@ -52,7 +53,8 @@ def has_few_queries(problem: Problem) -> bool:
         return False
     queries, heads = int(problem.len_q), problem.heads_kv
     few = heads > 0 and queries <= MOST_QUERIES and problem.heads // heads * queries <= MOST_ROWS
-    return few and queries > 0 and int(problem.len_k) >= FEWEST_KEYS
+    fewest_keys = 1 if queries == 1 else FEWEST_KEYS
+    return few and queries > 0 and int(problem.len_k) >= fewest_keys
 
 
 def tiled(problem: Problem) -> Plan:

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..expr.key_range import KeyRange
+from ..expr.structure import Structure
 from ..problem import replay
-from ..problem.call import Call, Gradients
+from ..problem.cached import MOST_POSITIONS
+from ..problem.call import Call, Gradients, Problem
 from ..problem.options import Options
 from ..problem.replay import Entry, Signature, UnlikeError
 from .cpu_ranges import GrowingEnds
@@ -30,7 +32,7 @@ _NOTHING: Mapping[str, Any] = {}
 class HostSignature(Signature):
     """The signature of a call on NumPy arrays."""
 
-    __slots__ = ("lengths", "named")
+    __slots__ = ("_grows", "lengths", "named")
 
     def __init__(
         self,
@@ -38,7 +40,9 @@ class HostSignature(Signature):
         read: Mapping[str, Any],
         options: Options,
         written: Mapping[str, Any],
+        grows: bool = False,
     ) -> None:
+        self._grows = grows  # the number of keys is no part of it
         self.named: dict[str, Any] = {}  # all arrays, and None
         self.lengths: Any = None  # of a cache, as users pass them
         super().__init__(call, read, options, written)
@@ -48,13 +52,17 @@ class HostSignature(Signature):
         parts = self._parts
         self._taken.append(named)
         self.named.update(named)
-        for array in named.values():
+        for name, array in named.items():
             if array is None:
                 parts.append(None)
                 continue
             if type(array) is not _ndarray:
                 raise UnlikeError
             flags = array.flags.num & (_ALIGNED | _WRITEABLE)
+            if self._grows and name in ("k", "v"):
+                shape, strides = array.shape, array.strides
+                parts += (array.dtype, shape[:-2], shape[-1], strides[-1], flags)
+                continue
             parts += (array.dtype, array.shape, array.strides, flags)
 
     def _take_read(self, name: str, array: Any) -> None:
@@ -66,14 +74,10 @@ class HostSignature(Signature):
         if self._option == "mask" or array.dtype.kind in "iub":
             self.take_contents(array)
 
-    def _expression(self, made: Any) -> Hashable:
-        """Take a mask, score changes, or an array that stands for them, and what they read."""
-        taken = super()._expression(made)
-        if self.read and not isinstance(made, (list, tuple)) and hasattr(made, "structure"):
-            structure, arrays = made.structure
-            if arrays and structure.has_floor and any(x.dtype.kind not in "iub" for x in arrays):
-                raise UnlikeError  # an index may depend on the contents
-        return taken
+    def _look_at(self, structure: Structure, read: Sequence[Any]) -> None:
+        """Refuse an index that may depend on the contents of an array of floats."""
+        if read and structure.has_floor and any(x.dtype.kind not in "iub" for x in read):
+            raise UnlikeError
 
     def take_contents(self, array: Any) -> None:
         """Make the contents of an array part of the key."""
@@ -282,6 +286,42 @@ class ReplayedCache(Replayed):
         return True
 
 
+class ReplayedGrowing(Replayed):
+    """A call of one query on dense arrays that can be made again, with any number of keys.
+
+    Parameters
+    ----------
+    made : Any
+        The call of `reference.cpu`.
+    problem : Problem
+        Its sizes.
+    found : KeyRange or None
+        As in `ReplayedCache`.
+    """
+
+    __slots__ = ("_ends", "_lengths")
+
+    def __init__(self, made: Any, problem: Problem, found: KeyRange | None) -> None:
+        super().__init__(made, made.dense)
+        self._lengths = np.zeros(problem.batch, np.int64)
+        self._ends = None if found is None else GrowingEnds(problem, found)
+
+    def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
+        """Compute out and lse, unless there are no keys, or not as many keys as values."""
+        k, v = seen.named["k"], seen.named["v"]
+        length, own = k.shape[-2], self._lengths
+        if length != v.shape[-2] or not 0 < length <= MOST_POSITIONS:
+            return False
+        own.fill(length)
+        self._call.grow(own, None if self._ends is None else self._ends(own))
+        return super().forward(seen, out, lse)
+
+
+def may_grow(q: Any, k: Any, v: Any) -> bool:
+    """Return whether a call on dense arrays is looked for without its number of keys."""
+    return bool(q.ndim > 2 and q.shape[-2] == 1 and k.ndim > 2 and v.ndim > 2)
+
+
 _LENGTHS = np.dtype(np.int32), np.dtype(np.int64)
 
 
@@ -299,6 +339,18 @@ class _Calls:
             return self.free.pop()
         except IndexError:
             return None
+
+
+def _is_growing(kind: Hashable, read: Mapping[str, Any], options: Options) -> bool:
+    """Return whether the number of keys is no part of a call's signature."""
+    if kind not in ("forward", "forward without lse"):
+        return False
+    q, k, v = read["q"], read["k"], read["v"]
+    if q.shape[-2] != 1 or not may_grow(q, k, v) or options.dropout:
+        return False
+    mask = options.mask
+    plain = mask is None or (hasattr(mask, "structure") and not mask.structure[1])
+    return plain and options.bias is None and options.score_mod is None and k.dtype == q.dtype
 
 
 def signature(
@@ -322,9 +374,10 @@ def signature(
         Arrays whose contents tell calls apart.
     """
     try:
-        if next(iter(read.values())).dtype.itemsize == 2:  # see `reference.cpu.amx`
+        grows = _is_growing(kind, read, options)
+        if read["q"].dtype.itemsize == 2:  # see `reference.cpu.amx`
             kind = kind, os.environ.get("CUPYFLASH_AMX")
-        seen = HostSignature(kind, read, options, written)
+        seen = HostSignature(kind, read, options, written, grows)
         if contents:
             seen._take_arrays(contents)
             for array in contents.values():

@@ -127,5 +127,3 @@ def backward(
 
 
 _GRADIENTS = Gradients._fields
-
-

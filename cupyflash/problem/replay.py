@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..expr.structure import Structure
 from ..masks import Mask
 from ..scores import Score
 from .call import Gradients
@@ -132,6 +133,9 @@ class Signature(ABC):
         """Take an array that a mask or a score change reads, whose contents may differ."""
         self._take_arrays({name: array})
 
+    def _look_at(self, structure: Structure, read: Sequence[Any]) -> None:  # noqa: B027
+        """Refuse an expression whose proofs depend on more than the signature has."""
+
     @property
     def places(self) -> Mapping[str, int]:
         """Where the arrays are, by name."""
@@ -170,6 +174,7 @@ class Signature(ABC):
         """Take a mask, score changes, or an array that stands for them, and what they read."""
         if isinstance(made, (Mask, Score)):
             structure, read = made.structure
+            self._look_at(structure, read)
             return type(made), structure, *map(self._place, read)
         if isinstance(made, (list, tuple)):
             return tuple(map(self._expression, made))

@@ -46,7 +46,7 @@ class BackwardCall:
         What happens to its scores.
     do, q, k, v, out, lse, dlse, sink : array
         Arrays like those of the calls to come.
-    dq, dk, dv, dbias, dsink : array
+    dq, dk, dv, dbias : array
         Likewise.
     block_q, block_kv : int
         Its tiles.
@@ -57,8 +57,7 @@ class BackwardCall:
     def __init__(
         self, problem: Problem, programs: Programs, do: Array, q: Array, k: Array, v: Array,
         out: Array, lse: Array, dlse: Array | None, sink: Array | None, dq: Array, dk: Array,
-        dv: Array, dbias: Array | None, dsink: Array | None, block_q: int, block_kv: int,
-        workspace: Array | None,
+        dv: Array, dbias: Array | None, block_q: int, block_kv: int, workspace: Array | None,
     ) -> None:  # fmt: skip
         scratch = Scratch(workspace)
         self._problem, self._programs = problem, programs

@@ -6,6 +6,7 @@ positions, which all entries share, are those of entry 0.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,6 +131,18 @@ class PackedCache:
     def __init__(self, cache: Cache) -> None:
         self.packed = Packed(CACHE, cache)
 
+    def reach(
+        self, lead: tuple[int, ...], k: np.ndarray[Any, Any], v: np.ndarray[Any, Any]
+    ) -> None:
+        """Set the strides of keys and values that have another length than the first ones."""
+        for place, name, x in ((_K_PLACE, "k_places", k), (_V_PLACE, "v_places", v)):
+            head, row, column = x.strides[-3:]
+            strides = x.strides[0] if x.ndim > 3 else 0, head, row, column
+            self.packed.words[place + _STRIDES : place + _STRIDES + 4] = strides
+            if math.prod(lead) > 1:
+                places = np.array(places_of(lead, x.shape[:-3], x.strides[:-3]))
+                self.packed.change(name, places)
+
     def move_to(
         self, k: np.ndarray[Any, Any], v: np.ndarray[Any, Any],
         table: np.ndarray[Any, Any] | None, scales: tuple[Scales | None, Scales | None] | None,
@@ -146,7 +159,7 @@ class PackedCache:
 
 # Words of a packed cache that are addresses.
 _K_PLACE, _V_PLACE, _TABLE_PLACE = (CACHE.offsets[name] // WORD for name in ("k", "v", "table"))
-_SCALE_PLACE = _SOURCE.offsets["scale"] // WORD
+_SCALE_PLACE, _STRIDES = (_SOURCE.offsets[name] // WORD for name in ("scale", "page"))
 
 
 @helper

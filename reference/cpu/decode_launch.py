@@ -100,7 +100,8 @@ class DecodeCall:
     def dense(
         self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
     ) -> None:
-        """Write out and lse of a call on dense arrays."""
+        """Write out and lse of a call on dense arrays, which may have any number of keys."""
+        self._cache.reach(self._layout.problem.lead, k, v)
         self(q, k, v, None, sink, out, lse)
 
     def release(self) -> None:

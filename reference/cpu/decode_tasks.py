@@ -92,7 +92,7 @@ def schedule(
     return _of_leaves(which, first, last.tobytes(), edge, columns, MOST_UNITS * threads)
 
 
-# All layers of a model have the same lengths in a step, and in the next step mostly the same leaves.
+# All layers of a model have the same lengths in a step, and mostly the same leaves in the next one.
 @functools.lru_cache(maxsize=16)
 def _of_leaves(
     which: tuple[bytes, int, int],

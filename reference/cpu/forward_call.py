@@ -52,9 +52,7 @@ class ForwardCall:
         assert not resumes or layout.readable(out, whole_vectors=False)
         self._resumes, self._sinks = int(resumes), sinks_of(layout, sink)
         self.shape = packed_shape(layout)
-        self._search = NonfiniteSearch(
-            layout, programs, pointers.widen, [(self._v, layout.len_k)]
-        )
+        self._search = NonfiniteSearch(layout, programs, pointers.widen, [(self._v, layout.len_k)])
         self._work = layout.blocks(block_q, last_first=True)
         self._visited = np.zeros(len(self._work) * problem.heads, np.int64)
         self._seconds = seconds(layout.shape, 2, layout.itemsize)

@@ -59,6 +59,6 @@ def backward(
 ) -> BackwardCall:
     """Write every gradient; return the call, which can be made again."""
     arrays = do, q, k, v, out, lse, dlse, sink, dq, dk, dv, dbias, dsink
-    call = BackwardCall(problem, programs, *arrays, block_q, block_kv, workspace)
+    call = BackwardCall(problem, programs, *arrays[:-1], block_q, block_kv, workspace)
     call(*arrays)
     return call

@@ -119,11 +119,13 @@ class Packed:
         self.words[0] = address
 
     def change(self, name: str, value: Any) -> None:
-        """Change a field that is a number or a structure."""
+        """Change a field."""
         member, offset = self._kind.members[name], self._kind.offsets[name]
         leaves: list[Any] = []
         if isinstance(member, Struct):
             member.flatten(value, leaves)
+        elif isinstance(member, types.Array):
+            leaves += ArrayForm(member).words(value)
         else:
             leaves.append(value)
         struct.pack_into("=" + _format(member), self.words, offset, *leaves)

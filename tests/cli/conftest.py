@@ -8,7 +8,7 @@ import pytest
 from host_cupy import HostCupy
 
 from cupyflash.arrays import cuda_device
-from cupyflash.gpu import driver, launch_cache, tma
+from cupyflash.gpu import driver, tma
 from cupyflash.gpu import jit as compiler
 
 

@@ -17,6 +17,7 @@ import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, attention_cached, masks, scores
 from cupyflash.backends import cpu
 from cupyflash.problem import cached as cached_calls
+from cupyflash.problem import replay
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import decode_launch, decode_tasks
 from cupyflash.testing import Precision, forward_bound, rho
@@ -137,6 +138,7 @@ def test_the_schedule_changes_no_bit(monkeypatch, threads, most_units):
                 patch.setenv("CUPYFLASH_NUM_THREADS", threads)
                 patch.setattr(decode_tasks, "MOST_UNITS", most_units)
                 patch.setattr(decode_launch, "MOST_PRODUCTS", 1)
+                patch.setattr(replay, "_entries", {})
                 assert same(case.run_shared(mask=mask), expected)
 
 

@@ -9,7 +9,7 @@ from cupyflash import attention, attention_varlen_vjp, attention_vjp, lookup, ma
 from cupyflash.backends import cpu, cpu_ranges
 from cupyflash.expr.key_range import key_range
 from cupyflash.lazy import Kept
-from cupyflash.problem import validate
+from cupyflash.problem import replay, validate
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import kernels, program
 
@@ -63,6 +63,7 @@ def with_programs(monkeypatch, call):
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "key_range", lambda allowed, problem: None)
         patch.setattr(cpu, "_kept", Kept(64))
+        patch.setattr(replay, "_entries", {})
         return call()
 
 
@@ -124,6 +125,7 @@ def test_what_numbers_decide_is_kept_for_later_calls(monkeypatch):
     assert len(cpu._kept.results) == 2
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "trees", None)  # nothing is proved again
+        patch.setattr(replay, "_entries", {})
         got = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
     assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
     lengths = np.array([3, 30, 40])

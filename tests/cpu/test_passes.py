@@ -9,7 +9,8 @@ from harness import attend, attend_backward
 from placement import same_bits
 
 from cupyflash import masks, scores
-from cupyflash.reference.cpu import backward_work, launch
+from cupyflash.problem import replay
+from cupyflash.reference.cpu import backward_call, backward_work, prepared
 from cupyflash.reference.cpu.packing import lanes_of_pair
 
 TILES = 48, 40  # panels of 32 and 16 queries
@@ -95,9 +96,12 @@ def test_one_pass_and_two_give_the_same_bits(monkeypatch, kind):
 def test_a_head_may_be_left_and_taken_up_again(monkeypatch, kind):
     at_once = gradients(monkeypatch, kind, 1)
     monkeypatch.setattr(backward_work, "_MOST_PRODUCTS", 1)
+    monkeypatch.setattr(replay, "_entries", {})
     lists = []
-    real = launch.key_blocks
-    monkeypatch.setattr(launch, "key_blocks", lambda *a: lists.extend(real(*a)) or iter(lists))
+    real = backward_call.key_blocks
+    monkeypatch.setattr(
+        backward_call, "key_blocks", lambda *a: lists.extend(real(*a)) or iter(lists)
+    )
     assert same(at_once, gradients(monkeypatch, kind, 1))
     longest = 76 if kind == "packed" else LENGTHS[1]
     assert len(lists) == (1 if kind == "shared queries" else -(-longest // TILES[1]))
@@ -109,7 +113,8 @@ def test_panels_of_any_width_give_the_same_bits(monkeypatch, kind, panel):
     panel *= lanes_of_pair(4)  # columns of panels are pairs of vectors, whose width is the CPU's
     arrays, options = problem(kind)
     ours = [*attend(*arrays[1:], TILES, **options), *gradients(monkeypatch, kind, 1)]
-    monkeypatch.setattr(launch, "PANEL", panel)
+    monkeypatch.setattr(prepared, "PANEL", panel)
+    monkeypatch.setattr(replay, "_entries", {})
     assert same(ours, [*attend(*arrays[1:], TILES, **options), *gradients(monkeypatch, kind, 1)])
 
 

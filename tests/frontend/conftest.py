@@ -8,7 +8,7 @@ import pytest
 from host_cupy import HostCupy
 
 from cupyflash.arrays import copies, cuda_device, device_arrays
-from cupyflash.gpu import checksum_launches, driver, launch_cache
+from cupyflash.gpu import checksum_launches, driver
 from cupyflash.gpu import jit as compiler
 
 REMEMBERED = (

@@ -12,7 +12,7 @@ import numpy as np
 import cupyflash
 from cupyflash.backends import cpu_tiles
 from cupyflash.dispatch import CPU
-from cupyflash.problem import validate
+from cupyflash.problem import replay, validate
 from cupyflash.problem.call import Call, Gradients, Plan
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import backward_call
@@ -56,7 +56,10 @@ def small_tiles(problem: Problem) -> Iterator[Subject]:
     def few(of: Any) -> bool:
         return problem.tiles is None and has_few_queries(of)
 
-    with mock.patch.multiple(cpu_tiles, tiled=chosen, has_few_queries=few):
+    with (
+        mock.patch.multiple(cpu_tiles, tiled=chosen, has_few_queries=few),
+        mock.patch.object(replay, "_entries", {}),  # calls with other tiles are other calls
+    ):
         yield Subject(
             cupyflash.attention,
             cupyflash.attention_backward,
