@@ -114,10 +114,7 @@ def sums(request: Request, results: Mapping[str, Array]) -> checksum_launches.Su
 def _read(call: Call) -> dict[str, Array]:
     """Return the arrays that a call reads, by the names that users have for them."""
     named = validate.read_arrays(call)
-    for name, offsets in zip(("offsets_q", "offsets_k"), call.offsets or (), strict=False):
-        if offsets is not None:
-            named[name] = offsets
-    return named
+    return named | dict(call.rows.offsets)
 
 
 def refuse_reported(array: Array) -> None:

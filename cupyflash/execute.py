@@ -187,9 +187,7 @@ def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes that users see of out and lse."""
     problem = call.problem
     rows = call.q.shape[-2]
-    lse = (rows,) if call.matrices else (problem.heads, rows)
-    if not problem.packed and not call.matrices:
-        lse = (*problem.lead, *lse)
+    lse = (rows,) if call.matrices else (*problem.array_lead, problem.heads, rows)
     return (*lse, problem.d_v), lse
 
 

@@ -119,5 +119,4 @@ class Backend(Protocol):
 
 def output_shape(call: Call) -> tuple[int, ...]:
     """Return the shape of out with a head axis."""
-    lead = () if call.problem.packed else call.problem.lead
-    return (*lead, *call.q.shape[-3:-1], call.problem.d_v)
+    return (*call.problem.array_lead, *call.q.shape[-3:-1], call.problem.d_v)

@@ -53,8 +53,9 @@ def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
     key, problem = None, call.problem
     if call.mask is not None and call.score_mod is None and call.bias is None:
         structure, arrays = call.mask.structure
-        if not arrays and not problem.packed and call.cache is None:
-            key = structure, positions.key_of(problem)
+        sizes = None if arrays else positions.key_of(problem)
+        if sizes is not None:
+            key = structure, sizes
             known = _kept.find(key)
             if known is not None:
                 return known
@@ -99,7 +100,7 @@ def units_of_cached(call: Call) -> tuple[int, int]:
 
     assert call.cache is not None
     lengths = _lengths(call)
-    problem = replace(call.problem, len_k=lengths)
+    problem = call.problem.sized(len_k=lengths)
     plan = decode_launch.planned(problem, _programs(call, lengths), call.cache.shared)
     return len(plan.units), plan.kept * problem.accumulator.itemsize
 
@@ -261,7 +262,7 @@ class Cpu:
         assert cache is not None
         lengths = _lengths(call)
         visited = decode_launch.decode(
-            replace(call.problem, len_k=lengths),
+            call.problem.sized(len_k=lengths),
             _programs(call, lengths),
             call.q,
             call.k,
@@ -353,9 +354,7 @@ class Cpu:
         """Return out and lse as they are, or uninitialised."""
         shape = output_shape(call)
         if out is None:
-            q = call.q
-            if not call.problem.packed:
-                q = np.broadcast_to(q, (*call.problem.lead, *q.shape[-3:]))
+            q = np.broadcast_to(call.q, (*call.problem.array_lead, *call.q.shape[-3:]))
             out = np.empty_like(q, call.problem.dtype, shape=shape, subok=False)
         if lse is None:
             lse = np.empty(shape[:-1], call.problem.accumulator)

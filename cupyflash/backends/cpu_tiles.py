@@ -48,11 +48,11 @@ def cached(call: Call) -> Plan:
 
 def has_few_queries(problem: Problem) -> bool:
     """Return whether few queries read many keys. It does not depend on the batch size."""
-    if problem.packed or problem.dropout > 0 or problem.whole:
+    if problem.dropout > 0 or problem.whole:
         return False
-    queries, heads = int(problem.len_q), problem.heads_kv
+    queries, heads = problem.rows.known_q, problem.heads_kv
     few = heads > 0 and queries <= MOST_QUERIES and problem.heads // heads * queries <= MOST_ROWS
-    return few and queries > 0 and int(problem.len_k) >= FEWEST_KEYS
+    return few and queries > 0 and problem.rows.known_k >= FEWEST_KEYS
 
 
 def tiled(problem: Problem) -> Plan:

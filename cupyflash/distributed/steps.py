@@ -147,13 +147,13 @@ class Distributed:
         given = validate.call(self._q, self._k, self._v)
         self._check_counts(given)
         # A bias has this rank's rows, and columns for all keys.
-        problem = replace(given.problem, len_k=layout_k.length)
+        problem = given.problem.sized(len_k=layout_k.length)
         arrays = given.q, given.k, given.v
         options = self._options
         if self._reads_parts:
-            options = placed(options, replace(problem, len_q=layout.length), layout, layout_k)
+            options = placed(options, problem.sized(len_q=layout.length), layout, layout_k)
         call = validate.with_options(problem, *arrays, given.were_matrices, options)
-        return replace(call, problem=replace(call.problem, len_q=layout.length))
+        return replace(call, problem=call.problem.sized(len_q=layout.length))
 
     def _check_counts(self, given: Call) -> None:
         """Check that the arrays have the rows that the layouts give to this rank."""

@@ -12,7 +12,7 @@ from ..figures.terminal import MOST_CELLS as MOST_SIGNS
 from ..figures.terminal import picture
 from ..gpu.kernels.spec import Tiles
 from ..problem.bound_exprs import trees
-from ..problem.call import Call, changed
+from ..problem.call import Call
 from . import traffic
 from .occupancy import LIMITS, occupancy
 from .places import Place
@@ -153,10 +153,10 @@ def _survey(
         problem, tile = subject.call.problem, (subject.rows or work.block_q, work.block_kv)
         machine = "cpu" if subject.where.target is None else "gpu"
         first = not known  # pairs are the same for all
-        lengths = subject.entries or [(tuple(range(problem.batch)), problem.len_k)]
+        lengths = subject.entries or [(tuple(range(problem.batch)), problem.rows.known_k)]
         known[key] = together([
             survey(
-                allowed, changed(problem, len_k=length), *tile, missing=work.missing,
+                allowed, problem.sized(len_k=length), *tile, missing=work.missing,
                 machine=machine, most_cells=() if n else GRIDS, at=(numbers[0], 0),
                 count_pairs=first, entries=numbers,
             )

@@ -117,7 +117,7 @@ def explain_cached(
     shared_keys = decode.NOT_SHARED
     if where.target is not None:
         shared_keys = decode_recipe.shared_of(call, where.target)
-    longest = changed(call.problem, len_k=max(used))
+    longest = call.problem.sized(len_k=max(used))
     main = next(work for work in works if work.block_kv)
     allowed, rows = trees(call).allowed, 0
     counted = changed(call, problem=longest)
@@ -226,7 +226,7 @@ def _as_rows(call: Call, allowed: Expr | None) -> tuple[Call, Expr | None]:
     """Return a call whose heads of a group are rows of one head, heads of a query side by side."""
     problem = call.problem
     group = problem.heads // problem.heads_kv
-    rows = changed(problem, heads=problem.heads_kv, len_q=group * problem.len_q)
+    rows = changed(problem.sized(len_q=group * problem.len_q), heads=problem.heads_kv)
     if allowed is not None and group > 1:
         symbols = {
             "h": _H * group + _I % group,

@@ -73,9 +73,10 @@ def _signature(
 ) -> launch_cache.Signature | None:
     """Return what tells a piece from others and from calls that are none, if it is recognised."""
     problem = call.problem
-    if problem.packed:
+    sizes = positions.key_of(problem)
+    if sizes is None:
         return None  # its offsets are arrays, which may have changed
-    kind: Hashable = part, positions.key_of(problem), call.beside
+    kind: Hashable = part, sizes, call.beside
     options = Options(
         mask=call.mask,
         score_mod=call.score_mod,

@@ -29,7 +29,6 @@ from .kernels import registry, tma_operands
 from .kernels.spec import Extent, Grid, KernelSpec, Request, Tiles
 from .params import KINDS, Operand
 from .source import NONE, Specialisation
-from .strides import Lead, lead_of
 from .tma import TensorMap
 from .workspace import ArraySpec
 
@@ -127,7 +126,7 @@ class Writer:
             None if made.allowed is None else key_range(made.allowed, call.problem),
             short=_is_short(call, made),
         )
-        self.lead = _lead(call, arrays)
+        self.lead = strides.lead_of(call.problem.lead, arrays, apart=call.rows.apart)
         self.launches: list[Launch] = []
         _check_size(self.generated.functions)
         problem = call.problem
@@ -162,11 +161,8 @@ class Writer:
         self.named += self.tables
         if count_tiles:
             self.named.append("tiles_visited")
-        if call.offsets is not None:
-            named = zip(("offsets_q", "offsets_k"), call.offsets, strict=True)
-            self.named += [name for name, offsets in named if offsets is not None]
-        if call.cache is not None:
-            self._tell_cache(call.cache)
+        self.named += call.rows.offsets
+        call.rows.tell(self)
         if call.codes is not None:
             self.told |= {
                 name: strides.rows_of_scale(scale, self.lead.strides[name])
@@ -176,7 +172,7 @@ class Writer:
             self.named.append("sink")
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
 
-    def _tell_cache(self, cache: Cache) -> None:
+    def tell_cache(self, cache: Cache) -> None:
         """Tell kernels the layout of lengths, table and pages."""
         call, lengths, table = self.call, cache.lengths, cache.table
         self.told["len_k"] = cache.capacity
@@ -256,9 +252,7 @@ class Writer:
             d=problem.d if "d" in spec.sizes else 0,
             d_v=problem.d_v if "d_v" in spec.sizes else 0,
             tiles=tiles,
-            packed=problem.packed,
-            cached=cache is not None,
-            paged=cache is not None and cache.table is not None,
+            **self.call.rows.flags,
             page_rows=_page_rows(self.call, spec),
             aligned=spec.aligned and _are_aligned(self.call),
             dropout=spec.scores and problem.dropout > 0,
@@ -290,16 +284,15 @@ class Writer:
         problem = self.call.problem
         heads = problem.heads_kv if of_keys else problem.heads
         sms = self.facts.multiprocessors
-        if problem.packed:
-            totals = self.told["total_q"], self.told["total_k"]
-            return Extent(*totals, heads, 1, problem.batch, sms)
-        lengths = self.told["len_q"], self.told["len_k"]
-        return Extent(*lengths, heads, math.prod(entries), 0, sms, differ=self.call.beside)
+        longest = self.told["len_q"], self.told["len_k"]
+        lengths = problem.rows.extent(longest, (self.told["total_q"], self.told["total_k"]))
+        entries = problem.rows.entries(math.prod(entries))
+        return Extent(*lengths, heads, *entries, sms, differ=self.call.beside)
 
 
 def _page_rows(call: Call, spec: KernelSpec) -> int:
     """Return the neighbouring positions of a cache that lie in the same page, for a kernel."""
-    in_pages = call.cache is not None and call.cache.table is not None
+    in_pages = "k" in call.rows.apart
     return spec.page_rows if in_pages and call.k.shape[-2] % spec.page_rows == 0 else 1
 
 
@@ -379,23 +372,4 @@ def group_of(problem: Problem) -> int:
 
 def keys_of(call: Call) -> int:
     """Return an upper bound of the keys of an entry; for packed arrays, the number of all keys."""
-    return int(call.k.shape[-2]) if call.cache is None else call.cache.capacity
-
-
-def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
-    problem = call.problem
-    if call.cache is not None:
-        # The entries form one axis. Pages and packed queries do not have it.
-        sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
-        own = {}
-        for name, (array, axes) in arrays.items():
-            no_entries = array.ndim == axes or array.shape[0] == 1
-            paged = name in ("k", "v") and call.cache.table is not None
-            step = 0 if no_entries or paged else array.strides[0] // array.itemsize
-            own[name] = (*(0,) * (params.MAX_LEAD - 1), step)
-        return Lead(sizes, own)
-    if not problem.packed:
-        return lead_of(problem.lead, arrays)
-    # Offsets say where a sequence is, and arrays have no leading axes.
-    sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
-    return Lead(sizes, dict.fromkeys(arrays, (0,) * params.MAX_LEAD))
+    return call.rows.room(int(call.k.shape[-2]))

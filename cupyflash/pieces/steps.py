@@ -83,13 +83,13 @@ class Streamed:
         if call.device is not None:
             keys = -(-keys // 128) * 128  # kernels load whole tiles
             if is_device_array(call.q):
-                rows = max(problem.len_q, 1)
+                rows = max(problem.rows.known_q, 1)
         if call.device is None or not isinstance(self._chunk, str):
             return schedule(call, rows, keys)
-        queries = min(rows, problem.len_q) * problem.heads // max(problem.heads_kv, 1)
+        queries = min(rows, problem.rows.known_q) * problem.heads // max(problem.heads_kv, 1)
         factor = FACTOR * max(queries / QUERIES, 1)
-        of_keys = growing(problem.len_k, FIRST, keys, factor)
-        return of_chunks(call, chunks(problem.len_q, rows), of_keys)
+        of_keys = growing(problem.rows.known_k, FIRST, keys, factor)
+        return of_chunks(call, chunks(problem.rows.known_q, rows), of_keys)
 
     def groups_at(self, place: Place, *rows: Array | None) -> list[heads.Group]:
         """Return groups of heads that are calls of their own, if there are any.

@@ -59,6 +59,8 @@ INSIDE = {
     ],
     "problem": [
         ["formats", "options"],
+        ["encoding"],
+        ["rows"],
         ["call"],
         ["codes", "keywords", "signatures"],
         ["coded"],
