@@ -249,7 +249,8 @@ class PackedRows:
     keeps_heads: ClassVar[str | None] = "sequences are packed"
     adjoin: ClassVar[bool] = True
     divisible: ClassVar[bool] = False
-    apart: ClassVar[tuple[str, ...]] = ()
+    # Rows are where offsets say; a gradient of the bias has no rows.
+    apart: ClassVar[tuple[str, ...]] = ("dbias",)
     flags: ClassVar[Mapping[str, bool]] = {"packed": True}
     arrays: ClassVar[Mapping[str, Array]] = {}
     # No sequence's result may depend on the lengths of others that are packed with it.
