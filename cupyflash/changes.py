@@ -8,7 +8,7 @@ the environment variable ``CUPYFLASH_DEBUG=1``. Otherwise `gpu.checksum_launches
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from .arrays.device_arrays import address, is_device_array
 from .backends.cpu import checksums
@@ -17,6 +17,7 @@ from .gpu import checksum_launches, launch_cache
 from .problem import cached, validate
 from .problem.call import Array, Call
 from .problem.options import Options
+from .request import Request
 
 SHORT = 1 << 14  # bytes of an array that is copied
 RESULTS = "out", "lse"
@@ -69,19 +70,6 @@ def refused(names: Iterable[str]) -> ArgumentError:
         "what that call read, because gradients are computed from it. Write x = x + y instead of "
         "x += y, or pass copies to the forward call."
     )
-
-
-class Request(Protocol):
-    """A call as the user made it."""
-
-    @property
-    def call(self) -> Call:
-        """The validated call."""
-
-    def signature(
-        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> launch_cache.Signature | None:
-        """Return what tells the call from others, if it is one that is recognised."""
 
 
 def sums(request: Request, results: Mapping[str, Array]) -> checksum_launches.Sums | None:

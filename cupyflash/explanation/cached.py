@@ -20,7 +20,7 @@ from ..masks import Mask
 from ..problem import cached as cached_calls
 from ..problem.bound_exprs import trees
 from ..problem.call import Call, changed
-from ..problem.codes import Forms, Given, types_said
+from ..problem.codes import CacheCodes, Forms, types_said
 from ..problem.formats import INT4_GROUP, format_of, name_of
 from ..problem.keywords import explained
 from ..problem.options import Options
@@ -210,7 +210,7 @@ def _call(
         scales.append(scale)
     k, v = made
     k_scale, v_scale = scales
-    given = Given(k_scale, v_scale, tuple(form and form.name for form in forms))
+    given = CacheCodes(k_scale, v_scale, tuple(form and form.name for form in forms))
     if shapes.v[:3:2] != shapes.k[:3:2]:
         raise ArgumentError(
             f"v: got {shapes.v} with k of {shapes.k}; expected as many entries and positions."

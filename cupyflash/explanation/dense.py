@@ -127,7 +127,7 @@ def explain(
         Options(
             mask=in_host_memory(mask), score_mod=in_host_memory(score_mod), precision=precision
         ),
-        None if form is None else coded.Given(qkv_dtype=form.name, out_dtype=out_dtype),
+        None if form is None else coded.Fp8(qkv_dtype=form.name, out_dtype=out_dtype),
     )
     axes, shapes = call.axes, (call.q.shape, call.k.shape, call.v.shape)
     unknown: list[str] = []
@@ -195,7 +195,7 @@ def _refuse_beside_codes(form: Format, backward: bool, ranks: Any) -> None:
 
 
 def _call(
-    operands: Mapping[str, Any], dtype: np.dtype[Any], options: Options, given: coded.Given | None
+    operands: Mapping[str, Any], dtype: np.dtype[Any], options: Options, given: coded.Fp8 | None
 ) -> Call:
     """Return a call of such shapes, whose arrays have no elements."""
     q = shape_of(operands["q"], "q")

@@ -36,7 +36,7 @@ def call(
     table: Any = None,
     offsets_q: Any = None,
     options: Options = DEFAULTS,
-    given: codes.Given = codes.NONE,
+    given: codes.CacheCodes = codes.NONE,
     shared: Any = 0,
 ) -> Call:
     """Validate a call over a cache."""

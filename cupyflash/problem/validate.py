@@ -78,7 +78,7 @@ def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
 
 
 def _operands(
-    q: Any, k: Any, v: Any, given: coded.Given | None
+    q: Any, k: Any, v: Any, given: coded.Fp8 | None
 ) -> tuple[dict[str, Array], np.dtype[Any], Codes | None]:
     """Return arrays, the type of the output, and what the arrays mean if they are codes."""
     if given is not None:
@@ -94,7 +94,7 @@ def call(
     v: Any,
     options: Options = DEFAULTS,
     in_one_place: bool = True,
-    given: coded.Given | None = None,
+    given: coded.Fp8 | None = None,
 ) -> Call:
     """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
     operands, dtype, codes = _operands(q, k, v, given)
@@ -136,7 +136,7 @@ def varlen_call(
     check: bool,
     options: Options = DEFAULTS,
     totals: tuple[int, int] | None = None,
-    given: coded.Given | None = None,
+    given: coded.Fp8 | None = None,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 

@@ -24,7 +24,7 @@ from cupyflash.gpu.kernels import decode, sm80
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.gpu.workspace import ArraySpec
 from cupyflash.problem import cached
-from cupyflash.problem.codes import NONE, Given
+from cupyflash.problem.codes import NONE, CacheCodes
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, rho
 
@@ -234,7 +234,7 @@ def test_caches_of_codes(form):
     held = Coded.of(form, *(np.repeat(x, 5, axis=0) for x in (k, v)), dtype=BF16)
     q = rng.standard_normal((5, 4, 1, 32)).astype(BF16)
     lengths = [700, 600, 513, 64, 699]
-    given = Given(held.k_scale, held.v_scale, form)
+    given = CacheCodes(held.k_scale, held.v_scale, form)
     case = Entries(q, held.k, held.v, None, np.array(lengths), 0)
     expected = case.run(codes=given)
     for name in held.names:

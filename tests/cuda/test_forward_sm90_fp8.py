@@ -27,7 +27,7 @@ EACH = mostly_thorough(
 
 
 def call_of(held, out_dtype="float32", offsets=None, **options):
-    given = coded.Given(*held.scales, held.form, out_dtype)
+    given = coded.Fp8(*held.scales, held.form, out_dtype)
     if offsets is None:
         return validate.call(*held.arrays, Options(**options), given=given)
     return validate.varlen_call(*held.arrays, *offsets, True, Options(**options), given=given)

@@ -21,8 +21,10 @@ from cupyflash.pieces.parts import call_of, part
 from cupyflash.pieces.place import Host
 from cupyflash.pieces.schedule import schedule
 from cupyflash.problem import validate
+from cupyflash.problem.arguments import ANYWHERE
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
+from cupyflash.request import Request
 from cupyflash.testing import Precision, backward_bound, forward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -191,7 +193,7 @@ def test_a_gpu_rounds_chunks_to_whole_tiles(monkeypatch):
 
     x = np.zeros((1, 1000, 8), np.float32)
     monkeypatch.setattr(steps, "_check_homes", lambda *_: None)
-    request = steps.Streamed(x, x, x, Options(), (300, 129), 0)
+    request = steps.Streamed(Request(x, x, x, ANYWHERE, options=Options()), (300, 129), 0)
     assert [len(keys) for keys in request.schedule.keys] == [256, 256, 256, 232]
     assert [len(rows) for rows in request.schedule.rows] == [300, 300, 300, 100]
 

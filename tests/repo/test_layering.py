@@ -27,9 +27,9 @@ ORDER = [
     ["gpu"],
     ["backends"],
     ["dispatch"],
+    ["request"],
     ["changes"],
     ["execute", "execute_rows"],
-    ["coded_request"],
     ["pieces"],
     [
         "api",
@@ -71,7 +71,7 @@ INSIDE = {
         ["validate"],
         ["cached"],
         ["hadamard", "quantize", "rotary", "written_rows"],
-        ["append"],
+        ["append", "arguments"],
     ],
     "distributed": [
         ["communication", "faults", "runs", "turns"],
