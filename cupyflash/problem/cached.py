@@ -19,9 +19,10 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.nodes import walk
 from ..masks import Mask
 from . import codes, device_args, validate
+from .cached_rows import CachedRows
 from .call import Array, Cache, Call, Problem
 from .options import DEFAULTS, Options
-from .rows import CachedRows, DenseRows, PackedRows
+from .rows import DenseRows, PackedRows
 
 CHECKS_ALL = os.environ.get("CUPYFLASH_DEBUG") == "1"
 MOST_POSITIONS = 2**31 - 1

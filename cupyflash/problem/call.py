@@ -12,8 +12,9 @@ from ..arrays import dtypes
 from ..arrays.typed import A, Array, B
 from ..masks import Mask
 from ..scores import Score
+from .cache import Cache, Length
+from .cached_rows import Rows
 from .encoding import Codes, scale_steps
-from .rows import Cache, Length, Rows
 
 __all__ = [
     "Array",

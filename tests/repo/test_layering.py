@@ -60,7 +60,9 @@ INSIDE = {
     "problem": [
         ["formats", "options"],
         ["encoding"],
+        ["cache"],
         ["rows"],
+        ["cached_rows"],
         ["call"],
         ["codes", "keywords", "signatures"],
         ["coded"],
