@@ -9,6 +9,7 @@ from typing import Literal, SupportsFloat, SupportsIndex
 from . import coded_request, dispatch, execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import CacheDType, DType, Number
+from .backends import routes
 from .masks import Mask
 from .problem.call import Plan
 from .problem.codes import Given
@@ -75,7 +76,7 @@ def plan(
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
     offsets = execute.both_offsets(offsets_q, offsets_k)
     call = coded_request.request_of(q, k, v, options, given, offsets).call
-    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
+    return replace(routes.route(call, routes.target_of(call)).plan, axes=call.axes)
 
 
 @explained
@@ -131,7 +132,7 @@ def plan_cached(
     given = Given(k_scale, v_scale, kv_dtype)
     request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given, shared)
     call = request.call
-    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
+    return replace(routes.route(call, routes.target_of(call)).plan, axes=call.axes)
 
 
 @explained
