@@ -9,6 +9,7 @@ from typing import Literal, SupportsFloat, SupportsIndex
 from . import dispatch
 from .arrays.interop import DLPackArray
 from .arrays.typed import CacheDType, DType, Number
+from .backends import routes
 from .masks import Mask
 from .problem.arguments import Cached, dense_or_packed
 from .problem.call import Plan
@@ -78,7 +79,7 @@ def plan(
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
     rows = dense_or_packed(offsets_q, offsets_k)
     call = Request(q, k, v, rows, Fp8.of(*given), options).call
-    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
+    return replace(routes.route(call, routes.target_of(call)).plan, axes=call.axes)
 
 
 @explained
@@ -133,7 +134,7 @@ def plan_cached(
     )
     codes = CacheCodes.of(k_scale, v_scale, kv_dtype)
     call = Request(q, k, v, Cached(lengths, table, offsets_q, shared), codes, options).call
-    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
+    return replace(routes.route(call, routes.target_of(call)).plan, axes=call.axes)
 
 
 @explained

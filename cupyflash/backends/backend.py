@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..gpu.launch import CallResult
 from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotation
+from ..problem.route import CallResult
 
 
 class Backend(Protocol):
     """Computes calls whose arrays are all of one kind. A `plan` gives other tiles than its own."""
-
-    def plan(self, call: Call) -> Plan:
-        """Return which kernel serves a call, with which tiles."""
-        ...
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ..expr.key_range import KeyRange, key_range
-from ..gpu.launch import CallResult
 from ..lazy import Kept
 from ..problem import positions
 from ..problem.append import Append
@@ -18,6 +17,7 @@ from ..problem.formats import dtype_of, values
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
+from ..problem.route import CallResult
 from . import cpu_ranges, cpu_tiles
 from .backend import output_shape
 
@@ -94,14 +94,15 @@ def _decode(call: Call, out: Array, lse: Array) -> int:
     )
 
 
-def units_of_cached(call: Call) -> tuple[int, int]:
-    """Return the units of work of a call over a cache, and the bytes that it keeps for them."""
+def units_of(call: Call) -> tuple[int, int]:
+    """Return the units of work of the kernel for few queries, and the bytes that it keeps."""
     from cupyflash.reference.cpu import decode_launch
 
-    assert call.cache is not None
-    lengths = _lengths(call)
-    problem = call.problem.sized(len_k=lengths)
-    plan = decode_launch.planned(problem, _programs(call, lengths), call.cache.shared)
+    problem, shared, lengths = call.problem, 0, None
+    if call.cache is not None:
+        shared, lengths = call.cache.shared, _lengths(call)
+        problem = problem.sized(len_k=lengths)
+    plan = decode_launch.planned(problem, _programs(call, lengths), shared)
     return len(plan.units), plan.kept * problem.accumulator.itemsize
 
 
@@ -134,7 +135,7 @@ def _widened(call: Call) -> Call:
     made: dict[str, Any] = {}
     for name, scale in call.codes.scales.items():
         made[name[0]] = looked_up(table, getattr(call, name[0]).view(np.uint8), scale)
-    problem = replace(call.problem, dtype=np.dtype(np.float32))
+    problem = replace(call.problem, dtype=cpu_tiles.NUMBERS)
     return replace(call, problem=problem, codes=None, **made)
 
 
@@ -146,16 +147,6 @@ def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
 class Cpu:
     """The back end of NumPy arrays."""
 
-    def plan(self, call: Call) -> Plan:
-        """Return which kernel serves a call, with which tiles."""
-        if call.cache is not None:
-            return cpu_tiles.cached(call)
-        made = cpu_tiles.choose(call.problem)
-        if call.codes is None:
-            return made
-        why = f"codes of {call.codes.form.name} become float32 with their scales first; "
-        return replace(made, reason=why + made.reason)
-
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
     ) -> CallResult:
@@ -163,9 +154,10 @@ class Cpu:
         assert lse is not None
         if call.codes is not None:
             return self._forward_of_codes(call, out, lse, plan)
-        if plan is None and cpu_tiles.has_few_queries(call.problem):
-            return CallResult(_decode(call, out, lse))
-        plan = plan or cpu_tiles.tiled(call.problem)
+        if plan is None:
+            plan, for_few = cpu_tiles.choose(call.problem)
+            if for_few:
+                return CallResult(_decode(call, out, lse))
         return CallResult(_forward(call, out, lse, plan, resumes=False))
 
     def _forward_of_codes(

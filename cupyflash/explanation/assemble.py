@@ -13,13 +13,14 @@ from ..figures.terminal import picture
 from ..gpu.kernels.spec import Tiles
 from ..problem.bound_exprs import trees
 from ..problem.call import Call
-from . import traffic
+from ..problem.route import Route, Step
+from . import kernel_facts, traffic
+from .kernel_facts import special_of, tiles_of
 from .occupancy import LIMITS, occupancy
 from .places import Place
 from .registers import UnknownError, registers
 from .results import Explanation, KernelUse, Occupancy, Registers
 from .times import flops_of, rooflines, standard
-from .works import Work
 
 GRIDS = MOST_CELLS, MOST_SIGNS  # of the drawing, and of the picture in a terminal
 
@@ -40,12 +41,8 @@ class Subject:
         The device.
     backward : bool
         Whether the gradients are explained.
-    reason : str
-        Why the main kernel serves the call.
-    works : list of Work
-        The kernels, in order.
-    scratch : int
-        Bytes of scratch memory.
+    route : Route
+        The kernels, in order, and their scratch memory.
     sizes : traffic.Sizes
         Bytes of the arrays.
     unknown : list of str
@@ -68,9 +65,7 @@ class Subject:
     axes: str
     where: Place
     backward: bool
-    reason: str
-    works: list[Work]
-    scratch: int
+    route: Route
     sizes: traffic.Sizes
     unknown: list[str]
     entries: Sequence[tuple[tuple[int, ...], int]] = ()
@@ -82,7 +77,9 @@ class Subject:
 
 def assembled(subject: Subject, compile: bool) -> Explanation:
     """Count everything; with `compile`, compile kernels to find out registers and occupancy."""
-    call, where, works = subject.call, subject.where, subject.works
+    call, where, route = subject.call, subject.where, subject.route
+    main = route.main
+    works = [step for step in route.steps if step.grid or step is main]
     problem, sizes, unknown = call.problem, subject.sizes, subject.unknown
     backward = subject.backward
     allowed = trees(call).allowed if subject.allowed is None else subject.allowed
@@ -96,8 +93,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         )
         for work in works
     )
-    main = next(work for work in works if work.block_kv)
-    found = surveys[main.blocks_of_tiles]
+    found = surveys[_tiles_of_survey(subject, main)]
     least = sizes.least(backward, found)
     pairs = found.visited_pairs if found.pairs is None else found.pairs
     if found.pairs is None:
@@ -106,7 +102,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
             "visited tiles are counted as FLOPs"
         )
     flops = flops_of(pairs, problem.d, problem.d_v, backward)
-    units = [work.units for work in works]
+    units = [kernel_facts.units(work) for work in works]
     coded = call if subject.coded is None else subject.coded
     best, theirs = rooflines(where, coded, kernels, units, flops, least, unknown)
     keys = [(len(numbers), length) for numbers, length in subject.entries]
@@ -126,7 +122,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         score="no change" if call.score_mod is None else str(call.score_mod.expr),
         backward=backward,
         device=where.words,
-        reason=subject.reason,
+        reason=main.reason,
         kernels=kernels,
         pairs=found.pairs,
         flops=flops,
@@ -135,7 +131,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         expected=traffic.total([kernel.expected for kernel in kernels]),
         roofline=best,
         kernels_roofline=theirs,
-        memory=results + subject.scratch,
+        memory=results + route.scratch,
         standard=standard(call, where, backward, results, keys),
         unknown=tuple(dict.fromkeys(unknown)),
         figure=_figure(call, found, title),
@@ -144,9 +140,9 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
 
 
 def _survey(
-    subject: Subject, allowed: Expr | None, work: Work, known: dict[tuple[int, int, int], Survey]
+    subject: Subject, allowed: Expr | None, work: Step, known: dict[tuple[int, int, int], Survey]
 ) -> Survey | None:
-    key = work.blocks_of_tiles
+    key = _tiles_of_survey(subject, work)
     if not work.block_kv:
         return None
     if key not in known:
@@ -156,7 +152,7 @@ def _survey(
         lengths = subject.entries or [(tuple(range(problem.batch)), problem.rows.known_k)]
         known[key] = together([
             survey(
-                allowed, problem.sized(len_k=length), *tile, missing=work.missing,
+                allowed, problem.sized(len_k=length), *tile, missing=key[2],
                 machine=machine, most_cells=() if n else GRIDS, at=(numbers[0], 0),
                 count_pairs=first, entries=numbers,
             )
@@ -165,17 +161,24 @@ def _survey(
     return known[key]
 
 
-def _use(subject: Subject, work: Work, found: Survey | None, *, compile: bool) -> KernelUse:
+def _tiles_of_survey(subject: Subject, work: Step) -> tuple[int, int, int]:
+    """Return queries and keys of a tile, and the queries that the first tiles lack."""
+    missing = kernel_facts.missing_queries(work, subject.call) if work.block_kv else 0
+    return work.block_q, work.block_kv, missing
+
+
+def _use(subject: Subject, work: Step, found: Survey | None, *, compile: bool) -> KernelUse:
     """Count everything of one kernel."""
     where, sizes, unknown = subject.where, subject.sizes, subject.unknown
-    problem, tiles = subject.call.problem, work.tiles
-    once, most = sizes.moved(work.part, work.atomic_dq, found)
+    problem, tiles, special = subject.call.problem, tiles_of(work), special_of(work)
+    atomic_dq = kernel_facts.adds_dq(work)
+    once, most = sizes.moved(work.part, atomic_dq, found)
     taken: Registers | None = None
     held = None
-    if work.special is not None and tiles is not None and compile:
+    if special is not None and tiles is not None and compile:
         assert where.target is not None
         try:
-            taken = registers(work.special, where.target.capability)
+            taken = registers(special, where.target.capability)
         except UnknownError as error:
             unknown.append(str(error))
         if taken is not None:
@@ -183,12 +186,12 @@ def _use(subject: Subject, work: Work, found: Survey | None, *, compile: bool) -
     pairs = 0 if found is None else _computed_pairs(found, work)
     if work.part == "shared":
         pairs = sizes.shared.pairs
-    elif work.special is not None and work.special.shared and found is not None:
+    elif special is not None and special.shared and found is not None:
         pairs = max(pairs - sizes.sharers * sizes.shared_keys * work.block_q, 0)
     return KernelUse(
-        name=work.name,
-        computes=work.computes + (", and sums of dq" if work.atomic_dq else ""),
-        blocks=work.blocks,
+        name=work.kernel,
+        computes=work.computes + (", and sums of dq" if atomic_dq else ""),
+        blocks=work.grid,
         block_q=work.block_q,
         block_kv=work.block_kv,
         warps=None if tiles is None else tiles.threads // 32,
@@ -198,7 +201,7 @@ def _use(subject: Subject, work: Work, found: Survey | None, *, compile: bool) -
         occupancy=held,
         tiles=None if found is None else found.tiles,
         visited_pairs=0 if found is None else found.visited_pairs,
-        flops=traffic.flops(work.part, work.atomic_dq, pairs, problem.d, problem.d_v),
+        flops=traffic.flops(work.part, atomic_dq, pairs, problem.d, problem.d_v),
         once=once,
         most=most,
         in_cache=_in_cache(subject.call, where, work, sizes),
@@ -206,7 +209,7 @@ def _use(subject: Subject, work: Work, found: Survey | None, *, compile: bool) -
 
 
 def _occupancy(
-    where: Place, work: Work, tiles: Tiles, taken: Registers, unknown: list[str]
+    where: Place, work: Step, tiles: Tiles, taken: Registers, unknown: list[str]
 ) -> Occupancy | None:
     facts = where.target
     assert facts is not None
@@ -217,32 +220,33 @@ def _occupancy(
             "in the table of cupyflash.explanation"
         )
         return None
-    return occupancy(tiles, taken.count, facts.capability, work.blocks, facts.multiprocessors)
+    return occupancy(tiles, taken.count, facts.capability, work.grid, facts.multiprocessors)
 
 
-def _computed_pairs(found: Survey, work: Work) -> int:
+def _computed_pairs(found: Survey, work: Step) -> int:
     """Return the pairs that products are computed of: a GPU's kernels multiply whole tiles."""
-    if work.tiles is None:
+    if tiles_of(work) is None:
         return found.visited_pairs
     return found.tiles.visited * work.block_q * work.block_kv
 
 
-def _in_cache(call: Call, where: Place, work: Work, sizes: traffic.Sizes) -> bool | None:
+def _in_cache(call: Call, where: Place, work: Step, sizes: traffic.Sizes) -> bool | None:
     """Whether the heads that are worked on at a time have room in the cache for what passes by."""
     if not work.block_kv:
         return True
-    if where.device is None or work.tiles is None:
+    tiles = tiles_of(work)
+    if where.device is None or tiles is None:
         return None
     of_keys = work.part == "dkdv"
     length, block = (
         (call.problem.len_k, work.block_kv) if of_keys else (call.problem.len_q, work.block_q)
     )
     blocks_of_head = -(-int(length) // block)
-    at_a_time = work.tiles.resident_blocks * where.device.multiprocessors
-    heads = -(-min(at_a_time, work.blocks) // blocks_of_head)
+    at_a_time = tiles.resident_blocks * where.device.multiprocessors
+    heads = -(-min(at_a_time, work.grid) // blocks_of_head)
     if not of_keys:  # query heads share a head of keys
         heads = -(-heads * call.problem.heads_kv // call.problem.heads)
-    return heads * sizes.passing(work.part, work.atomic_dq) <= where.device.l2
+    return heads * sizes.passing(work.part, kernel_facts.adds_dq(work)) <= where.device.l2
 
 
 def _figure(call: Call, found: Survey, title: str) -> Figure:

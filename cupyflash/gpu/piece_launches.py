@@ -11,8 +11,9 @@ from typing import Any, Literal, cast
 from ..problem import positions
 from ..problem.call import Array, Call, Gradients, Results
 from ..problem.options import Options
+from ..problem.route import CallResult
 from . import launch, launch_cache
-from .launch import Addresses, CallResult
+from .launch import Addresses
 
 
 def forward(call: Call, partial: Results, first: bool, results: Results | None = None) -> None:

@@ -19,7 +19,7 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import Rotary, lookup, masks, rope
-from cupyflash.gpu import decode_recipe
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import registry
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import append as appends
@@ -268,7 +268,7 @@ def test_the_kernel_of_few_queries_serves_prompts(arch):
         tensor = dtype != F32 and arch != "sm_75"
         assert choice.spec.name == ("decode_sm80" if tensor else "decode_simt")
         out, lse = results(call)
-        launches = decode_recipe.forward(call, target, out, lse, True).launches
+        launches = route.forward(call, target, out, lse).recipe.launches
         assert [x.special.spec.part for x in launches] == ["decode", "join"]
         special = launches[0].special
         assert special.k_codes == special.v_codes == FORMATS_BY_NAME["int8"]

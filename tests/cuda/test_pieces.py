@@ -15,7 +15,7 @@ from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu import recipe
+from cupyflash.gpu import route
 from cupyflash.pieces import compute
 from cupyflash.pieces.parts import call_of, part
 from cupyflash.pieces.place import Host
@@ -180,7 +180,7 @@ def test_one_kernel_serves_all_pieces(dropout):
         if piece.masked:
             own = call_of(call, piece, part(x, piece.rows), *[part(x, piece.keys)] * 2, None)
             out = np.zeros((1, 4, 1024, 64), np.float32)
-            launches += recipe.forward(own, H200, out, out[..., 0]).launches
+            launches += route.forward(own, H200, out, out[..., 0]).recipe.launches
     assert len(launches) == 8
     (special,) = {launch.special for launch in launches}
     assert "_wide__" in special.name
@@ -214,7 +214,7 @@ def test_tiles_that_go_to_any_free_sm_have_the_same_bits(masked):
         made.append(results)
         few = dataclasses.replace(H200, multiprocessors=4)
         own = dataclasses.replace(own, device=0)
-        (launch,) = recipe.forward(own, few, *results).launches
+        (launch,) = route.forward(own, few, *results).recipe.launches
         grids.append(launch.grid)
     assert all(same_bits(one, other) for one, other in zip(*made, strict=True))
     assert grids[0] == 4 < grids[1]

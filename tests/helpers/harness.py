@@ -79,9 +79,9 @@ def small_tiles(problem: Problem) -> Iterator[Subject]:
 
 
 def block_kv(problem: Problem) -> int:
-    return (
-        problem.tiles[1] if problem.tiles else cpu_tiles.choose(call_of(problem).problem).block_kv
-    )
+    if problem.tiles:
+        return problem.tiles[1]
+    return cpu_tiles.choose(call_of(problem).problem).plan.block_kv
 
 
 def _target(problem: Problem, rng: np.random.Generator, shape: Any, dtype: Any) -> Placed:

@@ -55,7 +55,7 @@ INSIDE = {
     "arrays": [
         ["cuda_device", "dtypes", "integers", "tape", "typed"],
         ["device_arrays"],
-        ["copies", "interop", "transfers"],
+        ["copies", "interop", "transfers", "unallocated"],
     ],
     "problem": [
         ["formats", "options"],
@@ -64,7 +64,7 @@ INSIDE = {
         ["rows"],
         ["cached_rows"],
         ["call"],
-        ["codes", "keywords", "signatures"],
+        ["codes", "keywords", "route", "signatures"],
         ["coded"],
         ["pack_gqa", "positions"],
         ["bound_exprs"],
@@ -100,11 +100,11 @@ INSIDE = {
         ["kernels"],
         ["source", "workspace"],
         ["jit", "writer"],
-        ["decode_recipe", "rows_recipe"],
-        ["recipe"],
+        ["decode_route", "rows_recipe"],
+        ["route"],
         ["launch"],
         ["row_launches"],
-        ["code_launches", "launch_cache"],
+        ["launch_cache"],
         ["checksum_launches", "piece_launches"],
     ],
 }
