@@ -13,9 +13,9 @@ from ..figures.terminal import picture
 from ..gpu.kernels.spec import Tiles
 from ..problem.bound_exprs import trees
 from ..problem.call import Call
-from ..problem.route import Route, Step
-from . import kernel_facts, traffic
-from .kernel_facts import special_of, tiles_of
+from ..problem.route import Route
+from . import traffic
+from .kernel_uses import Use, uses_of
 from .occupancy import LIMITS, occupancy
 from .places import Place
 from .registers import UnknownError, registers
@@ -77,9 +77,7 @@ class Subject:
 
 def assembled(subject: Subject, compile: bool) -> Explanation:
     """Count everything; with `compile`, compile kernels to find out registers and occupancy."""
-    call, where, route = subject.call, subject.where, subject.route
-    main = route.main
-    works = [step for step in route.steps if step.grid or step is main]
+    call, where, works = subject.call, subject.where, uses_of(subject.route)
     problem, sizes, unknown = call.problem, subject.sizes, subject.unknown
     backward = subject.backward
     allowed = trees(call).allowed if subject.allowed is None else subject.allowed
@@ -93,7 +91,8 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         )
         for work in works
     )
-    found = surveys[_tiles_of_survey(subject, main)]
+    main = next(work for work in works if work.block_kv)
+    found = surveys[main.blocks_of_tiles(call)]
     least = sizes.least(backward, found)
     pairs = found.visited_pairs if found.pairs is None else found.pairs
     if found.pairs is None:
@@ -102,7 +101,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
             "visited tiles are counted as FLOPs"
         )
     flops = flops_of(pairs, problem.d, problem.d_v, backward)
-    units = [kernel_facts.units(work) for work in works]
+    units = [work.units for work in works]
     coded = call if subject.coded is None else subject.coded
     best, theirs = rooflines(where, coded, kernels, units, flops, least, unknown)
     keys = [(len(numbers), length) for numbers, length in subject.entries]
@@ -122,7 +121,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         score="no change" if call.score_mod is None else str(call.score_mod.expr),
         backward=backward,
         device=where.words,
-        reason=main.reason,
+        reason=subject.route.main.reason,
         kernels=kernels,
         pairs=found.pairs,
         flops=flops,
@@ -131,7 +130,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         expected=traffic.total([kernel.expected for kernel in kernels]),
         roofline=best,
         kernels_roofline=theirs,
-        memory=results + route.scratch,
+        memory=results + subject.route.scratch,
         standard=standard(call, where, backward, results, keys),
         unknown=tuple(dict.fromkeys(unknown)),
         figure=_figure(call, found, title),
@@ -140,9 +139,9 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
 
 
 def _survey(
-    subject: Subject, allowed: Expr | None, work: Step, known: dict[tuple[int, int, int], Survey]
+    subject: Subject, allowed: Expr | None, work: Use, known: dict[tuple[int, int, int], Survey]
 ) -> Survey | None:
-    key = _tiles_of_survey(subject, work)
+    key = work.blocks_of_tiles(subject.call)
     if not work.block_kv:
         return None
     if key not in known:
@@ -161,24 +160,17 @@ def _survey(
     return known[key]
 
 
-def _tiles_of_survey(subject: Subject, work: Step) -> tuple[int, int, int]:
-    """Return queries and keys of a tile, and the queries that the first tiles lack."""
-    missing = kernel_facts.missing_queries(work, subject.call) if work.block_kv else 0
-    return work.block_q, work.block_kv, missing
-
-
-def _use(subject: Subject, work: Step, found: Survey | None, *, compile: bool) -> KernelUse:
+def _use(subject: Subject, work: Use, found: Survey | None, *, compile: bool) -> KernelUse:
     """Count everything of one kernel."""
     where, sizes, unknown = subject.where, subject.sizes, subject.unknown
-    problem, tiles, special = subject.call.problem, tiles_of(work), special_of(work)
-    atomic_dq = kernel_facts.adds_dq(work)
-    once, most = sizes.moved(work.part, atomic_dq, found)
+    problem, tiles = subject.call.problem, work.tiles
+    once, most = sizes.moved(work.part, work.atomic_dq, found)
     taken: Registers | None = None
     held = None
-    if special is not None and tiles is not None and compile:
+    if work.special is not None and tiles is not None and compile:
         assert where.target is not None
         try:
-            taken = registers(special, where.target.capability)
+            taken = registers(work.special, where.target.capability)
         except UnknownError as error:
             unknown.append(str(error))
         if taken is not None:
@@ -186,12 +178,12 @@ def _use(subject: Subject, work: Step, found: Survey | None, *, compile: bool) -
     pairs = 0 if found is None else _computed_pairs(found, work)
     if work.part == "shared":
         pairs = sizes.shared.pairs
-    elif special is not None and special.shared and found is not None:
+    elif work.special is not None and work.special.shared and found is not None:
         pairs = max(pairs - sizes.sharers * sizes.shared_keys * work.block_q, 0)
     return KernelUse(
-        name=work.kernel,
-        computes=work.computes + (", and sums of dq" if atomic_dq else ""),
-        blocks=work.grid,
+        name=work.step.kernel,
+        computes=work.computes + (", and sums of dq" if work.atomic_dq else ""),
+        blocks=work.blocks,
         block_q=work.block_q,
         block_kv=work.block_kv,
         warps=None if tiles is None else tiles.threads // 32,
@@ -201,7 +193,7 @@ def _use(subject: Subject, work: Step, found: Survey | None, *, compile: bool) -
         occupancy=held,
         tiles=None if found is None else found.tiles,
         visited_pairs=0 if found is None else found.visited_pairs,
-        flops=traffic.flops(work.part, atomic_dq, pairs, problem.d, problem.d_v),
+        flops=traffic.flops(work.part, work.atomic_dq, pairs, problem.d, problem.d_v),
         once=once,
         most=most,
         in_cache=_in_cache(subject.call, where, work, sizes),
@@ -209,7 +201,7 @@ def _use(subject: Subject, work: Step, found: Survey | None, *, compile: bool) -
 
 
 def _occupancy(
-    where: Place, work: Step, tiles: Tiles, taken: Registers, unknown: list[str]
+    where: Place, work: Use, tiles: Tiles, taken: Registers, unknown: list[str]
 ) -> Occupancy | None:
     facts = where.target
     assert facts is not None
@@ -220,33 +212,32 @@ def _occupancy(
             "in the table of cupyflash.explanation"
         )
         return None
-    return occupancy(tiles, taken.count, facts.capability, work.grid, facts.multiprocessors)
+    return occupancy(tiles, taken.count, facts.capability, work.blocks, facts.multiprocessors)
 
 
-def _computed_pairs(found: Survey, work: Step) -> int:
+def _computed_pairs(found: Survey, work: Use) -> int:
     """Return the pairs that products are computed of: a GPU's kernels multiply whole tiles."""
-    if tiles_of(work) is None:
+    if work.tiles is None:
         return found.visited_pairs
     return found.tiles.visited * work.block_q * work.block_kv
 
 
-def _in_cache(call: Call, where: Place, work: Step, sizes: traffic.Sizes) -> bool | None:
+def _in_cache(call: Call, where: Place, work: Use, sizes: traffic.Sizes) -> bool | None:
     """Whether the heads that are worked on at a time have room in the cache for what passes by."""
     if not work.block_kv:
         return True
-    tiles = tiles_of(work)
-    if where.device is None or tiles is None:
+    if where.device is None or work.tiles is None:
         return None
     of_keys = work.part == "dkdv"
     length, block = (
         (call.problem.len_k, work.block_kv) if of_keys else (call.problem.len_q, work.block_q)
     )
     blocks_of_head = -(-int(length) // block)
-    at_a_time = tiles.resident_blocks * where.device.multiprocessors
-    heads = -(-min(at_a_time, work.grid) // blocks_of_head)
+    at_a_time = work.tiles.resident_blocks * where.device.multiprocessors
+    heads = -(-min(at_a_time, work.blocks) // blocks_of_head)
     if not of_keys:  # query heads share a head of keys
         heads = -(-heads * call.problem.heads_kv // call.problem.heads)
-    return heads * sizes.passing(work.part, kernel_facts.adds_dq(work)) <= where.device.l2
+    return heads * sizes.passing(work.part, work.atomic_dq) <= where.device.l2
 
 
 def _figure(call: Call, found: Survey, title: str) -> Figure:

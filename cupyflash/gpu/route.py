@@ -154,7 +154,8 @@ def _of_widened(
         held, scale = f"{name}_numbers", f"{name}_scale"
         launch = rows_recipe.numbers(getattr(call, name), codes.scales[scale], codes.form, x)
         launch = _with_names(launch, {"codes": name, "scale": scale, "x": held})
-        steps.append(step_of(launch, scratch, partial(_words_of_rows, launch, target)))
+        why, computes = partial(_words_of_rows, launch, target), f"numbers of the codes of {name}"
+        steps.append(step_of(launch, scratch, why, computes))
         if x.size:
             scratch[held], names[name] = ArraySpec(x.shape, dtype), held
     for step in main.steps:

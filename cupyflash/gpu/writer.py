@@ -154,12 +154,15 @@ class KernelRoute(Route):
         return sum(spec.nbytes for spec in self.recipe.scratch.values())
 
 
-def step_of(launch: Launch, scratch: Mapping[str, ArraySpec], why: Callable[[], str]) -> KernelStep:
-    """Return the step of a launch."""
+def step_of(
+    launch: Launch, scratch: Mapping[str, ArraySpec], why: Callable[[], str], computes: str = ""
+) -> KernelStep:
+    """Return the step of a launch, which `computes` what its spec says by default."""
     spec, tiles = launch.special.spec, launch.special.tiles
     # The tiles of a call are those of its main kernel, which include what entries share.
     blocks = (tiles.block_q, tiles.block_kv) if tiles.block_kv and spec.part != "shared" else (0, 0)
-    return KernelStep(spec.name, spec.part, spec.computes, *blocks, why, launch, scratch)
+    computes = computes or spec.computes
+    return KernelStep(spec.name, spec.part, computes, *blocks, why, launch, scratch)
 
 
 def request_of(
