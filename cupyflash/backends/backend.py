@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..gpu.launch import CallResult
 from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotation
+from ..problem.route import CallResult
 
 
 class Backend(Protocol):
     """Computes calls whose arrays are all of one kind. A `plan` gives other tiles than its own."""
-
-    def plan(self, call: Call) -> Plan:
-        """Return which kernel serves a call, with which tiles."""
-        ...
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
@@ -119,5 +115,4 @@ class Backend(Protocol):
 
 def output_shape(call: Call) -> tuple[int, ...]:
     """Return the shape of out with a head axis."""
-    lead = () if call.problem.packed else call.problem.lead
-    return (*lead, *call.q.shape[-3:-1], call.problem.d_v)
+    return (*call.problem.array_lead, *call.q.shape[-3:-1], call.problem.d_v)

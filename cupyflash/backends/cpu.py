@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,17 +10,19 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..expr.key_range import KeyRange, key_range
-from ..gpu.launch import CallResult
 from ..lazy import Kept
 from ..problem import positions
 from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
+from ..problem.cache import Cache
 from ..problem.cached import MOST_POSITIONS
-from ..problem.call import Array, Cache, Call, Codes, Gradients, Plan, Results, scale_steps
+from ..problem.cached_rows import CachedRows
+from ..problem.call import Array, Call, Codes, Gradients, Plan, Results, scale_steps
 from ..problem.formats import dtype_of, values
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
+from ..problem.route import CallResult
 from . import cpu_ranges, cpu_tiles, host_replay
 from .backend import output_shape
 from .host_replay import Replayed, ReplayedCache, ReplayedGrowing
@@ -68,8 +71,9 @@ def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
     key, problem = None, call.problem
     if call.mask is not None and call.score_mod is None and call.bias is None:
         structure, arrays = call.mask.structure
-        if not arrays and not problem.packed and call.cache is None:
-            key = structure, positions.key_of(problem)
+        sizes = None if arrays else positions.key_of(problem)
+        if sizes is not None:
+            key = structure, sizes
             known = _kept.find(key)
             if known is not None:
                 return known
@@ -83,7 +87,7 @@ def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
 def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> CallResult:
     from cupyflash.reference.cpu import launch
 
-    programs = _programs(call)
+    programs, grows = _programs_of_dense(call)
     made = launch.forward(
         call.problem,
         programs,
@@ -97,7 +101,7 @@ def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> C
         plan.block_kv,
         resumes,
     )
-    return CallResult(made.visited, Replayed(made, made, _looked_up(programs)))
+    return _replayed(call, made, programs, grows)
 
 
 def _decode(call: Call, out: Array, lse: Array) -> CallResult:
@@ -105,44 +109,48 @@ def _decode(call: Call, out: Array, lse: Array) -> CallResult:
     from cupyflash.reference.cpu import decode_launch
 
     rows = call.k.shape[-2]
-    lengths = np.full(call.problem.batch, rows, np.int64)
-    growing = host_replay.may_grow(call.q, call.k, call.v) and call.bias is None
-    growing &= call.score_mod is None and (call.mask is None or not call.mask.structure[1])
-    if growing:
-        programs = _growing(call, lengths)
-        growing = programs is not None
-    if not growing:
-        programs = _programs(call)
+    programs, grows = _programs_of_dense(call)
     made = decode_launch.decode(
-        replace(call.problem, len_k=lengths),
-        programs, call.q, call.k, call.v, None, rows, call.sink, out, lse,
-    )  # fmt: skip
-    if growing:
-        return CallResult(made.visited, ReplayedGrowing(made, call.problem, programs.tables[2]))
-    if host_replay.may_grow(call.q, call.k, call.v):
-        return CallResult(made.visited)
-    return CallResult(made.visited, Replayed(made, made.dense, _looked_up(programs)))
+        call.problem, programs, call.q, call.k, call.v, None, rows, call.sink, out, lse
+    )
+    return _replayed(call, made, programs, grows)
 
 
-def _growing(call: Call, lengths: Array) -> Any:
-    """Return the programs of a call of one query, if these serve any number of keys."""
-    cache = Cache(MOST_POSITIONS, lengths, None, MOST_POSITIONS)
-    problem = replace(call.problem, len_k=np.array([0, MOST_POSITIONS]))
-    try:
-        programs = _programs(replace(call, problem=problem, cache=cache), lengths)
-    except ArgumentError:  # its numbers are too large for some lengths
-        return None
-    return programs if call.mask is None or programs.ranges is not None else None
+def _programs_of_dense(call: Call) -> tuple[Any, bool]:
+    """Return a call's programs, and whether they serve any number of keys."""
+    if host_replay.grows(call):
+        length = call.k.shape[-2]
+        cache = Cache(MOST_POSITIONS, length, None, MOST_POSITIONS)
+        problem = replace(call.problem, rows=CachedRows.of(call.problem.rows, cache))
+        lengths = np.full(call.problem.batch, length, np.int64)
+        # Its numbers may be too large for some lengths.
+        with contextlib.suppress(ArgumentError):
+            programs = _programs(replace(call, problem=problem), lengths)
+            if call.mask is None or programs.ranges is not None:
+                return programs, True
+    return _programs(call), False
 
 
-def units_of_cached(call: Call) -> tuple[int, int]:
-    """Return the units of work of a call over a cache, and the bytes that it keeps for them."""
+def _replayed(call: Call, made: Any, programs: Any, grows: bool) -> CallResult:
+    """Return what remains of a call on dense or packed arrays."""
+    if grows:
+        again: Any = ReplayedGrowing(made, call.problem, programs.tables[2])
+    elif host_replay.grows(call):
+        again = None  # it is looked for without its number of keys
+    else:
+        again = Replayed(made, made.dense, _looked_up(programs))
+    return CallResult(made.visited, again)
+
+
+def units_of(call: Call) -> tuple[int, int]:
+    """Return the units of work of the kernel for few queries, and the bytes that it keeps."""
     from cupyflash.reference.cpu import decode_launch
 
-    assert call.cache is not None
-    lengths = _lengths(call)
-    problem = replace(call.problem, len_k=lengths)
-    plan = decode_launch.planned(problem, _programs(call, lengths), call.cache.shared)
+    problem, shared, lengths = call.problem, 0, None
+    if call.cache is not None:
+        shared, lengths = call.cache.shared, _lengths(call)
+        problem = problem.sized(len_k=lengths)
+    plan = decode_launch.planned(problem, _programs(call, lengths), shared)
     return len(plan.units), plan.kept * problem.accumulator.itemsize
 
 
@@ -175,7 +183,7 @@ def _widened(call: Call) -> Call:
     made: dict[str, Any] = {}
     for name, scale in call.codes.scales.items():
         made[name[0]] = looked_up(table, getattr(call, name[0]).view(np.uint8), scale)
-    problem = replace(call.problem, dtype=np.dtype(np.float32))
+    problem = replace(call.problem, dtype=cpu_tiles.NUMBERS)
     return replace(call, problem=problem, codes=None, **made)
 
 
@@ -187,16 +195,6 @@ def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
 class Cpu:
     """The back end of NumPy arrays."""
 
-    def plan(self, call: Call) -> Plan:
-        """Return which kernel serves a call, with which tiles."""
-        if call.cache is not None:
-            return cpu_tiles.cached(call)
-        made = cpu_tiles.choose(call.problem)
-        if call.codes is None:
-            return made
-        why = f"codes of {call.codes.form.name} become float32 with their scales first; "
-        return replace(made, reason=why + made.reason)
-
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
     ) -> CallResult:
@@ -204,9 +202,10 @@ class Cpu:
         assert lse is not None
         if call.codes is not None:
             return self._forward_of_codes(call, out, lse, plan)
-        if plan is None and cpu_tiles.has_few_queries(call.problem):
-            return _decode(call, out, lse)
-        plan = plan or cpu_tiles.tiled(call.problem)
+        if plan is None:
+            plan, for_few = cpu_tiles.choose(call.problem)
+            if for_few:
+                return _decode(call, out, lse)
         return _forward(call, out, lse, plan, resumes=False)
 
     def _forward_of_codes(
@@ -305,7 +304,7 @@ class Cpu:
         lengths = _lengths(call)
         programs = _programs(call, lengths)
         made = decode_launch.decode(
-            replace(call.problem, len_k=lengths),
+            call.problem.sized(len_k=lengths),
             programs,
             call.q,
             call.k,
@@ -398,9 +397,7 @@ class Cpu:
         """Return out and lse as they are, or uninitialised."""
         shape = output_shape(call)
         if out is None:
-            q = call.q
-            if not call.problem.packed:
-                q = np.broadcast_to(q, (*call.problem.lead, *q.shape[-3:]))
+            q = np.broadcast_to(call.q, (*call.problem.array_lead, *call.q.shape[-3:]))
             out = np.empty_like(q, call.problem.dtype, shape=shape, subok=False)
         if lse is None:
             lse = np.empty(shape[:-1], call.problem.accumulator)

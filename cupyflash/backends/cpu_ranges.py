@@ -6,7 +6,6 @@ CPU kernels compare keys with two numbers, and interpret nothing.
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,13 +38,39 @@ def ends(problem: Problem, found: KeyRange, len_k: Array | None = None) -> tuple
         The first and the last key, int64, (B or 1, H or 1, L), or (H or 1, total) for packed
         sequences. If a query has no keys, its last key is before its first.
     """
-    if problem.packed:
-        return _of_packed(problem, found, problem.len_k if len_k is None else len_k)
-    b, h, i = np.ix_(*map(np.arange, (math.prod(problem.lead), problem.heads, problem.len_q)))
-    symbols = position_symbols(b, h, i, 0, problem)
-    if len_k is not None:
-        symbols["len_k"] = len_k[:, None, None]
-    return _evaluated(found, symbols, (1, 1, problem.len_q))
+    len_k = problem.len_k if len_k is None else len_k
+    low, high = _evaluated(problem, found, len_k)
+    first, last = problem.rows.by_row((low, high), problem.batch)
+    return first, last
+
+
+def _symbols(problem: Problem, len_k: Any) -> dict[str, Array]:
+    """Return the values of all symbols for each query."""
+    batch = problem.batch
+    b, i = problem.rows.queries(batch)
+    h = np.arange(problem.heads)[:, None]
+    of_rows = {
+        name: value if np.ndim(value) == 0 else np.broadcast_to(value, (batch,))[b]
+        for name, value in (
+            ("len_q", problem.len_q),
+            ("len_k", len_k),
+            ("start_q", problem.start_q),
+            ("start_k", problem.start_k),
+        )
+    }
+    return position_symbols(b, h, i, 0, SimpleNamespace(**of_rows))
+
+
+def _evaluated(problem: Problem, found: KeyRange, len_k: Any) -> tuple[Array, Array]:
+    """Return both ends of each query, in the order of entries."""
+    symbols = _symbols(problem, len_k)
+    low, high = (
+        np.asarray(unbounded if end is None else evaluate(end, symbols), np.int64)
+        for end, unbounded in zip(found, (_FIRST, _LAST), strict=True)
+    )
+    i = symbols["i"]
+    shape = np.broadcast_shapes(low.shape, high.shape, (1,) * (i.ndim == 1) + i.shape)
+    return np.broadcast_to(low, shape), np.broadcast_to(high, shape)
 
 
 class GrowingEnds:
@@ -63,19 +88,17 @@ class GrowingEnds:
 
     def __init__(self, problem: Problem, found: KeyRange) -> None:
         self._problem, self._found = problem, found
+        self._entries = problem.rows.queries(problem.batch)[0]
         self._steps: list[tuple[int, Any, list[int]]] = []
         self._is_simple = not problem.packed
-        if not self._is_simple:
-            return
-        shape = math.prod(problem.lead), problem.heads, problem.len_q
-        symbols = position_symbols(*np.ix_(*map(np.arange, shape)), 0, problem)
+        symbols = _symbols(problem, np.zeros(problem.batch, np.int64))
         slots: dict[Expr, int] = {}
         self._values: list[Any] = [None]  # the lengths, and those of all nodes
         self._varies: list[bool] = [True]
         self._ends = [self._slot(end, slots, symbols) for end in found]
 
     def _slot(self, end: Expr | None, slots: dict[Expr, int], symbols: dict[str, Array]) -> Any:
-        """Return the place of an end among the values, or its value if it is the same always."""
+        """Return the place of an end among the values; None if nothing bounds it."""
         if end is None:
             return None
         with np.errstate(all="ignore"):
@@ -101,7 +124,7 @@ class GrowingEnds:
         if not self._is_simple:
             return ends(self._problem, self._found, len_k)
         values = self._values
-        values[0] = len_k[:, None, None]
+        values[0] = len_k[self._entries]
         for slot, function, args in self._steps:
             values[slot] = function(*[values[arg] for arg in args])
         low, high = (
@@ -116,32 +139,3 @@ _QUIET = frozenset(
     "add subtract multiply minimum maximum negative less less_equal equal not_equal logical_and "
     "logical_or logical_xor logical_not where".split()
 )
-
-
-def _evaluated(
-    found: KeyRange, symbols: dict[str, Array], shape: tuple[int, ...]
-) -> tuple[Array, Array]:
-    """Return both ends, of this shape or larger along axes on which they depend."""
-    low, high = (
-        np.asarray(unbounded if end is None else evaluate(end, symbols), np.int64)
-        for end, unbounded in zip(found, (_FIRST, _LAST), strict=True)
-    )
-    own = np.broadcast_shapes(low.shape, high.shape, shape)
-    return np.broadcast_to(low, own), np.broadcast_to(high, own)
-
-
-def _of_packed(problem: Problem, found: KeyRange, len_k: Array) -> tuple[Array, Array]:
-    """Return the ends by packed row; rows between the sequences have no query."""
-    lengths, starts = problem.len_q, problem.start_q
-    b = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-    i = np.arange(b.size, dtype=np.int64) - (np.cumsum(lengths) - lengths)[b]
-    h = np.arange(problem.heads)[:, None]
-    start_k = np.broadcast_to(problem.start_k, lengths.shape)
-    of_rows = SimpleNamespace(
-        len_q=lengths[b], len_k=len_k[b], start_q=starts[b], start_k=start_k[b]
-    )
-    rows = starts[b] + i
-    low, high = _evaluated(found, position_symbols(b, h, i, 0, of_rows), (1, b.size))
-    spread = np.zeros((2, len(low), int(rows.max(initial=-1)) + 1), np.int64)
-    spread[:, :, rows] = low, high
-    return spread[0], spread[1]

@@ -6,7 +6,14 @@ computed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
 from ..problem.call import Call, Plan, Problem
+
+NUMBERS = np.dtype(np.float32)  # what codes of float8 become before they are multiplied
 
 # Largest head size -> (block_q, block_kv). A tile of scores, the block of queries and the
 # accumulated output share the L2 cache of a core.
@@ -14,27 +21,49 @@ TILES = ((128, (192, 128)), (512, (64, 64)))
 
 
 # Up to these, the kernel of a cache is faster on dense arrays: it reads a key once for all heads of
-# its group, where the tiled kernel computes whole vectors of queries of one head. Of one query, it
-# is with any number of keys.
+# its group, where the tiled kernel computes whole vectors of queries of one head.
 MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
 LEAF = 64  # keys, of that kernel
 
 
-def choose(problem: Problem) -> Plan:
+class Choice(NamedTuple):
+    """The kernel of a forward.
+
+    Attributes
+    ----------
+    plan : Plan
+        Its name, its tiles and the reason.
+    for_few : bool
+        Whether it is the kernel for few queries.
+    """
+
+    plan: Plan
+    for_few: bool
+
+
+def forward(call: Call) -> Choice:
     """Return the kernel and the tiles of a forward on NumPy arrays."""
+    if call.cache is not None:
+        return _cached(call)
+    if call.codes is None:
+        return choose(call.problem)
+    plan, for_few = choose(replace(call.problem, dtype=NUMBERS))
+    why = f"codes of {call.codes.form.name} become {NUMBERS} with their scales first; "
+    return Choice(replace(plan, reason=why + plan.reason), for_few)
+
+
+def choose(problem: Problem) -> Choice:
+    """Return the kernel and the tiles of a forward of numbers that is not over a cache."""
     if not has_few_queries(problem):
-        return tiled(problem)
-    return Plan(
-        kernel="reference.decode",
-        block_q=MOST_ROWS,
-        block_kv=LEAF,
-        reason=f"a key head has at most {MOST_ROWS} rows of queries, and there is one query or "
-        f"there are {FEWEST_KEYS} keys or more, so the Numba kernel for few queries reads the keys "
-        f"in leaves of {LEAF} in {problem.accumulator}",
+        return Choice(tiled(problem), for_few=False)
+    return _few(
+        f"a key head has at most {MOST_ROWS} rows of queries and there are {FEWEST_KEYS} "
+        f"keys or more, so the Numba kernel for few queries reads them in leaves of {LEAF} in "
+        f"{problem.accumulator}"
     )
 
 
-def cached(call: Call) -> Plan:
+def _cached(call: Call) -> Choice:
     """Return the kernel and the tiles of a call over a cache in NumPy arrays."""
     why = (
         f"a cache in NumPy arrays is read by the Numba kernel for few queries, in leaves of {LEAF} "
@@ -44,17 +73,20 @@ def cached(call: Call) -> Plan:
     assert call.cache is not None
     if call.cache.shared:
         why += f"; the first {call.cache.shared} positions serve the queries of several entries"
-    return Plan(kernel="reference.decode", block_q=MOST_ROWS, block_kv=LEAF, reason=why)
+    return _few(why)
+
+
+def _few(why: str) -> Choice:
+    return Choice(Plan("reference.decode", MOST_ROWS, LEAF, why), for_few=True)
 
 
 def has_few_queries(problem: Problem) -> bool:
     """Return whether few queries read many keys. It does not depend on the batch size."""
-    if problem.packed or problem.dropout > 0 or problem.whole:
+    if problem.dropout > 0 or problem.whole:
         return False
-    queries, heads = int(problem.len_q), problem.heads_kv
+    queries, heads = problem.rows.known_q, problem.heads_kv
     few = heads > 0 and queries <= MOST_QUERIES and problem.heads // heads * queries <= MOST_ROWS
-    fewest_keys = 1 if queries == 1 else FEWEST_KEYS
-    return few and queries > 0 and int(problem.len_k) >= fewest_keys
+    return few and queries > 0 and problem.rows.known_k >= FEWEST_KEYS
 
 
 def tiled(problem: Problem) -> Plan:

@@ -20,6 +20,7 @@ from ..problem.call import Call, Gradients, Problem
 from ..problem.options import Options
 from ..problem.replay import Entry, Signature, UnlikeError
 from .cpu_ranges import GrowingEnds
+from .cpu_tiles import FEWEST_KEYS
 
 MOST_CONTENTS = 1 << 12  # bytes of an array that is compared by its contents
 MOST_CALLS = 4  # of an entry: as many threads may make the same call at once
@@ -32,7 +33,7 @@ _NOTHING: Mapping[str, Any] = {}
 class HostSignature(Signature):
     """The signature of a call on NumPy arrays."""
 
-    __slots__ = ("_grows", "lengths", "named")
+    __slots__ = ("_grows", "named", "rows")
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class HostSignature(Signature):
     ) -> None:
         self._grows = grows  # the number of keys is no part of it
         self.named: dict[str, Any] = {}  # all arrays, and None
-        self.lengths: Any = None  # of a cache, as users pass them
+        self.rows: Any = None
         super().__init__(call, read, options, written)
 
     def _take_arrays(self, named: Mapping[str, Any]) -> None:
@@ -60,8 +61,8 @@ class HostSignature(Signature):
                 raise UnlikeError
             flags = array.flags.num & (_ALIGNED | _WRITEABLE)
             if self._grows and name in ("k", "v"):
-                shape, strides = array.shape, array.strides
-                parts += (array.dtype, shape[:-2], shape[-1], strides[-1], flags)
+                shape, is_long = array.shape, array.shape[-2] >= FEWEST_KEYS
+                parts += (array.dtype, shape[:-2], shape[-1], array.strides[-1], is_long, flags)
                 continue
             parts += (array.dtype, array.shape, array.strides, flags)
 
@@ -266,7 +267,7 @@ class ReplayedCache(Replayed):
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless the lengths are wrong."""
-        lengths, own = seen.lengths, self._lengths
+        lengths, own = seen.rows.lengths, self._lengths
         if type(lengths) is int:
             if not 0 <= lengths <= self._capacity:
                 return False
@@ -282,7 +283,9 @@ class ReplayedCache(Replayed):
         own[...] = lengths
         named = self._load(seen)
         self._call.grow(own, None if self._ends is None else self._ends(own))
-        self._run(named["q"], named["k"], named["v"], named["table"], named.get("sink"), out, lse)
+        self._run(
+            named["q"], named["k"], named["v"], named.get("table"), named.get("sink"), out, lse
+        )
         return True
 
 
@@ -302,7 +305,7 @@ class ReplayedGrowing(Replayed):
     __slots__ = ("_ends", "_lengths")
 
     def __init__(self, made: Any, problem: Problem, found: KeyRange | None) -> None:
-        super().__init__(made, made.dense)
+        super().__init__(made, made.grown)
         self._lengths = np.zeros(problem.batch, np.int64)
         self._ends = None if found is None else GrowingEnds(problem, found)
 
@@ -317,9 +320,11 @@ class ReplayedGrowing(Replayed):
         return super().forward(seen, out, lse)
 
 
-def may_grow(q: Any, k: Any, v: Any) -> bool:
-    """Return whether a call on dense arrays is looked for without its number of keys."""
-    return bool(q.ndim > 2 and q.shape[-2] == 1 and k.ndim > 2 and v.ndim > 2)
+def grows(call: Call) -> bool:
+    """Return whether a call is looked for without its number of keys."""
+    plain = call.bias is None and call.score_mod is None and not call.problem.dropout
+    plain &= call.mask is None or not call.mask.structure[1]
+    return plain and not call.problem.packed and not call.problem.whole and call.q.shape[-2] == 1
 
 
 _LENGTHS = np.dtype(np.int32), np.dtype(np.int64)
@@ -346,7 +351,7 @@ def _is_growing(kind: Hashable, read: Mapping[str, Any], options: Options) -> bo
     if kind not in ("forward", "forward without lse"):
         return False
     q, k, v = read["q"], read["k"], read["v"]
-    if q.shape[-2] != 1 or not may_grow(q, k, v) or options.dropout:
+    if q.ndim < 3 or q.shape[-2] != 1 or k.ndim < 3 or v.ndim < 3 or options.dropout:
         return False
     mask = options.mask
     plain = mask is None or (hasattr(mask, "structure") and not mask.structure[1])
@@ -359,6 +364,7 @@ def signature(
     options: Options,
     written: Mapping[str, Any],
     contents: Mapping[str, Any] = _NOTHING,
+    rows: Any = None,
 ) -> HostSignature | None:
     """Return the signature of a call on NumPy arrays, or None if it must be checked every time.
 
@@ -372,6 +378,8 @@ def signature(
         The options of the call.
     contents : mapping of str to array
         Arrays whose contents tell calls apart.
+    rows : Any
+        Where rows lie, as users pass it; of a cache, it has the lengths.
     """
     try:
         grows = _is_growing(kind, read, options)
@@ -383,6 +391,7 @@ def signature(
             for array in contents.values():
                 seen.take_contents(array)
             seen.key = tuple(seen._parts)
+        seen.rows = rows
         return seen
     except (UnlikeError, AttributeError):
         return None

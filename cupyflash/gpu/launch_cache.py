@@ -14,7 +14,8 @@ from ..problem import replay
 from ..problem.call import Gradients
 from ..problem.options import Options
 from ..problem.replay import Entry, Signature, UnlikeError, find, keep_as, kept, reach
-from .launch import Addresses, CallResult
+from ..problem.route import CallResult
+from .launch import Addresses
 
 __all__ = [
     "Entry", "Signature", "UnlikeError", "backward", "find", "forward", "keep_as", "kept",

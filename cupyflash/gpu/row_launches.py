@@ -12,8 +12,9 @@ from ..problem.call import Array
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotation
+from ..problem.route import CallResult
 from . import rows_recipe
-from .launch import Addresses, CallResult, addresses_of, compiled_recipe, whole
+from .launch import Addresses, addresses_of, compiled_recipe, whole
 from .writer import Launch, Recipe
 
 

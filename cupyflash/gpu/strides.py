@@ -5,7 +5,7 @@ Pure functions of shapes and strides: nothing here touches CuPy or an array's el
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
@@ -37,7 +37,10 @@ class Lead(NamedTuple):
 
 
 def lead_of(
-    lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]], names: str = "q, k, v"
+    lead: tuple[int, ...],
+    arrays: Mapping[str, tuple[Any, int]],
+    names: str = "q, k, v",
+    apart: Collection[str] = (),
 ) -> Lead:
     """Broadcast the leading axes of arrays to `lead`, and join neighbours if all arrays allow it.
 
@@ -49,6 +52,8 @@ def lead_of(
         Every array of the launch, and how many axes follow its leading ones.
     names : str
         Their names for users.
+    apart : collection of str
+        Arrays that have other leading axes, for which kernels have other strides: pages.
 
     Raises
     ------
@@ -56,7 +61,9 @@ def lead_of(
         If more than `MAX_LEAD` axes remain.
     """
     keys = list(arrays)
-    strides = [_broadcast(*arrays[name], len(lead)) for name in keys]
+    strides = [
+        [0] * len(lead) if name in apart else _broadcast(*arrays[name], len(lead)) for name in keys
+    ]
     joined: list[tuple[int, list[int]]] = []  # fastest axis first
     for axis in reversed(range(len(lead))):
         size, own = lead[axis], [each[axis] for each in strides]

@@ -69,7 +69,7 @@ def append(
     rotary: Any,
     positions: Any,
     out: Any,
-    given: codes.Given = codes.NONE,
+    given: codes.CacheCodes = codes.NONE,
     shared: Any = 0,
 ) -> Append:
     """Validate a call of `append`."""

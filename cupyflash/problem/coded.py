@@ -20,8 +20,8 @@ _NAMES = "q", "k", "v"
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a call says of codes, as users pass it."""
+class Fp8:
+    """What codes of float8 in q, k and v are, as users pass it."""
 
     q_scale: Any = None
     k_scale: Any = None
@@ -34,8 +34,13 @@ class Given:
         """The types that it names, in words by which calls are recognised."""
         return f" {self.qkv_dtype} to {self.out_dtype}"
 
-    def beside(self, q: Array) -> Given:
-        """Return the same with arrays beside `q` in place of numbers."""
+    @staticmethod
+    def of(*named: Any) -> Fp8 | None:
+        """Return what codes are, from the fields, or None if nothing is said of them."""
+        return None if all(value is None for value in named) else Fp8(*named)
+
+    def with_arrays(self, q: Array) -> Fp8:
+        """Return the same with arrays in the memory of `q` in place of numbers."""
         made = {name: codes.scales_at(scale, name, q) for name, scale in self.scales.items()}
         return replace(self, **made)
 
@@ -45,7 +50,7 @@ class Given:
         return {f"{name}_scale": getattr(self, f"{name}_scale") for name in _NAMES}
 
 
-def operands(q: Any, k: Any, v: Any, given: Given) -> tuple[dict[str, Array], Codes, np.dtype[Any]]:
+def operands(q: Any, k: Any, v: Any, given: Fp8) -> tuple[dict[str, Array], Codes, np.dtype[Any]]:
     """Return codes, what they mean and the type of the output, of a call that has scales."""
     held = {name: array(x, name) for name, x in zip(_NAMES, (q, k, v), strict=True)}
     form = _format_of(held, given)
@@ -62,7 +67,7 @@ def operands(q: Any, k: Any, v: Any, given: Given) -> tuple[dict[str, Array], Co
     return held, Codes(form, form, **scales), _result(given.out_dtype)
 
 
-def _format_of(held: dict[str, Array], given: Given) -> Format:
+def _format_of(held: dict[str, Array], given: Fp8) -> Format:
     """Return the one format of q, k and v, which their types or `qkv_dtype` say."""
     said = None
     if given.qkv_dtype is not None:
@@ -100,7 +105,7 @@ def _format_of(held: dict[str, Array], given: Given) -> Format:
     return forms[0]
 
 
-def _said(given: Given) -> str:
+def _said(given: Fp8) -> str:
     """Return the arguments that a call has only because of codes."""
     return ", ".join(name for name, value in vars(given).items() if value is not None)
 

@@ -21,8 +21,8 @@ _HOW = (
 Forms = tuple[Format | None, Format | None]  # of keys and of values; None of numbers
 
 
-class Given(NamedTuple):
-    """What a call says of codes, as users pass it."""
+class CacheCodes(NamedTuple):
+    """What the codes of a cache are, as users pass it."""
 
     k_scale: Any = None
     v_scale: Any = None
@@ -33,18 +33,30 @@ class Given(NamedTuple):
         """The types that it names, in words by which calls are recognised."""
         return "" if self.kv_dtype is None else f" {self.kv_dtype}"
 
-    def beside(self, q: Array) -> Given:
-        """Return the same with arrays beside `q` in place of numbers."""
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The scales, by name."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    @staticmethod
+    def of(k_scale: Any, v_scale: Any, kv_dtype: Any) -> CacheCodes | None:
+        """Return what codes are, or None if nothing is said of them."""
+        if k_scale is None and v_scale is None and kv_dtype is None:
+            return None
+        return CacheCodes(k_scale, v_scale, kv_dtype)
+
+    def with_arrays(self, q: Array) -> CacheCodes:
+        """Return the same with arrays in the memory of `q` in place of numbers."""
         if self.k_scale is None and self.v_scale is None:
             return self
         k_scale, v_scale = (
             scales_at(self.k_scale, "k_scale", q),
             scales_at(self.v_scale, "v_scale", q),
         )
-        return Given(k_scale, v_scale, self.kv_dtype)
+        return CacheCodes(k_scale, v_scale, self.kv_dtype)
 
 
-NONE = Given()
+NONE = CacheCodes()
 
 
 class Shaped(NamedTuple):
@@ -58,7 +70,7 @@ class Shaped(NamedTuple):
         return len(self.shape)
 
 
-def codes_of(k: Any, v: Any, given: Given) -> tuple[Array, Array, Codes | None]:
+def codes_of(k: Any, v: Any, given: CacheCodes) -> tuple[Array, Array, Codes | None]:
     """Return keys, values and what they mean if they are codes, or one of them is.
 
     Lengths of axes other than the last are not compared yet.

@@ -22,6 +22,7 @@ from ..scores import Score, chain
 from . import coded, device_args, scalars
 from .call import Array, Call, Codes, Gradients, Problem
 from .options import DEFAULTS, NAMES, Options
+from .rows import DenseRows, PackedRows
 
 MAX_HEAD_SIZE = 512
 
@@ -77,7 +78,7 @@ def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
 
 
 def _operands(
-    q: Any, k: Any, v: Any, given: coded.Given | None
+    q: Any, k: Any, v: Any, given: coded.Fp8 | None
 ) -> tuple[dict[str, Array], np.dtype[Any], Codes | None]:
     """Return arrays, the type of the output, and what the arrays mean if they are codes."""
     if given is not None:
@@ -93,7 +94,7 @@ def call(
     v: Any,
     options: Options = DEFAULTS,
     in_one_place: bool = True,
-    given: coded.Given | None = None,
+    given: coded.Fp8 | None = None,
 ) -> Call:
     """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
     operands, dtype, codes = _operands(q, k, v, given)
@@ -118,11 +119,7 @@ def call(
         lead=lead,
         heads=heads,
         heads_kv=heads_kv,
-        len_q=q.shape[-2],
-        len_k=k.shape[-2],
-        start_q=0,
-        start_k=0,
-        packed=False,
+        rows=DenseRows(q.shape[-2], k.shape[-2]),
         d=d,
         d_v=d_v,
         dtype=dtype,
@@ -139,7 +136,7 @@ def varlen_call(
     check: bool,
     options: Options = DEFAULTS,
     totals: tuple[int, int] | None = None,
-    given: coded.Given | None = None,
+    given: coded.Fp8 | None = None,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 
@@ -177,14 +174,12 @@ def varlen_call(
         lead=(held["offsets_q"].size - 1,),
         heads=heads,
         heads_kv=heads_kv,
-        **ends,
-        packed=True,
+        rows=PackedRows(**ends, offsets=held),
         d=d,
         d_v=d_v,
         dtype=dtype,
     )
-    call = with_options(problem, q, k, v, (False, False, False), options, codes=codes)
-    return replace(call, offsets=(held["offsets_q"], held["offsets_k"]))
+    return with_options(problem, q, k, v, (False, False, False), options, codes=codes)
 
 
 def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
@@ -328,13 +323,9 @@ def read_arrays(request: Call) -> dict[str, Array]:
         named["seed"] = request.problem.seed
     if request.codes is not None:
         named |= request.codes.scales
-    if request.cache is not None:
-        integers = {"lengths": request.cache.lengths, "table": request.cache.table}
-        named |= {
-            name: x for name, x in integers.items() if x is not None and not isinstance(x, int)
-        }
-        if request.cache.codes is not None:
-            named |= request.cache.codes.scales
+    named |= request.rows.arrays
+    if request.cache is not None and request.cache.codes is not None:
+        named |= request.cache.codes.scales
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
         nodes = walk(made.expr) if made is not None else ()
         looked_up = [x for node in nodes for x in _looked_up(node, name)]

@@ -134,8 +134,8 @@ def kernel(
     none = Programs(empty, empty, empty, empty)
     programs = none if offset is None else causal_programs(offset)
     out, lse = np.empty((1, len(q), v.shape[1]), q.dtype), np.empty((1, len(q)), q.dtype)
-    visited = run_kernel(problem, programs, q[None], k[None], v[None], None, out, lse, *tiles)
-    return Forward(out[0], lse[0], visited)
+    call = run_kernel(problem, programs, q[None], k[None], v[None], None, out, lse, *tiles)
+    return Forward(out[0], lse[0], call.visited)
 
 
 def walk(

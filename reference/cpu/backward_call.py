@@ -91,6 +91,7 @@ class BackwardCall:
 
         self._sinks = sinks_of(layout, sink)
         self._dsinks = np.zeros(layout.batch * problem.heads, layout.number)
+        self._ranges = layout.key_ranges(programs.ranges)
         self._search = NonfiniteSearch(
             layout, programs, pointers.widen,
             [(self._q, layout.len_q), (self._do, layout.len_q), (self._k, layout.len_k)],
@@ -131,7 +132,8 @@ class BackwardCall:
 
     def seed(self, seed: int) -> None:
         """Set the generator's key."""
-        self.shape.change("seed", signed(seed))
+        if self._layout.batch:
+            self.shape.change("seed", signed(seed))
 
     @property
     def visited(self) -> int:
@@ -221,7 +223,7 @@ class BackwardCall:
             self._dsinks.size,
             0.02,
         )
-        changes = changes_of(layout, self._programs, pointers, careful)
+        changes = changes_of(layout, self._programs, pointers, careful, self._ranges)
         wide_rows = lanes_of_pair(itemsize) if pointers.widen else 0
         add(
             Bound(

@@ -79,8 +79,8 @@ class DecodeCall:
         self._lse = Result(layout, lse[..., None], scratch)
         self._sinks = sinks_of(layout, sink)
         self.shape = packed_shape(layout)
-        changes = changes_of(layout, programs, pointers_to(called), careful=False)
-        self._ranges = changes.ranges
+        self._ranges = layout.key_ranges(programs.ranges)
+        changes = changes_of(layout, programs, pointers_to(called), False, self._ranges)
         if programs.ranges is not None:
             shape = programs.ranges[0].shape
             self._range_views = [x.reshape(shape) for x in (self._ranges.low, self._ranges.high)]
@@ -98,6 +98,12 @@ class DecodeCall:
         self.nbytes = scratch.nbytes
 
     def dense(
+        self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
+    ) -> None:
+        """Write out and lse of a call on dense arrays."""
+        self(q, k, v, None, sink, out, lse)
+
+    def grown(
         self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
     ) -> None:
         """Write out and lse of a call on dense arrays, which may have any number of keys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -53,6 +54,10 @@ class ForwardCall:
         self._resumes, self._sinks = int(resumes), sinks_of(layout, sink)
         self.shape = packed_shape(layout)
         self._search = NonfiniteSearch(layout, programs, pointers.widen, [(self._v, layout.len_k)])
+        self._ranges = layout.key_ranges(programs.ranges)
+        if programs.ranges is not None:
+            shape = programs.ranges[0].shape
+            self._range_views = [x.reshape(shape) for x in (self._ranges.low, self._ranges.high)]
         self._work = layout.blocks(block_q, last_first=True)
         self._visited = np.zeros(len(self._work) * problem.heads, np.int64)
         self._seconds = seconds(layout.shape, 2, layout.itemsize)
@@ -62,7 +67,7 @@ class ForwardCall:
     def _kernel(self, careful: bool) -> Bound:
         """Return the kernel with its arguments."""
         layout = self._layout
-        changes = changes_of(layout, self._programs, self._pointers, careful)
+        changes = changes_of(layout, self._programs, self._pointers, careful, self._ranges)
         sizes = tile_sizes(layout.shape, changes)
         return Bound(
             forward_kernel,
@@ -81,6 +86,27 @@ class ForwardCall:
             scratch=lambda: (forward_scratch(sizes, layout.number),),
             sizes=sizes,
         )
+
+    def grow(self, lengths: Array, ends: tuple[Array, Array] | None) -> None:
+        """Set how many keys entries have, and the first and last key of each query."""
+        self._layout.len_k[...] = lengths
+        self._seconds = seconds(self._layout.shape, 2, self._layout.itemsize)
+        if ends is not None:
+            for kept, end in zip(self._range_views, ends, strict=True):
+                kept[...] = end
+
+    @property
+    def dense(self) -> Callable[..., None]:
+        """What writes out and lse of another call."""
+        return self
+
+    def grown(
+        self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
+    ) -> None:
+        """Write out and lse of a call with any number of keys."""
+        self._k.reach(k)
+        self._v.reach(v)
+        self(q, k, v, sink, out, lse)
 
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""

@@ -12,7 +12,7 @@ import numpy as np
 from .float_modes import own_arithmetic
 from .jit import address
 from .layout import Array, Layout, Scratch
-from .memory import ROWS
+from .memory import ROWS, Rows
 from .microkernel import round_up
 from .structs import Packed
 from .widen import BFLOAT16, NATIVE, kind_of
@@ -48,9 +48,16 @@ class Operand:
         self, layout: Layout, array: Array, scratch: Scratch, whole_vectors: bool,
         widened: bool = False, keys: bool = False,
     ) -> None:  # fmt: skip
+        self._layout, self._scratch, self._keys = layout, scratch, keys
+        self._whole_vectors, self._widened = whole_vectors, widened
+        self.rows = Packed(ROWS, self._reached(array))
+
+    def _reached(self, array: Array) -> Rows:
+        """Decide how kernels reach an array, and return where its rows are."""
+        layout, scratch = self._layout, self._scratch
         self._ndim = array.ndim
-        in_place = layout.readable(array, whole_vectors)
-        if widened and kind_of(array.dtype) != NATIVE:
+        in_place = layout.readable(array, self._whole_vectors)
+        if self._widened and kind_of(array.dtype) != NATIVE:
             in_place |= layout.has_whole_rows(array)
         self._copy: Array | None = None
         seen = array
@@ -65,7 +72,11 @@ class Operand:
             seen = np.broadcast_to(self._copy, (*array.shape[:-1], columns))
         self.heads, self.columns = seen.shape[-3], seen.shape[-1]
         self.kind = kind_of(seen.dtype)
-        self.rows = Packed(ROWS, layout.rows(seen, keys))
+        return layout.rows(seen, self._keys)
+
+    def reach(self, array: Array) -> None:
+        """Let kernels read an array of other lengths or strides."""
+        self.rows.replace(self._reached(array))
 
     def load(self, array: Array) -> None:
         """Let kernels read another array like the first one."""

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 from .amx_memory import PANEL as TILE_PANEL
-from .arguments import Changes, FunctionPointers, Shape, shape_of
+from .arguments import Changes, FunctionPointers, KeyRanges, Shape, shape_of
 from .calls import Bound
 from .layout import Array, Layout, Programs
 from .microkernel import PANEL, round_up
@@ -63,10 +63,10 @@ def sinks_of(layout: Layout, sink: Array | None) -> Array:
 
 
 def changes_of(
-    layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool
-) -> Changes:
+    layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool,
+    ranges: KeyRanges,
+) -> Changes:  # fmt: skip
     """Return what happens to scores, for kernels at these addresses."""
-    ranges = layout.key_ranges(programs.ranges)
     uses_tiles = pointers.product != pointers.fallback
     # What works on whole rows of a tile costs least for long ones.
     whole_rows = (

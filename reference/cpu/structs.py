@@ -118,6 +118,13 @@ class Packed:
         """Change the first field, an address. Who calls this holds what lies there."""
         self.words[0] = address
 
+    def replace(self, values: Any) -> None:
+        """Change all fields."""
+        leaves: list[Any] = []
+        self._kind.flatten(values, leaves)
+        struct.pack_into("=" + self._kind.format, self.words, 0, *leaves)
+        self._held[""] = values
+
     def change(self, name: str, value: Any) -> None:
         """Change a field."""
         member, offset = self._kind.members[name], self._kind.offsets[name]

@@ -10,6 +10,7 @@ from host_cupy import HostCupy
 from cupyflash.arrays import cuda_device
 from cupyflash.gpu import driver, tma
 from cupyflash.gpu import jit as compiler
+from cupyflash.problem import replay
 
 
 @pytest.fixture

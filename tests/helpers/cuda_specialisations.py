@@ -272,7 +272,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     stored, given = case.dtype, None
     if of_codes:
         ones = (np.ones((1, 1), np.float32),) * 3
-        stored, given = np.uint8, coded.Given(*ones, form, case.dtype)
+        stored, given = np.uint8, coded.Fp8(*ones, form, case.dtype)
     q = np.zeros((4, 24, case.sizes[0]), stored)
     v = np.zeros((4, 24, case.sizes[1]), stored)
     if case.packed:

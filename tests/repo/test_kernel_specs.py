@@ -160,7 +160,7 @@ def requests():
             yield Request(call.problem, device, call, arrays, lead, blocks=blocks)
 
 
-def test_the_first_that_serves_wins_and_the_plan_says_why():
+def test_the_first_that_serves_wins_and_the_reason_says_why():
     chosen = set()
     for request in requests():
         for part, specs in KERNELS.items():
@@ -179,13 +179,11 @@ def test_the_first_that_serves_wins_and_the_plan_says_why():
             assert choice.spec.serves(request) is None
             assert choice.tiles == choice.spec.configure(request)
             if part == "forward":
-                plan = registry.plan(request)
-                tiles = choice.tiles
-                assert plan.kernel == choice.spec.name
-                assert (plan.block_q, plan.block_kv) == (tiles.block_q, tiles.block_kv)
-                assert choice.spec.how(request.problem) in plan.reason
+                reason, tiles = registry.reason(choice, request), choice.tiles
+                assert f"{tiles.block_q} x {tiles.block_kv} tiles" in reason
+                assert choice.spec.how(request.problem) in reason
                 for spec, why in choice.passed_over[-1:]:
-                    assert f"not by {spec.name}, because {why}" in plan.reason
+                    assert f"not by {spec.name}, because {why}" in reason
     # Only a cache has keys of 576 columns.
     q = np.zeros((1, 16, 1, 576), np.float16)
     call = cached.call(q, q[:, :1], q[:, :1, :, :512], 1, None, None, Options())

@@ -114,8 +114,7 @@ class Request:
 
     def is_paged(self, name: str) -> bool:
         """Whether an array is the pages of a cache."""
-        cache = None if self.call is None else self.call.cache
-        return name in ("k", "v") and cache is not None and cache.table is not None
+        return self.call is not None and name in self.call.rows.apart
 
     @cached_property
     def _lead(self) -> Lead:
