@@ -258,12 +258,31 @@ class ReplayedCache(Replayed):
         in_range = pages is None or bool(((pages >= 0) & (pages < call.k.shape[0])).all())
         # With shared positions, which pages are used depends on lengths.
         self._is_checked = in_range and not cache.shared
-        self._scales = None
+        self._scales = cache.codes.scales if cache.codes is not None else {}
 
     def bind(self, seen: HostSignature) -> bool:
-        """Find each table's array; return whether the call can be made again."""
-        has_scales = any(seen.named.get(name) is not None for name in ("k_scale", "v_scale"))
-        return self._is_checked and not has_scales and super().bind(seen)
+        """Find each table's array; return whether the call can be made again.
+
+        Of scales, those that are numbers are kept; the others come with each call.
+        """
+        from cupyflash.reference.cpu.jit import address
+
+        scales = {}
+        for name, scale in self._scales.items():
+            passed = seen.named.get(name)
+            if passed is None:
+                scales[name] = scale
+            elif address(passed) != address(scale):
+                return False
+        self._scales = scales
+        return self._is_checked and super().bind(seen)
+
+    def _of_codes(self, named: Mapping[str, Any]) -> Any:
+        """Return the scales of keys and of values, if there are any."""
+        scales = [
+            self._scales.get(name) if named.get(name) is None else named[name] for name in _SCALES
+        ]
+        return None if scales[0] is scales[1] is None else scales
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless the lengths are wrong."""
@@ -283,9 +302,8 @@ class ReplayedCache(Replayed):
         own[...] = lengths
         named = self._load(seen)
         self._call.grow(own, None if self._ends is None else self._ends(own))
-        self._run(
-            named["q"], named["k"], named["v"], named.get("table"), named.get("sink"), out, lse
-        )
+        of_call = named.get("table"), named.get("sink"), out, lse, self._of_codes(named)
+        self._run(named["q"], named["k"], named["v"], *of_call)
         return True
 
 
@@ -327,6 +345,7 @@ def grows(call: Call) -> bool:
     return plain and not call.problem.packed and not call.problem.whole and call.q.shape[-2] == 1
 
 
+_SCALES = "k_scale", "v_scale"
 _LENGTHS = np.dtype(np.int32), np.dtype(np.int64)
 
 

@@ -29,6 +29,7 @@ from .operands import Operand, Result
 from .packing import lanes_of_pair, size_of_pairs
 from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, signed, sinks_of
 from .structs import Packed
+from .thread_limits import num_threads
 from .threads import parallel
 from .widen import kind_of
 
@@ -59,6 +60,7 @@ class BackwardCall:
         out: Array, lse: Array, dlse: Array | None, sink: Array | None, dq: Array, dk: Array,
         dv: Array, dbias: Array | None, block_q: int, block_kv: int, workspace: Array | None,
     ) -> None:  # fmt: skip
+        num_threads()  # a wrong number of threads is an error of the first call
         scratch = Scratch(workspace)
         self._problem, self._programs = problem, programs
         self._layout = layout = Layout(problem, block_q, block_kv)

@@ -7,6 +7,7 @@ positions, which all entries share, are those of entry 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,16 +146,16 @@ class PackedCache:
 
     def move_to(
         self, k: np.ndarray[Any, Any], v: np.ndarray[Any, Any],
-        table: np.ndarray[Any, Any] | None, scales: tuple[Scales | None, Scales | None] | None,
+        table: np.ndarray[Any, Any] | None, scales: Sequence[np.ndarray[Any, Any] | None] | None,
     ) -> None:  # fmt: skip
-        """Set where the arrays are. Who calls this holds them."""
+        """Set where the arrays are, those of scales too. Who calls this holds them."""
         words = self.packed.words
         words[_K_PLACE], words[_V_PLACE] = address(k), address(v)
         if table is not None:
             words[_TABLE_PLACE] = address(table)
         for place, of in zip((_K_PLACE, _V_PLACE), scales or (), strict=False):
             if of is not None:
-                words[place + _SCALE_PLACE] = address(of.array)
+                words[place + _SCALE_PLACE] = address(of)
 
 
 # Words of a packed cache that are addresses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -69,6 +70,7 @@ class DecodeCall:
         table: Array | None, page_size: int, sink: Array | None, out: Array, lse: Array,
         scales: tuple[Scales | None, Scales | None] | None, shared: int,
     ) -> None:  # fmt: skip
+        num_threads()  # a wrong number of threads is an error of the first call
         number = problem.accumulator
         called = called_kernels(problem, programs, False)
         prepare([*called.values(), (merge, number), (decode_kernel, number)])
@@ -128,9 +130,9 @@ class DecodeCall:
 
     def __call__(
         self, q: Array, k: Array, v: Array, table: Array | None, sink: Array | None, out: Array,
-        lse: Array, scales: tuple[Scales | None, Scales | None] | None = None,
+        lse: Array, scales: Sequence[Array | None] | None = None,
     ) -> None:  # fmt: skip
-        """Write out and lse."""
+        """Write out and lse; `scales` are those of keys and of values."""
         layout = self._layout
         if not layout.shape.heads:
             return
@@ -215,5 +217,6 @@ def decode(
     """
     of_cache = page_size, sink, out, lse, scales, shared
     call = DecodeCall(problem, programs, q, k, v, table, *of_cache)
-    call(q, k, v, table, sink, out, lse, scales)
+    arrays = None if scales is None else [None if x is None else x.array for x in scales]
+    call(q, k, v, table, sink, out, lse, arrays)
     return call

@@ -15,6 +15,7 @@ from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .operands import Operand, Result
 from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, signed, sinks_of
+from .thread_limits import num_threads
 from .threads import parallel
 from .widen import kind_of
 
@@ -40,6 +41,7 @@ class ForwardCall:
         self, problem: Problem, programs: Programs, q: Array, k: Array, v: Array,
         sink: Array | None, out: Array, lse: Array, block_q: int, block_kv: int, resumes: bool,
     ) -> None:  # fmt: skip
+        num_threads()  # a wrong number of threads is an error of the first call
         kind = kind_of(q.dtype)
         called = called_kernels(problem, programs, False, kind)
         self._pointers = pointers = made_ready(problem, programs, called, kind, forward_kernel)

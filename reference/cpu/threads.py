@@ -162,8 +162,10 @@ def workers_for(items: int, work: float | None) -> int:
 
     `work` is as in `parallel`.
     """
-    workers = min(num_threads(), items)
-    return workers if work is None else max(1, min(workers, int(work / _WORTH_A_THREAD)))
+    if work is None:
+        return min(num_threads(), items)
+    worth = int(work / _WORTH_A_THREAD)
+    return 1 if worth < 2 else min(num_threads(), items, worth)  # to ask takes time, too
 
 
 def _chunks(items: int, workers: int, work: float | None) -> tuple[int, int]:

@@ -111,6 +111,24 @@ def one_query(mask=None, dtype=F32):
     return call
 
 
+def over_codes(kv_dtype, of_heads=False, number=False):
+    def call(rng):
+        q, k, v = normal(rng, 2, 4, 1, 32), normal(rng, 2, 2, 80, 32), normal(rng, 2, 2, 80, 32)
+        (k, k_scale), (v, v_scale) = (cupyflash.quantize(x, kv_dtype) for x in (k, v))
+        if of_heads:
+            k_scale, v_scale = k_scale[:1, :, :1], v_scale[:, :, :1]
+        if number:
+            k_scale = v_scale = 0.02
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return lambda: [
+            x
+            for n in (3, 64, 80)
+            for x in cupyflash.attention_cached(q, k, v, n, return_lse=True, **scales)
+        ]
+
+    return call
+
+
 SLOPES = np.linspace(0.1, 0.5, 4, dtype=np.float32)
 KINDS = {
     "dense": dense(),
@@ -140,6 +158,9 @@ KINDS = {
     "cached window": over_cache((9, 40, 80), mask=masks.window(7, 0)),
     "cached prefix": over_cache((9, 40, 80), mask=masks.window(7, 0) | masks.prefix(3)),
     "cached pages": over_cache((9, 40, 80), paged=True),
+    "codes of int8": over_codes("int8"),
+    "codes of float8": over_codes("float8_e4m3fn", of_heads=True),
+    "codes with a scale": over_codes("int8", number=True),
     "one query": one_query(),
     "one query, causal": one_query(masks.causal()),
     "one query, window": one_query(masks.window(9, 0)),
