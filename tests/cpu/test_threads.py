@@ -81,7 +81,7 @@ def occupy_the_pool(task: Callable[[], object]) -> Callable[[], None]:
     """Let every thread of the pool be busy with a task; return what waits for their ends."""
     pool = threads._pool
     pool.grow(1)
-    jobs = [threads._Job(lambda first, last: task(), 1, 1, None) for _ in range(pool.size)]
+    jobs = [threads._Job(lambda first, last: task(), 1, 1, 1, None) for _ in range(pool.size)]
     gates = [threads._Gate() for _ in jobs]
     for each in zip(jobs, gates, strict=True):
         pool.jobs.put(each)
@@ -382,8 +382,9 @@ def test_fork_while_other_threads_call_and_compile(tmp_path, forks):
 def test_fork_while_another_thread_checks_a_call(tmp_path):
     """Its request is computed once, and no lock of that is inherited."""
     program = WORK + textwrap.dedent("""
-        from cupyflash.problem import validate
+        from cupyflash.problem import replay, validate
         expected, checked = work(), validate.call
+        replay._entries.clear()
         entered, leave = threading.Event(), threading.Event()
 
         def slow(*arguments):
@@ -437,7 +438,7 @@ def test_too_little_memory_is_an_error_that_says_so(tmp_path):
     program = WORK + textwrap.dedent("""
         import resource
         expected = work()
-        large = np.ones((8, 8, 4096, 64), np.float16)
+        large = np.ones((8, 8, 8192, 64), np.float16)
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, used + 2**25))
         try:

@@ -10,6 +10,7 @@ from host_cupy import HostCupy
 from cupyflash.arrays import copies, cuda_device, device_arrays
 from cupyflash.gpu import checksum_launches, driver
 from cupyflash.gpu import jit as compiler
+from cupyflash.problem import replay
 
 REMEMBERED = (
     driver.queue,

@@ -14,7 +14,7 @@ from recognised import draw
 import cupyflash
 from cupyflash import ArgumentError, lookup, masks, scores
 from cupyflash.gpu import launch_cache, tma
-from cupyflash.problem import validate
+from cupyflash.problem import replay, validate
 from cupyflash.problem.options import NAMES, Options
 
 PLACES = {"q": 0, "k": 8, "v": 16, "out": 24}  # of addresses among a kernel's words
