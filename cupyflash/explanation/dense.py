@@ -136,7 +136,7 @@ def explain(
     if ranks is not None:
         over_ranks = _over_ranks(call, where, ranks, nodes, backward, unknown)
     route = routes.route(call, where.target, backward, deterministic)
-    first = call if call.codes is not None and route.call.codes is None else None
+    first = call if call.encoding is not route.call.encoding else None
     call = route.call
     if where.target is not None and route.main.part == "decode":
         call, _ = pack_gqa.joined(call)  # its tiles have the queries of all heads of a group

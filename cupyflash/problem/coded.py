@@ -10,7 +10,8 @@ import numpy as np
 from ..arrays.interop import array
 from ..errors import ArgumentError, ArgumentTypeError
 from . import codes
-from .call import Array, Codes
+from .call import Array
+from .encoding import Fp8Encoding
 from .formats import FORMATS, Format, format_of
 
 FORMS = tuple(name for name in FORMATS if name.startswith("float8"))
@@ -50,7 +51,9 @@ class Fp8:
         return {f"{name}_scale": getattr(self, f"{name}_scale") for name in _NAMES}
 
 
-def operands(q: Any, k: Any, v: Any, given: Fp8) -> tuple[dict[str, Array], Codes, np.dtype[Any]]:
+def operands(
+    q: Any, k: Any, v: Any, given: Fp8
+) -> tuple[dict[str, Array], Fp8Encoding, np.dtype[Any]]:
     """Return codes, what they mean and the type of the output, of a call that has scales."""
     held = {name: array(x, name) for name, x in zip(_NAMES, (q, k, v), strict=True)}
     form = _format_of(held, given)
@@ -64,7 +67,7 @@ def operands(q: Any, k: Any, v: Any, given: Fp8) -> tuple[dict[str, Array], Code
             )
         checked = codes.scale_of(scale, name, x, form, name[0])
         scales[name] = checked[(None,) * (max(x.ndim, 3) - checked.ndim)]
-    return held, Codes(form, form, **scales), _result(given.out_dtype)
+    return held, Fp8Encoding(form, form, **scales), _result(given.out_dtype)
 
 
 def _format_of(held: dict[str, Array], given: Fp8) -> Format:

@@ -20,7 +20,8 @@ from ..expr.sharded import HeldArray, check_whole
 from ..masks import Mask, dense
 from ..scores import Score, chain
 from . import coded, device_args, scalars
-from .call import Array, Call, Codes, Gradients, Problem
+from .call import Array, Call, Gradients, Problem
+from .encoding import NUMBERS, Encoding
 from .options import DEFAULTS, NAMES, Options
 from .rows import DenseRows, PackedRows
 
@@ -79,13 +80,13 @@ def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
 
 def _operands(
     q: Any, k: Any, v: Any, given: coded.Fp8 | None
-) -> tuple[dict[str, Array], np.dtype[Any], Codes | None]:
+) -> tuple[dict[str, Array], np.dtype[Any], Encoding]:
     """Return arrays, the type of the output, and what the arrays mean if they are codes."""
     if given is not None:
-        operands, codes, dtype = coded.operands(q, k, v, given)
-        return operands, dtype, codes
+        operands, encoding, dtype = coded.operands(q, k, v, given)
+        return operands, dtype, encoding
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    return operands, same_dtype(operands), None
+    return operands, same_dtype(operands), NUMBERS
 
 
 def call(
@@ -97,7 +98,7 @@ def call(
     given: coded.Fp8 | None = None,
 ) -> Call:
     """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
-    operands, dtype, codes = _operands(q, k, v, given)
+    operands, dtype, encoding = _operands(q, k, v, given)
     for name, x in operands.items():
         if x.ndim < 2:
             raise ArgumentError(
@@ -124,7 +125,7 @@ def call(
         d_v=d_v,
         dtype=dtype,
     )
-    return with_options(problem, q, k, v, matrices, options, in_one_place, codes=codes)
+    return with_options(problem, q, k, v, matrices, options, in_one_place, encoding=encoding)
 
 
 def varlen_call(
@@ -144,7 +145,7 @@ def varlen_call(
     """
     if not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: got {check!r}; expected True or False.")
-    operands, dtype, codes = _operands(q, k, v, given)
+    operands, dtype, encoding = _operands(q, k, v, given)
     for name, x in operands.items():
         if x.ndim != 3:
             raise ArgumentError(
@@ -179,7 +180,7 @@ def varlen_call(
         d_v=d_v,
         dtype=dtype,
     )
-    return with_options(problem, q, k, v, (False, False, False), options, codes=codes)
+    return with_options(problem, q, k, v, (False, False, False), options, encoding=encoding)
 
 
 def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
@@ -321,11 +322,8 @@ def read_arrays(request: Call) -> dict[str, Array]:
     named |= {name: option for name, option in options.items() if option is not None}
     if is_device_array(request.problem.seed):
         named["seed"] = request.problem.seed
-    if request.codes is not None:
-        named |= request.codes.scales
+    named |= request.encoding.scales
     named |= request.rows.arrays
-    if request.cache is not None and request.cache.codes is not None:
-        named |= request.cache.codes.scales
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
         nodes = walk(made.expr) if made is not None else ()
         looked_up = [x for node in nodes for x in _looked_up(node, name)]

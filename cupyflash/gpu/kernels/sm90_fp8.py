@@ -62,7 +62,7 @@ def results_have_room(made: Tiles, problem: Problem) -> bool:
 
 
 def _obstacle(request: Request) -> str | None:
-    if request.call is None or request.call.codes is None:
+    if not request.operands_are_codes:
         return "it is for queries, keys and values that are codes"
     problem = request.problem
     if min(problem.rows.known_q, problem.rows.known_k) < sm90.SHORTEST:
