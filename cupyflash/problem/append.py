@@ -70,7 +70,7 @@ def append(
     rotary: Any,
     positions: Any,
     out: Any,
-    given: codes.CacheCodes = codes.NONE,
+    given: codes.CacheCodes | codes.NoCodes = codes.NONE,
     shared: Any = 0,
 ) -> Append:
     """Validate a call of `append`."""
@@ -79,7 +79,7 @@ def append(
     if q is not None:
         named["q"] = q
     arrays = {name: floats(x, name) for name, x in named.items()}
-    dtype = validate.same_dtype(arrays | codes.numbers_of(k, v, encoding))
+    dtype = codes.same_dtype(arrays | codes.numbers_of(k, v, encoding))
     k_new, v_new, q = arrays["k_new"], arrays["v_new"], arrays.get("q")
     encoding.check_queries(dtype, "k_new")
     _check_options(q, rotary, positions, out)

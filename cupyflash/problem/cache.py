@@ -49,7 +49,7 @@ class Cache:
     @property
     def codes(self) -> Encoding | None:
         """The encoding if keys or values are codes, else None."""
-        return self.encoding if self.encoding.scales else None
+        return self.encoding.as_codes
 
     @property
     def is_paged(self) -> bool:

@@ -37,14 +37,14 @@ def call(
     table: Any = None,
     offsets_q: Any = None,
     options: Options = DEFAULTS,
-    given: codes.CacheCodes = codes.NONE,
+    given: codes.CacheCodes | codes.NoCodes = codes.NONE,
     shared: Any = 0,
 ) -> Call:
     """Validate a call over a cache."""
     q = floats(q, "q")
     k, v, encoding = codes.codes_of(k, v, given)
     numbers = {"q": q, **codes.numbers_of(k, v, encoding)}
-    dtype = validate.same_dtype(numbers)
+    dtype = codes.same_dtype(numbers)
     encoding.check_queries(dtype, "q")
     q_axes = "(B, Hq, Lq, D)" if offsets_q is None else "(Hq, total, D), packed by offsets_q"
     _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)

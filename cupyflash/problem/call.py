@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -166,9 +166,7 @@ class Call:
     @property
     def cache(self) -> Cache:
         """The cache of a call over one."""
-        cache = self.problem.rows.cache
-        assert cache is not None
-        return cache
+        return cast(Cache, self.problem.rows.cache)
 
     @property
     def matrices(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -39,13 +40,6 @@ class CacheCodes(NamedTuple):
         """The scales, by name."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
-    @staticmethod
-    def of(k_scale: Any, v_scale: Any, kv_dtype: Any) -> CacheCodes | None:
-        """Return what codes are, or None if nothing is said of them."""
-        if k_scale is None and v_scale is None and kv_dtype is None:
-            return None
-        return CacheCodes(k_scale, v_scale, kv_dtype)
-
     def with_arrays(self, q: Array) -> CacheCodes:
         """Return the same with arrays in the memory of `q` in place of numbers."""
         if self.k_scale is None and self.v_scale is None:
@@ -57,7 +51,36 @@ class CacheCodes(NamedTuple):
         return CacheCodes(k_scale, v_scale, self.kv_dtype)
 
 
-NONE = CacheCodes()
+class NoCodes:
+    """Nothing is said of codes: arrays are numbers, or those of a cache say what they are."""
+
+    kind: ClassVar[str] = ""
+    scales: ClassVar[Mapping[str, Any]] = {}
+    k_scale: ClassVar[None] = None
+    v_scale: ClassVar[None] = None
+    kv_dtype: ClassVar[None] = None
+
+    def with_arrays(self, q: Array) -> NoCodes:
+        """Return the same: there are no scales."""
+        del q
+        return self
+
+    def operands(self, q: Any, k: Any, v: Any) -> tuple[dict[str, Array], np.dtype[Any], Encoding]:
+        """Return numbers, their type, which is that of the output, and what they mean."""
+        held = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
+        return held, same_dtype(held), NUMBERS
+
+
+NONE = NoCodes()
+
+
+def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
+    """Return the dtype that all arrays have."""
+    if len({x.dtype for x in arrays.values()}) > 1:
+        came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
+        raise ArgumentTypeError(f"got {came}; expected one dtype. Convert with .astype(...).")
+    common: np.dtype[Any] = next(iter(arrays.values())).dtype
+    return common
 
 
 class Shaped(NamedTuple):
@@ -71,7 +94,7 @@ class Shaped(NamedTuple):
         return len(self.shape)
 
 
-def codes_of(k: Any, v: Any, given: CacheCodes) -> tuple[Array, Array, Encoding]:
+def codes_of(k: Any, v: Any, given: CacheCodes | NoCodes) -> tuple[Array, Array, Encoding]:
     """Return keys, values and what they mean if they are codes, or one of them is.
 
     Lengths of axes other than the last are not compared yet.

@@ -19,22 +19,12 @@ from ..expr.nodes import Expr, LookupTable, walk
 from ..expr.sharded import HeldArray, check_whole
 from ..masks import Mask, dense
 from ..scores import Score, chain
-from . import coded, device_args, scalars
+from . import coded, codes, device_args, scalars
 from .call import Array, Call, Gradients, Problem
-from .encoding import NUMBERS, Encoding
 from .options import DEFAULTS, NAMES, Options
 from .rows import DenseRows, PackedRows
 
 MAX_HEAD_SIZE = 512
-
-
-def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
-    """Return the dtype that all arrays have."""
-    if len({x.dtype for x in arrays.values()}) > 1:
-        came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
-        raise ArgumentTypeError(f"got {came}; expected one dtype. Convert with .astype(...).")
-    common: np.dtype[Any] = next(iter(arrays.values())).dtype
-    return common
 
 
 def head_sizes(q: Any, k: Any, v: Any, most: int = MAX_HEAD_SIZE) -> tuple[int, int]:
@@ -78,27 +68,16 @@ def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
     return heads, heads_kv
 
 
-def _operands(
-    q: Any, k: Any, v: Any, given: coded.Fp8 | None
-) -> tuple[dict[str, Array], np.dtype[Any], Encoding]:
-    """Return arrays, the type of the output, and what the arrays mean if they are codes."""
-    if given is not None:
-        operands, encoding, dtype = coded.operands(q, k, v, given)
-        return operands, dtype, encoding
-    operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    return operands, same_dtype(operands), NUMBERS
-
-
 def call(
     q: Any,
     k: Any,
     v: Any,
     options: Options = DEFAULTS,
     in_one_place: bool = True,
-    given: coded.Fp8 | None = None,
+    given: coded.Fp8 | codes.NoCodes = codes.NONE,
 ) -> Call:
     """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
-    operands, dtype, encoding = _operands(q, k, v, given)
+    operands, dtype, encoding = given.operands(q, k, v)
     for name, x in operands.items():
         if x.ndim < 2:
             raise ArgumentError(
@@ -137,7 +116,7 @@ def varlen_call(
     check: bool,
     options: Options = DEFAULTS,
     totals: tuple[int, int] | None = None,
-    given: coded.Fp8 | None = None,
+    given: coded.Fp8 | codes.NoCodes = codes.NONE,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 
@@ -145,7 +124,7 @@ def varlen_call(
     """
     if not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: got {check!r}; expected True or False.")
-    operands, dtype, encoding = _operands(q, k, v, given)
+    operands, dtype, encoding = given.operands(q, k, v)
     for name, x in operands.items():
         if x.ndim != 3:
             raise ArgumentError(

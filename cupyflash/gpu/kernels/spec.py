@@ -361,6 +361,8 @@ class KernelSpec:
         problem, device = request.problem, request.device
         if request.has_cache and not self.caches:
             return "it reads no cache"
+        if self.part == "forward_codes" and not request.operands_are_codes:
+            return "it is for queries, keys and values that are codes"
         if request.has_codes and not self.codes:
             return "it reads no codes of 8 or 4 bits"
         if self.scores and request.blocks is not None and not self.chooses_tiles:
