@@ -17,6 +17,7 @@ from cupyflash import ArgumentError, Plan
 from cupyflash.arrays import cuda_device
 from cupyflash.backends import cpu_tiles, routes
 from cupyflash.gpu import tma
+from cupyflash.gpu.kernels import decode
 
 # The module that is nowhere is the same for all examples; what it remembers depends on no array.
 ANY = settings(
@@ -31,6 +32,7 @@ BY_KIND = pytest.mark.parametrize("kind", KINDS)
 def gpu(request, install, monkeypatch):
     """A GPU that is nowhere, whose launches are written down."""
     monkeypatch.setattr(tma, "encode", lambda *_: bytes(tma.BYTES))
+    monkeypatch.setattr(decode, "FEWEST_SHARED_BYTES", 1)
     return install(HostCupy(properties=properties(request.param)))
 
 
@@ -103,6 +105,8 @@ def test_a_gpu_runs_the_route_of_gradients(gpu, kind, deterministic):
     def check(drawn):
         call = drawn.on(gpu)
         arrays, options = call.arrays, call.options
+        if planned(call) is None:
+            return
         given_out = call.run(return_lse=True)
         launched(gpu)
         names = {"packed": cupyflash.attention_varlen_backward}

@@ -125,6 +125,8 @@ def calls(draw, kinds=KINDS):
     options = _options(draw, heads)
     if kind == "cached":
         return _over_cache(draw, dtype, (heads, heads_kv), (d, d_v), options)
+    if kind != "codes" and dtype == np.float32 and draw(st.booleans()):
+        options["precision"] = "tf32x3"
     if kind == "packed":
         lengths = st.lists(
             st.tuples(st.sampled_from(LEN_Q), st.sampled_from(LEN_K)), min_size=1, max_size=3
