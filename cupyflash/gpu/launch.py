@@ -7,7 +7,6 @@ addition to the results, it needs the memory that `workspace_size` states. With
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -304,10 +303,8 @@ def forward(
     """
     device = _device(call)
     with cuda_device.current(device):
-        target, made = cuda_device.of(device), Recipe()
-        if math.prod(out.shape[:-1]):
-            counts = visited is not None
-            made = route.forward(call, target, out, lse, plan, counts, before).recipe
+        counts, target = visited is not None, cuda_device.of(device)
+        made = route.forward(call, target, out, lse, plan, counts, before).recipe
         needs_workspace = call.rows.takes_workspace and _size_of(made.scratch) > 0
         if needs_workspace and workspace is None and cuda_device.is_capturing():
             raise _no_workspace(ALIGNMENT + _size_of(made.scratch))

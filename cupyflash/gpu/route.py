@@ -145,6 +145,8 @@ def _of_widened(
     first = f"turns codes of {codes.form.name} into {dtype} first, because {why}; then it "
     widened = replace(call, encoding=NUMBERS, **numbers)
     main = _of_numbers(widened, target, out, lse, plan, count_tiles, first=first)
+    if not math.prod(out.shape[:-1]):
+        return main  # without results, no codes are read
     scratch, names, steps = dict(main.recipe.scratch), {}, []
     for name, x in numbers.items():
         held, scale = f"{name}_numbers", f"{name}_scale"
