@@ -132,7 +132,7 @@ def plan_cached(
         seed=None,
         precision=None,
     )
-    codes = CacheCodes.of(k_scale, v_scale, kv_dtype)
+    codes = CacheCodes(k_scale, v_scale, kv_dtype)
     call = Request(q, k, v, Cached(lengths, table, offsets_q, shared), codes, options).call
     return replace(routes.route(call, routes.target_of(call)).plan, axes=call.axes)
 

@@ -14,7 +14,7 @@ from .problem import cached, validate
 from .problem.arguments import DENSE, Cached, Dense, Operands, Packed
 from .problem.call import Call
 from .problem.coded import Fp8
-from .problem.codes import CacheCodes
+from .problem.codes import NONE, CacheCodes, NoCodes
 from .problem.options import DEFAULTS, Options
 from .problem.replay import Signature
 
@@ -28,7 +28,7 @@ class Request:
         As users pass them.
     rows : Dense, Packed or Cached
         Where their rows lie.
-    codes : Fp8 or CacheCodes, optional
+    codes : Fp8, CacheCodes or NoCodes
         What they mean if they are codes: all three, or the keys and values of a cache.
     options : Options
         As users pass them.
@@ -40,7 +40,7 @@ class Request:
         k: Any,
         v: Any,
         rows: Dense | Packed | Cached = DENSE,
-        codes: Fp8 | CacheCodes | None = None,
+        codes: Fp8 | CacheCodes | NoCodes = NONE,
         options: Options = DEFAULTS,
     ) -> None:
         self.q, self.k, self.v = q, k, v
@@ -56,11 +56,9 @@ class Request:
         return Operands(q, k, v)
 
     @cached_property
-    def _codes(self) -> Fp8 | CacheCodes | None:
+    def _codes(self) -> Fp8 | CacheCodes | NoCodes:
         """What codes mean, by arrays if calls are recognised by these."""
-        if self.codes is None or not self.on_device:
-            return self.codes
-        return self.codes.with_arrays(self.operands.q)
+        return self.codes.with_arrays(self.operands.q) if self.on_device else self.codes
 
     @property
     def on_device(self) -> bool:
@@ -107,10 +105,8 @@ class Request:
         words, arrays = of_rows
         named = {"q": operands.q, "k": operands.k, "v": operands.v, **read, **arrays}
         codes = self._codes
-        if codes is not None:
-            words += codes.kind
-            named |= codes.scales
-        return launch_cache.signature(kind + words, named, self.options, written)
+        named |= codes.scales
+        return launch_cache.signature(kind + codes.kind + words, named, self.options, written)
 
     def _host_signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
@@ -122,12 +118,10 @@ class Request:
             return None
         words, contents = of_rows
         named = {"q": operands.q, "k": operands.k, "v": operands.v, **read}
-        if codes is not None:
-            words += codes.kind
-            for name, scale in codes.scales.items():
-                if type(scale) is float:
-                    words += f" {name} {scale!r}"
-                else:
-                    named[name] = scale
-        kind += words
+        for name, scale in codes.scales.items():
+            if type(scale) is float:
+                words += f" {name} {scale!r}"
+            else:
+                named[name] = scale
+        kind += codes.kind + words
         return host_replay.signature(kind, named, self.options, written, contents, self.rows)

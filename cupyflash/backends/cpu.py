@@ -17,7 +17,8 @@ from ..problem.bound_exprs import Trees, trees
 from ..problem.cache import Cache
 from ..problem.cached import MOST_POSITIONS
 from ..problem.cached_rows import CachedRows
-from ..problem.call import Array, Call, Codes, Gradients, Plan, Results, scale_steps
+from ..problem.call import Array, Call, Gradients, Plan, Results, scale_steps
+from ..problem.encoding import NUMBERS, Encoding
 from ..problem.formats import dtype_of, values
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
@@ -146,45 +147,34 @@ def units_of(call: Call) -> tuple[int, int]:
     """Return the units of work of the kernel for few queries, and the bytes that it keeps."""
     from cupyflash.reference.cpu import decode_launch
 
-    problem, shared, lengths = call.problem, 0, None
-    if call.cache is not None:
-        shared, lengths = call.cache.shared, _lengths(call)
-        problem = problem.sized(len_k=lengths)
-    plan = decode_launch.planned(problem, _programs(call, lengths), shared)
+    lengths = call.rows.known_lengths(call.problem.batch)
+    problem = call.problem.sized(len_k=lengths)
+    plan = decode_launch.planned(problem, _programs(call, lengths), call.rows.shared)
     return len(plan.units), plan.kept * problem.accumulator.itemsize
 
 
-def _lengths(call: Call) -> Array:
-    """Return the lengths of entries, as a copy: they may change while a call runs."""
-    assert call.cache is not None
-    lengths = np.asarray(call.cache.lengths, np.int64)
-    return np.array(np.broadcast_to(lengths, (call.problem.batch,)))
-
-
-def _scales(codes: Codes | None) -> Any:
+def _scales(encoding: Encoding) -> Any:
     """Return what the codes of keys and of values mean."""
     from cupyflash.reference.cpu.cache import Scales
 
-    if codes is None:
-        return None
-    sides = (codes.k_form, codes.k_scale), (codes.v_form, codes.v_scale)
-    return tuple(
+    sides = (encoding.k_form, encoding.k_scale), (encoding.v_form, encoding.v_scale)
+    scales = tuple(
         None if form is None or scale is None else Scales(form.code, scale, scale_steps(scale))
         for form, scale in sides
     )
+    return scales if any(scales) else None
 
 
 def _widened(call: Call) -> Call:
     """Return a call on ``scale * code`` in float32 instead of a call on codes."""
-    assert call.codes is not None
     from cupyflash.reference.cpu.sums import looked_up
 
-    table = values(call.codes.form)
+    table = values(call.encoding.form)
     made: dict[str, Any] = {}
-    for name, scale in call.codes.scales.items():
+    for name, scale in call.encoding.scales.items():
         made[name[0]] = looked_up(table, getattr(call, name[0]).view(np.uint8), scale)
     problem = replace(call.problem, dtype=cpu_tiles.NUMBERS)
-    return replace(call, problem=problem, codes=None, **made)
+    return replace(call, problem=problem, encoding=NUMBERS, **made)
 
 
 def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
@@ -200,12 +190,13 @@ class Cpu:
     ) -> CallResult:
         """Compute `out` and `lse`."""
         assert lse is not None
-        if call.codes is not None:
+        choice = cpu_tiles.forward(call)
+        if choice.widens:
             return self._forward_of_codes(call, out, lse, plan)
         if plan is None:
-            plan, for_few = cpu_tiles.choose(call.problem)
-            if for_few:
+            if choice.for_few:
                 return _decode(call, out, lse)
+            plan = choice.plan
         return _forward(call, out, lse, plan, resumes=False)
 
     def _forward_of_codes(
@@ -300,8 +291,7 @@ class Cpu:
 
         cache = call.cache
         assert lse is not None
-        assert cache is not None
-        lengths = _lengths(call)
+        lengths = call.rows.known_lengths(call.problem.batch)
         programs = _programs(call, lengths)
         made = decode_launch.decode(
             call.problem.sized(len_k=lengths),
@@ -314,7 +304,7 @@ class Cpu:
             call.sink,
             out,
             lse,
-            _scales(cache.codes),
+            _scales(cache.encoding),
             cache.shared,
         )
         again = ReplayedCache(made, call, _looked_up(programs), programs.tables[2])
@@ -352,7 +342,7 @@ class Cpu:
             out,
             None if rotary is None else _angles(rotary),
             checked.positions,
-            _scales(cache.codes),
+            _scales(cache.encoding),
         )
         return CallResult()
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays.unallocated import unallocated
 from ..problem.call import Call
+from ..problem.encoding import NUMBERS
 from ..problem.route import Route, Step
 from . import cpu, cpu_tiles
 from .cpu_tiles import Choice
@@ -62,13 +63,13 @@ class CpuRoute(Route):
 def of(call: Call) -> CpuRoute:
     """Return the route of a forward."""
     choice = cpu_tiles.forward(call)
-    if call.codes is None:
+    if not choice.widens:
         return CpuRoute(call, (_main(call, choice),))
     problem = replace(call.problem, dtype=cpu_tiles.NUMBERS)
     arrays: dict[str, Any] = {
         name: unallocated(getattr(call, name).shape, problem.dtype) for name in "qkv"
     }
-    numbers = replace(call, problem=problem, codes=None, **arrays)
+    numbers = replace(call, problem=problem, encoding=NUMBERS, **arrays)
     # A narrower result is computed in the type of the numbers, and rounded.
     wide = problem.dtype.itemsize * _queries(numbers) * problem.d_v
     nbytes = sum(x.nbytes for x in arrays.values()) + wide * (call.problem.dtype.itemsize < 4)
@@ -142,8 +143,7 @@ def _step(
 def _queries(call: Call) -> int:
     """Return the number of rows of the result."""
     problem = call.problem
-    of_head = call.q.shape[-2] if problem.packed else problem.batch * int(problem.len_q)
-    return int(of_head) * problem.heads
+    return problem.rows.total_q(call.q.shape[-2], problem.batch) * problem.heads
 
 
 def _blocks(call: Call, lengths: Any, rows: int, heads: int) -> int:

@@ -35,21 +35,24 @@ class Choice(NamedTuple):
         Its name, its tiles and the reason.
     for_few : bool
         Whether it is the kernel for few queries.
+    widens : bool
+        Whether codes become numbers first.
     """
 
     plan: Plan
     for_few: bool
+    widens: bool = False
 
 
 def forward(call: Call) -> Choice:
     """Return the kernel and the tiles of a forward on NumPy arrays."""
-    if call.cache is not None:
+    if call.rows.cache is not None:
         return _cached(call)
-    if call.codes is None:
+    if not call.encoding.operands:
         return choose(call.problem)
-    plan, for_few = choose(replace(call.problem, dtype=NUMBERS))
-    why = f"codes of {call.codes.form.name} become {NUMBERS} with their scales first; "
-    return Choice(replace(plan, reason=why + plan.reason), for_few)
+    plan, for_few, _ = choose(replace(call.problem, dtype=NUMBERS))
+    why = f"codes of {call.encoding.form.name} become {NUMBERS} with their scales first; "
+    return Choice(replace(plan, reason=why + plan.reason), for_few, widens=True)
 
 
 def choose(problem: Problem) -> Choice:
@@ -70,9 +73,8 @@ def _cached(call: Call) -> Choice:
         f"keys, which serve up to {MOST_ROWS} queries of the heads that share them, in "
         f"{call.problem.accumulator}"
     )
-    assert call.cache is not None
-    if call.cache.shared:
-        why += f"; the first {call.cache.shared} positions serve the queries of several entries"
+    if call.rows.shared:
+        why += f"; the first {call.rows.shared} positions serve the queries of several entries"
     return _few(why)
 
 

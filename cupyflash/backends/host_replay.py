@@ -258,7 +258,7 @@ class ReplayedCache(Replayed):
         in_range = pages is None or bool(((pages >= 0) & (pages < call.k.shape[0])).all())
         # With shared positions, which pages are used depends on lengths.
         self._is_checked = in_range and not cache.shared
-        self._scales = cache.codes.scales if cache.codes is not None else {}
+        self._scales = cache.encoding.scales
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array; return whether the call can be made again.

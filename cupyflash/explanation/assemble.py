@@ -106,10 +106,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
     best, theirs = rooflines(where, coded, kernels, units, flops, least, unknown)
     keys = [(len(numbers), length) for numbers, length in subject.entries]
     results = sizes.q + sizes.k + sizes.v if backward else sizes.results + sizes.row
-    dtype, told = problem.dtype.name, problem.dtype.name
-    if coded.codes is not None:
-        dtype = coded.codes.form.name
-        told = f"{dtype}, results in {coded.problem.dtype.name}"
+    dtype, told = coded.encoding.type_words(coded.problem.dtype)
     title = f"{words_of(call.mask, 44)}, {dtype}, {kernels[works.index(main)].name}"
     return Explanation(
         q_shape=subject.shapes[0],

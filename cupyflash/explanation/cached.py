@@ -107,7 +107,6 @@ def explain_cached(
     stored = dtype_of(dtype, {})
     forms = _forms(kv_dtype, stored)
     call = _call(shapes, stored, lengths, _page(page), forms, options, shared)
-    assert call.cache is not None
     used = [int(n) for n in np.broadcast_to(call.cache.lengths, (call.problem.batch,))]
     if not any(used):
         raise ArgumentError("lengths: got 0 for every entry; expected 1 or more for one of them.")
@@ -242,21 +241,9 @@ def _entries(lengths: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
 
 def _words(call: Call, lengths: Sequence[int]) -> str:
     cache, least, most = call.cache, min(lengths), max(lengths)
-    assert cache is not None
     words = [f"lengths {least:,}" + (f" to {most:,}" if most > least else "")]
     words.append(f"room for {cache.capacity:,}")
     words.append("contiguous" if cache.table is None else f"pages of {cache.page_size:,}")
     if cache.shared:
         words.append(f"the first {cache.shared:,} shared")
-    if cache.codes is not None:
-        groups = [scale.shape[-1] for scale in cache.codes.scales.values()]
-        several = "s" * (max(groups) > 1)
-        if cache.codes.k_form == cache.codes.v_form:
-            words.append(
-                f"{cache.codes.words} with {groups[0]} scale{'s' * (groups[0] > 1)} for each row "
-                "of keys"
-            )
-        else:
-            numbers = " and ".join(map(str, groups))
-            words.append(f"{cache.codes.words} with {numbers} scale{several} for each row")
-    return ", ".join(words)
+    return ", ".join(words + call.encoding.words_of_rows)

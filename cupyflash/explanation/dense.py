@@ -128,7 +128,8 @@ def explain(
         Options(
             mask=in_host_memory(mask), score_mod=in_host_memory(score_mod), precision=precision
         ),
-        None if form is None else coded.Fp8(qkv_dtype=form.name, out_dtype=out_dtype),
+        form,
+        out_dtype,
     )
     axes, shapes = call.axes, (call.q.shape, call.k.shape, call.v.shape)
     unknown: list[str] = []
@@ -136,7 +137,7 @@ def explain(
     if ranks is not None:
         over_ranks = _over_ranks(call, where, ranks, nodes, backward, unknown)
     route = routes.route(call, where.target, backward, deterministic)
-    first = call if call.codes is not None and route.call.codes is None else None
+    first = call if call.encoding is not route.call.encoding else None
     call = route.call
     if where.target is not None and route.main.part == "decode":
         call, _ = pack_gqa.joined(call)  # its tiles have the queries of all heads of a group
@@ -190,17 +191,22 @@ def _refuse_beside_codes(form: Format, backward: bool, ranks: Any) -> None:
 
 
 def _call(
-    operands: Mapping[str, Any], dtype: np.dtype[Any], options: Options, given: coded.Fp8 | None
+    operands: Mapping[str, Any],
+    dtype: np.dtype[Any],
+    options: Options,
+    form: Format | None,
+    out_dtype: Any,
 ) -> Call:
     """Return a call of such shapes, whose arrays have no elements."""
     q = shape_of(operands["q"], "q")
     k = q if operands["k"] is None else shape_of(operands["k"], "k")
     v = k if operands["v"] is None else shape_of(operands["v"], "v")
     q_array, k_array, v_array = (unallocated(shape, dtype) for shape in (q, k, v))
-    if given is not None:
-        scales = {
-            f"{name}_scale": unallocated((*x[:-1], 1), np.dtype(np.float32))
-            for name, x in (("q", q), ("k", k), ("v", v))
-        }
-        given = replace(given, **scales)
+    if form is None:
+        return validate.call(q_array, k_array, v_array, options)
+    scales = {
+        f"{name}_scale": unallocated((*x[:-1], 1), np.dtype(np.float32))
+        for name, x in (("q", q), ("k", k), ("v", v))
+    }
+    given = coded.Fp8(**scales, qkv_dtype=form.name, out_dtype=out_dtype)
     return validate.call(q_array, k_array, v_array, options, given=given)

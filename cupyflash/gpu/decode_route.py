@@ -44,7 +44,7 @@ def forward(
     if not wants_lse:
         writer.named.remove("lse")
     request = writer.request
-    for_many = None if call.cache is None else registry.find("forward", request)
+    for_many = registry.find("forward", request) if choice is None else None
     few, many = _entries_by_rows(call, for_many is not None)
     many = many or not few  # without any entry, a forward kernel has no blocks
     writer.told["few_rows"] = 2**31 - 1 if for_many is None else decode.MOST_CACHED_ROWS
@@ -61,9 +61,7 @@ def forward(
         shared = _shared(call, shared_by)
         _add_decode(writer, choice, shared_by, shared, first, others)
     if many:
-        assert call.cache is not None
-        extent = writer.extent(writer.lead.sizes)
-        extent = extent._replace(differ=not isinstance(call.cache.lengths, int))
+        extent = writer.extent(writer.lead.sizes)._replace(differ=call.rows.differ)
         after = "" if few else _words_of_shared(call, shared)
         writer.add("forward", extent, choice=for_many, after=after)
     return writer.route(call, shared)
@@ -103,8 +101,8 @@ def _add_decode(
 
 def _may_share(call: Call) -> bool:
     """Return whether entries share so many keys that a kernel might read them once for all."""
-    problem, cache = call.problem, call.cache
-    if cache is None or cache.shared < decode.NODE or problem.batch < 2:
+    problem = call.problem
+    if problem.rows.shared < decode.NODE or problem.batch < 2:
         return False
     return problem.heads_kv > 0 and 0 < problem.rows.known_q < UNKNOWN
 
@@ -115,10 +113,10 @@ def _shared(call: Call, shared_by: Choice | None) -> decode.Shared:
     No bit depends on it. Where the kernel of the other keys has other arithmetic, or where little
     is saved, each entry reads all of its keys.
     """
-    problem, cache = call.problem, call.cache
-    if cache is None or shared_by is None:
+    problem = call.problem
+    if shared_by is None:
         return decode.NOT_SHARED
-    nodes = cache.shared // decode.NODE
+    nodes = problem.rows.shared // decode.NODE
     keys = problem.heads_kv * nodes * decode.NODE
     saved = (problem.batch - 1) * keys * sum(x.shape[-1] * x.itemsize for x in (call.k, call.v))
     if saved < decode.FEWEST_SHARED_BYTES:
@@ -136,12 +134,12 @@ def _shared(call: Call, shared_by: Choice | None) -> decode.Shared:
 
 def _words_of_shared(call: Call, shared: decode.Shared) -> str:
     """Return in words who reads the positions that entries share, if there are some."""
-    if call.cache is None or not call.cache.shared:
+    if not call.rows.shared:
         return ""
     if shared.nodes:
         most = shared.nodes * decode.NODE
         return f"; {shared.kernel} reads the first {most} positions once for all entries"
-    return f"; each entry reads the first {call.cache.shared} positions by itself"
+    return f"; each entry reads the first {call.rows.shared} positions by itself"
 
 
 def _entries_by_rows(call: Call, has_forward: bool) -> tuple[bool, bool]:
@@ -155,6 +153,6 @@ def _entries_by_rows(call: Call, has_forward: bool) -> tuple[bool, bool]:
 
 def _extent_of_tasks(call: Call, target: Target) -> Extent:
     problem = call.problem
-    entries = (1, problem.batch) if problem.packed else (problem.batch, 0)
+    entries = problem.rows.entries(problem.batch)
     sizes = int(call.q.shape[-2]), keys_of(call), problem.heads_kv, *entries
     return Extent(*sizes, target.multiprocessors, group_of(problem))

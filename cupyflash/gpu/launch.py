@@ -7,7 +7,6 @@ addition to the results, it needs the memory that `workspace_size` states. With
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -251,16 +250,8 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
     for n, table in enumerate(made.tables):
         addresses[f"table {n}"] = device_arrays.address(table)
     wanted: list[tuple[str, Array, Any]] = []
-    if call.offsets is not None:
-        for name, offsets in zip(("offsets_q", "offsets_k"), call.offsets, strict=True):
-            if offsets is not None:
-                wanted.append((name, offsets, np.dtype(np.int64)))
-    if call.cache is not None:
-        addresses |= addresses_of({"lengths": call.cache.lengths, "table": call.cache.table})
-        if call.cache.codes is not None:
-            addresses |= addresses_of(call.cache.codes.scales)
-    if call.codes is not None:
-        addresses |= addresses_of(call.codes.scales)
+    wanted += [(name, x, np.dtype(np.int64)) for name, x in call.rows.offsets.items()]
+    addresses |= addresses_of({**call.rows.arrays, **call.encoding.scales})
     if call.sink is not None:
         wanted.append(("sink", call.sink, call.sink.dtype))
     for name, array, dtype in wanted:
@@ -312,11 +303,9 @@ def forward(
     """
     device = _device(call)
     with cuda_device.current(device):
-        target, made = cuda_device.of(device), Recipe()
-        if math.prod(out.shape[:-1]):
-            counts = visited is not None
-            made = route.forward(call, target, out, lse, plan, counts, before).recipe
-        needs_workspace = call.cache is not None and _size_of(made.scratch) > 0
+        counts, target = visited is not None, cuda_device.of(device)
+        made = route.forward(call, target, out, lse, plan, counts, before).recipe
+        needs_workspace = call.rows.takes_workspace and _size_of(made.scratch) > 0
         if needs_workspace and workspace is None and cuda_device.is_capturing():
             raise _no_workspace(ALIGNMENT + _size_of(made.scratch))
         compiled = compiled_recipe(made, device)

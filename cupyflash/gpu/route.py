@@ -17,6 +17,7 @@ from ..arrays.cuda_device import Target
 from ..arrays.unallocated import unallocated, unallocated_like
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.encoding import NUMBERS
 from . import decode_route, params, rows_recipe, strides
 from .kernels import any as all_hardware
 from .kernels import registry
@@ -30,15 +31,13 @@ from .writer import KernelRoute, KernelStep, Launch, Recipe, Writer, check_grid,
 
 def of(call: Call, target: Target) -> KernelRoute:
     """Return the route of a forward into new arrays, on a device that need not be there."""
-    lead = () if call.problem.packed else call.problem.lead
-    shape = (*lead, *call.q.shape[-3:-1], call.problem.d_v)
+    shape = (*call.problem.array_lead, *call.q.shape[-3:-1], call.problem.d_v)
     return forward(call, target, unallocated_like(call.q, shape, call.problem.dtype), None)
 
 
 def of_gradients(call: Call, target: Target, deterministic: bool = False) -> KernelRoute:
     """Return the route of a backward into new arrays, on a device that need not be there."""
-    lead = () if call.problem.packed else call.problem.lead
-    shape = (*lead, *call.q.shape[-3:-1], call.problem.d_v)
+    shape = (*call.problem.array_lead, *call.q.shape[-3:-1], call.problem.d_v)
     out = unallocated_like(call.q, shape, call.problem.dtype)
     lse = unallocated(shape[:-1], call.problem.accumulator)
     owners = (call.q, call.k, call.v, call.bias, call.sink)
@@ -62,11 +61,10 @@ def forward(
     number of tiles that were not EMPTY to the uint64 at ``tiles_visited``. `before` is the result
     over other keys, of the accumulator's type, which these keys join.
     """
-    assert before is None or (call.cache is None and call.codes is None)
-    if call.cache is not None:
+    if call.rows.cache is not None:
         rows = _rows_of(call, out, lse)
         return decode_route.forward(call, target, out, rows, lse is not None)
-    if call.codes is not None:
+    if call.encoding.operands:
         return _of_codes(call, target, out, lse, plan, count_tiles)
     return _of_numbers(call, target, out, lse, plan, count_tiles, before)
 
@@ -118,9 +116,8 @@ def _of_codes(
     call: Call, target: Target, out: Array, lse: Any, plan: Plan | None, count_tiles: bool
 ) -> KernelRoute:
     """Return the route of a forward of codes: as they are, or of the numbers that they become."""
-    assert call.codes is not None
     arrays = _arrays(call, out, _rows_of(call, out, lse))
-    arrays |= {name: (scale, 3) for name, scale in call.codes.scales.items()}
+    arrays |= {name: (scale, 3) for name, scale in call.encoding.scales.items()}
     why = registry.widens(request_of(call, target, arrays, plan))
     if why is not None:
         return _of_widened(call, target, why, out, lse, plan, count_tiles)
@@ -141,14 +138,15 @@ def _of_widened(
     count_tiles: bool,
 ) -> KernelRoute:
     """Return the route of codes that become numbers of the output's type in scratch memory."""
-    codes, dtype = call.codes, call.problem.dtype
-    assert codes is not None
+    codes, dtype = call.encoding, call.problem.dtype
     numbers: dict[str, Any] = {
         name: unallocated(getattr(call, name).shape, dtype) for name in "qkv"
     }
     first = f"turns codes of {codes.form.name} into {dtype} first, because {why}; then it "
-    widened = replace(call, codes=None, **numbers)
+    widened = replace(call, encoding=NUMBERS, **numbers)
     main = _of_numbers(widened, target, out, lse, plan, count_tiles, first=first)
+    if not math.prod(out.shape[:-1]):
+        return main  # without results, no codes are read
     scratch, names, steps = dict(main.recipe.scratch), {}, []
     for name, x in numbers.items():
         held, scale = f"{name}_numbers", f"{name}_scale"
@@ -227,12 +225,12 @@ def backward(
     if dsink is not None:
         kind = {"kind_dsink": KINDS[dsink.dtype.name]}
         writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
-    own = lead.sizes if problem.packed else lead.own("dk", "dv")
+    own = lead.own("dk", "dv")
     extent, fields = writer.extent(own, of_keys=True), {"own_size": own}
     computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
     after = f"; one kernel computes {computes}"
     writer.add("dkdv", extent, fields, adds_dq=atomic_dq, after=after)
-    own = lead.sizes if problem.packed else lead.own("dq")
+    own = lead.own("dq")
     if "dq_accum" in scratch:
         writer.add("dq_rows", writer.extent(own), {"own_size": own})
     elif not atomic_dq:
@@ -243,17 +241,8 @@ def backward(
 
 
 def _bias_gradient(writer: Writer, dbias: Array) -> None:
-    problem = writer.call.problem
     heads, len_q, len_k = dbias.shape[-3:]
-    told: dict[str, Any] = {}
-    if problem.packed:
-        shared = dbias.ndim == 3 or dbias.shape[0] == 1 != problem.batch
-        own = (*(1,) * (params.MAX_LEAD - 1), 1 if shared else problem.batch)
-        step = 0 if shared else dbias.strides[0] // dbias.itemsize
-        lead = (*(0,) * (params.MAX_LEAD - 1), step)
-        told["dbias"] = strides.operand(dbias, lead)
-    else:
-        own = writer.lead.own("dbias")
+    own = writer.lead.own("dbias", rows=False)
     fields: dict[str, Any] = {
         "own_size": own,
         "bias_heads": heads,
@@ -261,7 +250,7 @@ def _bias_gradient(writer: Writer, dbias: Array) -> None:
         "bias_len_k": len_k,
         "kind_dbias": KINDS[dbias.dtype.name],
     }
-    writer.add("bias", Extent(len_q, len_k, heads, math.prod(own)), fields | told)
+    writer.add("bias", Extent(len_q, len_k, heads, math.prod(own)), fields)
 
 
 def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) -> Launch:

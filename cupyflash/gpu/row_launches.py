@@ -26,8 +26,7 @@ def append(checked: Append, out: Array | None) -> CallResult:
     names = "k_new", "v_new", "k", "v", "q", "positions"
     read: dict[str, Any] = {"out": out} | {name: getattr(checked, name) for name in names}
     read |= {"lengths": checked.cache.lengths, "table": checked.cache.table}
-    if checked.cache.codes is not None:
-        read |= checked.cache.codes.scales
+    read |= checked.cache.encoding.scales
     if checked.rotary is not None:
         read |= checked.rotary.arrays
     with cuda_device.current(checked.device):

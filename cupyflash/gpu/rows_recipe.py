@@ -61,15 +61,12 @@ def append(checked: Append, out: Array | None) -> Launch:
         names += checked.rotary.arrays
     if packed:
         names.append("offsets")
-    codes = cache.codes
-    if codes is not None:
-        values |= {name: _scales(x) for name, x in codes.scales.items()}
-        names += codes.scales
+    codes = cache.encoding
+    values |= {name: _scales(x) for name, x in codes.scales.items()}
+    names += codes.scales
     warps = (1 if packed else checked.batch) * rows * (2 * heads_kv + heads)
     dtype = checked.k_new.dtype.name
     made = _launch(all_hardware.APPEND, params.append(), dtype, warps, values, names)
-    if codes is None:
-        return made
     special = replace(made.special, k_codes=codes.k_form, v_codes=codes.v_form)
     return replace(made, special=special)
 

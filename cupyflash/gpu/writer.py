@@ -24,7 +24,8 @@ from ..expr.cuda_functions import Functions, Generated
 from ..expr.key_range import key_range
 from ..expr.nodes import walk
 from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Cache, Call, Codes, Plan, Problem, scale_steps
+from ..problem.call import Cache, Call, Plan, Problem, scale_steps
+from ..problem.encoding import NUMBERS, Encoding
 from ..problem.route import Route, Step
 from . import params, strides
 from .kernels import decode, registry, tma_operands
@@ -37,6 +38,7 @@ from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
 ROW_ALIGNMENT = 16  # bytes, that a thread copies at once
+_OF_CODES = "forward_codes", "decode", "shared"  # parts of which codes change the kernel
 _RESULT = {
     "forward": "out",
     "forward_codes": "out",
@@ -177,7 +179,8 @@ def request_of(
     """
     others = {name: array for name, (array, _) in arrays.items()}
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
-    lead = strides.lead_of(call.problem.lead, arrays, apart=call.rows.apart)
+    rows = call.rows
+    lead = strides.lead_of(call.problem.lead, arrays, apart=rows.apart, by_offsets=rows.adjoin)
     return Request(call.problem, target, call, others, lead, blocks=blocks)
 
 
@@ -249,11 +252,13 @@ class Writer:
             self.named.append("tiles_visited")
         self.named += call.rows.offsets
         call.rows.tell(self)
-        if call.codes is not None:
-            self.told |= {
-                name: strides.rows_of_scale(scale, self.lead.strides[name])
-                for name, scale in call.codes.scales.items()
-            }
+        of_rows = [f"{name}_scale" for name in call.encoding.operands]
+        self.told |= {
+            name: strides.rows_of_scale(call.encoding.scales[name], self.lead.strides[name])
+            for name in of_rows
+        }
+        # Whether rows of keys and of values have scales of their own.
+        self.has_scales = {name: self.told[name].row != 0 for name in of_rows}
         if call.sink is not None:
             self.named.append("sink")
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
@@ -278,9 +283,8 @@ class Writer:
             self.told["k_page"], self.told["v_page"] = (
                 x.strides[0] // x.itemsize for x in (call.k, call.v)
             )
-        if cache.codes is not None:
-            self.named += cache.codes.scales
-            self.told |= _scales(cache.codes, paged=table is not None)
+        self.named += cache.encoding.scales
+        self.told |= _scales(cache.encoding, paged=table is not None)
 
     def add(
         self,
@@ -323,9 +327,7 @@ class Writer:
             functions = NONE
             told |= {"ints": (), "floats": (), "tables": ()}
             addresses = [name for name in addresses if name not in self.tables]
-        cache, codes = self.call.cache, self.call.codes
-        if cache is not None and spec.part in ("decode", "shared"):
-            codes = cache.codes
+        codes = self.call.encoding if spec.part in _OF_CODES else NUMBERS
         result = self.arrays[_RESULT[part]].dtype if part in _RESULT else problem.dtype
         stored, wide_result = problem.dtype.name, result != problem.dtype
         if part == "forward_codes" and problem.dtype.itemsize > 2:
@@ -345,14 +347,14 @@ class Writer:
             atomic_dq=adds_dq,
             tma_store=tma.stores,
             origins=spec.scores and self.has_origins,
-            k_codes=codes.k_form if codes is not None else None,
-            v_codes=codes.v_form if codes is not None else None,
+            k_codes=codes.k_form,
+            v_codes=codes.v_form,
             wide_result=wide_result,
             resumes=part == "forward" and "out_before" in self.arrays,
             shared=shared,
             team=team,
-            k_rows=self.call.codes is not None and self.told["k_scale"].row != 0,
-            v_rows=self.call.codes is not None and self.told["v_scale"].row != 0,
+            k_rows=self.has_scales.get("k_scale", False),
+            v_rows=self.has_scales.get("v_scale", False),
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
         told["tma_rows"] = next((x.rows for x in tma.maps if x.name == "k"), 0)
@@ -399,10 +401,10 @@ def _are_aligned(call: Call) -> bool:
     )
 
 
-def _scales(codes: Codes, paged: bool) -> dict[str, Any]:
+def _scales(encoding: Encoding, paged: bool) -> dict[str, Any]:
     """Return how the scales of a cache lie in memory, by the names of kernels."""
     told: dict[str, Any] = {}
-    for name, scale in codes.scales.items():
+    for name, scale in encoding.scales.items():
         page, head, row, group = (step // scale.itemsize for step in scale_steps(scale))
         entry = 0 if paged else page
         lead = (*(0,) * (params.MAX_LEAD - 1), entry)

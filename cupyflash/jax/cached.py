@@ -192,7 +192,7 @@ def attention_cached(
         alike["k"],
         alike["v"],
         Cached(lengths, table, offsets_q, constants["shared"]),
-        CacheCodes.of(alike["k_scale"], alike["v_scale"], kv_dtype),
+        CacheCodes(alike["k_scale"], alike["v_scale"], kv_dtype),
         options,
     ).call
     if not arguments.is_traced(integers["offsets_q"]):

@@ -61,7 +61,7 @@ class Dense:
     name: ClassVar[str] = "attention"
     has_whole_bias: ClassVar[bool] = False  # over ranks: one for all, not one with a rank's rows
 
-    def checked(self, x: Operands, given: coded.Fp8 | None, options: Options) -> Call:
+    def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
         """Return the validated call."""
         return validate.call(*x, options, self.in_one_place, given)
 
@@ -107,7 +107,7 @@ class Packed:
     name: ClassVar[str] = "attention_varlen"
     has_whole_bias: ClassVar[bool] = True
 
-    def checked(self, x: Operands, given: coded.Fp8 | None, options: Options) -> Call:
+    def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
         """Return the validated call."""
         offsets = self.offsets_q, self.offsets_k
         return validate.varlen_call(*x, *offsets, self.check, options, given=given)
@@ -143,10 +143,12 @@ class Cached:
     shared: Any = 0
     name: ClassVar[str] = "attention_cached"
 
-    def checked(self, x: Operands, given: codes.CacheCodes | None, options: Options) -> Call:
+    def checked(
+        self, x: Operands, given: codes.CacheCodes | codes.NoCodes, options: Options
+    ) -> Call:
         """Return the validated call."""
         integers = self.lengths, self.table, self.offsets_q
-        return cached.call(*x, *integers, options, given or codes.NONE, self.shared)
+        return cached.call(*x, *integers, options, given, self.shared)
 
     def signature(self, x: Operands) -> tuple[str, Named] | None:
         """Return words and arrays that tell calls apart, or None if they are not recognised.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from ..arrays.typed import Array
-from .encoding import Codes
+from .encoding import NUMBERS, Encoding
 
 Length: TypeAlias = int | Array  # a number for all entries, or one for each, (B,)
 
@@ -33,8 +33,8 @@ class Cache:
         position.
     page_size : int
         Positions of a page; without a table, the capacity.
-    codes : Codes or None
-        What keys and values mean if they are codes.
+    encoding : Encoding
+        What the elements of keys and values mean.
     shared : int
         Positions, from the first one on, at which all entries have the rows of entry 0.
     """
@@ -43,8 +43,13 @@ class Cache:
     lengths: Length
     table: Array | None
     page_size: int
-    codes: Codes | None = None
+    encoding: Encoding = NUMBERS
     shared: int = 0
+
+    @property
+    def codes(self) -> Encoding | None:
+        """The encoding if keys or values are codes, else None."""
+        return self.encoding.as_codes
 
     @property
     def is_paged(self) -> bool:

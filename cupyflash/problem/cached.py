@@ -37,29 +37,27 @@ def call(
     table: Any = None,
     offsets_q: Any = None,
     options: Options = DEFAULTS,
-    given: codes.CacheCodes = codes.NONE,
+    given: codes.CacheCodes | codes.NoCodes = codes.NONE,
     shared: Any = 0,
 ) -> Call:
     """Validate a call over a cache."""
     q = floats(q, "q")
-    k, v, held_codes = codes.codes_of(k, v, given)
-    numbers = {"q": q, **codes.numbers_of(k, v, held_codes)}
-    dtype = validate.same_dtype(numbers)
-    if held_codes is not None:
-        codes.check_queries(dtype, "q", held_codes)
+    k, v, encoding = codes.codes_of(k, v, given)
+    numbers = {"q": q, **codes.numbers_of(k, v, encoding)}
+    dtype = codes.same_dtype(numbers)
+    encoding.check_queries(dtype, "q")
     q_axes = "(B, Hq, Lq, D)" if offsets_q is None else "(Hq, total, D), packed by offsets_q"
     _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)
     made = cache(k, v, table)
-    if held_codes is not None:
-        codes.check_columns(q, "q", held_codes.k_form, k, "k")
-    d, d_v = validate.head_sizes(q, *codes.shapes_of(k, v, held_codes), MAX_HEAD_SIZE)
+    codes.check_columns(q, "q", encoding.k_form, k, "k")
+    d, d_v = validate.head_sizes(q, *codes.shapes_of(k, v, encoding), MAX_HEAD_SIZE)
     batch, queries = _queries(q, offsets_q, made.capacity)
     heads, heads_kv = validate.heads_of(q, k, v)
     made = replace(
         made,
         table=table_array(table, batch),
         lengths=lengths_of(lengths, batch, made.capacity),
-        codes=held_codes,
+        encoding=encoding,
         shared=shared_positions(shared, made.capacity),
     )
     if made.table is None and k.shape[0] not in (1, batch):
@@ -76,7 +74,9 @@ def call(
     )
     if offsets_q is not None:
         _refuse_packed_rows(options.mask)
-    checked = validate.with_options(problem, q, k, v, (False, False, False), options)
+    checked = validate.with_options(
+        problem, q, k, v, (False, False, False), options, encoding=encoding
+    )
     if checked.problem.dropout:
         raise ArgumentError(
             f"dropout: got {checked.problem.dropout}; expected 0, because attention over a cache "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -36,6 +36,7 @@ class CachedRows:
     key: ClassVar[None] = None
     keeps_heads: ClassVar[str | None] = "keys lie in a cache"
     divisible: ClassVar[bool] = False
+    takes_workspace: ClassVar[bool] = True
 
     @classmethod
     def of(cls, of_queries: DenseRows | PackedRows, cache: Cache) -> CachedRows:
@@ -103,6 +104,36 @@ class CachedRows:
     def extent(self, longest: tuple[int, int], total: tuple[int, int]) -> tuple[int, int]:
         """Return the queries and keys of a launch."""
         return self.of_queries.extent(longest, total)
+
+    @property
+    def shared(self) -> int:
+        """Positions at which all entries have the keys of entry 0."""
+        return self.cache.shared
+
+    @property
+    def differ(self) -> bool:
+        """Whether only the device knows how many keys each entry has."""
+        return not isinstance(self.cache.lengths, int)
+
+    def total_q(self, held: int, batch: int) -> int:
+        """Return the queries of all entries, of which an array has `held` rows."""
+        return self.of_queries.total_q(held, batch)
+
+    def rows_in_use(self, x: Array, lengths: Sequence[int]) -> int:
+        """Return how many rows of keys or values are read, over all heads; shared ones once."""
+        own = sum(max(length - self.shared, 0) for length in lengths)
+        return int(x.shape[1] * (min(self.shared, max(lengths)) + own))
+
+    def known_lengths(self, batch: int) -> Array | None:
+        """Return the keys of each entry, as a copy: they may change while a call runs."""
+        return np.array(np.broadcast_to(np.asarray(self.cache.lengths, np.int64), (batch,)))
+
+    def table_bytes(self, lengths: Sequence[int]) -> int:
+        """Return the bytes of the table of pages that are read."""
+        table, size = self.cache.table, self.cache.page_size
+        return (
+            0 if table is None else sum(-(-length // size) for length in lengths) * table.itemsize
+        )
 
     def room(self, rows: int) -> int:
         """Return the most keys of an entry."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -14,13 +14,12 @@ from ..masks import Mask
 from ..scores import Score
 from .cache import Cache, Length
 from .cached_rows import Rows
-from .encoding import Codes, scale_steps
+from .encoding import NUMBERS, Encoding, scale_steps
 
 __all__ = [
     "Array",
     "Cache",
     "Call",
-    "Codes",
     "Gradients",
     "Plan",
     "Problem",
@@ -157,7 +156,7 @@ class Call:
     were_matrices: tuple[bool, bool, bool]  # q, k, v came as two-dimensional arrays, one head
     device: int | None = None  # the device of all arrays of the call; None: host memory
     beside: bool = False  # other kernels, which send and receive, hold some SMs for a while
-    codes: Codes | None = None  # what q, k and v mean if all three are codes
+    encoding: Encoding = NUMBERS  # what the elements of q, k and v mean
 
     @property
     def rows(self) -> Rows:
@@ -165,15 +164,9 @@ class Call:
         return self.problem.rows
 
     @property
-    def offsets(self) -> tuple[Any, Any] | None:
-        """Offsets of queries and of keys; a cache has the former only."""
-        named = self.problem.rows.offsets
-        return (named.get("offsets_q"), named.get("offsets_k")) if named else None
-
-    @property
-    def cache(self) -> Cache | None:
+    def cache(self) -> Cache:
         """The cache of a call over one."""
-        return self.problem.rows.cache
+        return cast(Cache, self.problem.rows.cache)
 
     @property
     def matrices(self) -> bool:

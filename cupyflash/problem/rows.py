@@ -6,7 +6,8 @@ class here with the same members.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,6 +56,12 @@ class DenseRows:
     adjoin: ClassVar[bool] = False
     # Whether some rows and keys of an entry make a call whose lengths are numbers.
     divisible: ClassVar[bool] = True
+    # Positions at which all entries have the keys of entry 0.
+    shared: ClassVar[int] = 0
+    # Whether only the device knows how many keys each entry has.
+    differ: ClassVar[bool] = False
+    # Whether users may pass a workspace for a forward.
+    takes_workspace: ClassVar[bool] = False
     # Names of arrays whose leading axes are not those of entries.
     apart: ClassVar[tuple[str, ...]] = ()
     # Of `Specialisation`, that differ from its defaults.
@@ -111,6 +118,26 @@ class DenseRows:
         """Return how many groups of so many rows there are, each of rows of one entry."""
         del batch
         return -(-rows // size)
+
+    def total_q(self, held: int, batch: int) -> int:
+        """Return the queries of all entries, of which an array has `held` rows."""
+        del held
+        return batch * self.len_q
+
+    def rows_in_use(self, x: Array, lengths: Sequence[int]) -> int:
+        """Return how many rows of keys or values are read, over all heads."""
+        del lengths
+        return math.prod(x.shape[:-1])
+
+    def known_lengths(self, batch: int) -> Array | None:
+        """Return the keys of each entry where the problem does not have them."""
+        del batch
+        return None
+
+    def table_bytes(self, lengths: Sequence[int]) -> int:
+        """Return the bytes of a table of pages that are read."""
+        del lengths
+        return 0
 
     def room(self, rows: int) -> int:
         """Return an upper bound of the keys of an entry, from the rows of an array of keys."""
@@ -201,8 +228,10 @@ class PackedRows:
     keeps_heads: ClassVar[str | None] = "sequences are packed"
     adjoin: ClassVar[bool] = True
     divisible: ClassVar[bool] = False
-    # Rows are where offsets say; a gradient of the bias has no rows.
-    apart: ClassVar[tuple[str, ...]] = ("dbias",)
+    shared: ClassVar[int] = 0
+    differ: ClassVar[bool] = False
+    takes_workspace: ClassVar[bool] = False
+    apart: ClassVar[tuple[str, ...]] = ()
     flags: ClassVar[Mapping[str, bool]] = {"packed": True}
     arrays: ClassVar[Mapping[str, Array]] = {}
     # No sequence's result may depend on the lengths of others that are packed with it.
@@ -247,6 +276,26 @@ class PackedRows:
     def row_groups(self, rows: int, size: int, batch: int) -> int:
         """Return how many groups of so many rows there may be: each sequence begins a new one."""
         return rows // size + batch
+
+    def total_q(self, held: int, batch: int) -> int:
+        """Return the queries of all entries: those that an array has."""
+        del batch
+        return held
+
+    def rows_in_use(self, x: Array, lengths: Sequence[int]) -> int:
+        """Return how many rows of keys or values are read, over all heads."""
+        del lengths
+        return math.prod(x.shape[:-1])
+
+    def known_lengths(self, batch: int) -> Array | None:
+        """Return the keys of each entry where the problem does not have them."""
+        del batch
+        return None
+
+    def table_bytes(self, lengths: Sequence[int]) -> int:
+        """Return the bytes of a table of pages that are read."""
+        del lengths
+        return 0
 
     def room(self, rows: int) -> int:
         """Return an upper bound of the keys of an entry: those of all."""

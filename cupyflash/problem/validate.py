@@ -19,21 +19,12 @@ from ..expr.nodes import Expr, LookupTable, walk
 from ..expr.sharded import HeldArray, check_whole
 from ..masks import Mask, dense
 from ..scores import Score, chain
-from . import coded, device_args, scalars
-from .call import Array, Call, Codes, Gradients, Problem
+from . import coded, codes, device_args, scalars
+from .call import Array, Call, Gradients, Problem
 from .options import DEFAULTS, NAMES, Options
 from .rows import DenseRows, PackedRows
 
 MAX_HEAD_SIZE = 512
-
-
-def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
-    """Return the dtype that all arrays have."""
-    if len({x.dtype for x in arrays.values()}) > 1:
-        came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
-        raise ArgumentTypeError(f"got {came}; expected one dtype. Convert with .astype(...).")
-    common: np.dtype[Any] = next(iter(arrays.values())).dtype
-    return common
 
 
 def head_sizes(q: Any, k: Any, v: Any, most: int = MAX_HEAD_SIZE) -> tuple[int, int]:
@@ -77,27 +68,16 @@ def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
     return heads, heads_kv
 
 
-def _operands(
-    q: Any, k: Any, v: Any, given: coded.Fp8 | None
-) -> tuple[dict[str, Array], np.dtype[Any], Codes | None]:
-    """Return arrays, the type of the output, and what the arrays mean if they are codes."""
-    if given is not None:
-        operands, codes, dtype = coded.operands(q, k, v, given)
-        return operands, dtype, codes
-    operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    return operands, same_dtype(operands), None
-
-
 def call(
     q: Any,
     k: Any,
     v: Any,
     options: Options = DEFAULTS,
     in_one_place: bool = True,
-    given: coded.Fp8 | None = None,
+    given: coded.Fp8 | codes.NoCodes = codes.NONE,
 ) -> Call:
     """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
-    operands, dtype, codes = _operands(q, k, v, given)
+    operands, dtype, encoding = given.operands(q, k, v)
     for name, x in operands.items():
         if x.ndim < 2:
             raise ArgumentError(
@@ -124,7 +104,7 @@ def call(
         d_v=d_v,
         dtype=dtype,
     )
-    return with_options(problem, q, k, v, matrices, options, in_one_place, codes=codes)
+    return with_options(problem, q, k, v, matrices, options, in_one_place, encoding=encoding)
 
 
 def varlen_call(
@@ -136,7 +116,7 @@ def varlen_call(
     check: bool,
     options: Options = DEFAULTS,
     totals: tuple[int, int] | None = None,
-    given: coded.Fp8 | None = None,
+    given: coded.Fp8 | codes.NoCodes = codes.NONE,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 
@@ -144,7 +124,7 @@ def varlen_call(
     """
     if not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: got {check!r}; expected True or False.")
-    operands, dtype, codes = _operands(q, k, v, given)
+    operands, dtype, encoding = given.operands(q, k, v)
     for name, x in operands.items():
         if x.ndim != 3:
             raise ArgumentError(
@@ -179,7 +159,7 @@ def varlen_call(
         d_v=d_v,
         dtype=dtype,
     )
-    return with_options(problem, q, k, v, (False, False, False), options, codes=codes)
+    return with_options(problem, q, k, v, (False, False, False), options, encoding=encoding)
 
 
 def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
@@ -321,11 +301,8 @@ def read_arrays(request: Call) -> dict[str, Array]:
     named |= {name: option for name, option in options.items() if option is not None}
     if is_device_array(request.problem.seed):
         named["seed"] = request.problem.seed
-    if request.codes is not None:
-        named |= request.codes.scales
+    named |= request.encoding.scales
     named |= request.rows.arrays
-    if request.cache is not None and request.cache.codes is not None:
-        named |= request.cache.codes.scales
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
         nodes = walk(made.expr) if made is not None else ()
         looked_up = [x for node in nodes for x in _looked_up(node, name)]

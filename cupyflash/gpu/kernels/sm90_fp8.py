@@ -62,8 +62,6 @@ def results_have_room(made: Tiles, problem: Problem) -> bool:
 
 
 def _obstacle(request: Request) -> str | None:
-    if request.call is None or request.call.codes is None:
-        return "it is for queries, keys and values that are codes"
     problem = request.problem
     if min(problem.rows.known_q, problem.rows.known_k) < sm90.SHORTEST:
         return f"it is for {sm90.SHORTEST} queries and keys or more"

@@ -38,7 +38,7 @@ def obstacle(request: Request, names: Iterable[str]) -> str | None:
 
 
 def _is_codes(request: Request, name: str) -> bool:
-    return request.call is not None and request.call.codes is not None and name in ("q", "k", "v")
+    return request.call is not None and name in request.call.encoding.operands
 
 
 def _in_pairs(operand: Operand, sizes: tuple[int, ...]) -> tuple[Operand, tuple[int, ...]]:
