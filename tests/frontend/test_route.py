@@ -120,6 +120,8 @@ def test_a_gpu_runs_the_route_of_gradients(gpu, kind, deterministic):
             )  # fmt: skip
             assert launched(gpu) == launches_of(route)
         assert route.scratch <= size
+        if not deterministic:  # parts begin at multiples of 256 bytes; dsink may be one
+            assert size <= route.scratch + 256 * 8
 
     check()
 
