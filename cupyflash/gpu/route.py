@@ -156,13 +156,14 @@ def _of_widened(
         held, scale = f"{name}_numbers", f"{name}_scale"
         launch = rows_recipe.numbers(getattr(call, name), codes.scales[scale], codes.form, x)
         launch = _with_names(launch, {"codes": name, "scale": scale, "x": held})
-        why, computes = partial(_words_of_rows, launch, target), f"numbers of the codes of {name}"
-        steps.append(step_of(launch, scratch, why, computes))
+        step = step_of(launch, scratch, partial(_words_of_rows, launch, target))
+        computes = f"numbers of the codes of {name}"
+        steps.append(replace(step, part="numbers", computes=computes))
         if x.size:
             scratch[held], names[name] = ArraySpec(x.shape, dtype), held
-    for step in main.steps:
-        assert isinstance(step, KernelStep)
-        steps.append(replace(step, launch=_with_names(step.launch, names), arrays=scratch))
+    for each in main.steps:
+        assert isinstance(each, KernelStep)
+        steps.append(replace(each, launch=_with_names(each.launch, names), arrays=scratch))
     launches = tuple(step.launch for step in steps if step.grid)
     recipe = replace(main.recipe, launches=launches, scratch=scratch)
     return replace(main, steps=tuple(steps), recipe=recipe)
