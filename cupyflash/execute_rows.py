@@ -62,7 +62,7 @@ def append(
         out = backend.empty_like(checked.q)
     served = backend.append(checked, out)
     if signature is not None:
-        launch_cache.keep(signature, served, (out, None))
+        signature.keep(served, (out, None))
     return out
 
 
@@ -86,7 +86,7 @@ def rope(
     made = backend.empty_like(checked.x) if checked.out is None else checked.out
     served = backend.rope(checked, made)
     if signature is not None:
-        launch_cache.keep(signature, served, (made, None))
+        signature.keep(served, (made, None))
     return made
 
 
@@ -111,5 +111,5 @@ def hadamard(check: Callable[[], Transform], x: Any, seed: Any, inverse: Any, ou
     made = backend.empty_like(checked.x) if checked.out is None else checked.out
     served = backend.hadamard(checked, made)
     if signature is not None:
-        launch_cache.keep(signature, served, (made, None))
+        signature.keep(served, (made, None))
     return made

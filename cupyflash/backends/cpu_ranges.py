@@ -90,7 +90,7 @@ class GrowingEnds:
         self._problem, self._found = problem, found
         self._entries = problem.rows.queries(problem.batch)[0]
         self._steps: list[tuple[int, Any, list[int]]] = []
-        self._is_simple = not problem.packed
+        self._is_simple = not problem.rows.adjoin
         symbols = _symbols(problem, np.zeros(problem.batch, np.int64))
         slots: dict[Expr, int] = {}
         self._values: list[Any] = [None]  # the lengths, and those of all nodes

@@ -89,7 +89,7 @@ class HostSignature(Signature):
     @property
     def places(self) -> Mapping[str, int]:
         """Where the arrays are, by name."""
-        from cupyflash.reference.cpu.jit import address
+        from cupyflash.reference.cpu.addresses import address
 
         return {name: address(x) for name, x in self.named.items() if x is not None}
 
@@ -184,7 +184,7 @@ class Replayed:
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array among those of a signature; return whether all are there."""
-        from cupyflash.reference.cpu.jit import address
+        from cupyflash.reference.cpu.addresses import address
 
         found = []
         for row, array in self._tables:
@@ -205,7 +205,7 @@ class Replayed:
     def _load(self, seen: HostSignature) -> dict[str, Any]:
         named = seen.named
         if self._tables:
-            from cupyflash.reference.cpu.jit import address
+            from cupyflash.reference.cpu.addresses import address
 
             for row, name in self._tables:
                 row[0] = address(named[name])
@@ -249,8 +249,7 @@ class ReplayedCache(Replayed):
         self, made: Any, call: Call, tables: Sequence[tuple[Any, Any]], found: KeyRange | None
     ) -> None:
         super().__init__(made, made, tables)
-        cache = call.cache
-        assert cache is not None
+        cache: Any = call.cache
         self._capacity = cache.capacity
         self._lengths = np.zeros(call.problem.batch, np.int64)
         self._ends = None if found is None else GrowingEnds(call.problem, found)
@@ -265,7 +264,7 @@ class ReplayedCache(Replayed):
 
         Of scales, those that are numbers are kept; the others come with each call.
         """
-        from cupyflash.reference.cpu.jit import address
+        from cupyflash.reference.cpu.addresses import address
 
         scales = {}
         for name, scale in self._scales.items():
@@ -342,7 +341,8 @@ def grows(call: Call) -> bool:
     """Return whether a call is looked for without its number of keys."""
     plain = call.bias is None and call.score_mod is None and not call.problem.dropout
     plain &= call.mask is None or not call.mask.structure[1]
-    return plain and not call.problem.packed and not call.problem.whole and call.q.shape[-2] == 1
+    plain &= not call.problem.rows.adjoin and not call.problem.whole
+    return plain and call.q.shape[-2] == 1
 
 
 _SCALES = "k_scale", "v_scale"

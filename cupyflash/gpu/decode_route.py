@@ -88,7 +88,7 @@ class Kernels(NamedTuple):
 
 def _kernels(call: Call, request: Request, choice: Choice | None = None) -> Kernels:
     """Return the kernels that serve a call; `choice` is that of few queries if it is known."""
-    many = None if call.rows.cache is None else registry.find("forward", request)
+    many = None if not call.rows.takes_workspace else registry.find("forward", request)
     prefills = many is not None
     if many is not None:
         rows = group_of(call.problem) * np.asarray(call.problem.len_q)

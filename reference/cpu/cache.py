@@ -14,8 +14,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from .addresses import address
 from .codes import FIRST, INT4, load_codes
-from .jit import INT, INTS, address, helper
+from .jit import INT, INTS, helper
 from .layout import places_of
 from .memory import first_address, load, store
 from .structs import WORD, Packed, Struct

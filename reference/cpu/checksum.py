@@ -16,8 +16,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .addresses import address
 from .calls import Bound
-from .jit import INTS, TABLE, address, helper, kernel, prepare, takes
+from .jit import INTS, TABLE, helper, kernel, prepare, takes
 from .memory import load
 from .threads import parallel
 from .vectors import HOST

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import philox
+from .addresses import address
 from .arguments import NO_RANGES, KeyRanges, Shape
-from .jit import address
 from .memory import Rows
 from .microkernel import vector_lanes
 from .packing import lanes_of_pair

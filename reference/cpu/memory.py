@@ -10,7 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import INT, INTS, address, helper
+from .addresses import address
+from .jit import INT, INTS, helper
 from .structs import Struct
 
 

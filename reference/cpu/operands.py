@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .addresses import address
 from .float_modes import own_arithmetic
-from .jit import address
 from .layout import Array, Layout, Scratch
 from .memory import ROWS, Rows
 from .microkernel import round_up

@@ -18,8 +18,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from .addresses import address
 from .elementary import exp, power_of_2, sigmoid, tanh
-from .jit import INT, INTS, TABLE, address, helper, kernel, takes, vector, whole_rows
+from .jit import INT, INTS, TABLE, helper, kernel, takes, vector, whole_rows
 from .structs import Struct
 from .waves import FAR, cos, erf, sin
 

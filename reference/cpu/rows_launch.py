@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from .addresses import address
 from .calls import Bound
 from .combine import combine as combine_kernel
 from .float_modes import own_arithmetic
 from .hadamard import LANES, signs_of
 from .hadamard import hadamard as hadamard_kernel
-from .jit import address, prepare
+from .jit import prepare
 from .layout import Array
 from .quantize import quantize as quantize_kernel
 from .threads import parallel

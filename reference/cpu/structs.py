@@ -20,7 +20,7 @@ from numba.extending import infer_getattr, lower_getattr_generic, models, regist
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import as_dtype
 
-from .jit import address
+from .addresses import address
 
 WORD = 8  # bytes
 _FORMATS = {types.int64: "q", types.float32: "f4x", types.float64: "d"}

@@ -17,10 +17,11 @@ import cupyflash
 from cupyflash import masks
 from cupyflash.reference.cpu import amx, amx_code
 from cupyflash.reference.cpu.accumulate import accumulate_product
+from cupyflash.reference.cpu.addresses import address
 from cupyflash.reference.cpu.amx_memory import PANEL, size_of_packed
 from cupyflash.reference.cpu.amx_product import UNITS
 from cupyflash.reference.cpu.arguments import Registers, TileSizes
-from cupyflash.reference.cpu.jit import address, pointer_of, prepare
+from cupyflash.reference.cpu.jit import pointer_of, prepare
 from cupyflash.reference.cpu.memory import aligned
 from cupyflash.reference.cpu.microkernel import product, round_up, vector_lanes
 from cupyflash.reference.cpu.narrow import narrow_rows

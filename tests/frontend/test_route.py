@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -132,18 +133,19 @@ def recorded():
     from cupyflash.reference.cpu import decode_launch, decode_tasks, launch
 
     found = []
+    nothing = SimpleNamespace(visited=0, nbytes=float("inf"), dense=None, grown=None)
 
     def tiled(*args):
         found.append(("reference.forward", *args[-3:-1]))
-        return 0
+        return nothing
 
     def few(*_, **__):
         found.append(("reference.decode", decode_tasks.MOST_ROWS, decode_tasks.LEAF))
-        return 0
+        return nothing
 
     def backward(*args):
         found.append(("reference.backward_dkdv", *args[-3:-1]))
-        return 0
+        return nothing
 
     with (
         mock.patch.multiple(launch, forward=tiled, backward=backward),

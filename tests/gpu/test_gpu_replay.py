@@ -10,8 +10,7 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
 from cupyflash.gpu import launch_cache
-from cupyflash.problem import replay
-from cupyflash.problem import validate
+from cupyflash.problem import replay, validate
 from cupyflash.reference.spec import naive
 
 pytestmark = pytest.mark.gpu

@@ -74,6 +74,7 @@ INSIDE = {
         ["cached"],
         ["hadamard", "quantize", "rotary", "written_rows"],
         ["append", "arguments"],
+        ["replay"],
     ],
     "distributed": [
         ["communication", "faults", "runs", "turns"],
@@ -114,6 +115,7 @@ INSIDE = {
 USERS_OF_REFERENCE = [
     "cupyflash.arrays.transfers",
     "cupyflash.backends.cpu",
+    "cupyflash.backends.host_replay",
     "cupyflash.expr.lower",
     "cupyflash.pieces.place",
     "cupyflash.testing",
