@@ -63,6 +63,7 @@ class FunctionPointers(NamedTuple):
     run_number: int  # programs with registers of the accumulator's type: score changes
     classify: int
     score: int
+    bias: int
     mask: int
     dropout: int
     gradient: int

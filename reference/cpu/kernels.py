@@ -15,6 +15,7 @@ from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .backward_panels import backward_panels
+from .bias import add_bias
 from .checksum import checksum
 from .combine import combine
 from .decode import decode
@@ -45,7 +46,7 @@ _OF_INTEGERS = (*_CLASSES, checksum)
 _BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
-    product, accumulate_product, count_nonfinite, run, score_by_program, mask_by_program,
+    product, accumulate_product, count_nonfinite, run, score_by_program, add_bias, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
     narrow_rows,
     *_OF_INTEGERS, *_BY_TILES,
@@ -70,6 +71,8 @@ def called_kernels(
         called |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
     if len(programs.score.code) or len(programs.slope.code):
         called |= {"run_number": (run, number), "score": (score_by_program, number)}
+    if len(programs.score.bias):
+        called["bias"] = add_bias, number
     if problem.dropout:
         called["dropout"] = draw_dropout, number
     if backward:

@@ -50,7 +50,10 @@ def changes_of(
     whole_rows = (
         careful
         or layout.problem.dropout
-        or any(len(program.code) for program in (programs.score, programs.slope, programs.mask))
+        or any(
+            len(program.code) > program.once_per_tile
+            for program in (programs.score, programs.slope, programs.mask)
+        )
     )
     block = round_up(layout.block_q, layout.lanes)
     return Changes(
@@ -367,6 +370,7 @@ def _bias_gradient(
     work = np.stack([starts[entry], ends[entry], entry, head, q_block, kv_block], axis=1)
     work = np.ascontiguousarray(work, np.int64)
     if groups:
+        changes = changes._replace(panel=round_up(layout.block_q, layout.lanes))
         sizes = tile_sizes(layout.shape, changes)
         parallel(
             Bound(

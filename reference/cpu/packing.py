@@ -61,15 +61,8 @@ def _transpose_square(typingctx, source, row_size, target, step, like):
     def codegen(context, builder, sig, args):
         source, row_size, target, step, _ = args
         emit = Emitter(builder, context.get_value_type(sig.args[4]))
-        lanes, half = emit.lanes, emit.lanes // 2
-        rows = [emit.load(builder.add(source, builder.mul(row_size, INT(i)))) for i in range(lanes)]
-        low = [n // 2 + n % 2 * lanes for n in range(lanes)]
-        high = [n + half for n in low]
-        # Each round merges rows from both halves. After log2(lanes) of them the square is turned.
-        for _ in range(lanes.bit_length() - 1):
-            pairs = zip(rows[:half], rows[half:], strict=True)
-            rows = [emit.shuffle(a, b, part) for a, b in pairs for part in (low, high)]
-        for d, column in enumerate(rows):
+        places = [builder.add(source, builder.mul(row_size, INT(i))) for i in range(emit.lanes)]
+        for d, column in enumerate(emit.transposed([emit.load(place) for place in places])):
             emit.store(column, builder.add(target, builder.mul(step, INT(d))))
         return context.get_dummy_value()
 
