@@ -13,6 +13,7 @@ from __future__ import annotations
 from .accumulate import accumulate
 from .amx_memory import DEPTH
 from .arguments import CHANGES, shape_of
+from .bias_gradient import add_to_bias, bias_sums_of
 from .gradient_tile import (
     apply_dscore,
     gradient_scratch_of,
@@ -62,13 +63,15 @@ def store_rows(narrow, tile, count, columns, itemsize, factor, rows, place, widt
 
 
 @takes(
-    lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
-    + (INT, ROWS, ROWS, ROWS, INTS, gradient_scratch_of(number)) + (vector(number),) * 5
+    lambda number: (INT, INT, INTS, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
+    + (INT, ROWS, ROWS, ROWS, bias_sums_of(number), INTS, gradient_scratch_of(number))
+    + (vector(number),) * 5
 )  # fmt: skip
 @kernel
 def backward_dkdv(
     first,
     last,
+    runs,
     work,
     members,
     shape,
@@ -85,6 +88,7 @@ def backward_dkdv(
     dq,
     dk,
     dv,
+    bias,
     visited,
     scratch,
     k_pairs,
@@ -95,32 +99,31 @@ def backward_dkdv(
 ):
     """Compute dk and dv of the work items from `first` to `last`.
 
-    Item n has the blocks of keys from ``work[n // heads_kv, 2]`` to before
-    ``work[n // heads_kv, 3]`` of key-value head ``n % heads_kv``; the batch entries that share
-    these keys are ``members[work[n // heads_kv, 0] : work[n // heads_kv, 1]]``. `qt` and `dot` are
-    panels of q and do. The sum runs over those entries, the group's heads and the query blocks, in
-    that order. With `adds_dq`, an item adds what its blocks give to the rows of `dq`; that of the
-    first block begins them, and that of the last one scales them.
+    Item n is the rows ``runs[n] : runs[n + 1]`` of `work`, in order. Row m has the blocks of keys
+    from ``work[m, 3]`` to before ``work[m, 4]`` of key-value head ``work[m, 2]``; the batch entries
+    that share these keys are ``members[work[m, 0] : work[m, 1]]``. `qt` and `dot` are panels of q
+    and do. The sum runs over those entries, the group's heads and the query blocks, in that order.
+    With `adds_dq`, a row adds what its blocks give to the rows of `dq`; that of the first block
+    begins them, and that of the last one scales them. The gradient of a bias is added to the sums
+    `bias`.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
-    heads_kv = shape.heads // shape.group
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
     packed = first_address(scratch.packed)
-    for item in range(first, last):
-        place = item // heads_kv
-        h_kv = item % heads_kv
+    for place in range(runs[first], runs[last]):
+        h_kv = work[place, 2]
         keys = members[work[place, 0]]
         len_k = shape.len_k[keys]
         begin_head, end_head = h_kv * shape.group, (h_kv + 1) * shape.group
-        if adds_dq and work[place, 2] == 0:
+        if adds_dq and work[place, 3] == 0:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
                 for h in range(begin_head, end_head):
                     clear_rows(dq, b, h, shape.len_q[b], columns, itemsize, zero)
         count = 0
-        for block in range(work[place, 2], work[place, 3]):
+        for block in range(work[place, 3], work[place, 4]):
             j0 = block * shape.block_kv
             nj = min(shape.block_kv, len_k - j0)
             pair = nj * width
@@ -162,6 +165,8 @@ def backward_dkdv(
                                 do_panel, k_place, k_row, v_place, v_row,
                             )  # fmt: skip
                             gradient_tile(changes.pointers.gradient, tile)
+                            if bias.places.shape[0]:
+                                add_to_bias(bias, shape, scratch, b, h, i, ni, j0, lanes)
                             row, size = find_rows_at(
                                 widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                             )
@@ -209,12 +214,12 @@ def backward_dkdv(
             )
             target, wide = row_address(dv, keys, h_kv, j0), scratch.v_wide
             store_rows(narrow, dv_tile, nj, shape.d_v, itemsize, one, dv, target, columns_v, wide)
-        if adds_dq and work[place, 3] * shape.block_kv >= len_k:
+        if adds_dq and work[place, 4] * shape.block_kv >= len_k:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
                 for h in range(begin_head, end_head):
                     scale_rows(dq, b, h, shape.len_q[b], columns, itemsize, shape.scale)
-        visited[item] += count
+        visited[place] = count
 
 
 @takes(

@@ -12,10 +12,10 @@ from .amx import NONE, tile_unit
 from .amx_product import UNITS
 from .arguments import FunctionPointers
 from .backward import backward_dkdv, backward_dq
-from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .backward_panels import backward_panels
 from .bias import add_bias
+from .bias_gradient import sum_bias_parts
 from .checksum import checksum
 from .combine import combine
 from .decode import decode
@@ -45,7 +45,7 @@ _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumul
 _OF_INTEGERS = (*_CLASSES, checksum)
 _BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 KERNELS = (
-    forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
+    forward, backward_delta, backward_panels, backward_dkdv, backward_dq, sum_bias_parts, combine,
     product, accumulate_product, count_nonfinite, run, score_by_program, add_bias, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
     narrow_rows,

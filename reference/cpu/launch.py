@@ -6,6 +6,7 @@ the caller must keep their arrays alive.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ import numpy as np
 from .amx_memory import PANEL as TILE_PANEL
 from .arguments import Changes, FunctionPointers, tile_sizes
 from .backward import backward_dkdv, backward_dq
-from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .backward_panels import backward_panels
-from .backward_work import is_one_pass_faster, key_blocks
+from .backward_work import BiasParts, bias_parts, is_one_pass_faster, key_blocks
+from .bias_gradient import no_bias_sums, sum_bias_parts
 from .calls import Bound
 from .float_modes import own_arithmetic
 from .forward import forward as forward_kernel
@@ -25,7 +26,7 @@ from .gradient_tile import gradient_scratch
 from .jit import prepare
 from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch, finish
-from .memory import Rows, aligned
+from .memory import aligned
 from .microkernel import PANEL, round_up
 from .packing import lanes_of_pair, size_of_pairs
 from .threads import parallel
@@ -160,7 +161,7 @@ def backward(
         return 0
     kernels = [backward_delta, backward_panels, backward_dkdv]
     if dbias is not None:
-        kernels.append(backward_bias)
+        kernels.append(sum_bias_parts)
     kind = kind_of(q.dtype)
     called = called_kernels(problem, programs, True, kind)
     pointers = made_ready(problem, programs, called, kind, *kernels)
@@ -241,8 +242,13 @@ def backward(
         dk_made, dv_made = (layout.result(x, scratch, narrow=pointers.narrow) for x in (dk, dv))
     heads_kv = problem.heads_kv
     kv_groups, members, starts = layout.groups(kv_lead)
+    bias, parts = None, np.arange(kv_groups * heads_kv).reshape(kv_groups, heads_kv)
+    if dbias is not None:
+        axes = (1,) * (3 - dbias.ndim) + dbias.shape
+        bias = bias_parts(layout, kv_lead, (members, starts), axes)
+        parts = bias.parts
     one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(
-        kv_groups * heads_kv
+        int(parts.max(initial=-1)) + 1
     )
     dq_made = layout.result(dq, scratch, whole_vectors=one_pass)
     dq_rows = layout.rows(dq_made)
@@ -260,13 +266,14 @@ def backward(
         return scratch, *aligned((of_keys[0], *counts), accumulator)
 
     visited = 0
-    for work in key_blocks(layout, starts, counts, one_pass):
-        visited_here = np.zeros(len(work) * heads_kv, np.int64)
+    bias_sums = no_bias_sums(accumulator) if bias is None else bias.sums
+    for runs in key_blocks(layout, starts, counts, parts, one_pass):
+        visited_here = np.zeros(len(runs.rows), np.int64)
         parallel(
             Bound(
                 backward_dkdv,
                 accumulator,
-                work,
+                *runs,
                 members,
                 shape,
                 changes,
@@ -282,12 +289,13 @@ def backward(
                 dq_rows,
                 dk_rows,
                 dv_rows,
+                bias_sums,
                 visited_here,
                 scratch=lambda: tiles(*of_keys, *of_queries),
                 sizes=sizes,
             ),
-            visited_here.size,
-            (read, qt_memory, dot_memory, dk_made, dv_made, dq_made),
+            len(runs.starts) - 1,
+            (read, qt_memory, dot_memory, dk_made, dv_made, dq_made, bias_sums),
         )
         visited += int(visited_here.sum())
     if not one_pass:
@@ -318,8 +326,8 @@ def backward(
             (read, dq_made),
         )
     if dbias is not None:
-        rows = k_rows, v_rows, lse_rows, delta_rows, qt, dot
-        _bias_gradient(layout, changes, *rows, dbias, (read, qt_memory, dot_memory))
+        assert bias is not None
+        _bias_gradient(layout, bias, dbias)
     finish(dq, dq_made if dq_made is dq else dq_made[..., : problem.d])
     finish(dk, _summed_to(dk_made, dk.shape))
     finish(dv, _summed_to(dv_made, dv.shape))
@@ -340,60 +348,27 @@ def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:
     return total
 
 
-def _bias_gradient(
-    layout: Layout,
-    changes: Changes,
-    k: Rows,
-    v: Rows,
-    lse: Rows,
-    delta: Rows,
-    qt: Rows,
-    dot: Rows,
-    dbias: Array,
-    arrays: object,
-) -> None:
-    problem = layout.problem
+def _bias_gradient(layout: Layout, made: BiasParts, dbias: Array) -> None:
+    """Write the sums of a bias's gradient to `dbias`, rounded to its type."""
     shape = (1,) * (3 - dbias.ndim) + dbias.shape
-    lead, (heads, queries, keys) = shape[:-3], shape[-3:]
-    groups, members, starts = layout.groups(lead)
-    if problem.packed:
-        shared = not lead or lead == (1,)
-        groups = 1 if shared else layout.batch
-        starts = np.arange(groups, dtype=np.int64)
-        members = np.arange(layout.batch, dtype=np.int64)
-    computed = np.zeros((groups, heads, queries, keys), layout.number)
-    ends = np.append(starts[1:], layout.batch)
-    q_blocks, kv_blocks = -(-queries // layout.block_q), -(-keys // layout.block_kv)
-    entry, head, q_block, kv_block = (
-        axis.reshape(-1) for axis in np.indices((groups, heads, q_blocks, kv_blocks))
+    entries, axes = math.prod(shape[:-3]), shape[-3:]
+    in_place = dbias.dtype == layout.number and dbias.flags.carray
+    target = dbias if in_place else np.empty(dbias.shape, layout.number)
+    parallel(
+        Bound(
+            sum_bias_parts,
+            layout.number,
+            made.columns,
+            made.starts,
+            made.slots,
+            layout.block_q,
+            made.sums,
+            target.reshape(entries, *axes),
+        ),
+        entries * axes[0] * made.columns,
+        (made, target),
     )
-    work = np.stack([starts[entry], ends[entry], entry, head, q_block, kv_block], axis=1)
-    work = np.ascontiguousarray(work, np.int64)
-    if groups:
-        changes = changes._replace(panel=round_up(layout.block_q, layout.lanes))
-        sizes = tile_sizes(layout.shape, changes)
-        parallel(
-            Bound(
-                backward_bias,
-                layout.number,
-                work,
-                members,
-                layout.shape,
-                changes,
-                k,
-                v,
-                lse,
-                delta,
-                qt,
-                dot,
-                computed,
-                scratch=lambda: (gradient_scratch(sizes, layout.number),),
-                sizes=sizes,
-            ),
-            len(work),
-            arrays,
-        )
-    finish(dbias, computed.reshape(dbias.shape))
+    finish(dbias, target)
 
 
 def backward_scratch_size(problem: Problem, block_q: int) -> int:

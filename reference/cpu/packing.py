@@ -55,7 +55,7 @@ def load_pairs(source, row_size, rows, columns, itemsize, target):
 
 
 @intrinsic
-def _transpose_square(typingctx, source, row_size, target, step, like):
+def transpose_square(typingctx, source, row_size, target, step, like):
     """Write the columns of a square of one vector's length as rows, `step` bytes apart."""
 
     def codegen(context, builder, sig, args):
@@ -81,7 +81,7 @@ def load_transposed(source, row_size, count, lanes, depth, itemsize, target, zer
         if i + vector <= count:
             for d in range(0, whole, vector):
                 place = source + i * row_size + d * itemsize
-                _transpose_square(place, row_size, begin + d * step, step, zero)
+                transpose_square(place, row_size, begin + d * step, step, zero)
             first = whole
         for d in range(first, depth):
             for n in range(min(vector, lanes - i)):
