@@ -25,7 +25,7 @@ from .memory import ROWS, first_address, load, row_address, store
 from .microkernel import padded
 from .narrow import write_narrow
 from .packing import load_pairs, load_transposed, pair_lanes, store_pairs
-from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
+from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile, include_all
 from .widen import BFLOAT16, find_rows_at
 
 
@@ -133,8 +133,11 @@ def backward_dkdv(
             v_place, v_row = find_rows_at(
                 widen, v, keys, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
             )
+            careful_k = 0
             if adds_dq:
-                load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
+                careful_k = changes.may_mask & load_pairs(
+                    k_place, k_row * itemsize, nj, columns, itemsize, k_pairs
+                )
             for n in range((columns + width - 1) // width * pair):
                 dk_tile[n] = zero
             for n in range((columns_v + width - 1) // width * pair):
@@ -160,21 +163,28 @@ def backward_dkdv(
                             do_panel = row_address(dot, b, h, i0 // shape.block_q)
                             q_panel += (i - i0) * shape.d * itemsize
                             do_panel += (i - i0) * shape.d_v * itemsize
+                            row, size = find_rows_at(
+                                widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
+                            )
+                            careful_do = changes.may_mask & load_pairs(
+                                row, size * itemsize, ni, columns_v, itemsize, do_pairs
+                            )
+                            row, size = find_rows_at(
+                                widen, q, b, h, i, ni, shape.d, columns, scratch.q_wide
+                            )
+                            careful_q = changes.may_mask & load_pairs(
+                                row, size * itemsize, ni, columns, itemsize, q_pairs
+                            )
+                            careful = careful_do | careful_q | careful_k
+                            if careful:
+                                include_all(edges, nj)
                             tile = (
                                 shape, changes, scratch, b, h, i, ni, j0, nj, lanes, q_panel,
-                                do_panel, k_place, k_row, v_place, v_row,
+                                do_panel, k_place, k_row, v_place, v_row, careful,
                             )  # fmt: skip
                             gradient_tile(changes.pointers.gradient, tile)
                             if bias.places.shape[0]:
                                 add_to_bias(bias, shape, scratch, b, h, i, ni, j0, lanes)
-                            row, size = find_rows_at(
-                                widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
-                            )
-                            load_pairs(row, size * itemsize, ni, columns_v, itemsize, do_pairs)
-                            row, size = find_rows_at(
-                                widen, q, b, h, i, ni, shape.d, columns, scratch.q_wide
-                            )
-                            load_pairs(row, size * itemsize, ni, columns, itemsize, q_pairs)
                             begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
                             cells = begin * lanes * itemsize
                             p, ds = first_address(scratch.p), first_address(scratch.ds)
@@ -183,7 +193,7 @@ def backward_dkdv(
                             weighted = (
                                 one, changes.pointers.product, p + cells, lanes, 1, nk, ni, 0,
                                 first_address(do_pairs), ni * width, columns_v, itemsize, target,
-                                width, pair, changes.careful, scratch.seen, packed,
+                                width, pair, careful_do, scratch.seen, packed,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if changes.slope.code.shape[0]:
@@ -192,7 +202,7 @@ def backward_dkdv(
                             weighted = (
                                 one, changes.pointers.product, ds + cells, lanes, 1, nk, ni, 0,
                                 first_address(q_pairs), ni * width, columns, itemsize, target,
-                                width, pair, changes.careful, scratch.seen, packed,
+                                width, pair, careful_q, scratch.seen, packed,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if adds_dq:
@@ -201,7 +211,7 @@ def backward_dkdv(
                                 weighted = (
                                     one, changes.pointers.product, ds + cells, 1, lanes, ni, nk,
                                     begin % DEPTH, pairs, pair, columns, itemsize,
-                                    row_address(dq, b, h, i), dq.row, 0, changes.careful,
+                                    row_address(dq, b, h, i), dq.row, 0, careful_k,
                                     scratch.seen, packed,
                                 )  # fmt: skip
                                 accumulate(changes.pointers.accumulate, weighted)
@@ -291,7 +301,9 @@ def backward_dq(
                 v_place, v_row = find_rows_at(
                     widen, v, b, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
                 )
-                load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
+                careful = changes.may_mask & load_pairs(
+                    k_place, k_row * itemsize, nj, columns, itemsize, k_pairs
+                )
                 for i in range(i0, end_i, changes.panel):
                     ni = min(changes.panel, end_i - i)
                     lanes = padded(ni, vector)
@@ -299,12 +311,14 @@ def backward_dq(
                     ri, rf = scratch.tile_ri, scratch.tile_rf
                     if class_of_tile(changes, scratch.symbols, ni, nj, edges, ri, rf) == EMPTY:
                         continue
+                    if careful:
+                        include_all(edges, nj)
                     load_row_statistics(shape, lse, delta, b, h, i, ni, lanes, scratch)
                     tile = (
                         shape, changes, scratch, b, h, i, ni, j0, nj, lanes,
                         first_address(q_panel) + (i - i0) * shape.d * itemsize,
                         first_address(do_panel) + (i - i0) * shape.d_v * itemsize,
-                        k_place, k_row, v_place, v_row,
+                        k_place, k_row, v_place, v_row, careful,
                     )  # fmt: skip
                     gradient_tile(changes.pointers.gradient, tile)
                     # 6 accumulate dq
@@ -317,7 +331,7 @@ def backward_dq(
                         begin % DEPTH,
                         first_address(k_pairs) + begin * pair_lanes(itemsize) * itemsize, pair,
                         columns, itemsize, first_address(dq_tile) + (i - i0) * columns * itemsize,
-                        columns, 0, changes.careful, scratch.seen, packed,
+                        columns, 0, careful, scratch.seen, packed,
                     )  # fmt: skip
                     accumulate(changes.pointers.accumulate, weighted)
         # 7 scale and store

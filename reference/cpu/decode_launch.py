@@ -69,7 +69,7 @@ def decode(
     out_made = layout.result(out, scratch)
     lse_made = layout.result(lse[..., None], scratch)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
-    changes = changes_of(layout, programs, pointers, careful=False)
+    changes = changes_of(layout, programs, pointers)
     cache = cache_of(
         k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales, shared
     )

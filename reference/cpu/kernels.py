@@ -27,7 +27,6 @@ from .layout import Problem, Programs
 from .merge import merge
 from .microkernel import product
 from .narrow import narrow_rows
-from .nonfinite import count_nonfinite
 from .program import run
 from .quantize import quantize
 from .tile import (
@@ -46,7 +45,7 @@ _OF_INTEGERS = (*_CLASSES, checksum)
 _BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, sum_bias_parts, combine,
-    product, accumulate_product, count_nonfinite, run, score_by_program, add_bias, mask_by_program,
+    product, accumulate_product, run, score_by_program, add_bias, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
     narrow_rows,
     *_OF_INTEGERS, *_BY_TILES,
@@ -95,10 +94,7 @@ def made_ready(
     """Compile what is missing; return the addresses of the kernels that others call."""
     number = problem.accumulator
     called = {**_products(number, kind), **called}
-    own = [(kernel, number) for kernel in kernels]
-    if programs.may_mask:
-        own.append((count_nonfinite, number))
-    prepare([*called.values(), *own])
+    prepare([*called.values(), *((kernel, number) for kernel in kernels)])
     return pointers_to(called)
 
 

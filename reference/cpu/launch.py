@@ -41,20 +41,14 @@ def sinks_of(layout: Layout, sink: Array | None) -> Array:
     return np.ascontiguousarray(sink.astype(layout.number))
 
 
-def changes_of(
-    layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool
-) -> Changes:
+def changes_of(layout: Layout, programs: Programs, pointers: FunctionPointers) -> Changes:
     """Return what happens to scores, for kernels at these addresses."""
     ranges = layout.key_ranges(programs.ranges)
     uses_tiles = pointers.product != pointers.fallback
     # What works on whole rows of a tile costs least for long ones.
-    whole_rows = (
-        careful
-        or layout.problem.dropout
-        or any(
-            len(program.code) > program.once_per_tile
-            for program in (programs.score, programs.slope, programs.mask)
-        )
+    whole_rows = layout.problem.dropout or any(
+        len(program.code) > program.once_per_tile
+        for program in (programs.score, programs.slope, programs.mask)
     )
     block = round_up(layout.block_q, layout.lanes)
     return Changes(
@@ -64,7 +58,7 @@ def changes_of(
         programs.tile,
         ranges,
         pointers,
-        int(careful),
+        int(programs.may_mask),
         block if whole_rows else min(block, TILE_PANEL if uses_tiles else PANEL),
     )
 
@@ -100,8 +94,7 @@ def forward(
     assert not resumes or layout.readable(out, whole_vectors=False)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
-    careful = layout.careful(programs, pointers.widen, [(v_read, v_rows, layout.len_k)])
-    changes = changes_of(layout, programs, pointers, careful)
+    changes = changes_of(layout, programs, pointers)
     sinks, sizes = sinks_of(layout, sink), tile_sizes(layout.shape, changes)
     work = layout.blocks(block_q, last_first=True)
     visited = np.zeros(len(work) * problem.heads, np.int64)
@@ -204,16 +197,7 @@ def backward(
     if dsink is not None:
         dsink[...] = dsinks.reshape(layout.batch, heads).sum(axis=0, dtype=accumulator)
 
-    careful = layout.careful(
-        programs,
-        pointers.widen,
-        [
-            (q_read, q_rows, layout.len_q),
-            (do_read, do_rows, layout.len_q),
-            (k_read, k_rows, layout.len_k),
-        ],
-    )
-    changes = changes_of(layout, programs, pointers, careful)
+    changes = changes_of(layout, programs, pointers)
     qt_memory, qt = layout.panels(problem.d, scratch)
     dot_memory, dot = layout.panels(problem.d_v, scratch)
     wide_rows = lanes_of_pair(itemsize) if pointers.widen else 0

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from . import philox
 from .arguments import NO_RANGES, KeyRanges, Shape
-from .calls import Bound
 from .jit import address
 from .memory import Rows
 from .microkernel import round_up, vector_lanes
-from .nonfinite import count_nonfinite
 from .packing import lanes_of_pair
 from .program import Program
-from .threads import parallel
 from .widen import BFLOAT16, NATIVE, kind_of
 
 Array = np.ndarray[Any, Any]
@@ -352,33 +349,6 @@ class Layout:
         entries, heads = ends[0].shape[:2]
         batch = np.arange(self.batch, dtype=np.int64) * (heads * queries if entries > 1 else 0)
         return KeyRanges(low, high, batch, queries if heads > 1 else 0)
-
-    def _wide_rows(self, count: int, columns: int) -> tuple[Array, ...]:
-        return tuple(np.empty((count, columns), self.number))
-
-    def careful(
-        self, programs: Programs, widen: int, arrays: list[tuple[Array, Rows, Array]]
-    ) -> bool:
-        """Whether masked pairs could meet NaN or infinity in one of the arrays.
-
-        `widen` is the address of `widen_rows`, which is read if they are 16-bit floats.
-        """
-        if not programs.may_mask:
-            return False
-        for array, rows, lengths in arrays:
-            found = np.zeros(self.batch * array.shape[-3], self.number)
-            heads, columns = array.shape[-3], array.shape[-1]
-            counted = widen, heads, lengths, rows, columns, found
-            count = Bound(
-                count_nonfinite,
-                self.number,
-                *counted,
-                scratch=partial(self._wide_rows, 1, columns if rows.kind else 0),
-            )
-            parallel(count, found.size, array)
-            if found.any():
-                return True
-        return False
 
 
 def finish(target: Array, computed: Array) -> None:

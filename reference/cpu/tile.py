@@ -98,10 +98,7 @@ def class_of_tile(changes, symbols, ni, nj, edges, ri, rf):
         edges[FIRST] = edges[WHOLE_FIRST] = 0
         edges[LAST] = edges[WHOLE_LAST] = nj
         return FULL
-    found = _classify(changes.pointers.classify, (changes, symbols, ni, nj, edges, ri, rf))
-    if changes.careful:  # every pair is looked at
-        edges[FIRST], edges[LAST] = 0, nj
-    return found
+    return _classify(changes.pointers.classify, (changes, symbols, ni, nj, edges, ri, rf))
 
 
 @takes(
@@ -204,6 +201,12 @@ def look_at_all(edges, nj):
     """Make all of a tile's keys such that not all queries see them."""
     edges[FIRST] = 0
     edges[WHOLE_FIRST] = edges[WHOLE_LAST] = edges[LAST] = nj
+
+
+@helper
+def include_all(edges, nj):
+    """Make all of a tile's keys such that a query may see them."""
+    edges[FIRST], edges[LAST] = 0, nj
 
 
 @helper
