@@ -11,9 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash.reference.cpu.program import OPCODES, SYMBOLS, TABLE_WORDS, Program, describe_table
+from cupyflash.reference.cpu.program import (
+    OPCODES,
+    SCORE_ITSELF,
+    SYMBOLS,
+    TABLE_WORDS,
+    Program,
+    describe_table,
+)
 
 from .nodes import Expr, walk
+from .strided import strided_bias
 
 _PER_LANE = ("i", "score")
 _PER_KEY = ("j", "score")
@@ -73,22 +81,30 @@ def lower(root: Expr) -> Program:
 def lowered(root: Expr) -> tuple[Program, list[Any]]:
     """Return the program of a bound expression, and the arrays of its tables, in their order."""
     state = _Lowering()
+    bias = strided_bias(root)
+    if bias is not None:
+        root = bias.score
+    is_itself = bias is not None and root.op == "symbol" and root.value == "score"
     known: dict[Expr, tuple[int, bool, bool]] = {}
-    for node in walk(root):
+    for node in walk(*(() if is_itself else (root,)), *(() if bias is None else bias.indices)):
         known[node] = _emit(state, node, [known[arg] for arg in node.args])
-    kind = _kind(root)
-    result = state.spread(kind, known[root])
+    result = SCORE_ITSELF if is_itself else state.spread(_kind(root), known[root])[0]
+    words = []
+    if bias is not None:
+        words = [state.table(bias.array), len(state.operands), bias.query_step, bias.key_step]
+        state.operands += [known[index][0] for index in bias.indices]
     first, second = state.code[False], state.code[True]
     program = Program(
         code=np.array(first + second, np.int64).reshape(-1, 6),
         once_per_tile=len(first),
-        result=result[0],
+        result=result,
         int_registers=state.registers["int"],
         float_registers=state.registers["float"],
         operands=np.array(state.operands, np.int64),
         ints=np.array(state.ints, np.int64),
         floats=np.array(state.floats, np.float64),
         tables=np.array(state.tables, np.int64).reshape(-1, TABLE_WORDS),
+        bias=np.array(words, np.int64),
     )
     return program, state.arrays
 

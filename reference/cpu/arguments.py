@@ -63,6 +63,7 @@ class FunctionPointers(NamedTuple):
     run_number: int  # programs with registers of the accumulator's type: score changes
     classify: int
     score: int
+    bias: int
     mask: int
     dropout: int
     gradient: int
@@ -77,7 +78,7 @@ class Changes(NamedTuple):
     tile: Program
     ranges: KeyRanges  # replace mask and tile, if the mask has ranges
     pointers: FunctionPointers
-    careful: int  # 1 if an operand holds NaN or infinity: masked pairs must not meet it
+    may_mask: int  # 1 if pairs can be left out: these must not meet NaN or infinity
     panel: int  # queries of a block that are worked on at once, at most
 
 
@@ -116,7 +117,7 @@ class TileSizes(NamedTuple):
     lanes_per_vector: int
     panel: int
     drops: bool
-    careful: bool
+    may_mask: bool
     widens: bool
     uses_tiles: bool  # of bfloat16
     changes_slope: bool
@@ -138,7 +139,7 @@ def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
         shape.lanes_per_vector,
         changes.panel,
         shape.drop_below > 0,
-        bool(changes.careful),
+        bool(changes.may_mask),
         bool(changes.pointers.widen),
         changes.pointers.product != changes.pointers.fallback,
         len(changes.slope.code) > 0,

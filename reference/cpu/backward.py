@@ -13,6 +13,7 @@ from __future__ import annotations
 from .accumulate import accumulate
 from .amx_memory import DEPTH
 from .arguments import CHANGES, shape_of
+from .bias_gradient import add_to_bias, bias_sums_of
 from .gradient_tile import (
     apply_dscore,
     gradient_scratch_of,
@@ -24,7 +25,7 @@ from .memory import ROWS, first_address, load, row_address, store
 from .microkernel import padded
 from .narrow import write_narrow
 from .packing import load_pairs, load_transposed, pair_lanes, store_pairs
-from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
+from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile, include_all
 from .widen import BFLOAT16, find_rows_at
 
 
@@ -62,13 +63,15 @@ def store_rows(narrow, tile, count, columns, itemsize, factor, rows, place, widt
 
 
 @takes(
-    lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
-    + (INT, ROWS, ROWS, ROWS, INTS, gradient_scratch_of(number)) + (vector(number),) * 5
+    lambda number: (INT, INT, INTS, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
+    + (INT, ROWS, ROWS, ROWS, bias_sums_of(number), INTS, gradient_scratch_of(number))
+    + (vector(number),) * 5
 )  # fmt: skip
 @kernel
 def backward_dkdv(
     first,
     last,
+    runs,
     work,
     members,
     shape,
@@ -85,6 +88,7 @@ def backward_dkdv(
     dq,
     dk,
     dv,
+    bias,
     visited,
     scratch,
     k_pairs,
@@ -95,32 +99,31 @@ def backward_dkdv(
 ):
     """Compute dk and dv of the work items from `first` to `last`.
 
-    Item n has the blocks of keys from ``work[n // heads_kv, 2]`` to before
-    ``work[n // heads_kv, 3]`` of key-value head ``n % heads_kv``; the batch entries that share
-    these keys are ``members[work[n // heads_kv, 0] : work[n // heads_kv, 1]]``. `qt` and `dot` are
-    panels of q and do. The sum runs over those entries, the group's heads and the query blocks, in
-    that order. With `adds_dq`, an item adds what its blocks give to the rows of `dq`; that of the
-    first block begins them, and that of the last one scales them.
+    Item n is the rows ``runs[n] : runs[n + 1]`` of `work`, in order. Row m has the blocks of keys
+    from ``work[m, 3]`` to before ``work[m, 4]`` of key-value head ``work[m, 2]``; the batch entries
+    that share these keys are ``members[work[m, 0] : work[m, 1]]``. `qt` and `dot` are panels of q
+    and do. The sum runs over those entries, the group's heads and the query blocks, in that order.
+    With `adds_dq`, a row adds what its blocks give to the rows of `dq`; that of the first block
+    begins them, and that of the last one scales them. The gradient of a bias is added to the sums
+    `bias`.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
-    heads_kv = shape.heads // shape.group
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
     packed = first_address(scratch.packed)
-    for item in range(first, last):
-        place = item // heads_kv
-        h_kv = item % heads_kv
+    for place in range(runs[first], runs[last]):
+        h_kv = work[place, 2]
         keys = members[work[place, 0]]
         len_k = shape.len_k[keys]
         begin_head, end_head = h_kv * shape.group, (h_kv + 1) * shape.group
-        if adds_dq and work[place, 2] == 0:
+        if adds_dq and work[place, 3] == 0:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
                 for h in range(begin_head, end_head):
                     clear_rows(dq, b, h, shape.len_q[b], columns, itemsize, zero)
         count = 0
-        for block in range(work[place, 2], work[place, 3]):
+        for block in range(work[place, 3], work[place, 4]):
             j0 = block * shape.block_kv
             nj = min(shape.block_kv, len_k - j0)
             pair = nj * width
@@ -130,8 +133,11 @@ def backward_dkdv(
             v_place, v_row = find_rows_at(
                 widen, v, keys, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
             )
+            careful_k = 0
             if adds_dq:
-                load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
+                careful_k = changes.may_mask & load_pairs(
+                    k_place, k_row * itemsize, nj, columns, itemsize, k_pairs
+                )
             for n in range((columns + width - 1) // width * pair):
                 dk_tile[n] = zero
             for n in range((columns_v + width - 1) // width * pair):
@@ -157,19 +163,28 @@ def backward_dkdv(
                             do_panel = row_address(dot, b, h, i0 // shape.block_q)
                             q_panel += (i - i0) * shape.d * itemsize
                             do_panel += (i - i0) * shape.d_v * itemsize
-                            tile = (
-                                shape, changes, scratch, b, h, i, ni, j0, nj, lanes, q_panel,
-                                do_panel, k_place, k_row, v_place, v_row,
-                            )  # fmt: skip
-                            gradient_tile(changes.pointers.gradient, tile)
                             row, size = find_rows_at(
                                 widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                             )
-                            load_pairs(row, size * itemsize, ni, columns_v, itemsize, do_pairs)
+                            careful_do = changes.may_mask & load_pairs(
+                                row, size * itemsize, ni, columns_v, itemsize, do_pairs
+                            )
                             row, size = find_rows_at(
                                 widen, q, b, h, i, ni, shape.d, columns, scratch.q_wide
                             )
-                            load_pairs(row, size * itemsize, ni, columns, itemsize, q_pairs)
+                            careful_q = changes.may_mask & load_pairs(
+                                row, size * itemsize, ni, columns, itemsize, q_pairs
+                            )
+                            careful = careful_do | careful_q | careful_k
+                            if careful:
+                                include_all(edges, nj)
+                            tile = (
+                                shape, changes, scratch, b, h, i, ni, j0, nj, lanes, q_panel,
+                                do_panel, k_place, k_row, v_place, v_row, careful,
+                            )  # fmt: skip
+                            gradient_tile(changes.pointers.gradient, tile)
+                            if bias.places.shape[0]:
+                                add_to_bias(bias, shape, scratch, b, h, i, ni, j0, lanes)
                             begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
                             cells = begin * lanes * itemsize
                             p, ds = first_address(scratch.p), first_address(scratch.ds)
@@ -178,7 +193,7 @@ def backward_dkdv(
                             weighted = (
                                 one, changes.pointers.product, p + cells, lanes, 1, nk, ni, 0,
                                 first_address(do_pairs), ni * width, columns_v, itemsize, target,
-                                width, pair, changes.careful, scratch.seen, packed,
+                                width, pair, careful_do, scratch.seen, packed,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if changes.slope.code.shape[0]:
@@ -187,7 +202,7 @@ def backward_dkdv(
                             weighted = (
                                 one, changes.pointers.product, ds + cells, lanes, 1, nk, ni, 0,
                                 first_address(q_pairs), ni * width, columns, itemsize, target,
-                                width, pair, changes.careful, scratch.seen, packed,
+                                width, pair, careful_q, scratch.seen, packed,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if adds_dq:
@@ -196,7 +211,7 @@ def backward_dkdv(
                                 weighted = (
                                     one, changes.pointers.product, ds + cells, 1, lanes, ni, nk,
                                     begin % DEPTH, pairs, pair, columns, itemsize,
-                                    row_address(dq, b, h, i), dq.row, 0, changes.careful,
+                                    row_address(dq, b, h, i), dq.row, 0, careful_k,
                                     scratch.seen, packed,
                                 )  # fmt: skip
                                 accumulate(changes.pointers.accumulate, weighted)
@@ -209,12 +224,12 @@ def backward_dkdv(
             )
             target, wide = row_address(dv, keys, h_kv, j0), scratch.v_wide
             store_rows(narrow, dv_tile, nj, shape.d_v, itemsize, one, dv, target, columns_v, wide)
-        if adds_dq and work[place, 3] * shape.block_kv >= len_k:
+        if adds_dq and work[place, 4] * shape.block_kv >= len_k:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
                 for h in range(begin_head, end_head):
                     scale_rows(dq, b, h, shape.len_q[b], columns, itemsize, shape.scale)
-        visited[item] += count
+        visited[place] = count
 
 
 @takes(
@@ -286,7 +301,9 @@ def backward_dq(
                 v_place, v_row = find_rows_at(
                     widen, v, b, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
                 )
-                load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
+                careful = changes.may_mask & load_pairs(
+                    k_place, k_row * itemsize, nj, columns, itemsize, k_pairs
+                )
                 for i in range(i0, end_i, changes.panel):
                     ni = min(changes.panel, end_i - i)
                     lanes = padded(ni, vector)
@@ -294,12 +311,14 @@ def backward_dq(
                     ri, rf = scratch.tile_ri, scratch.tile_rf
                     if class_of_tile(changes, scratch.symbols, ni, nj, edges, ri, rf) == EMPTY:
                         continue
+                    if careful:
+                        include_all(edges, nj)
                     load_row_statistics(shape, lse, delta, b, h, i, ni, lanes, scratch)
                     tile = (
                         shape, changes, scratch, b, h, i, ni, j0, nj, lanes,
                         first_address(q_panel) + (i - i0) * shape.d * itemsize,
                         first_address(do_panel) + (i - i0) * shape.d_v * itemsize,
-                        k_place, k_row, v_place, v_row,
+                        k_place, k_row, v_place, v_row, careful,
                     )  # fmt: skip
                     gradient_tile(changes.pointers.gradient, tile)
                     # 6 accumulate dq
@@ -312,7 +331,7 @@ def backward_dq(
                         begin % DEPTH,
                         first_address(k_pairs) + begin * pair_lanes(itemsize) * itemsize, pair,
                         columns, itemsize, first_address(dq_tile) + (i - i0) * columns * itemsize,
-                        columns, 0, changes.careful, scratch.seen, packed,
+                        columns, 0, careful, scratch.seen, packed,
                     )  # fmt: skip
                     accumulate(changes.pointers.accumulate, weighted)
         # 7 scale and store

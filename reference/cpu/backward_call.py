@@ -5,18 +5,19 @@ Memory grows with L, never with L squared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .arguments import Changes, tile_sizes
+from .arguments import tile_sizes
 from .backward import backward_dkdv, backward_dq
-from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .backward_panels import backward_panels
-from .backward_work import is_one_pass_faster, key_blocks
+from .backward_work import bias_parts, is_one_pass_faster, key_blocks
+from .bias_gradient import no_bias_sums, sum_bias_parts
 from .calls import Bound
 from .float_modes import own_arithmetic
 from .gradient_tile import gradient_scratch
@@ -25,9 +26,9 @@ from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .memory import ROWS, aligned
 from .microkernel import round_up
-from .operands import Operand, Result
+from .operands import Operand, Result, store
 from .packing import lanes_of_pair, size_of_pairs
-from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, signed, sinks_of
+from .prepared import BYTES_PER_SECOND, changes_of, packed_shape, seconds, signed, sinks_of
 from .structs import Packed
 from .thread_limits import num_threads
 from .threads import parallel
@@ -64,14 +65,13 @@ class BackwardCall:
         scratch = Scratch(workspace)
         self._problem, self._programs = problem, programs
         self._layout = layout = Layout(problem, block_q, block_kv)
-        self._steps: dict[bool, list[Step]] = {}  # by whether they have to be careful
         self._visited: list[Array] = []
         self.nbytes = 0
         if not layout.batch:
             return
         kernels = [backward_delta, backward_panels, backward_dkdv]
         if dbias is not None:
-            kernels.append(backward_bias)
+            kernels.append(sum_bias_parts)
         kind = kind_of(q.dtype)
         called = called_kernels(problem, programs, True, kind)
         self._pointers = pointers = made_ready(problem, programs, called, kind, *kernels)
@@ -94,10 +94,6 @@ class BackwardCall:
         self._sinks = sinks_of(layout, sink)
         self._dsinks = np.zeros(layout.batch * problem.heads, layout.number)
         self._ranges = layout.key_ranges(programs.ranges)
-        self._search = NonfiniteSearch(
-            layout, programs, pointers.widen,
-            [(self._q, layout.len_q), (self._do, layout.len_q), (self._k, layout.len_k)],
-        )  # fmt: skip
         panels = [layout.panels(depth, scratch) for depth in (problem.d, problem.d_v)]
         self._qt, self._dot = (Packed(ROWS, rows) for _, rows in panels)
         self._held: list[object] = [delta, panels]
@@ -118,15 +114,20 @@ class BackwardCall:
         )
         self._q_lead = () if problem.packed else q.shape[:-3]
         self._groups = layout.groups(self._kv_lead)
-        kv_heads = self._groups[0] * problem.heads_kv
+        kv_groups, members, starts = self._groups
+        self._dbias: _BiasSums | None = None
+        self._parts = np.arange(kv_groups * problem.heads_kv).reshape(kv_groups, problem.heads_kv)
+        if dbias is not None:
+            self._dbias = _BiasSums(layout, self._kv_lead, (members, starts), dbias)
+            self._parts = self._dbias.parts
         self._one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(
-            kv_heads
+            int(self._parts.max(initial=-1)) + 1
         )
         self._dq = Result(layout, dq, scratch, whole_vectors=self._one_pass)
-        self._dbias = None if dbias is None else _BiasSums(layout, dbias)
         self.nbytes = scratch.nbytes
         if self._dbias is not None:
-            self.nbytes += self._dbias.computed.nbytes
+            self.nbytes += self._dbias.nbytes
+        self._steps = self._made_steps()
 
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""
@@ -167,11 +168,9 @@ class BackwardCall:
         if sink is not None:
             self._sinks[...] = sink
         arrays = do, q, k, v, out, lse, dlse, dq, dk, dv, self
-        careful = self._search(arrays)
-        steps = self._steps.get(careful)
-        if steps is None:
-            steps = self._steps[careful] = self._made_steps(careful)
-        for step in steps:
+        if self._dbias is not None:
+            self._dbias.clear()
+        for step in self._steps:
             step(arrays)
         if dsink is not None:
             self._finish_sink(dsink)
@@ -194,7 +193,7 @@ class BackwardCall:
         for computed, target in zip(self._sums, targets, strict=True):
             target[...] = _summed_to(computed, target.shape).astype(target.dtype)
 
-    def _made_steps(self, careful: bool) -> list[Step]:
+    def _made_steps(self) -> list[Step]:
         """Return what computes the gradients, in its order."""
         problem, layout, pointers = self._problem, self._layout, self._pointers
         number, itemsize, heads = layout.number, layout.itemsize, problem.heads
@@ -225,7 +224,7 @@ class BackwardCall:
             self._dsinks.size,
             0.02,
         )
-        changes = changes_of(layout, self._programs, pointers, careful, self._ranges)
+        changes = changes_of(layout, self._programs, pointers, self._ranges)
         wide_rows = lanes_of_pair(itemsize) if pointers.widen else 0
         add(
             Bound(
@@ -256,15 +255,16 @@ class BackwardCall:
             return scratch, *aligned((of_keys[0], *counts), number)
 
         self._visited = []
-        lists = list(key_blocks(layout, starts, counts, self._one_pass))
-        for each in lists:
-            visited = np.zeros(len(each) * problem.heads_kv, np.int64)
+        lists = list(key_blocks(layout, starts, counts, self._parts, self._one_pass))
+        bias_sums = no_bias_sums(number) if self._dbias is None else self._dbias.sums
+        for runs in lists:
+            visited = np.zeros(len(runs.rows), np.int64)
             self._visited.append(visited)
             add(
                 Bound(
                     backward_dkdv,
                     number,
-                    each,
+                    *runs,
                     members,
                     self.shape,
                     changes,
@@ -280,11 +280,12 @@ class BackwardCall:
                     self._dq.rows,
                     self._dk.rows,
                     self._dv.rows,
+                    bias_sums,
                     visited,
                     scratch=lambda: tiles(*of_keys, *of_queries),
                     sizes=sizes,
                 ),
-                visited.size,
+                len(runs.starts) - 1,
                 1 / len(lists),
             )
         if not self._one_pass:
@@ -314,65 +315,41 @@ class BackwardCall:
                 len(q_work) * heads,
                 0.6,
             )
-        if self._dbias is not None:
-            rows = self._k.rows, self._v.rows, self._lse.rows, self._delta, self._qt, self._dot
-            bound, items = self._dbias.kernel(self.shape, changes, rows)
-            if items:
-                steps.append(self._dbias.clear)
-                add(bound, items, 0.6)
         return steps
 
 
 class _BiasSums:
-    """The gradient of a bias, in the accumulator's type."""
+    """The gradient of a bias: sums of parts of the work, which are added up in their order."""
 
-    def __init__(self, layout: Layout, dbias: Array) -> None:
-        self._layout = layout
+    def __init__(
+        self, layout: Layout, kv_lead: tuple[int, ...], groups: tuple[Array, Array], dbias: Array
+    ) -> None:
         shape = (1,) * (3 - dbias.ndim) + dbias.shape
-        lead, self._sizes = shape[:-3], shape[-3:]
-        self._groups, self._members, self._starts = layout.groups(lead)
-        if layout.problem.packed:
-            shared = not lead or lead == (1,)
-            self._groups = 1 if shared else layout.batch
-            self._starts = np.arange(self._groups, dtype=np.int64)
-            self._members = np.arange(layout.batch, dtype=np.int64)
-        self.computed = np.zeros((self._groups, *self._sizes), layout.number)
-
-    def kernel(self, shape: Packed, changes: Changes, rows: tuple[Packed, ...]) -> tuple[Any, int]:
-        """Return the kernel with its arguments, and the number of its items."""
-        layout, (heads, queries, keys) = self._layout, self._sizes
-        if not self._groups:
-            return None, 0
-        ends = np.append(self._starts[1:], layout.batch)
-        q_blocks, kv_blocks = -(-queries // layout.block_q), -(-keys // layout.block_kv)
-        entry, head, q_block, kv_block = (
-            axis.reshape(-1) for axis in np.indices((self._groups, heads, q_blocks, kv_blocks))
-        )
-        work = np.stack([self._starts[entry], ends[entry], entry, head, q_block, kv_block], axis=1)
-        work = np.ascontiguousarray(work, np.int64)
-        sizes = tile_sizes(layout.shape, changes)
-        bound = Bound(
-            backward_bias,
+        entries, axes = math.prod(shape[:-3]), shape[-3:]
+        made = bias_parts(layout, kv_lead, groups, shape)
+        self.parts, self.sums = made.parts, made.sums
+        self._whole = np.empty((entries, *axes), layout.number)
+        self._items = entries * axes[0] * made.columns
+        self._add_up = Bound(
+            sum_bias_parts,
             layout.number,
-            work,
-            self._members,
-            shape,
-            changes,
-            *rows,
-            self.computed,
-            scratch=lambda: (gradient_scratch(sizes, layout.number),),
-            sizes=sizes,
+            made.columns,
+            made.starts,
+            made.slots,
+            layout.block_q,
+            made.sums,
+            self._whole,
         )
-        return bound, len(work)
+        self.nbytes = made.sums.sums.nbytes + self._whole.nbytes
 
-    def clear(self, _: object) -> None:
+    def clear(self) -> None:
         """Begin with 0."""
-        self.computed[...] = 0
+        self.sums.sums[...] = 0
 
-    @own_arithmetic
     def finish(self, dbias: Array) -> None:
-        """Write the gradient."""
-        dbias[...] = self.computed.reshape(dbias.shape).astype(dbias.dtype)
+        """Write the gradient, rounded to its type."""
+        parallel(self._add_up, self._items, self, self.nbytes / BYTES_PER_SECOND)
+        store(self._whole.reshape(dbias.shape), dbias)
 
 
 def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:

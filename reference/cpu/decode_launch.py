@@ -82,7 +82,7 @@ class DecodeCall:
         self._sinks = sinks_of(layout, sink)
         self.shape = packed_shape(layout)
         self._ranges = layout.key_ranges(programs.ranges)
-        changes = changes_of(layout, programs, pointers_to(called), False, self._ranges)
+        changes = changes_of(layout, programs, pointers_to(called), self._ranges)
         if programs.ranges is not None:
             shape = programs.ranges[0].shape
             self._range_views = [x.reshape(shape) for x in (self._ranges.low, self._ranges.high)]

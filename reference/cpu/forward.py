@@ -35,6 +35,7 @@ from .tile import (
     class_of_tile,
     describe_tile,
     dropout_factors,
+    include_all,
     look_at_all,
     make_registers,
     note_seen,
@@ -105,7 +106,7 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
         wide_rows,
         packed,
         np.empty((4, panel if sizes.drops else 0), np.uint32),
-        np.empty(cells if sizes.careful else 0, np.bool_),
+        np.empty(cells if sizes.may_mask else 0, np.bool_),
         acc,
         m,
         m_new,
@@ -166,7 +167,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
             )  # fmt: skip
         for j0 in range(0, shape.len_k[b], shape.block_kv):
             nj = min(shape.block_kv, shape.len_k[b] - j0)
-            is_visited = k_place = k_row = 0
+            is_visited = k_place = k_row = careful = 0
             for p0 in range(0, ni, changes.panel):
                 n = min(changes.panel, ni - p0)
                 lanes = padded(n, vector)
@@ -176,9 +177,13 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                     continue
                 if not is_visited:
                     row, size = find_rows_at(widen, v, b, h_kv, j0, nj, shape.d_v, columns, wide)
-                    load_pairs(row, size * itemsize, nj, columns, itemsize, scratch.v_pairs)
+                    careful = changes.may_mask & load_pairs(
+                        row, size * itemsize, nj, columns, itemsize, scratch.v_pairs
+                    )
                     k_place, k_row = find_rows_at(widen, k, b, h_kv, j0, nj, shape.d, width, wide)
                 is_visited = 1
+                if careful:
+                    include_all(edges, nj)
                 begin, end = edges[FIRST], edges[LAST]
                 m, l, acc = scratch.m[p0:], scratch.l[p0:], scratch.acc[p0 * columns :]
                 qt = first_address(scratch.qt) + p0 * shape.d * itemsize
@@ -206,7 +211,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                     apply_score(changes.pointers, score, symbols, n, edges, lanes, s, s, ri, rf)
                 # 4 mask
                 apply_mask(changes, symbols, n, edges, lanes, s, scratch.mask_ri, scratch.mask_rf)
-                if changes.careful:
+                if careful:
                     note_seen(s, seen, nj * lanes)
                 # 5 row max
                 if is_changed:
@@ -225,7 +230,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                     one, changes.pointers.product, first_address(s) + begin * lanes * itemsize, 1,
                     lanes, n, end - begin, begin % DEPTH,
                     first_address(scratch.v_pairs) + begin * pair * itemsize, nj * pair, columns,
-                    itemsize, first_address(acc), columns, 0, changes.careful, seen, packed,
+                    itemsize, first_address(acc), columns, 0, careful, seen, packed,
                 )  # fmt: skip
                 accumulate(changes.pointers.accumulate, weighted)
             count += is_visited

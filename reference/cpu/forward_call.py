@@ -14,7 +14,7 @@ from .forward import forward_scratch
 from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .operands import Operand, Result
-from .prepared import NonfiniteSearch, changes_of, packed_shape, seconds, signed, sinks_of
+from .prepared import changes_of, packed_shape, seconds, signed, sinks_of
 from .thread_limits import num_threads
 from .threads import parallel
 from .widen import kind_of
@@ -55,7 +55,6 @@ class ForwardCall:
         assert not resumes or layout.readable(out, whole_vectors=False)
         self._resumes, self._sinks = int(resumes), sinks_of(layout, sink)
         self.shape = packed_shape(layout)
-        self._search = NonfiniteSearch(layout, programs, pointers.widen, [(self._v, layout.len_k)])
         self._ranges = layout.key_ranges(programs.ranges)
         if programs.ranges is not None:
             shape = programs.ranges[0].shape
@@ -63,13 +62,13 @@ class ForwardCall:
         self._work = layout.blocks(block_q, last_first=True)
         self._visited = np.zeros(len(self._work) * problem.heads, np.int64)
         self._seconds = seconds(layout.shape, 2, layout.itemsize)
-        self._kernels: dict[bool, Bound] = {}  # by whether it has to be careful
+        self._kernel = self._bound()
         self.nbytes = scratch.nbytes
 
-    def _kernel(self, careful: bool) -> Bound:
+    def _bound(self) -> Bound:
         """Return the kernel with its arguments."""
         layout = self._layout
-        changes = changes_of(layout, self._programs, self._pointers, careful, self._ranges)
+        changes = changes_of(layout, self._programs, self._pointers, self._ranges)
         sizes = tile_sizes(layout.shape, changes)
         return Bound(
             forward_kernel,
@@ -134,11 +133,6 @@ class ForwardCall:
         self._lse.place(lse)
         if sink is not None:
             self._sinks[...] = sink
-        arrays = q, k, v, out, lse, self
-        careful = self._search(arrays)
-        kernel = self._kernels.get(careful)
-        if kernel is None:
-            kernel = self._kernels[careful] = self._kernel(careful)
-        parallel(kernel, self._visited.size, arrays, self._seconds)
+        parallel(self._kernel, self._visited.size, (q, k, v, out, lse, self), self._seconds)
         self._out.finish(out)
         self._lse.finish(lse[..., None])

@@ -94,7 +94,7 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
         z,
         np.empty((4, lanes if sizes.drops else 0), np.uint32),
         slope,
-        np.empty(cells if sizes.careful else 0, np.bool_),
+        np.empty(cells if sizes.may_mask else 0, np.bool_),
         lse,
         delta,
         k_wide,
@@ -162,12 +162,12 @@ def _weigh(typingctx, p, ds, z, row_size, keys, lse, delta, log2_e):
 
 @takes(
     lambda number: (
-        shape_of(number), CHANGES, gradient_scratch_of(number), *(INT,) * 13
+        shape_of(number), CHANGES, gradient_scratch_of(number), *(INT,) * 14
     )
 )  # fmt: skip
 @kernel
 def fill_gradient_tile(
-    shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt, dot, k, k_row, v, v_row
+    shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt, dot, k, k_row, v, v_row, careful
 ):
     """Fill scratch.p with p (after dropout) and scratch.ds with the gradient of the changed scores.
 
@@ -175,7 +175,7 @@ def fill_gradient_tile(
     of the tile's queries and output gradients as `load_transposed` leaves them; `k` and `v` are
     those of its keys and values, whose rows begin `k_row` and `v_row` elements apart. Where scores
     are changed, scratch.slope is their derivative: the gradient of the scores themselves is
-    ds * slope.
+    ds * slope. With `careful`, scratch.seen says which pairs take part.
     """
     itemsize, pair = shape.itemsize, pair_lanes(shape.itemsize)
     p, ds, symbols, edges = scratch.p, scratch.ds, scratch.symbols, scratch.edges
@@ -199,7 +199,7 @@ def fill_gradient_tile(
         apply_score(changes.pointers, changes.score, symbols, ni, edges, lanes, p, p, ri, rf)
     # 4 mask
     apply_mask(changes, symbols, ni, edges, lanes, p, scratch.mask_ri, scratch.mask_rf)
-    if changes.careful:
+    if careful:
         note_seen(p, scratch.seen, nj * lanes)
     # 5 probabilities and the gradient of the output's weights
     dp = (

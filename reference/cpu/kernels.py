@@ -12,9 +12,10 @@ from .amx import NONE, tile_unit
 from .amx_product import UNITS
 from .arguments import FunctionPointers
 from .backward import backward_dkdv, backward_dq
-from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .backward_panels import backward_panels
+from .bias import add_bias
+from .bias_gradient import sum_bias_parts
 from .checksum import checksum
 from .combine import combine
 from .decode import decode
@@ -26,7 +27,6 @@ from .layout import Problem, Programs
 from .merge import merge
 from .microkernel import product
 from .narrow import narrow_rows
-from .nonfinite import count_nonfinite
 from .program import run
 from .quantize import quantize
 from .tile import (
@@ -44,8 +44,8 @@ _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumul
 _OF_INTEGERS = (*_CLASSES, checksum)
 _BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 KERNELS = (
-    forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
-    product, accumulate_product, count_nonfinite, run, score_by_program, mask_by_program,
+    forward, backward_delta, backward_panels, backward_dkdv, backward_dq, sum_bias_parts, combine,
+    product, accumulate_product, run, score_by_program, add_bias, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
     narrow_rows,
     *_OF_INTEGERS, *_BY_TILES,
@@ -70,6 +70,8 @@ def called_kernels(
         called |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
     if len(programs.score.code) or len(programs.slope.code):
         called |= {"run_number": (run, number), "score": (score_by_program, number)}
+    if len(programs.score.bias):
+        called["bias"] = add_bias, number
     if problem.dropout:
         called["dropout"] = draw_dropout, number
     if backward:
@@ -92,10 +94,7 @@ def made_ready(
     """Compile what is missing; return the addresses of the kernels that others call."""
     number = problem.accumulator
     called = {**_products(number, kind), **called}
-    own = [(kernel, number) for kernel in kernels]
-    if programs.may_mask:
-        own.append((count_nonfinite, number))
-    prepare([*called.values(), *own])
+    prepare([*called.values(), *((kernel, number) for kernel in kernels)])
     return pointers_to(called)
 
 

@@ -85,7 +85,7 @@ class Operand:
             return
         missing = self._ndim - array.ndim  # a matrix is one head
         whole = array.reshape((1,) * missing + array.shape) if missing else array
-        _store(whole[self._once], self._copy[..., : self._width])
+        store(whole[self._once], self._copy[..., : self._width])
 
 
 class Result:
@@ -126,10 +126,10 @@ class Result:
     def finish(self, array: Array) -> None:
         """Write to the array what kernels have computed."""
         if self._made is not None:
-            _store(self._made[..., : self._columns], array)
+            store(self._made[..., : self._columns], array)
 
 
 @own_arithmetic
-def _store(source: Array, target: Array) -> None:
+def store(source: Array, target: Array) -> None:
     """Write an array to another one, rounded to its type."""
     target[...] = source.astype(target.dtype, copy=False)

@@ -7,13 +7,17 @@ follows. Here the pairs of all rows lie side by side, and those of the next colu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from .jit import helper
 from .memory import first_address, load, store
 from .microkernel import VECTOR_BYTES, round_up
-from .vectors import INT, Emitter
+from .vectors import INT, Emitter, emit_loop
 
 
 def lanes_of_pair(itemsize: int) -> int:
@@ -29,47 +33,71 @@ def size_of_pairs(rows: int, columns: int, itemsize: int) -> int:
     return rows * round_up(columns, lanes_of_pair(itemsize))
 
 
-@intrinsic
-def _copy_vector(typingctx, source, target, like):
-    def codegen(context, builder, sig, args):
-        emit = Emitter(builder, context.get_value_type(sig.args[2]))
-        emit.store(emit.load(args[0]), args[1])
-        return context.get_dummy_value()
+def _pair_copier(vectors: int) -> Callable[..., Any]:
+    """Make the function that copies some vectors of every row to where its pair lies."""
 
-    return types.void(types.int64, types.int64, like), codegen
+    @intrinsic
+    def copy(typingctx, source, row_size, rows, target, like):
+        """Return 1 if an element is NaN or infinite, else 0."""
+
+        def codegen(context, builder, sig, args):
+            source, row_size, rows, target, _ = args
+            emit = Emitter(builder, context.get_value_type(sig.args[4]))
+
+            def step(j, sums):
+                row = builder.add(source, builder.mul(row_size, j))
+                place = builder.add(target, builder.mul(INT(2 * VECTOR_BYTES), j))
+                updated = []
+                for n, total in enumerate(sums):
+                    offset = INT(n * VECTOR_BYTES)
+                    value = emit.load(builder.add(row, offset))
+                    emit.store(value, builder.add(place, offset))
+                    updated.append(emit.multiply_add(value, emit.zero, total))
+                return updated
+
+            # Finite numbers times 0 add up to 0, and others to NaN.
+            total, *more = emit_loop(builder, rows, [emit.zero] * vectors, step)
+            for other in more:
+                total = builder.fadd(total, other)
+            is_nan = builder.fcmp_unordered("uno", total, total)
+            lanes = builder.bitcast(is_nan, ir.IntType(emit.lanes))
+            return builder.zext(builder.icmp_unsigned("!=", lanes, lanes.type(0)), INT)
+
+        return types.int64(*[types.int64] * 4, like), codegen
+
+    function: Callable[..., Any] = copy
+    return function
+
+
+_copy_pair, _copy_vector = _pair_copier(2), _pair_copier(1)
 
 
 @helper
 def load_pairs(source, row_size, rows, columns, itemsize, target):
-    """Load rows as pairs of vectors, which begin ``rows * pair_lanes(itemsize)`` elements apart."""
+    """Load rows as pairs of vectors, which begin ``rows * pair_lanes(itemsize)`` elements apart.
+
+    Returns whether any element is NaN or infinite, as 1 or 0.
+    """
     like = target.dtype.type(0)
-    size, pair = columns * itemsize, rows * 2 * VECTOR_BYTES
-    for j in range(rows):
-        row, place = source + j * row_size, first_address(target) + j * 2 * VECTOR_BYTES
-        for x in range(0, size - VECTOR_BYTES, 2 * VECTOR_BYTES):
-            _copy_vector(row + x, place, like)
-            _copy_vector(row + x + VECTOR_BYTES, place + VECTOR_BYTES, like)
-            place += pair
-        if size % (2 * VECTOR_BYTES):
-            _copy_vector(row + size - VECTOR_BYTES, place, like)
+    size, place = columns * itemsize, first_address(target)
+    nonfinite = 0
+    for x in range(0, size - VECTOR_BYTES, 2 * VECTOR_BYTES):
+        nonfinite |= _copy_pair(source + x, row_size, rows, place, like)
+        place += rows * 2 * VECTOR_BYTES
+    if size % (2 * VECTOR_BYTES):
+        nonfinite |= _copy_vector(source + size - VECTOR_BYTES, row_size, rows, place, like)
+    return nonfinite
 
 
 @intrinsic
-def _transpose_square(typingctx, source, row_size, target, step, like):
+def transpose_square(typingctx, source, row_size, target, step, like):
     """Write the columns of a square of one vector's length as rows, `step` bytes apart."""
 
     def codegen(context, builder, sig, args):
         source, row_size, target, step, _ = args
         emit = Emitter(builder, context.get_value_type(sig.args[4]))
-        lanes, half = emit.lanes, emit.lanes // 2
-        rows = [emit.load(builder.add(source, builder.mul(row_size, INT(i)))) for i in range(lanes)]
-        low = [n // 2 + n % 2 * lanes for n in range(lanes)]
-        high = [n + half for n in low]
-        # Each round merges rows from both halves. After log2(lanes) of them the square is turned.
-        for _ in range(lanes.bit_length() - 1):
-            pairs = zip(rows[:half], rows[half:], strict=True)
-            rows = [emit.shuffle(a, b, part) for a, b in pairs for part in (low, high)]
-        for d, column in enumerate(rows):
+        places = [builder.add(source, builder.mul(row_size, INT(i))) for i in range(emit.lanes)]
+        for d, column in enumerate(emit.transposed([emit.load(place) for place in places])):
             emit.store(column, builder.add(target, builder.mul(step, INT(d))))
         return context.get_dummy_value()
 
@@ -88,7 +116,7 @@ def load_transposed(source, row_size, count, lanes, depth, itemsize, target, zer
         if i + vector <= count:
             for d in range(0, whole, vector):
                 place = source + i * row_size + d * itemsize
-                _transpose_square(place, row_size, begin + d * step, step, zero)
+                transpose_square(place, row_size, begin + d * step, step, zero)
             first = whole
         for d in range(first, depth):
             for n in range(min(vector, lanes - i)):

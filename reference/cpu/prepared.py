@@ -8,8 +8,6 @@ time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numba
@@ -17,14 +15,9 @@ import numpy as np
 
 from .amx_memory import PANEL as TILE_PANEL
 from .arguments import Changes, FunctionPointers, KeyRanges, Shape, shape_of
-from .calls import Bound
 from .layout import Array, Layout, Programs
 from .microkernel import PANEL, round_up
-from .nonfinite import count_nonfinite
-from .operands import Operand
 from .structs import Packed, Struct
-from .threads import parallel
-from .widen import NATIVE
 
 # What a thread does in a second at least: multiplications and additions, and what a pair of a
 # query and a key takes besides, as so many of them.
@@ -63,16 +56,14 @@ def sinks_of(layout: Layout, sink: Array | None) -> Array:
 
 
 def changes_of(
-    layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool,
-    ranges: KeyRanges,
-) -> Changes:  # fmt: skip
+    layout: Layout, programs: Programs, pointers: FunctionPointers, ranges: KeyRanges
+) -> Changes:
     """Return what happens to scores, for kernels at these addresses."""
     uses_tiles = pointers.product != pointers.fallback
     # What works on whole rows of a tile costs least for long ones.
-    whole_rows = (
-        careful
-        or layout.problem.dropout
-        or any(len(program.code) for program in (programs.score, programs.slope, programs.mask))
+    whole_rows = layout.problem.dropout or any(
+        len(program.code) > program.once_per_tile
+        for program in (programs.score, programs.slope, programs.mask)
     )
     block = round_up(layout.block_q, layout.lanes)
     return Changes(
@@ -82,53 +73,6 @@ def changes_of(
         programs.tile,
         ranges,
         pointers,
-        int(careful),
+        int(programs.may_mask),
         block if whole_rows else min(block, TILE_PANEL if uses_tiles else PANEL),
     )
-
-
-class NonfiniteSearch:
-    """The search for NaN and infinity in arrays, which masked pairs must not meet.
-
-    Parameters
-    ----------
-    layout : Layout
-        The layout of the call.
-    programs : Programs
-        Its programs.
-    widen : int
-        The address of `widen_rows`, which is read if there are 16-bit floats.
-    operands : sequence of (Operand, array)
-        The arrays, and the lengths of their batch entries.
-    """
-
-    def __init__(
-        self, layout: Layout, programs: Programs, widen: int,
-        operands: Sequence[tuple[Operand, Array]],
-    ) -> None:  # fmt: skip
-        self._searches: list[tuple[Bound, Array, float]] = []
-        if not programs.may_mask:
-            return
-        number = layout.number
-        for operand, lengths in operands:
-            heads, columns = operand.heads, operand.columns
-            found = np.zeros(layout.batch * heads, number)
-            wide = columns if operand.kind != NATIVE else 0
-            bound = Bound(
-                count_nonfinite, number, widen, heads, lengths, operand.rows, columns, found,
-                scratch=partial(_row, wide, number),
-            )  # fmt: skip
-            work = heads * columns * float(lengths.sum()) / 1e9
-            self._searches.append((bound, found, work))
-
-    def __call__(self, arrays: object) -> bool:
-        """Return whether there are any in what the operands have now, which `arrays` holds."""
-        for bound, found, work in self._searches:
-            parallel(bound, found.size, arrays, work)
-            if found.any():
-                return True
-        return False
-
-
-def _row(columns: int, number: np.dtype[Any]) -> tuple[Array, ...]:
-    return (np.empty(columns, number),)

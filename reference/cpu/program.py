@@ -22,6 +22,7 @@ from .addresses import address
 from .elementary import exp, power_of_2, sigmoid, tanh
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector, whole_rows
 from .structs import Struct
+from .vectors import emit_widened
 from .waves import FAR, cos, erf, sin
 
 # The groups matter: `run` sends an instruction to its group's function by the group's last member.
@@ -52,6 +53,9 @@ KINDS = tuple(
 )
 
 
+_NONE = np.empty(0, np.int64)
+
+
 class Program(NamedTuple):
     """An expression, lowered. Without instructions it stands for "no mask" or "no score change"."""
 
@@ -64,12 +68,22 @@ class Program(NamedTuple):
     ints: np.ndarray[Any, Any]  # constants, int64
     floats: np.ndarray[Any, Any]  # constants, float64
     tables: np.ndarray[Any, Any]  # (tables, TABLE_WORDS) int64
+    # What is added to the result where it is not -inf, and hides the pair where it is: `BIAS_WORDS`
+    # int64, or none.
+    bias: np.ndarray[Any, Any] = _NONE
 
+
+# A bias is a table's elements at equal strides: the table, the first operand of those that are the
+# indices of a tile's first pair, the bytes from a query to the next one, and those from a key to
+# the next one.
+BIAS_WORDS = 4
+SCORE_ITSELF = -1  # the result of a program that changes nothing but adds a bias
 
 # The type for kernels.
-PROGRAM = Struct(Program, (TABLE, INT, INT, INT, INT, INTS, INTS, vector(types.float64), TABLE))
+PROGRAM = Struct(
+    Program, (TABLE, INT, INT, INT, INT, INTS, INTS, vector(types.float64), TABLE, INTS)
+)
 
-_NONE = np.empty(0, np.int64)
 NO_PROGRAM = PROGRAM.keep(
     Program(
         _NONE.reshape(0, 6),
@@ -105,15 +119,18 @@ def _loader(bits: int, kind: str) -> Callable[..., Any]:
 
     @intrinsic
     def load(typingctx, place):
-        result = types.float64 if kind == "float" else types.int64
+        result = types.float64 if "float" in kind else types.int64
 
         def codegen(context, builder, sig, args):
             floats = {32: ir.FloatType(), 64: ir.DoubleType()}
-            memory = floats[bits] if kind == "float" else ir.IntType(bits)
+            memory = floats.get(bits) if "float" in kind else None
+            memory = memory or ir.IntType(bits)
             value = builder.load(builder.inttoptr(args[0], memory.as_pointer()))
             value.align = 1
-            if kind == "float":
-                return builder.fpext(value, ir.DoubleType()) if bits == 32 else value
+            if bits == 16 and "float" in kind:
+                value = emit_widened(builder, value, kind == "bfloat")
+            if "float" in kind:
+                return value if bits == 64 else builder.fpext(value, ir.DoubleType())
             wide = ir.IntType(64)
             if bits == 64:
                 return value
@@ -127,33 +144,8 @@ def _loader(bits: int, kind: str) -> Callable[..., Any]:
 
 _load_int8, _load_int16, _load_int32, _load_int64 = (_loader(n, "signed") for n in (8, 16, 32, 64))
 _load_uint8, _load_uint16, _load_uint32 = (_loader(n, "unsigned") for n in (8, 16, 32))
-_load_float32, _load_float64 = (_loader(n, "float") for n in (32, 64))
-
-
-@helper
-def half_to_float(bits):
-    """Return the value of a float16, given its 16 bits."""
-    exponent = (bits >> 10) & 31
-    fraction = bits & 1023
-    sign = -1.0 if bits & 32768 else 1.0
-    if exponent == 31:
-        return sign * (math.inf if fraction == 0 else math.nan)
-    if exponent == 0:
-        return sign * fraction * 2.0**-24
-    return sign * math.ldexp(1024.0 + fraction, exponent - 25)
-
-
-@helper
-def bfloat_to_float(bits):
-    """Return the value of a bfloat16, given its 16 bits."""
-    exponent = (bits >> 7) & 255
-    fraction = bits & 127
-    sign = -1.0 if bits & 32768 else 1.0
-    if exponent == 255:
-        return sign * (math.inf if fraction == 0 else math.nan)
-    if exponent == 0:
-        return sign * fraction * 2.0**-133
-    return sign * math.ldexp(128.0 + fraction, exponent - 134)
+_load_float16, _load_float32, _load_float64 = (_loader(n, "float") for n in (16, 32, 64))
+_load_bfloat16 = _loader(16, "bfloat")
 
 
 @helper
@@ -176,14 +168,15 @@ def _load_as_int(place, kind):
 
 
 @helper
-def _load_as_float(place, kind):
+def load_as_float(place, kind):
+    """Return the float64 value of an element at an address."""
     if kind == 10:
         return _load_float32(place)
     if kind == 11:
         return _load_float64(place)
     if kind == 8:
-        return half_to_float(_load_uint16(place))
-    return bfloat_to_float(_load_uint16(place))
+        return _load_float16(place)
+    return _load_bfloat16(place)
 
 
 @helper
@@ -234,7 +227,7 @@ def _range_extremes(table, operands, start, ri, as_float):
                 rest //= length
         if as_float:
             for n in range(inner):
-                value = _load_as_float(place + n * stride, table[1])
+                value = load_as_float(place + n * stride, table[1])
                 if math.isnan(value):
                     return low_int, high_int, math.nan, math.nan
                 low, high = min(low, value), max(high, value)
@@ -443,7 +436,7 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
                 rf[to, l] = _load_float32(places[l])
         else:
             for l in range(n):
-                rf[to, l] = _load_as_float(places[l], table[1])
+                rf[to, l] = load_as_float(places[l], table[1])
     elif op == Op.RANGE_MINIMUM_INT or op == Op.RANGE_MAXIMUM_INT:
         low, high, _, _ = _range_extremes(table, program.operands, b, ri, False)
         ri[to, 0] = low if op == Op.RANGE_MINIMUM_INT else high

@@ -10,8 +10,10 @@ from numba import types
 
 from . import philox
 from .arguments import CHANGES, Registers, shape_of
+from .bias import run_bias
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
-from .program import PROGRAM, SYMBOLS, Program, run
+from .memory import first_address
+from .program import PROGRAM, SCORE_ITSELF, SYMBOLS, Program, run
 
 Array = np.ndarray[Any, Any]
 
@@ -96,32 +98,40 @@ def class_of_tile(changes, symbols, ni, nj, edges, ri, rf):
         edges[FIRST] = edges[WHOLE_FIRST] = 0
         edges[LAST] = edges[WHOLE_LAST] = nj
         return FULL
-    found = _classify(changes.pointers.classify, (changes, symbols, ni, nj, edges, ri, rf))
-    if changes.careful:  # every pair is looked at
-        edges[FIRST], edges[LAST] = 0, nj
-    return found
+    return _classify(changes.pointers.classify, (changes, symbols, ni, nj, edges, ri, rf))
 
 
 @takes(
     lambda number: (
-        INT, PROGRAM, INTS, INT, INT, INT, INT, INT, vector(number), vector(number), TABLE,
+        INT, INT, PROGRAM, INTS, INT, INT, INT, INT, INT, vector(number), vector(number), TABLE,
         whole_rows(number),
     )
 )  # fmt: skip
 @kernel
-def score_by_program(pointer, program, symbols, i0, ni, begin, end, lanes, s, changed, ri, rf):
-    """Write the program's values for some keys of a tile of scores to `changed`, maybe `s`."""
+def score_by_program(
+    pointer, bias, program, symbols, i0, ni, begin, end, lanes, s, changed, ri, rf
+):
+    """Write the program's values for some keys of a tile of scores to `changed`, maybe `s`.
+
+    `pointer` and `bias` are the addresses of `run` and of `add_bias`.
+    """
     _run(pointer, (program, 0, program.once_per_tile, ni, symbols, i0, s[:lanes], ri, rf))
     first, last = program.once_per_tile, program.code.shape[0]
-    j0 = symbols[9]
-    for j in range(begin, end):
-        symbols[2] = j0 + j
-        row = s[j * lanes : (j + 1) * lanes]
-        _run(pointer, (program, first, last, ni, symbols, i0, row, ri, rf))
-        value = rf[program.result]
-        target = changed[j * lanes : (j + 1) * lanes]
-        for i in range(ni):
-            target[i] = value[i]
+    if program.result != SCORE_ITSELF:
+        j0 = symbols[9]
+        for j in range(begin, end):
+            symbols[2] = j0 + j
+            row = s[j * lanes : (j + 1) * lanes]
+            _run(pointer, (program, first, last, ni, symbols, i0, row, ri, rf))
+            value = rf[program.result]
+            target = changed[j * lanes : (j + 1) * lanes]
+            for i in range(ni):
+                target[i] = value[i]
+    elif first_address(changed) != first_address(s):
+        for n in range(begin * lanes, end * lanes):
+            changed[n] = s[n]
+    if program.bias.shape[0]:
+        run_bias(bias, (program, ri, ni, begin, end, lanes, changed))
 
 
 _score_by_program = caller(score_by_program)
@@ -131,10 +141,11 @@ _score_by_program = caller(score_by_program)
 def apply_score(pointers, program, symbols, ni, edges, lanes, s, changed, ri, rf):
     """Write the program's values for a tile of scores `s` to `changed`, which may be `s`."""
     i0, begin, end = symbols[7], edges[FIRST], edges[LAST]
-    _score_by_program(
-        pointers.score,
-        (pointers.run_number, program, symbols, i0, ni, begin, end, lanes, s, changed, ri, rf),
-    )
+    arguments = (
+        pointers.run_number, pointers.bias, program, symbols, i0, ni, begin, end, lanes, s,
+        changed, ri, rf,
+    )  # fmt: skip
+    _score_by_program(pointers.score, arguments)
 
 
 def _mask_arguments(number: types.Type) -> tuple[types.Type, ...]:
@@ -190,6 +201,12 @@ def look_at_all(edges, nj):
     """Make all of a tile's keys such that not all queries see them."""
     edges[FIRST] = 0
     edges[WHOLE_FIRST] = edges[WHOLE_LAST] = edges[LAST] = nj
+
+
+@helper
+def include_all(edges, nj):
+    """Make all of a tile's keys such that a query may see them."""
+    edges[FIRST], edges[LAST] = 0, nj
 
 
 @helper

@@ -89,6 +89,24 @@ def emit_exp2(builder: Any, x: Any) -> Any:
     return builder.fmul(value, builder.bitcast(exponent, kind))
 
 
+def emit_widened(builder: Any, stored: Any, bfloat: bool) -> Any:
+    """Emit the conversion to float32 of the bits of a 16-bit float, or of each lane of a vector."""
+    lanes = stored.type.count if isinstance(stored.type, ir.VectorType) else 0
+    word, single = (ir.VectorType(x, lanes) if lanes else x for x in (LANE, ir.FloatType()))
+    bits = builder.zext(stored, word)
+    if bfloat:
+        return builder.bitcast(builder.shl(bits, _like(word, 16)), single)
+    # Exponents of float16 are 112 smaller, also those of subnormal numbers.
+    magnitude = builder.and_(bits, _like(word, 0x7FFF))
+    shifted = builder.shl(magnitude, _like(word, 13))
+    scaled = builder.fmul(builder.bitcast(shifted, single), _like(single, 2.0**112))
+    nonfinite = builder.or_(shifted, _like(word, 0x7F800000))
+    is_finite = builder.icmp_unsigned("<", magnitude, _like(word, 0x7C00))
+    sign = builder.shl(builder.and_(bits, _like(word, 0x8000)), _like(word, 16))
+    value = builder.select(is_finite, builder.bitcast(scaled, word), nonfinite)
+    return builder.bitcast(builder.or_(value, sign), single)
+
+
 class Emitter:
     """Emits loads, stores and arithmetic of vectors of one element type."""
 
@@ -119,6 +137,41 @@ class Emitter:
         value = self.builder.load(self.builder.inttoptr(place, kind.as_pointer()))
         value.align = 8 if kind is INT else self.itemsize
         return value
+
+    def load_some(self, place: Any, mask: Any, default: Any, itemsize: int) -> Any:
+        """Return a vector of what is at an address, and of `default` in lanes without `mask`.
+
+        Nothing is read for these lanes. `itemsize` is that of its elements.
+        """
+        kind, builder = default.type, self.builder
+        code = {2: "i16", 4: "f32", 8: "f64"}[itemsize]
+        name = f"llvm.masked.load.v{kind.count}{code}.p0"
+        pointer = kind.as_pointer()
+        function = builder.module.globals.get(name) or ir.Function(
+            builder.module, ir.FunctionType(kind, (pointer, LANE, mask.type, kind)), name
+        )
+        where = builder.inttoptr(place, pointer)
+        return builder.call(function, (where, LANE(itemsize), mask, default))
+
+    def first_lanes(self, count: Any) -> Any:
+        """Return a mask of the first lanes, `count` of them or all."""
+        lanes = ir.Constant(ir.VectorType(INT, self.lanes), list(range(self.lanes)))
+        undefined = ir.Constant(lanes.type, ir.Undefined)
+        first = self.builder.insert_element(undefined, count, LANE(0))
+        zeros = ir.Constant(ir.VectorType(LANE, self.lanes), [0] * self.lanes)
+        every = self.builder.shuffle_vector(first, undefined, zeros)
+        return self.builder.icmp_signed("<", lanes, every)
+
+    def transposed(self, rows: list[Any]) -> list[Any]:
+        """Return the columns of a square of as many vectors as each of them has lanes."""
+        lanes, half = self.lanes, self.lanes // 2
+        low = [n // 2 + n % 2 * lanes for n in range(lanes)]
+        high = [n + half for n in low]
+        # Each round merges rows from both halves. After log2(lanes) of them the square is turned.
+        for _ in range(lanes.bit_length() - 1):
+            pairs = zip(rows[:half], rows[half:], strict=True)
+            rows = [self.shuffle(a, b, part) for a, b in pairs for part in (low, high)]
+        return rows
 
     def store(self, value: Any, place: Any) -> None:
         """Write a value at an address."""

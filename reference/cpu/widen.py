@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from .jit import caller, helper, kernel, takes
 from .memory import first_address, row_address, store
-from .vectors import INT
+from .vectors import INT, emit_widened
 
 NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
 WIDENED = 16  # elements that are widened at a time
@@ -32,28 +32,14 @@ def _widener(lanes: int) -> Callable[..., Any]:
     def widen(typingctx, source, bfloat, target, like):
         def codegen(context, builder, sig, args):
             number = context.get_value_type(sig.args[3])
-            scalars = ir.IntType(16), ir.IntType(32), ir.FloatType(), number
-            half, word, single, wide = (
-                x if lanes == 1 else ir.VectorType(x, lanes) for x in scalars
+            half, wide = (
+                x if lanes == 1 else ir.VectorType(x, lanes) for x in (ir.IntType(16), number)
             )
-
-            def constant(value, kind=word):
-                return ir.Constant(kind, value if lanes == 1 else [value] * lanes)
-
             stored = builder.load(builder.inttoptr(args[0], half.as_pointer()))
             stored.align = 1
-            bits = builder.zext(stored, word)
-            as_bfloat = builder.shl(bits, constant(16))
-            # float16: exponents are 112 smaller, also those of subnormal numbers.
-            magnitude = builder.and_(bits, constant(0x7FFF))
-            moved = builder.bitcast(builder.shl(magnitude, constant(13)), single)
-            scaled = builder.bitcast(builder.fmul(moved, constant(2.0**112, single)), word)
-            nonfinite = builder.or_(builder.shl(magnitude, constant(13)), constant(0x7F800000))
-            is_finite = builder.icmp_unsigned("<", magnitude, constant(0x7C00))
-            sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
-            as_half = builder.or_(builder.select(is_finite, scaled, nonfinite), sign)
-            chosen = builder.select(builder.icmp_signed("!=", args[1], INT(0)), as_bfloat, as_half)
-            value = builder.bitcast(chosen, single)
+            as_bfloat, as_half = (emit_widened(builder, stored, bfloat) for bfloat in (True, False))
+            is_bfloat = builder.icmp_signed("!=", args[1], INT(0))
+            value = builder.select(is_bfloat, as_bfloat, as_half)
             if isinstance(number, ir.DoubleType):
                 value = builder.fpext(value, wide)
             builder.store(value, builder.inttoptr(args[2], wide.as_pointer())).align = 1

@@ -163,7 +163,7 @@ def changes_of(number=np.float32, **programs):
     )
     none = program.NO_PROGRAM
     four = [programs.get(name, none) for name in ("score", "slope", "mask", "tile")]
-    return Changes(*four, NO_RANGES, pointers, careful=0, panel=PANEL)
+    return Changes(*four, NO_RANGES, pointers, may_mask=0, panel=PANEL)
 
 
 def machine_symbols(sizes, where_):

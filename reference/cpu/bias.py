@@ -1,0 +1,172 @@
+"""A bias, added to a tile of scores: a table's elements at equal strides, read as vectors.
+
+Where a query's elements lie side by side, squares of one vector's length are read row by row and
+turned, since tiles are kept as [key, query]. Other strides are followed element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .jit import INT, TABLE, caller, helper, kernel, takes, vector
+from .memory import first_address
+from .microkernel import VECTOR_BYTES
+from .program import KINDS, MAX_AXES, PROGRAM, load_as_float
+from .vectors import INT as WORD
+from .vectors import Emitter, emit_widened
+
+_STORED = {
+    "float16": ir.IntType(16), "bfloat16": ir.IntType(16), "float32": ir.FloatType(),
+    "float64": ir.DoubleType(),
+}  # fmt: skip
+_ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def emit_square(emit: Emitter, name: str, args: Any) -> None:
+    """Emit ``target[j, i] += source[i, j]`` of a square, for elements of the type `name`.
+
+    Where the source is -inf, the target becomes -inf, also from NaN.
+    """
+    source, row_size, rows, keys, target, step = args
+    builder, lanes, itemsize = emit.builder, emit.lanes, _ITEMSIZES[name]
+    kind = ir.VectorType(_STORED[name], lanes)
+    places = [builder.add(source, builder.mul(row_size, WORD(i))) for i in range(lanes)]
+    whole, part = builder.append_basic_block("whole"), builder.append_basic_block("part")
+    read = builder.append_basic_block("read")
+    fills = [builder.icmp_signed(">=", count, WORD(lanes)) for count in (rows, keys)]
+    builder.cbranch(builder.and_(*fills), whole, part)
+
+    builder.position_at_end(whole)
+    all_read = []
+    for place in places:
+        value = builder.load(builder.inttoptr(place, kind.as_pointer()))
+        value.align = itemsize
+        all_read.append(value)
+    builder.branch(read)
+
+    builder.position_at_end(part)
+    # Adding -0 changes no number.
+    zero = 0x8000 if itemsize == 2 else -0.0
+    nothing = ir.Constant(kind, [zero] * lanes)
+    mask = emit.first_lanes(keys)
+    none = ir.Constant(mask.type, [0] * lanes)
+    some_read = []
+    for i, place in enumerate(places):
+        seen = builder.select(builder.icmp_signed("<", WORD(i), rows), mask, none)
+        some_read.append(emit.load_some(place, seen, nothing, itemsize))
+    builder.branch(read)
+
+    builder.position_at_end(read)
+    values = []
+    for found, other in zip(all_read, some_read, strict=True):
+        value = builder.phi(kind)
+        value.add_incoming(found, whole)
+        value.add_incoming(other, part)
+        values.append(value)
+    columns = emit.transposed([_converted(emit, name, value) for value in values])
+    minus_infinity = ir.Constant(emit.vector, [-math.inf] * lanes)
+    end = builder.append_basic_block("end")
+    for j, column in enumerate(columns):
+        place = builder.add(target, builder.mul(step, WORD(j)))
+        total = builder.fadd(emit.load(place), column)
+        is_hidden = builder.fcmp_ordered("==", column, minus_infinity)
+        emit.store(builder.select(is_hidden, minus_infinity, total), place)
+        following = builder.append_basic_block("column") if j + 1 < lanes else end
+        builder.cbranch(builder.icmp_signed("<", WORD(j + 1), keys), following, end)
+        builder.position_at_end(following)
+
+
+def _converted(emit: Emitter, name: str, value: Any) -> Any:
+    """Return a vector of stored elements in the accumulator's type."""
+    builder, stored = emit.builder, _ITEMSIZES[name]
+    if stored == 2:
+        value, stored = emit_widened(builder, value, name == "bfloat16"), 4
+    if stored < emit.itemsize:
+        return builder.fpext(value, emit.vector)
+    return builder.fptrunc(value, emit.vector) if stored > emit.itemsize else value
+
+
+def _square_of(name: str) -> Callable[..., Any]:
+    """Make the function that adds a square of elements of one type."""
+
+    @intrinsic
+    def square(typingctx, source, row_size, rows, keys, target, step, like):
+        def codegen(context, builder, sig, args):
+            emit_square(Emitter(builder, context.get_value_type(sig.args[6])), name, args[:6])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6, like), codegen
+
+    function: Callable[..., Any] = square
+    return function
+
+
+_FLOAT16, _BFLOAT16, _FLOAT32, _FLOAT64 = (KINDS.index(name) for name in _STORED)
+_square16, _square_b16, _square32, _square64 = (_square_of(name) for name in _STORED)
+
+
+@helper
+def _add_squares(place, row, item, kind, ni, begin, end, lanes, s):
+    """Add elements that lie side by side for a query."""
+    like, itemsize = s.dtype.type(0), s.itemsize
+    square, size = VECTOR_BYTES // itemsize, lanes * itemsize
+    for i in range(0, ni, square):
+        rows = ni - i
+        for j in range(begin, end, square):
+            keys = end - j
+            source = place + i * row + j * item
+            target = first_address(s) + (j * lanes + i) * itemsize
+            if kind == _FLOAT32:
+                _square32(source, row, rows, keys, target, size, like)
+            elif kind == _BFLOAT16:
+                _square_b16(source, row, rows, keys, target, size, like)
+            elif kind == _FLOAT16:
+                _square16(source, row, rows, keys, target, size, like)
+            else:
+                _square64(source, row, rows, keys, target, size, like)
+
+
+@helper
+def _add_elements(place, row, item, kind, ni, begin, end, lanes, s):
+    """Add elements at any strides."""
+    number = s.dtype.type
+    hidden = number(-math.inf)
+    for j in range(begin, end):
+        scores = s[j * lanes : j * lanes + ni]
+        if row == 0:
+            bias = number(load_as_float(place + j * item, kind))
+            for i in range(ni):
+                scores[i] = hidden if bias == hidden else scores[i] + bias
+        else:
+            for i in range(ni):
+                bias = number(load_as_float(place + i * row + j * item, kind))
+                scores[i] = hidden if bias == hidden else scores[i] + bias
+
+
+@takes(lambda number: (PROGRAM, TABLE, INT, INT, INT, INT, vector(number)))
+@kernel
+def add_bias(program, ri, ni, begin, end, lanes, s):
+    """Add a program's bias to the scores of some keys of a tile; -inf hides a pair.
+
+    The registers `ri` hold the indices of the tile's first pair.
+    """
+    table, first = program.tables[program.bias[0]], program.bias[1]
+    row, item = program.bias[2], program.bias[3]
+    kind, place = table[1], table[0]
+    for axis in range(table[2]):
+        place += ri[program.operands[first + axis], 0] * table[5 + MAX_AXES + axis]
+    size = 4 if kind == _FLOAT32 else 8 if kind == _FLOAT64 else 2
+    # Squares write whole vectors.
+    if item == size and row and lanes % (VECTOR_BYTES // s.itemsize) == 0:
+        _add_squares(place, row, item, kind, ni, begin, end, lanes, s)
+    else:
+        _add_elements(place, row, item, kind, ni, begin, end, lanes, s)
+
+
+run_bias = caller(add_bias)
