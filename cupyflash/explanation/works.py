@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..backends import cpu, cpu_tiles, gpu
-from ..gpu import recipe, rows_recipe
+from ..gpu import recipe, rowwise
 from ..gpu.kernels import registry
 from ..gpu.kernels.spec import KernelSpec, Request, Tiles
 from ..gpu.source import Specialisation
@@ -149,7 +149,7 @@ def on_gpu_codes(call: Call, where: Place) -> tuple[Call, str, list[Work], int]:
         return call, *on_gpu(call, where, False, False)
     numbers = _with_numbers(call)
     launches = [
-        rows_recipe.numbers(
+        rowwise.dequantize(
             getattr(call, name), codes.scales[f"{name}_scale"], codes.form, getattr(numbers, name)
         )
         for name in "qkv"

@@ -71,7 +71,7 @@ def sums(named: Mapping[str, Array]) -> list[Launch]:
         (name, array, min(n, MAX_SUMS - 1)) for n, (name, array) in enumerate(named.items())
     ]
     held = [row for row in numbered if row[1].size]
-    layout, made = params.checksum(), []
+    layout, made = params.rowwise("checksum"), []
     for group in _batches(held, MAX_SUMMED):
         rows, slots, end = [], [(layout.place("sums"), "sums")], 0
         for n, (name, array, word) in enumerate(group):
@@ -94,7 +94,7 @@ def comparison(gradients: Mapping[str, Array], bits: Sequence[int]) -> Launch:
     bits : sequence of int
         What it adds to its report for each sum that differs.
     """
-    layout = params.checksum()
+    layout = params.rowwise("checksum")
     fields = {name: layout.place(name) for name in ("sums", "before", "report")}
     slots = [(place, name) for name, place in fields.items()]
     rows = []

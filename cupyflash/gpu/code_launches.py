@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays import cuda_device, device_arrays
 from ..problem.call import Array, Call, Plan
-from . import launch, row_launches, rows_recipe
+from . import launch, row_launches, rowwise
 from .kernels import registry
 from .kernels.spec import Request
 from .launch import CallResult
@@ -48,9 +48,9 @@ def forward(
         for name in "qkv":
             codes, scale = getattr(call, name), call.codes.scales[f"{name}_scale"]
             x = device_arrays.empty_like(codes, codes.shape, call.problem.dtype)
-            widened = rows_recipe.numbers(codes, scale, call.codes.form, x)
+            widened = rowwise.dequantize(codes, scale, call.codes.form, x)
             addresses = launch.addresses_of({"x": x, "codes": codes, "scale": scale})
-            row_launches.on_rows(widened, addresses, call.device)
+            row_launches.launch_one(widened, addresses, call.device)
             made[name] = x
         launch.forward(replace(call, codes=None, **made), out, lse, plan, visited)
         if cuda_device.is_capturing():

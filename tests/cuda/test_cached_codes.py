@@ -27,6 +27,7 @@ from cupyflash.problem import cached
 from cupyflash.problem.codes import Given
 from cupyflash.problem.formats import FORMATS as FORMATS_BY_NAME
 from cupyflash.problem.options import Options
+from cupyflash.rowwise import APPEND
 from cupyflash.testing import Precision, forward_bound, rho
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -306,7 +307,7 @@ def test_new_rows_have_the_codes_of_quantize(form, dtype):
             copies.array(np.array([9, 3])), copies.array(table), copies.array(np.array([0, 5, 7])),
             copies.array(q), rotary, None, None, Given(device["k_scale"], device["v_scale"], form),
         )  # fmt: skip
-        Emulator(schedule=randomly(seed)).append(checked, target)
+        Emulator(schedule=randomly(seed)).rowwise(APPEND, checked, out=target)
         copies.check()
         rows = Coded.of(form, rope(k_new, positions, rotary), v_new, whole_rows, dtype)
         entries = np.array([0] * 5 + [1] * 2)

@@ -172,10 +172,8 @@ def test_the_layouts_are_those_of_the_header(tmp_path):
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed, and this test compiles a CUDA header with it")
-    layouts = [("Params", params.params(3, 2, 4)), ("CombineParams", params.combine())]
-    layouts += [("AppendParams", params.append()), ("RopeParams", params.rope())]
-    layouts += [("QuantizeParams", params.quantize()), ("HadamardParams", params.hadamard())]
-    layouts += [("ChecksumParams", params.checksum()), ("Summed", params.Layout(params.SUMMED))]
+    layouts = [("Params", params.params(3, 2, 4)), ("Summed", params.Layout(params.SUMMED))]
+    layouts += [(f"{name.title()}Params", params.rowwise(name)) for name in params.ROWWISE]
     layouts += [("Operand", params.Layout(params.OPERAND)), ("Table", params.Layout(params.TABLE))]
     cases = []
     for what, (struct, layout) in enumerate(layouts):

@@ -90,7 +90,7 @@ def test_few_codes_become_numbers_before_another_kernel(cupy):
     arrays, options = codes(cupy, (2, 4, 40, 24))
     out = cupyflash.attention(*arrays, **options, out_dtype="float16")
     assert [x.kernel.split("__")[0] for x in cupy.launches[:3]] == ["dequantize"] * 3
-    widened = [fields(x, params.quantize()) for x in cupy.launches[:3]]
+    widened = [fields(x, params.rowwise("quantize")) for x in cupy.launches[:3]]
     found = fields(cupy.launches[-1], params.params(0, 0, 0))
     assert found["out"]["data"] == out.data.ptr
     for name, array, told in zip(NAMES, arrays, widened, strict=True):
