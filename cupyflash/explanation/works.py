@@ -149,7 +149,7 @@ def on_gpu_codes(call: Call, where: Place) -> tuple[Call, str, list[Work], int]:
         return call, *on_gpu(call, where, False, False)
     numbers = _with_numbers(call)
     launches = [
-        rowwise.dequantize(
+        rowwise.widen(
             getattr(call, name), codes.scales[f"{name}_scale"], codes.form, getattr(numbers, name)
         )
         for name in "qkv"

@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import cuda_device, device_arrays
 from ..problem.call import Array, Gradients
 from . import launch_cache, params
-from .kernels import any as all_hardware
+from .kernels import rowwise
 from .launch import CompiledRecipe, compiled_recipe
 from .params import MAX_AXES, MAX_SUMMED, MAX_SUMS, Summed
 from .source import Specialisation
@@ -143,7 +143,7 @@ def _summed(begin: int, size: int, axes: list[tuple[int, int]], end: int, word: 
 
 
 def _special() -> Specialisation:
-    return Specialisation(all_hardware.CHECKSUM, "float32", 0, 0, all_hardware.ROWS)
+    return Specialisation(rowwise.CHECKSUM, "float32", 0, 0, rowwise.ROWS)
 
 
 def _batches(rows: list[Any], size: int) -> list[list[Any]]:

@@ -48,7 +48,7 @@ def forward(
         for name in "qkv":
             codes, scale = getattr(call, name), call.codes.scales[f"{name}_scale"]
             x = device_arrays.empty_like(codes, codes.shape, call.problem.dtype)
-            widened = rowwise.dequantize(codes, scale, call.codes.form, x)
+            widened = rowwise.widen(codes, scale, call.codes.form, x)
             addresses = launch.addresses_of({"x": x, "codes": codes, "scale": scale})
             row_launches.launch_one(widened, addresses, call.device)
             made[name] = x

@@ -1,4 +1,4 @@
-"""The launches of the rowwise operations, as data: a recipe for each, and one of `dequantize`.
+"""The launches of the rowwise operations, as data: a recipe for each, and what widens codes.
 
 As in `recipe`, nothing here touches CuPy or an array's elements. Arrays are those of
 `rowwise.Operation.arrays` with the results, by the names that kernels have for them.
@@ -18,7 +18,7 @@ from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
 from . import params, strides
-from .kernels import any as all_hardware
+from .kernels import rowwise as specs
 from .kernels.spec import Extent, KernelSpec, Tiles
 from .params import KINDS, MAX_LEAD, MAX_PARTS, Operand
 from .source import Specialisation
@@ -65,7 +65,7 @@ def append(checked: Append, arrays: Arrays) -> Recipe:
         formats = {"k_codes": cache.codes.k_form, "v_codes": cache.codes.v_form}
     warps = (1 if checked.offsets is not None else checked.batch) * rows * (2 * heads_kv + heads)
     dtype = checked.k_new.dtype.name
-    return _recipe(_launch(all_hardware.APPEND, dtype, warps, values, _slots(arrays), **formats))
+    return _recipe(_launch(specs.APPEND, dtype, warps, values, _slots(arrays), **formats))
 
 
 def rope(checked: Rotation, arrays: Arrays) -> Recipe:
@@ -84,7 +84,7 @@ def rope(checked: Rotation, arrays: Arrays) -> Recipe:
         **_angles(checked.rotary),
     }
     warps = x.size // x.shape[-1]
-    return _recipe(_launch(all_hardware.ROPE, x.dtype.name, warps, values, _slots(arrays)))
+    return _recipe(_launch(specs.ROPE, x.dtype.name, warps, values, _slots(arrays)))
 
 
 def quantize(checked: Quantisation, arrays: Arrays) -> Recipe:
@@ -100,7 +100,7 @@ def quantize(checked: Quantisation, arrays: Arrays) -> Recipe:
         "format": checked.form.code,
     }
     dtype, warps = checked.x.dtype.name, -(-groups * lanes // 32)
-    return _recipe(_launch(all_hardware.QUANTIZE, dtype, warps, values, _slots(arrays)))
+    return _recipe(_launch(specs.QUANTIZE, dtype, warps, values, _slots(arrays)))
 
 
 def hadamard(checked: Transform, arrays: Arrays) -> Recipe:
@@ -115,8 +115,8 @@ def hadamard(checked: Transform, arrays: Arrays) -> Recipe:
         "scale": 1.0 / math.sqrt(columns),
         "inverse": int(checked.inverse),
     }
-    tiles = all_hardware.hadamard_tiles(columns, accumulator(x.dtype).itemsize)
-    spec, dtype = all_hardware.HADAMARD, x.dtype.name
+    tiles = specs.hadamard_tiles(columns, accumulator(x.dtype).itemsize)
+    spec, dtype = specs.HADAMARD, x.dtype.name
     return _recipe(_launch(spec, dtype, rows, values, _slots(arrays), tiles=tiles, d=columns))
 
 
@@ -170,17 +170,17 @@ def _combine(
         "kind_out": kinds[-1],
         "parts": len(parts),
     }
-    warps = math.prod(shape[:-2]) * -(-shape[-2] // all_hardware.COMBINE_ROWS)
+    warps = math.prod(shape[:-2]) * -(-shape[-2] // specs.COMBINE_ROWS)
     fields = [(f"out {n}", f"lse {n}") for n in range(len(parts))] + [("out", "lse")]
     slots = {
         field: name
         for pair, names in zip(fields, (*parts, sums), strict=True)
         for field, name in zip(pair, names, strict=True)
     }
-    return _launch(all_hardware.COMBINE, dtype, warps, values, slots)
+    return _launch(specs.COMBINE, dtype, warps, values, slots)
 
 
-def dequantize(codes: Array, scale: Array, form: Format, x: Array) -> Launch:
+def widen(codes: Array, scale: Array, form: Format, x: Array) -> Launch:
     """Return the launch that writes ``scale * code`` to `x`."""
     columns = x.shape[-1]
     rows = math.prod(x.shape[:-1])
@@ -189,9 +189,7 @@ def dequantize(codes: Array, scale: Array, form: Format, x: Array) -> Launch:
     values = _leading(arrays)
     values |= {"rows": rows, "columns": columns, "lanes": lanes, "format": form.code}
     warps = -(-rows * lanes // 32)
-    return _launch(
-        all_hardware.DEQUANTIZE, x.dtype.name, warps, values, _slots(arrays), layout="quantize"
-    )
+    return _launch(specs.DEQUANTIZE, x.dtype.name, warps, values, _slots(arrays), layout="quantize")
 
 
 def _lanes(columns: int) -> int:
@@ -211,7 +209,7 @@ def _launch(
     values: dict[str, Any],
     slots: Mapping[str, str],
     *,
-    tiles: Tiles = all_hardware.ROWS,
+    tiles: Tiles = specs.ROWS,
     d: int = 0,
     layout: str = "",
     **compiled: Any,

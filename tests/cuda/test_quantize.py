@@ -18,7 +18,7 @@ from placement import PLAIN, Placed, bits, random_layout, same_bits
 import cupyflash
 from cupyflash.arrays.dtypes import accumulator
 from cupyflash.gpu import params, rowwise
-from cupyflash.gpu.kernels.any import TRANSFORMED, hadamard_tiles
+from cupyflash.gpu.kernels.rowwise import TRANSFORMED, hadamard_tiles
 from cupyflash.problem.hadamard import LARGEST as LARGEST_SIZE
 from cupyflash.problem.hadamard import transform
 from cupyflash.problem.quantize import quantisation

@@ -216,7 +216,7 @@ def test_a_specialisation_knows_no_more_than_its_spec():
     special = source.Specialisation(SPECS["combine"], "float32", 0, 0, Tiles(0, 0, 256, 0))
     assert special.name == "combine__f32"
     assert special.functions == Functions()
-    assert "// any/combine.cu" in source.source(special)
+    assert "// rowwise/combine.cu" in source.source(special)
 
 
 # -- the table in the README ----------------------------------------------------------------------

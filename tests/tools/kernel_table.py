@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cupyflash.gpu.kernels.any import ANY_HEAD
 from cupyflash.gpu.kernels.registry import KERNELS
+from cupyflash.gpu.kernels.rowwise import ANY_HEAD
 from cupyflash.gpu.kernels.spec import KernelSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "kernels_cu" / "README.md"
