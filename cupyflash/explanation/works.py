@@ -12,7 +12,7 @@ from ..backends import cpu, cpu_tiles, gpu
 from ..gpu import recipe, rowwise
 from ..gpu.kernels import registry
 from ..gpu.kernels.spec import KernelSpec, Request, Tiles
-from ..gpu.source import Specialisation
+from ..gpu.specialisation import Specialisation
 from ..gpu.workspace import ArraySpec
 from ..problem import pack_gqa
 from ..problem.call import Call, Gradients, Problem

@@ -19,7 +19,7 @@ from . import launch_cache, params
 from .kernels import rowwise
 from .launch import CompiledRecipe, compiled_recipe
 from .params import MAX_AXES, MAX_SUMMED, MAX_SUMS, Summed
-from .source import Specialisation
+from .specialisation import Specialisation
 from .writer import Launch, Recipe
 
 WORD = 8  # bytes

@@ -21,7 +21,7 @@ from . import params, strides
 from .kernels import rowwise as specs
 from .kernels.spec import Extent, KernelSpec, Tiles
 from .params import KINDS, MAX_LEAD, MAX_PARTS, Operand
-from .source import Specialisation
+from .specialisation import Specialisation
 from .workspace import ArraySpec
 from .writer import Launch, Recipe, check_grid
 

@@ -28,7 +28,7 @@ from . import params, strides
 from .kernels import registry, tma_operands
 from .kernels.spec import Extent, Grid, KernelSpec, Request, Tiles
 from .params import KINDS, Operand
-from .source import NONE, Specialisation
+from .specialisation import NONE, Specialisation
 from .strides import Lead, lead_of
 from .tma import TensorMap
 from .workspace import ArraySpec

@@ -20,6 +20,7 @@ from cupyflash.expr.cuda import generate
 from cupyflash.gpu import params, source, strides
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import Tiles
+from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.options import Options
@@ -34,7 +35,7 @@ def special(kernel, call, **more):
     functions = generate(made.allowed, made.classes, made.changed, made.slope).functions
     problem = call.problem
     own = Tiles(64, 64, 256, 0)
-    return source.Specialisation(
+    return Specialisation(
         SPECS[kernel],
         problem.dtype.name,
         problem.d,

@@ -22,7 +22,7 @@ from cupyflash.gpu import code_launches, driver, launch, launch_cache, piece_lau
 from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
-from cupyflash.gpu.source import Specialisation
+from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.gpu.tma import TensorMap
 from cupyflash.gpu.writer import Launch
 from cupyflash.problem.call import Array, Call, Gradients, Problem, Results
