@@ -24,6 +24,7 @@ from cupyflash.gpu.specialisation import FLAGS, Specialisation
 from cupyflash.problem import cached, validate
 from cupyflash.problem.formats import FORMATS
 from cupyflash.problem.options import Options
+from cupyflash.rowwise import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kernels_cu"
@@ -33,7 +34,7 @@ OUTSIDE = [
     if (ROOT / "cupyflash" / "gpu" / "kernels") not in path.parents
 ]
 # Words of the language, and the names of public functions.
-WORDS = {"append", "checksum", "combine", "hadamard", "quantize", "rope"}
+WORDS = {"checksum", *(operation.name for operation in OPERATIONS)}
 HARDWARE = re.compile(r"sm\d\d|simt|_f64|_tf32")
 TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
 DTYPES = [np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]

@@ -26,7 +26,7 @@ def kernels() -> str:
 def values() -> str:
     """Return the table of compile-time values, in the order of the prelude."""
     head = "value", "what it is", "in the symbol"
-    return _table(head, ((f"`{flag.name}`", flag.about, flag.shown or "-") for flag in FLAGS))
+    return _table(head, ((flag.name, flag.about, flag.shown or "-") for flag in FLAGS))
 
 
 TABLES = {"kernels": kernels, "values": values}
