@@ -108,7 +108,7 @@ SUMMED: Fields = [
     *((name, "q", MAX_AXES) for name in "shape strides".split()),
     *((name, "q", 1) for name in "end word".split()),
 ]
-# Kernels with parameters of their own -> the fields of these: RopeParams is rope's struct.
+# Kernel with a struct of parameters -> the fields of it: that of rope is RopeParams.
 ROWWISE: dict[str, Fields] = {
     "combine": [
         ("outs", OPERAND, MAX_PARTS),

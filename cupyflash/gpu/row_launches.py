@@ -36,25 +36,27 @@ def run(
     device = device_arrays.device_of(next(iter(arrays.values())))
     assert device is not None
     with cuda_device.current(device):
-        held = {
+        readable = {
             name: whole(x, name, np.dtype(np.int64)) if name in contiguous else x
             for name, x in arrays.items()
         }
-        made = recipe(checked, held)
-        if not made.launches:
+        launched = recipe(checked, readable)
+        if not launched.launches:
             return CallResult()
-        if made.scratch and cuda_device.is_capturing():
+        if launched.scratch and cuda_device.is_capturing():
+            name, count = launched.launches[0].special.spec.part, len(launched.launches)
             raise ArgumentError(
-                f"{made.launches[0].special.spec.part}: got arrays for {len(made.launches)} "
-                "launches while a CUDA graph is being captured, which has no memory for results "
-                f"between them; expected one launch, of {MAX_PARTS} parts. Combine them in groups."
+                f"{name}: got arrays for {count} launches while a CUDA graph is being captured, "
+                "which has no memory for results between them; expected one launch, of at most "
+                f"{MAX_PARTS} parts. Combine them in groups."
             )
         addresses = {
-            name: x if isinstance(x, int) else device_arrays.address(x) for name, x in held.items()
+            name: x if isinstance(x, int) else device_arrays.address(x)
+            for name, x in readable.items()
         }
-        compiled = compiled_recipe(made, device)
+        compiled = compiled_recipe(launched, device)
         compiled.forward(addresses)
-    copied = any(held[name] is not array for name, array in arrays.items())
+    copied = any(readable[name] is not array for name, array in arrays.items())
     return CallResult(compiled=None if copied else compiled)
 
 

@@ -1,6 +1,6 @@
 """The launches of the rowwise operations, as data: a recipe for each, and what widens codes.
 
-As in `recipe`, nothing here touches CuPy or an array's elements. Arrays are those of
+Nothing here touches CuPy or an array's elements. Arrays are those of
 `rowwise.Operation.arrays` with the results, by the names that kernels have for them.
 """
 
@@ -130,17 +130,19 @@ def combine(parts: list[tuple[Array, Array]], arrays: Arrays) -> Recipe:
         return Recipe()
     dtype = arrays["out"].dtype.name
     # Arrays without heads have one.
-    held = {name: x[(None,) * (2 + name.startswith("out") - x.ndim)] for name, x in arrays.items()}
+    with_heads = {
+        name: x[(None,) * (2 + name.startswith("out") - x.ndim)] for name, x in arrays.items()
+    }
     left = [(f"out {n}", f"lse {n}") for n in range(len(parts))]
     launches: list[Launch] = []
     scratch: dict[str, ArraySpec] = {}
     while len(left) > MAX_PARTS:
         sums = f"out of {MAX_PARTS}, {len(launches)}", f"lse of {MAX_PARTS}, {len(launches)}"
         for name, result in zip(sums, ("out", "lse"), strict=True):
-            scratch[name] = ArraySpec(held[result].shape, held["lse"].dtype)
-        launches.append(_combine(left[:MAX_PARTS], sums, held | scratch, dtype))
+            scratch[name] = ArraySpec(with_heads[result].shape, with_heads["lse"].dtype)
+        launches.append(_combine(left[:MAX_PARTS], sums, with_heads | scratch, dtype))
         left[:MAX_PARTS] = [sums]
-    launches.append(_combine(left, ("out", "lse"), held | scratch, dtype))
+    launches.append(_combine(left, ("out", "lse"), with_heads | scratch, dtype))
     return Recipe(tuple(launches), scratch)
 
 
@@ -276,11 +278,11 @@ def _of_entries(step: int) -> tuple[int, ...]:
 
 
 def _angles(rotary: Rotary) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: Operand(row=x.strides[0] // x.itemsize, col=x.strides[1] // x.itemsize)
         for name, x in rotary.arrays.items()
     }
-    return made | {
+    return values | {
         "rotary_rows": rotary.rows,
         "pairs": rotary.pairs,
         "interleaved": int(rotary.interleaved),
