@@ -7,15 +7,17 @@ from typing import Literal, SupportsFloat, SupportsIndex, Unpack, overload
 
 from numpy.typing import NDArray
 
-from . import coded_request, execute, execute_rows
+from . import execute, execute_rows
 from .arrays.interop import DLPackArray
 from .arrays.typed import DType, F, FloatArray, Number
 from .masks import Mask
 from .problem import validate
 from .problem.call import Array, Gradients
+from .problem.coded import Fp8
 from .problem.keywords import explained
 from .problem.options import Options
 from .problem.signatures import ForwardOptions, WorkspaceBackwardOptions
+from .request import Request
 from .rowwise import COMBINE, Parts, arrays_of_parts
 from .scores import Score
 
@@ -198,7 +200,7 @@ def attention(
         precision=precision,
     )
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
-    request = coded_request.request_of(q, k, v, options, given)
+    request = Request(q, k, v, codes=Fp8.of(*given), options=options)
     return execute.forward(request, return_lse, out, lse_out)
 
 
@@ -308,7 +310,7 @@ def attention_backward(
         seed=seed,
         precision=precision,
     )
-    request = execute.Request(q, k, v, options)
+    request = Request(q, k, v, options=options)
     return execute.backward(
         request, do, out, lse, dlse, deterministic, grads_out, workspace, bias_gradient
     )

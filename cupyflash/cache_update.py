@@ -11,7 +11,7 @@ from .arrays.typed import CacheDType
 from .problem.append import Append
 from .problem.append import append as checked_append
 from .problem.call import Array
-from .problem.codes import Given
+from .problem.codes import CacheCodes
 from .problem.keywords import explained
 from .problem.rotary import Rotary, Rotation, rotation
 from .rowwise import APPEND, ROPE
@@ -162,7 +162,7 @@ def append(
     """
     read = {"k_new": k_new, "v_new": v_new, "q": q, "lengths": lengths, "table": table}
     read |= {"offsets": offsets, "positions": positions}
-    given = Given(k_scale, v_scale, kv_dtype)
+    given = CacheCodes(k_scale, v_scale, kv_dtype)
 
     def check() -> Append:
         return checked_append(

@@ -11,11 +11,13 @@ from . import dispatch, execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import CacheDType, F, FloatArray, Number
 from .masks import Mask
+from .problem.arguments import Cached
 from .problem.call import Array
-from .problem.codes import Given
+from .problem.codes import CacheCodes
 from .problem.keywords import explained
 from .problem.options import Options
 from .problem.signatures import CachedOptions
+from .request import Request
 from .scores import Score
 
 
@@ -216,8 +218,8 @@ def attention_cached(
         seed=None,
         precision=None,
     )
-    given = Given(k_scale, v_scale, kv_dtype)
-    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given, shared)
+    codes = CacheCodes(k_scale, v_scale, kv_dtype)
+    request = Request(q, k, v, Cached(lengths, table, offsets_q, shared), codes, options)
     return execute.cached(request, return_lse, out, lse_out, workspace)
 
 
@@ -255,7 +257,6 @@ def workspace_size_cached(
     ArgumentError, ArgumentTypeError
         As in `attention_cached`.
     """
-    given = Given(k_scale, v_scale, kv_dtype)
-    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q, given, shared)
-    call = request.call
+    codes = CacheCodes(k_scale, v_scale, kv_dtype)
+    call = Request(q, k, v, Cached(0, table, offsets_q, shared), codes).call
     return dispatch.backend_of(call.q).workspace_size_cached(call)

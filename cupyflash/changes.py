@@ -8,7 +8,7 @@ the environment variable ``CUPYFLASH_DEBUG=1``. Otherwise `gpu.checksum_launches
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from .arrays.device_arrays import address, is_device_array
 from .backends.cpu import checksums
@@ -17,6 +17,7 @@ from .gpu import checksum_launches, launch_cache
 from .problem import cached, validate
 from .problem.call import Array, Call
 from .problem.options import Options
+from .request import Request
 
 SHORT = 1 << 14  # bytes of an array that is copied
 RESULTS = "out", "lse"
@@ -71,19 +72,6 @@ def refused(names: Iterable[str]) -> ArgumentError:
     )
 
 
-class Request(Protocol):
-    """A call as the user made it."""
-
-    @property
-    def call(self) -> Call:
-        """The validated call."""
-
-    def signature(
-        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> launch_cache.Signature | None:
-        """Return what tells the call from others, if it is one that is recognised."""
-
-
 def sums(request: Request, results: Mapping[str, Array]) -> checksum_launches.Sums | None:
     """Return what tells whether arrays in device memory have changed, without waiting for it.
 
@@ -114,10 +102,7 @@ def sums(request: Request, results: Mapping[str, Array]) -> checksum_launches.Su
 def _read(call: Call) -> dict[str, Array]:
     """Return the arrays that a call reads, by the names that users have for them."""
     named = validate.read_arrays(call)
-    for name, offsets in zip(("offsets_q", "offsets_k"), call.offsets or (), strict=False):
-        if offsets is not None:
-            named[name] = offsets
-    return named
+    return named | dict(call.rows.offsets)
 
 
 def refuse_reported(array: Array) -> None:

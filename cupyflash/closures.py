@@ -16,6 +16,7 @@ from .problem.call import Array
 from .problem.keywords import explained
 from .problem.options import Options
 from .problem.signatures import CheckedVjpOptions
+from .request import Request
 from .scores import Score
 
 
@@ -146,5 +147,5 @@ def attention_vjp(
         seed=seed,
         precision=precision,
     )
-    request = execute.Request(q, k, v, options)
+    request = Request(q, k, v, options=options)
     return execute.vjp_of(request, return_lse, deterministic, bias_gradient, check)

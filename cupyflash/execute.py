@@ -13,168 +13,13 @@ from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .arrays.interop import DLPackArray
 from .arrays.typed import F, FloatArray
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentTypeError
 from .gpu import checksum_launches, launch_cache
-from .lazy import cached_property
-from .problem import cached as cached_calls
 from .problem import validate
 from .problem.call import Array, Call, Gradients
-from .problem.codes import Given
-from .problem.options import Options
+from .request import Request
 
 _NOTHING: Mapping[str, Any] = {}
-
-
-class Request:
-    """A call as the user made it. It is validated once, when that is first needed.
-
-    Parameters
-    ----------
-    q, k, v : Any
-        As users pass them.
-    options : Options
-        As users pass them.
-    offsets : tuple, optional
-        The offsets of packed arrays.
-    check : bool
-        Whether offsets in device memory are read back.
-    """
-
-    def __init__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        options: Options,
-        offsets: tuple[Any, Any] | None = None,
-        check: Any = True,
-    ) -> None:
-        self._on_device = is_device_array(q)
-        if not self._on_device:
-            q, k, v = interop.of_device(q=q, k=k, v=v)
-            self._on_device = is_device_array(q)
-        self._q, self._k, self._v = q, k, v
-        self._options = options
-        self._offsets, self._check = offsets, check
-
-    @cached_property
-    def call(self) -> Call:
-        """The validated call."""
-        qkv = self._q, self._k, self._v
-        if self._offsets is None:
-            return validate.call(*qkv, self._options)
-        return validate.varlen_call(*qkv, *self._offsets, self._check, self._options)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether changes of the call's arrays can be noticed."""
-        return not self._on_device or changes.looks_at(self._q)
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether kernels notice changes of the call's arrays, without waiting for the device."""
-        return self._on_device and not cached_calls.CHECKS_ALL
-
-    @property
-    def backward_name(self) -> str:
-        """Name of the public function that computes the call's gradients."""
-        return "attention_backward" if self._offsets is None else "attention_varlen_backward"
-
-    def signature(
-        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> launch_cache.Signature | None:
-        """Return what tells the call from others, if it is one that is recognised."""
-        if not self._on_device:
-            return None
-        named = {"q": self._q, "k": self._k, "v": self._v, **read}
-        if self._offsets is not None:
-            if self._check is not False:
-                return None  # what its offsets hold is read every time
-            named["offsets_q"], named["offsets_k"] = self._offsets
-        return launch_cache.signature(kind, named, self._options, written)
-
-
-class CachedRequest(Request):
-    """A call over a cache; `lengths` and what follows are as users pass them."""
-
-    def __init__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        options: Options,
-        lengths: Any,
-        table: Any,
-        offsets_q: Any,
-        codes: Given,
-        shared: Any = 0,
-    ) -> None:
-        super().__init__(q, k, v, options)
-        # Calls are recognised by their arrays.
-        self._codes = codes.beside(self._q) if self._on_device else codes
-        self._shared = shared
-        self._lengths, self._table, self._offsets_q = lengths, table, offsets_q
-
-    @cached_property
-    def call(self) -> Call:
-        """The validated call."""
-        return cached_calls.call(
-            self._q,
-            self._k,
-            self._v,
-            self._lengths,
-            self._table,
-            self._offsets_q,
-            self._options,
-            self._codes,
-            self._shared,
-        )
-
-    def signature(
-        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> launch_cache.Signature | None:
-        """Return what tells the call from others, if it is one that is recognised.
-
-        Lengths that are one number are not: kernels are told it, and it grows from call to call.
-        """
-        if not self._on_device or not is_device_array(self._lengths) or cached_calls.CHECKS_ALL:
-            return None
-        k_scale, v_scale, _ = self._codes
-        named = {
-            "q": self._q,
-            "k": self._k,
-            "v": self._v,
-            "lengths": self._lengths,
-            "table": self._table,
-            "offsets_q": self._offsets_q,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            **read,
-        }
-        kind += self._codes.kind
-        if type(self._shared) is not int:
-            return None  # it may be wrong
-        if self._shared:
-            kind += f" with {self._shared} shared"
-        if all(map(is_device_array, (self._k, self._v))) and (self._k.data.ptr == self._v.data.ptr):
-            kind += " of values in keys"  # which a kernel may rely on
-        return launch_cache.signature(kind, named, self._options, written)
-
-
-def dense_or_packed(
-    q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, options: Options
-) -> Call:
-    """Validate a call on dense arrays, or with offsets one on packed arrays."""
-    return Request(q, k, v, options, both_offsets(offsets_q, offsets_k)).call
-
-
-def both_offsets(offsets_q: Any, offsets_k: Any) -> tuple[Any, Any] | None:
-    """Return the offsets of packed arrays, or None of dense ones."""
-    if (offsets_q is None) != (offsets_k is None):
-        raise ArgumentError(
-            "offsets_q, offsets_k: got one without the other; expected both or neither."
-        )
-    return None if offsets_q is None else (offsets_q, offsets_k)
 
 
 def check_flag(value: Any, name: str) -> None:
@@ -187,9 +32,7 @@ def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes that users see of out and lse."""
     problem = call.problem
     rows = call.q.shape[-2]
-    lse = (rows,) if call.matrices else (problem.heads, rows)
-    if not problem.packed and not call.matrices:
-        lse = (*problem.lead, *lse)
+    lse = (rows,) if call.matrices else (*problem.array_lead, problem.heads, rows)
     return (*lse, problem.d_v), lse
 
 
@@ -244,7 +87,7 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     return (result, lse) if return_lse else result
 
 
-def cached(request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, workspace: Any) -> Any:
+def cached(request: Request, return_lse: bool, out: Any, lse_out: Any, workspace: Any) -> Any:
     """Compute a call over a cache, into the arrays given or into new ones."""
     check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, SupportsFloat, SupportsIndex
 
-from . import coded_request, dispatch, execute
+from . import dispatch
 from .arrays.interop import DLPackArray
 from .arrays.typed import CacheDType, DType, Number
+from .backends import routes
 from .masks import Mask
+from .problem.arguments import Cached, dense_or_packed
 from .problem.call import Plan
-from .problem.codes import Given
+from .problem.coded import Fp8
+from .problem.codes import CacheCodes
 from .problem.keywords import explained
 from .problem.options import Options
+from .request import Request
 from .scores import Score
 
 
@@ -73,9 +77,9 @@ def plan(
         precision=precision,
     )
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
-    offsets = execute.both_offsets(offsets_q, offsets_k)
-    call = coded_request.request_of(q, k, v, options, given, offsets).call
-    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
+    rows = dense_or_packed(offsets_q, offsets_k)
+    call = Request(q, k, v, rows, Fp8.of(*given), options).call
+    return replace(routes.route(call, routes.target_of(call)).plan, axes=call.axes)
 
 
 @explained
@@ -128,10 +132,9 @@ def plan_cached(
         seed=None,
         precision=None,
     )
-    given = Given(k_scale, v_scale, kv_dtype)
-    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given, shared)
-    call = request.call
-    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
+    codes = CacheCodes(k_scale, v_scale, kv_dtype)
+    call = Request(q, k, v, Cached(lengths, table, offsets_q, shared), codes, options).call
+    return replace(routes.route(call, routes.target_of(call)).plan, axes=call.axes)
 
 
 @explained
@@ -182,5 +185,5 @@ def workspace_size(
         seed=seed,
         precision=precision,
     )
-    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
+    call = Request(q, k, v, dense_or_packed(offsets_q, offsets_k), options=options).call
     return dispatch.backend_of(call.q).workspace_size(call)

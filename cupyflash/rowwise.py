@@ -18,7 +18,8 @@ from .gpu import rowwise as launches
 from .gpu.writer import Recipe
 from .problem import formats
 from .problem.append import Append
-from .problem.call import Array, Codes, scale_steps
+from .problem.call import Array, scale_steps
+from .problem.encoding import Encoding
 from .problem.hadamard import Transform
 from .problem.quantize import Quantisation
 from .problem.rotary import Rotary, Rotation
@@ -103,8 +104,7 @@ def _arrays_of_append(checked: Append) -> Arrays:
     arrays |= {"q": checked.q, "positions": checked.positions, "offsets": checked.offsets}
     lengths = None if isinstance(cache.lengths, int) else cache.lengths
     arrays |= {"lengths": lengths, "table": cache.table}
-    if cache.codes is not None:
-        arrays |= cache.codes.scales
+    arrays |= cache.encoding.scales
     if checked.rotary is not None:
         arrays |= checked.rotary.arrays
     return arrays
@@ -127,21 +127,20 @@ def _append_on_cpu(checked: Append, arrays: Arrays) -> None:
         arrays.get("out"),
         None if rotary is None else _angles(rotary),
         checked.positions,
-        scales_on_cpu(cache.codes),
+        scales_on_cpu(cache.encoding),
     )
 
 
-def scales_on_cpu(codes: Codes | None) -> Any:
-    """Return the scales of keys and of values of a cache, as kernels of the CPU take them."""
-    if codes is None:
-        return None
+def scales_on_cpu(encoding: Encoding) -> Any:
+    """Return what the codes of keys and of values mean, as kernels of the CPU take it."""
     from cupyflash.reference.cpu.cache import Scales
 
-    sides = (codes.k_form, codes.k_scale), (codes.v_form, codes.v_scale)
-    return tuple(
+    sides = (encoding.k_form, encoding.k_scale), (encoding.v_form, encoding.v_scale)
+    scales = tuple(
         None if form is None or scale is None else Scales(form.code, scale, scale_steps(scale))
         for form, scale in sides
     )
+    return scales if any(scales) else None
 
 
 APPEND = Operation[Append](

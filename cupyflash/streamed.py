@@ -18,10 +18,12 @@ from .execute import Vjp
 from .masks import Mask
 from .pieces import steps
 from .pieces.steps import Chunk
+from .problem.arguments import ANYWHERE
 from .problem.call import Array, Gradients
 from .problem.keywords import explained
 from .problem.options import Options
 from .problem.signatures import BackwardOptions, CheckedVjpOptions, StreamedOptions
+from .request import Request
 from .scores import Score
 
 __all__ = ["attention", "attention_backward", "attention_vjp"]
@@ -171,7 +173,12 @@ def attention(
         seed=seed,
         precision=precision,
     )
-    return steps.forward(steps.Streamed(q, k, v, options, chunk, device), return_lse, out, lse_out)
+    return steps.forward(
+        steps.Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device),
+        return_lse,
+        out,
+        lse_out,
+    )
 
 
 @overload
@@ -275,7 +282,7 @@ def attention_backward(
         seed=seed,
         precision=precision,
     )
-    request = steps.Streamed(q, k, v, options, chunk, device)
+    request = steps.Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device)
     return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
@@ -404,5 +411,5 @@ def attention_vjp(
         seed=seed,
         precision=precision,
     )
-    request = steps.Streamed(q, k, v, options, chunk, device)
+    request = steps.Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device)
     return steps.vjp_of(request, return_lse, deterministic, bias_gradient, check)

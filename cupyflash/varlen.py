@@ -7,15 +7,18 @@ from typing import Literal, SupportsFloat, SupportsIndex, Unpack, overload
 
 from numpy.typing import NDArray
 
-from . import coded_request, execute
+from . import execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import DType, F, FloatArray, Number
 from .execute import Vjp
 from .masks import Mask
+from .problem.arguments import Packed
 from .problem.call import Array, Gradients
+from .problem.coded import Fp8
 from .problem.keywords import explained
 from .problem.options import Options
 from .problem.signatures import ForwardOptions, VjpOptions, WorkspaceBackwardOptions
+from .request import Request
 from .scores import Score
 
 
@@ -168,7 +171,7 @@ def attention_varlen(
         precision=precision,
     )
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
-    request = coded_request.request_of(q, k, v, options, given, (offsets_q, offsets_k), check)
+    request = Request(q, k, v, Packed(offsets_q, offsets_k, check), Fp8.of(*given), options)
     return execute.forward(request, return_lse, out, lse_out)
 
 
@@ -269,7 +272,7 @@ def attention_varlen_backward(
         seed=seed,
         precision=precision,
     )
-    request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    request = Request(q, k, v, Packed(offsets_q, offsets_k, check), options=options)
     return execute.backward(
         request, do, out, lse, dlse, deterministic, grads_out, workspace, bias_gradient
     )
@@ -397,5 +400,5 @@ def attention_varlen_vjp(
         seed=seed,
         precision=precision,
     )
-    request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    request = Request(q, k, v, Packed(offsets_q, offsets_k, check), options=options)
     return execute.vjp_of(request, return_lse, deterministic, bias_gradient, check)

@@ -420,15 +420,20 @@ def wait_for_current_stream() -> None:
     cupy.cuda.get_current_stream().synchronize()
 
 
+def memory_order(array: Any, shape: tuple[int, ...]) -> list[int]:
+    """Return the axes of a shape as `empty_like` lays them out, the slowest one first."""
+    missing = len(shape) - array.ndim
+    strides = [*(0,) * missing, *(abs(stride) for stride in array.strides)]
+    return _slowest_first(shape, [stride or 2**63 for stride in strides])
+
+
 def empty_like(array: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     """Return an uninitialised array of a shape, with its axes in the memory order of another array.
 
     `shape` may have more leading axes; these, and axes along which the array repeats itself, become
     the slowest axes. It has the dtype of the other array, too, unless another one is given.
     """
-    missing = len(shape) - array.ndim
-    strides = [*(0,) * missing, *(abs(stride) for stride in array.strides)]
-    order = _slowest_first(shape, [stride or 2**63 for stride in strides])
+    order = memory_order(array, shape)
     with current(int(array.device.id)):
         made = empty(tuple(shape[axis] for axis in order), array.dtype if dtype is None else dtype)
     return made.transpose([order.index(axis) for axis in range(len(shape))])

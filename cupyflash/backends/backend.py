@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..gpu.launch import CallResult
 from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.route import CallResult
 from ..rowwise import Arrays, Operation
 
 
 class Backend(Protocol):
     """Computes calls whose arrays are all of one kind. A `plan` gives other tiles than its own."""
-
-    def plan(self, call: Call) -> Plan:
-        """Return which kernel serves a call, with which tiles."""
-        ...
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
@@ -106,5 +102,4 @@ class Backend(Protocol):
 
 def output_shape(call: Call) -> tuple[int, ...]:
     """Return the shape of out with a head axis."""
-    lead = () if call.problem.packed else call.problem.lead
-    return (*lead, *call.q.shape[-3:-1], call.problem.d_v)
+    return (*call.problem.array_lead, *call.q.shape[-3:-1], call.problem.d_v)

@@ -8,12 +8,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ..expr.key_range import KeyRange, key_range
-from ..gpu.launch import CallResult
 from ..lazy import Kept
 from ..problem import positions
 from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.encoding import NUMBERS
 from ..problem.formats import values
+from ..problem.route import CallResult
 from ..rowwise import Arrays, Operation, scales_on_cpu
 from . import cpu_ranges, cpu_tiles
 from .backend import output_shape
@@ -50,8 +51,9 @@ def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
     key, problem = None, call.problem
     if call.mask is not None and call.score_mod is None and call.bias is None:
         structure, arrays = call.mask.structure
-        if not arrays and not problem.packed and call.cache is None:
-            key = structure, positions.key_of(problem)
+        sizes = None if arrays else positions.key_of(problem)
+        if sizes is not None:
+            key = structure, sizes
             known = _kept.find(key)
             if known is not None:
                 return known
@@ -90,60 +92,43 @@ def _decode(call: Call, out: Array, lse: Array) -> int:
     )
 
 
-def units_of_cached(call: Call) -> tuple[int, int]:
-    """Return the units of work of a call over a cache, and the bytes that it keeps for them."""
+def units_of(call: Call) -> tuple[int, int]:
+    """Return the units of work of the kernel for few queries, and the bytes that it keeps."""
     from cupyflash.reference.cpu import decode_launch
 
-    assert call.cache is not None
-    lengths = _lengths(call)
-    problem = replace(call.problem, len_k=lengths)
-    plan = decode_launch.planned(problem, _programs(call, lengths), call.cache.shared)
+    lengths = call.rows.known_lengths(call.problem.batch)
+    problem = call.problem.sized(len_k=lengths)
+    plan = decode_launch.planned(problem, _programs(call, lengths), call.rows.shared)
     return len(plan.units), plan.kept * problem.accumulator.itemsize
-
-
-def _lengths(call: Call) -> Array:
-    """Return the lengths of entries, as a copy: they may change while a call runs."""
-    assert call.cache is not None
-    lengths = np.asarray(call.cache.lengths, np.int64)
-    return np.array(np.broadcast_to(lengths, (call.problem.batch,)))
 
 
 def _widened(call: Call) -> Call:
     """Return a call on ``scale * code`` in float32 instead of a call on codes."""
-    assert call.codes is not None
     from cupyflash.reference.cpu.sums import looked_up
 
-    table = values(call.codes.form)
+    table = values(call.encoding.form)
     made: dict[str, Any] = {}
-    for name, scale in call.codes.scales.items():
+    for name, scale in call.encoding.scales.items():
         made[name[0]] = looked_up(table, getattr(call, name[0]).view(np.uint8), scale)
-    problem = replace(call.problem, dtype=np.dtype(np.float32))
-    return replace(call, problem=problem, codes=None, **made)
+    problem = replace(call.problem, dtype=cpu_tiles.NUMBERS)
+    return replace(call, problem=problem, encoding=NUMBERS, **made)
 
 
 class Cpu:
     """The back end of NumPy arrays."""
-
-    def plan(self, call: Call) -> Plan:
-        """Return which kernel serves a call, with which tiles."""
-        if call.cache is not None:
-            return cpu_tiles.cached(call)
-        made = cpu_tiles.choose(call.problem)
-        if call.codes is None:
-            return made
-        why = f"codes of {call.codes.form.name} become float32 with their scales first; "
-        return replace(made, reason=why + made.reason)
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
     ) -> CallResult:
         """Compute `out` and `lse`."""
         assert lse is not None
-        if call.codes is not None:
+        choice = cpu_tiles.forward(call)
+        if choice.widens:
             return self._forward_of_codes(call, out, lse, plan)
-        if plan is None and cpu_tiles.has_few_queries(call.problem):
-            return CallResult(_decode(call, out, lse))
-        plan = plan or cpu_tiles.tiled(call.problem)
+        if plan is None:
+            if choice.for_few:
+                return CallResult(_decode(call, out, lse))
+            plan = choice.plan
         return CallResult(_forward(call, out, lse, plan, resumes=False))
 
     def _forward_of_codes(
@@ -237,10 +222,9 @@ class Cpu:
 
         cache = call.cache
         assert lse is not None
-        assert cache is not None
-        lengths = _lengths(call)
+        lengths = call.rows.known_lengths(call.problem.batch)
         visited = decode_launch.decode(
-            replace(call.problem, len_k=lengths),
+            call.problem.sized(len_k=lengths),
             _programs(call, lengths),
             call.q,
             call.k,
@@ -250,7 +234,7 @@ class Cpu:
             call.sink,
             out,
             lse,
-            scales_on_cpu(cache.codes),
+            scales_on_cpu(cache.encoding),
             cache.shared,
         )
         return CallResult(visited)
@@ -285,9 +269,7 @@ class Cpu:
         """Return out and lse as they are, or uninitialised."""
         shape = output_shape(call)
         if out is None:
-            q = call.q
-            if not call.problem.packed:
-                q = np.broadcast_to(q, (*call.problem.lead, *q.shape[-3:]))
+            q = np.broadcast_to(call.q, (*call.problem.array_lead, *call.q.shape[-3:]))
             out = np.empty_like(q, call.problem.dtype, shape=shape, subok=False)
         if lse is None:
             lse = np.empty(shape[:-1], call.problem.accumulator)

@@ -6,7 +6,14 @@ computed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
 from ..problem.call import Call, Plan, Problem
+
+NUMBERS = np.dtype(np.float32)  # what codes of float8 become before they are multiplied
 
 # Largest head size -> (block_q, block_kv). A tile of scores, the block of queries and the
 # accumulated output share the L2 cache of a core.
@@ -19,40 +26,69 @@ MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
 LEAF = 64  # keys, of that kernel
 
 
-def choose(problem: Problem) -> Plan:
+class Choice(NamedTuple):
+    """The kernel of a forward.
+
+    Attributes
+    ----------
+    plan : Plan
+        Its name, its tiles and the reason.
+    for_few : bool
+        Whether it is the kernel for few queries.
+    widens : bool
+        Whether codes become numbers first.
+    """
+
+    plan: Plan
+    for_few: bool
+    widens: bool = False
+
+
+def forward(call: Call) -> Choice:
     """Return the kernel and the tiles of a forward on NumPy arrays."""
+    if call.rows.cache is not None:
+        return _cached(call)
+    if not call.encoding.operands:
+        return choose(call.problem)
+    plan, for_few, _ = choose(replace(call.problem, dtype=NUMBERS))
+    why = f"codes of {call.encoding.form.name} become {NUMBERS} with their scales first; "
+    return Choice(replace(plan, reason=why + plan.reason), for_few, widens=True)
+
+
+def choose(problem: Problem) -> Choice:
+    """Return the kernel and the tiles of a forward of numbers that is not over a cache."""
     if not has_few_queries(problem):
-        return tiled(problem)
-    return Plan(
-        kernel="reference.decode",
-        block_q=MOST_ROWS,
-        block_kv=LEAF,
-        reason=f"a key head has at most {MOST_ROWS} rows of queries and there are {FEWEST_KEYS} "
+        return Choice(tiled(problem), for_few=False)
+    return _few(
+        f"a key head has at most {MOST_ROWS} rows of queries and there are {FEWEST_KEYS} "
         f"keys or more, so the Numba kernel for few queries reads them in leaves of {LEAF} in "
-        f"{problem.accumulator}",
+        f"{problem.accumulator}"
     )
 
 
-def cached(call: Call) -> Plan:
+def _cached(call: Call) -> Choice:
     """Return the kernel and the tiles of a call over a cache in NumPy arrays."""
     why = (
         f"a cache in NumPy arrays is read by the Numba kernel for few queries, in leaves of {LEAF} "
         f"keys, which serve up to {MOST_ROWS} queries of the heads that share them, in "
         f"{call.problem.accumulator}"
     )
-    assert call.cache is not None
-    if call.cache.shared:
-        why += f"; the first {call.cache.shared} positions serve the queries of several entries"
-    return Plan(kernel="reference.decode", block_q=MOST_ROWS, block_kv=LEAF, reason=why)
+    if call.rows.shared:
+        why += f"; the first {call.rows.shared} positions serve the queries of several entries"
+    return _few(why)
+
+
+def _few(why: str) -> Choice:
+    return Choice(Plan("reference.decode", MOST_ROWS, LEAF, why), for_few=True)
 
 
 def has_few_queries(problem: Problem) -> bool:
     """Return whether few queries read many keys. It does not depend on the batch size."""
-    if problem.packed or problem.dropout > 0 or problem.whole:
+    if problem.dropout > 0 or problem.whole:
         return False
-    queries, heads = int(problem.len_q), problem.heads_kv
+    queries, heads = problem.rows.known_q, problem.heads_kv
     few = heads > 0 and queries <= MOST_QUERIES and problem.heads // heads * queries <= MOST_ROWS
-    return few and queries > 0 and int(problem.len_k) >= FEWEST_KEYS
+    return few and queries > 0 and problem.rows.known_k >= FEWEST_KEYS
 
 
 def tiled(problem: Problem) -> Plan:

@@ -5,31 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
-from ..gpu import code_launches, decode_recipe, launch, piece_launches, row_launches
-from ..gpu.kernels import registry
-from ..gpu.kernels.spec import Request
-from ..gpu.launch import CallResult
-from ..problem import pack_gqa
+from ..gpu import launch, piece_launches, row_launches
 from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.route import CallResult
 from ..rowwise import Arrays, Operation
 from .backend import output_shape
-
-
-def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
-    """Return which kernel would serve a call on a GPU that need not be there."""
-    if call.cache is not None:
-        return decode_recipe.plan(call, facts)
-    before = ""
-    if call.codes is not None:
-        why = registry.widens(Request.of(call, facts))
-        if why is None:
-            return registry.plan(Request.of(call, facts))
-        form, dtype = call.codes.form.name, call.problem.dtype
-        call = code_launches.of_numbers(call)
-        before = f"turns codes of {form} into {dtype} first, because {why}; then it "
-    if not registry.decodes(call.problem, facts):
-        call, _ = pack_gqa.joined(call)
-    return registry.plan(Request.of(call, facts), before=before)
 
 
 def _device(array: Array) -> int:
@@ -41,16 +21,10 @@ def _device(array: Array) -> int:
 class Gpu:
     """The back end of CuPy arrays."""
 
-    def plan(self, call: Call) -> Plan:
-        """Return which kernel serves a call, with which tiles."""
-        return plan_on(call, cuda_device.of(_device(call.q)))
-
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
     ) -> CallResult:
         """Compute `out` and, unless it is None, `lse`."""
-        if call.codes is not None:
-            return code_launches.forward(call, out, lse, plan)
         return launch.forward(call, out, lse, plan)
 
     def forward_piece(

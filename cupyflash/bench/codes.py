@@ -49,7 +49,7 @@ class CupyflashFloat8(Contender):
         made = [quantization.quantize(x, FLOAT8) for x in inputs[:3]]
         raw = [x.view(np.uint8) for x, _ in made]
         q_scale, k_scale, v_scale = (scale for _, scale in made)
-        given = coded.Given(q_scale, k_scale, v_scale, FLOAT8, float_type(case.dtype))
+        given = coded.Fp8(q_scale, k_scale, v_scale, FLOAT8, float_type(case.dtype))
         attend: Callable[..., Array] = api.attention
 
         def forward(**places: Any) -> Array:

@@ -113,10 +113,7 @@ def facts_of(call: Call, layout: Layout, layout_k: Layout, more: Mapping[str, An
         for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
     }
     facts |= {"layout": _layout(layout), "layout_k": _layout(layout_k)}
-    if problem.packed:
-        assert call.offsets is not None
-        names = "offsets_q", "offsets_k"
-        facts |= {name: _content(x) for name, x in zip(names, call.offsets, strict=True)}
+    facts |= {name: _content(x) for name, x in call.rows.offsets.items()}
     facts |= {
         "mask": _digest(call.mask.expr, call) if call.mask is not None else "None",
         "score_mod": _digest(call.score_mod.expr, call) if call.score_mod is not None else "None",

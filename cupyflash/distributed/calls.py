@@ -14,6 +14,7 @@ from ..masks import Mask
 from ..problem.call import Array, Gradients
 from ..problem.keywords import explained
 from ..problem.options import Options
+from ..request import Request
 from ..scores import Score
 from . import steps
 from .communication import Communicator
@@ -190,7 +191,9 @@ def attention(
         precision=precision,
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    return steps.forward(steps.Distributed(q, k, v, options, ranks), return_lse, out, lse_out)
+    return steps.forward(
+        steps.Distributed(Request(q, k, v, options=options), ranks), return_lse, out, lse_out
+    )
 
 
 @overload
@@ -287,7 +290,7 @@ def attention_backward(
         precision=precision,
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    request = steps.Distributed(q, k, v, options, ranks)
+    request = steps.Distributed(Request(q, k, v, options=options), ranks)
     return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
@@ -415,5 +418,5 @@ def attention_vjp(
         precision=precision,
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    request = steps.Distributed(q, k, v, options, ranks)
+    request = steps.Distributed(Request(q, k, v, options=options), ranks)
     return steps.vjp_of(request, return_lse, deterministic, bias_gradient)

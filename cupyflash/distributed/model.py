@@ -127,7 +127,7 @@ class Model:
         self._item, self._wide = problem.dtype.itemsize, problem.accumulator.itemsize
         self._heads_kv = problem.heads_kv
         self._piece = machine.piece[backward]  # seconds
-        batch = 1 if problem.packed else problem.batch
+        batch = math.prod(problem.array_lead)
         d, d_v = problem.d, problem.d_v
         each = 2 * (3 * d + 2 * d_v) if backward else 2 * (d + d_v)
         self._of_pair = batch * problem.heads * each / machine.flops  # seconds

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from ..errors import ArgumentError
-from ..problem.call import Array, Call, Problem
+from ..problem.call import Array, Call
 from .layouts import Layout
 from .model import H100, Model
 from .proofs import Proofs
@@ -153,7 +151,7 @@ def plan(
     options = None if call.score_mod is None else call.score_mod.structure[0], call.sink is None
     bias = None if call.bias is None else call.bias.shape[-1:]
     how = scheme, tuple(nodes), copies, backward and scheme == "auto"
-    key = expr, facts, options, bias, _offsets(problem), how
+    key = expr, facts, options, bias, problem.rows.of_queries.layout, how
     known = layout.remembered.get(key)
     if known is None or known[0] is not layout_k:
         while len(layout.remembered) >= MOST_REMEMBERED:
@@ -167,13 +165,6 @@ def plan(
 def _sizes(x: Array) -> tuple[int, ...]:
     """Return all sizes of an array but that of its axis of positions."""
     return *x.shape[:-2], x.shape[-1]
-
-
-def _offsets(problem: Problem) -> bytes | None:
-    """Return what tells the packed sequences of a call from those of others."""
-    if not problem.packed:
-        return None
-    return np.stack([problem.len_q, problem.len_k]).tobytes()
 
 
 def _made(

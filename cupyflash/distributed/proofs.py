@@ -60,9 +60,7 @@ class Proofs:
         problem = call.problem
         self._layout, self._layout_k, self.size = layout, layout_k, layout.size
         self._packed = problem.packed
-        starts = [np.zeros(1, np.int64)] * 2
-        if problem.packed:
-            starts = [np.asarray(x, np.int64) for x in (problem.start_q, problem.start_k)]
+        starts = [problem.rows.of_queries.start(keys) for keys in (False, True)]
         self._starts = starts
         self._rows, self._keys = (
             _held(each, start) for each, start in zip((layout, layout_k), starts, strict=True)

@@ -17,13 +17,13 @@ import numpy as np
 
 from ..arrays import interop
 from ..errors import ArgumentError
-from ..expr.bind import Alignment, Sizes, resolve
+from ..expr.bind import Alignment, resolve
 from ..expr.evaluate import host
 from ..expr.functions import SCORE, clip, where
 from ..expr.nodes import Expr, LookupTable, array_type, lookup_node, remade
 from ..expr.sharded import HeldArray, ShardedArray
 from ..masks import Mask
-from ..problem.call import Array, Call, changed
+from ..problem.call import Array, Call, Problem, changed
 from ..problem.options import Options
 from ..scores import Score, chain
 from . import layouts
@@ -87,9 +87,9 @@ def reads_parts(options: Options) -> bool:
     )
 
 
-def placed(options: Options, sizes: Sizes, of_queries: Layout, of_keys: Layout) -> Options:
+def placed(options: Options, problem: Problem, of_queries: Layout, of_keys: Layout) -> Options:
     """Return options whose parts are those that layouts give to this rank."""
-    place = _Places(sizes, {"i": of_queries, "j": of_keys})
+    place = _Places(problem, {"i": of_queries, "j": of_keys})
     mask, score_mod = options.mask, chain(options.score_mod)
     if isinstance(mask, Mask):
         mask = Mask(place.of(mask.expr))
@@ -101,8 +101,8 @@ def placed(options: Options, sizes: Sizes, of_queries: Layout, of_keys: Layout) 
 class _Places:
     """What reads parts, as look-ups in arrays of all positions."""
 
-    def __init__(self, sizes: Sizes, of: Mapping[str, Layout]) -> None:
-        self._sizes, self._layouts = sizes, of
+    def __init__(self, problem: Problem, of: Mapping[str, Layout]) -> None:
+        self._problem, self._layouts = problem, of
         self._held: dict[tuple[int, str], HeldArray] = {}
 
     def of(self, root: Expr) -> Expr:
@@ -110,16 +110,11 @@ class _Places:
 
     def _replaced(self, node: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if node.op == "lookup" and type(node.value[0]) is ShardedArray:
-            if self._sizes.packed:
-                raise ArgumentError(
-                    f"lookup: a sharded look-up is read at {node.args[-1]} of packed sequences, "
-                    "which counts from the start of each; expected cupyflash.masks.segments, which "
-                    "counts packed rows, or the whole array."
-                )
+            self._problem.rows.of_queries.refuse_sharded_lookup(node.args[-1])
             held = self._array(node.value[0], node.args[-1], "lookup")
             return lookup_node(held, (*args[:-1], node.args[-1]))
         if node.op == "aligned" and type(node.value.array) is ShardedArray:
-            return resolve(self._aligned(node.value), self._sizes)
+            return resolve(self._aligned(node.value), self._problem)
         return None
 
     def _aligned(self, alignment: Alignment) -> Alignment:

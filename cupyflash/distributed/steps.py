@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -22,9 +22,10 @@ from ..lazy import cached_property
 from ..pieces import steps as pieces_steps
 from ..pieces.device import Device
 from ..pieces.place import Host, Place
-from ..problem import validate
-from ..problem.call import Call, Gradients
-from ..problem.options import DEFAULTS, Options
+from ..problem.arguments import Dense, Packed, Part
+from ..problem.call import Call, Gradients, Problem
+from ..problem.options import Options
+from ..request import Request
 from . import compute
 from .again import Again, Written
 from .agreement import Facts, agree, bias_facts, bias_is_shared, facts_of
@@ -95,27 +96,23 @@ def _is_number(value: Any) -> bool:
 
 
 class Distributed:
-    """A call over ranks as the user made it. It is validated once, when that is first needed.
+    """A call over ranks. It is validated once, when that is first needed.
 
     Parameters
     ----------
-    q, k, v : Any
-        As users pass them.
-    options : Options
-        As users pass them.
+    request : Request
+        The call, on this rank's arrays.
     ranks : Ranks
         As users pass them.
     """
 
-    name = "attention"
-    has_whole_bias = False  # the same on every rank, and not one that has its rows
+    is_summed = False
 
-    def __init__(self, q: Any, k: Any, v: Any, options: Options, ranks: Ranks) -> None:
-        self._q, self._k, self._v = q, k, v
-        self._options, self._ranks = options, ranks
+    def __init__(self, request: Request, ranks: Ranks) -> None:
+        self._request, self._ranks = request, ranks
         self.comm = ranks.communicator()
         self._bias_is_shared = False
-        self._reads_parts = reads_parts(options)
+        self._reads_parts = reads_parts(request.options)
         self._bounded: Call | None = None  # for proofs, if look-ups are divided
         self._is_backward = False
         self._plans: dict[bool, Plan] = {}
@@ -124,7 +121,17 @@ class Distributed:
     @property
     def backward_name(self) -> str:
         """Name of the public function that computes the call's gradients."""
-        return f"cupyflash.distributed.{self.name}_backward"
+        return f"cupyflash.distributed.{self._request.backward_name}"
+
+    @property
+    def name(self) -> str:
+        """Name of the public function."""
+        return self._rows.name
+
+    @property
+    def _rows(self) -> Dense | Packed:
+        """Where the rows of all ranks lie: no cache is divided among ranks."""
+        return cast("Dense | Packed", self._request.rows)
 
     @cached_property
     def layouts(self) -> tuple[Layout, Layout]:
@@ -144,16 +151,14 @@ class Distributed:
 
     def _validated(self) -> Call:
         layout, layout_k = self.layouts
-        given = validate.call(self._q, self._k, self._v)
-        self._check_counts(given)
-        # A bias has this rank's rows, and columns for all keys.
-        problem = replace(given.problem, len_k=layout_k.length)
-        arrays = given.q, given.k, given.v
-        options = self._options
-        if self._reads_parts:
-            options = placed(options, replace(problem, len_q=layout.length), layout, layout_k)
-        call = validate.with_options(problem, *arrays, given.were_matrices, options)
-        return replace(call, problem=replace(call.problem, len_q=layout.length))
+
+        def placed_here(options: Options, problem: Problem) -> Options:
+            return placed(options, problem, layout, layout_k)
+
+        look_ups = placed_here if self._reads_parts else None
+        part = Part(layout.length, layout_k.length, self._check_counts, look_ups)
+        request = self._request
+        return self._rows.checked_part(request.operands, request.options, part)
 
     def _check_counts(self, given: Call) -> None:
         """Check that the arrays have the rows that the layouts give to this rank."""
@@ -169,12 +174,10 @@ class Distributed:
         """Whether `check` is True."""
         return self._ranks.check is not False
 
-    is_summed = False
-
     @property
     def is_watched(self) -> bool:
         """Whether changes of the call's arrays can be noticed."""
-        return looks_at(self._q)
+        return looks_at(self._request.q)
 
     @property
     def plan(self) -> Plan:
@@ -201,16 +204,17 @@ class Distributed:
         more: tuple[Any, ...],
     ) -> Again | None:
         """Return what recognises the call if it was made before; the rest is as in `Again`."""
-        if not is_device_array(self._q):
+        request = self._request
+        if not is_device_array(request.q) or request.rows.signature(request.operands) is None:
             return None
         ranks = self._ranks
         layouts = ranks.layout, ranks.layout if ranks.layout_k is None else ranks.layout_k
         return Again(
             name,
-            {"q": self._q, "k": self._k, "v": self._v, **read},
+            {**request.operands._asdict(), **read},
             written,
             names,
-            self._options,
+            request.options,
             self.comm,
             layouts,
             (*more, ranks.scheme),
@@ -261,16 +265,16 @@ class Distributed:
             bias, rows = self.call.bias, layout.count
             # A rank with one row cannot know whether others have the same row of the bias.
             unsure = bias is not None and any(runs.count == 1 for runs in layout.runs)
-            tells = bool(self._ranks.check) or (unsure and not self.has_whole_bias)
+            tells = bool(self._ranks.check) or (unsure and not self._rows.has_whole_bias)
             tells |= self._reads_parts
             self._bias_is_shared = bias is not None and (
-                self.has_whole_bias or bias.ndim < 2 or bias.shape[-2] == 1
+                self._rows.has_whole_bias or bias.ndim < 2 or bias.shape[-2] == 1
             )
             if tells:
                 scheme = self._ranks.scheme if self._reads_parts else self.plan.scheme
                 more = {"function": name, "look-ups": self._how_looked_up, "scheme": scheme, **more}
                 facts = facts_of(self.call, layout, layout_k, more)
-                facts |= bias_facts(bias, None if self.has_whole_bias else rows)
+                facts |= bias_facts(bias, None if self._rows.has_whole_bias else rows)
             if self._reads_parts:
                 facts |= Extremes(self.call, layout, layout_k).facts()
             else:
@@ -315,41 +319,6 @@ class Distributed:
             if isinstance(error, Exception):
                 raise DistributedError(reason) from error
             raise
-
-
-class Packed(Distributed):
-    """A call on packed sequences; `offsets` are those of queries and of keys, as users pass them.
-
-    The rest is as in `Distributed`.
-    """
-
-    name = "attention_varlen"
-    has_whole_bias = True
-
-    def __init__(
-        self, q: Any, k: Any, v: Any, offsets: tuple[Any, Any], options: Options, ranks: Ranks
-    ) -> None:
-        super().__init__(q, k, v, options, ranks)
-        self._offsets = offsets
-
-    def again(self, *_: Any) -> None:
-        """Return None: what the offsets hold is read in every call."""
-
-    def _validated(self) -> Call:
-        layout, layout_k = self.layouts
-
-        def validated(options: Options) -> Call:
-            return validate.varlen_call(
-                self._q, self._k, self._v, *self._offsets, True, options,
-                totals=(layout.length, layout_k.length),
-            )  # fmt: skip
-
-        options = self._options
-        if self._reads_parts:
-            options = placed(options, validated(DEFAULTS).problem, layout, layout_k)
-        call = validated(options)
-        self._check_counts(call)
-        return call
 
 
 def _forward(

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..expr.interval import EMPTY, FULL
 from ..expr.shift import unchanged
 from ..pieces.schedule import Piece, classes
-from ..problem.call import Call, Problem, changed
+from ..problem.call import Call, Problem
 from .runs import Runs
 
 
@@ -47,7 +47,7 @@ def tasks(
     all runs.
     """
     each = [Task(rows.rows(x.rows), keys.rows(x.keys), x, False) for x in pieces]
-    if call.problem.packed or call.problem.dropout or call.problem.whole is not None:
+    if not call.rows.divisible or call.problem.dropout or call.problem.whole is not None:
         return each, each
     forward: list[Task] = []
     by_rows = sorted(each, key=lambda task: (task.rows.start, task.keys.start))
@@ -124,13 +124,13 @@ def _rectangles(tasks: list[Task]) -> int:
 def _is_plain(call: Call, tasks: list[Task], rows: range, keys: range) -> bool:
     """Return whether mask and scores are the same for all pairs if these are counted from 0."""
     whole = call.problem
-    here = changed(whole, len_q=len(rows), len_k=len(keys))
+    here = whole.sized(len(rows), len(keys))
     for task in tasks:
         moved = {
             "i": task.piece.rows.start - (task.rows.start - rows.start),
             "j": task.piece.keys.start - (task.keys.start - keys.start),
-            "len_q": whole.len_q - here.len_q,
-            "len_k": whole.len_k - here.len_k,
+            "len_q": whole.rows.known_q - here.rows.known_q,
+            "len_k": whole.rows.known_k - here.rows.known_k,
         }
         if call.score_mod is not None and not unchanged(call.score_mod.expr, moved):
             return False

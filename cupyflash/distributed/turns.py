@@ -21,10 +21,10 @@ def turns(call: Call, of_ranks: list[range]) -> list[list[range]]:
     turn, and those on packed sequences.
     """
     problem = call.problem
-    if call.bias is not None or call.sink is not None or problem.packed:
+    if call.bias is not None or call.sink is not None or not problem.rows.divisible:
         return [of_ranks]
     fewest = min(map(len, of_ranks))
-    tiles = problem.batch * -(-min(int(problem.len_q), int(problem.len_k)) // 128)
+    tiles = problem.batch * -(-min(problem.rows.known_q, problem.rows.known_k) // 128)
     least = -(-TILES // max(tiles, 1))
     ends = [least, -least] if fewest >= 3 * least else [least] if fewest >= 2 * least else []
     return [

@@ -11,9 +11,11 @@ from ..arrays.interop import DLPackArray
 from ..arrays.typed import F, FloatArray, Number
 from ..execute import Vjp
 from ..masks import Mask
+from ..problem.arguments import Packed
 from ..problem.call import Array, Gradients
 from ..problem.keywords import explained
 from ..problem.options import Options
+from ..request import Request
 from ..scores import Score
 from . import steps
 from .communication import Communicator
@@ -177,7 +179,9 @@ def attention_varlen(
         precision=precision,
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    request = steps.Packed(q, k, v, (offsets_q, offsets_k), options, ranks)
+    request = steps.Distributed(
+        Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks
+    )
     return steps.forward(request, return_lse, out, lse_out)
 
 
@@ -276,7 +280,9 @@ def attention_varlen_backward(
         precision=precision,
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    request = steps.Packed(q, k, v, (offsets_q, offsets_k), options, ranks)
+    request = steps.Distributed(
+        Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks
+    )
     return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
@@ -400,5 +406,7 @@ def attention_varlen_vjp(
         precision=precision,
     )
     ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    request = steps.Packed(q, k, v, (offsets_q, offsets_k), options, ranks)
+    request = steps.Distributed(
+        Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks
+    )
     return steps.vjp_of(request, return_lse, deterministic, bias_gradient)

@@ -12,14 +12,15 @@ from ..figures.terminal import MOST_CELLS as MOST_SIGNS
 from ..figures.terminal import picture
 from ..gpu.kernels.spec import Tiles
 from ..problem.bound_exprs import trees
-from ..problem.call import Call, changed
+from ..problem.call import Call
+from ..problem.route import Route
 from . import traffic
+from .kernel_uses import Use, uses_of
 from .occupancy import LIMITS, occupancy
 from .places import Place
 from .registers import UnknownError, registers
 from .results import Explanation, KernelUse, Occupancy, Registers
 from .times import flops_of, rooflines, standard
-from .works import Work
 
 GRIDS = MOST_CELLS, MOST_SIGNS  # of the drawing, and of the picture in a terminal
 
@@ -40,12 +41,8 @@ class Subject:
         The device.
     backward : bool
         Whether the gradients are explained.
-    reason : str
-        Why the main kernel serves the call.
-    works : list of Work
-        The kernels, in order.
-    scratch : int
-        Bytes of scratch memory.
+    route : Route
+        The kernels, in order, and their scratch memory.
     sizes : traffic.Sizes
         Bytes of the arrays.
     unknown : list of str
@@ -68,9 +65,7 @@ class Subject:
     axes: str
     where: Place
     backward: bool
-    reason: str
-    works: list[Work]
-    scratch: int
+    route: Route
     sizes: traffic.Sizes
     unknown: list[str]
     entries: Sequence[tuple[tuple[int, ...], int]] = ()
@@ -82,7 +77,7 @@ class Subject:
 
 def assembled(subject: Subject, compile: bool) -> Explanation:
     """Count everything; with `compile`, compile kernels to find out registers and occupancy."""
-    call, where, works = subject.call, subject.where, subject.works
+    call, where, works = subject.call, subject.where, uses_of(subject.route)
     problem, sizes, unknown = call.problem, subject.sizes, subject.unknown
     backward = subject.backward
     allowed = trees(call).allowed if subject.allowed is None else subject.allowed
@@ -97,7 +92,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         for work in works
     )
     main = next(work for work in works if work.block_kv)
-    found = surveys[main.blocks_of_tiles]
+    found = surveys[main.blocks_of_tiles(call)]
     least = sizes.least(backward, found)
     pairs = found.visited_pairs if found.pairs is None else found.pairs
     if found.pairs is None:
@@ -111,10 +106,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
     best, theirs = rooflines(where, coded, kernels, units, flops, least, unknown)
     keys = [(len(numbers), length) for numbers, length in subject.entries]
     results = sizes.q + sizes.k + sizes.v if backward else sizes.results + sizes.row
-    dtype, told = problem.dtype.name, problem.dtype.name
-    if coded.codes is not None:
-        dtype = coded.codes.form.name
-        told = f"{dtype}, results in {coded.problem.dtype.name}"
+    dtype, told = coded.encoding.type_words(coded.problem.dtype)
     title = f"{words_of(call.mask, 44)}, {dtype}, {kernels[works.index(main)].name}"
     return Explanation(
         q_shape=subject.shapes[0],
@@ -126,7 +118,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         score="no change" if call.score_mod is None else str(call.score_mod.expr),
         backward=backward,
         device=where.words,
-        reason=subject.reason,
+        reason=subject.route.main.reason,
         kernels=kernels,
         pairs=found.pairs,
         flops=flops,
@@ -135,7 +127,7 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         expected=traffic.total([kernel.expected for kernel in kernels]),
         roofline=best,
         kernels_roofline=theirs,
-        memory=results + subject.scratch,
+        memory=results + subject.route.scratch,
         standard=standard(call, where, backward, results, keys),
         unknown=tuple(dict.fromkeys(unknown)),
         figure=_figure(call, found, title),
@@ -144,19 +136,19 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
 
 
 def _survey(
-    subject: Subject, allowed: Expr | None, work: Work, known: dict[tuple[int, int, int], Survey]
+    subject: Subject, allowed: Expr | None, work: Use, known: dict[tuple[int, int, int], Survey]
 ) -> Survey | None:
-    key = work.blocks_of_tiles
+    key = work.blocks_of_tiles(subject.call)
     if not work.block_kv:
         return None
     if key not in known:
         problem, tile = subject.call.problem, (subject.rows or work.block_q, work.block_kv)
         machine = "cpu" if subject.where.target is None else "gpu"
         first = not known  # pairs are the same for all
-        lengths = subject.entries or [(tuple(range(problem.batch)), problem.len_k)]
+        lengths = subject.entries or [(tuple(range(problem.batch)), problem.rows.known_k)]
         known[key] = together([
             survey(
-                allowed, changed(problem, len_k=length), *tile, missing=work.missing,
+                allowed, problem.sized(len_k=length), *tile, missing=key[2],
                 machine=machine, most_cells=() if n else GRIDS, at=(numbers[0], 0),
                 count_pairs=first, entries=numbers,
             )
@@ -165,7 +157,7 @@ def _survey(
     return known[key]
 
 
-def _use(subject: Subject, work: Work, found: Survey | None, *, compile: bool) -> KernelUse:
+def _use(subject: Subject, work: Use, found: Survey | None, *, compile: bool) -> KernelUse:
     """Count everything of one kernel."""
     where, sizes, unknown = subject.where, subject.sizes, subject.unknown
     problem, tiles = subject.call.problem, work.tiles
@@ -186,7 +178,7 @@ def _use(subject: Subject, work: Work, found: Survey | None, *, compile: bool) -
     elif work.special is not None and work.special.shared and found is not None:
         pairs = max(pairs - sizes.sharers * sizes.shared_keys * work.block_q, 0)
     return KernelUse(
-        name=work.name,
+        name=work.step.kernel,
         computes=work.computes + (", and sums of dq" if work.atomic_dq else ""),
         blocks=work.blocks,
         block_q=work.block_q,
@@ -206,7 +198,7 @@ def _use(subject: Subject, work: Work, found: Survey | None, *, compile: bool) -
 
 
 def _occupancy(
-    where: Place, work: Work, tiles: Tiles, taken: Registers, unknown: list[str]
+    where: Place, work: Use, tiles: Tiles, taken: Registers, unknown: list[str]
 ) -> Occupancy | None:
     facts = where.target
     assert facts is not None
@@ -220,14 +212,14 @@ def _occupancy(
     return occupancy(tiles, taken.count, facts.capability, work.blocks, facts.multiprocessors)
 
 
-def _computed_pairs(found: Survey, work: Work) -> int:
+def _computed_pairs(found: Survey, work: Use) -> int:
     """Return the pairs that products are computed of: a GPU's kernels multiply whole tiles."""
     if work.tiles is None:
         return found.visited_pairs
     return found.tiles.visited * work.block_q * work.block_kv
 
 
-def _in_cache(call: Call, where: Place, work: Work, sizes: traffic.Sizes) -> bool | None:
+def _in_cache(call: Call, where: Place, work: Use, sizes: traffic.Sizes) -> bool | None:
     """Whether the heads that are worked on at a time have room in the cache for what passes by."""
     if not work.block_kv:
         return True

@@ -11,16 +11,18 @@ from ..analysis import Device
 from ..arrays.integers import integer
 from ..arrays.interop import DLPackArray
 from ..arrays.typed import CacheDType, DType
+from ..arrays.unallocated import unallocated
+from ..backends import routes
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.functions import POSITIONS
 from ..expr.nodes import Expr, as_expr, rebuild
-from ..gpu import decode_recipe
 from ..gpu.kernels import decode
+from ..gpu.writer import KernelRoute
 from ..masks import Mask
 from ..problem import cached as cached_calls
 from ..problem.bound_exprs import trees
 from ..problem.call import Call, changed
-from ..problem.codes import Forms, Given, types_said
+from ..problem.codes import CacheCodes, Forms, types_said
 from ..problem.formats import INT4_GROUP, format_of, name_of
 from ..problem.keywords import explained
 from ..problem.options import Options
@@ -30,7 +32,6 @@ from .arguments import CACHED, dtype_of, in_host_memory, shape_of
 from .assemble import Subject, assembled
 from .places import place
 from .results import Explanation
-from .works import fake_array, on_cpu_cached, on_gpu
 
 _, _H, _I, _ = POSITIONS
 
@@ -106,19 +107,12 @@ def explain_cached(
     stored = dtype_of(dtype, {})
     forms = _forms(kv_dtype, stored)
     call = _call(shapes, stored, lengths, _page(page), forms, options, shared)
-    assert call.cache is not None
     used = [int(n) for n in np.broadcast_to(call.cache.lengths, (call.problem.batch,))]
     if not any(used):
         raise ArgumentError("lengths: got 0 for every entry; expected 1 or more for one of them.")
-    if where.target is None:
-        reason, works, scratch = on_cpu_cached(call)
-    else:
-        reason, works, scratch = on_gpu(call, where, False, False)
-    shared_keys = decode.NOT_SHARED
-    if where.target is not None:
-        shared_keys = decode_recipe.shared_of(call, where.target)
-    longest = changed(call.problem, len_k=max(used))
-    main = next(work for work in works if work.block_kv)
+    route = routes.route(call, where.target)
+    shared_keys = route.shared if isinstance(route, KernelRoute) else decode.NOT_SHARED
+    longest, main = call.problem.sized(len_k=max(used)), route.main
     allowed, rows = trees(call).allowed, 0
     counted = changed(call, problem=longest)
     if main.part == "decode" or where.target is None:  # a tile has rows of several heads
@@ -132,9 +126,7 @@ def explain_cached(
         axes=call.axes,
         where=where,
         backward=False,
-        reason=reason,
-        works=works,
-        scratch=scratch,
+        route=route,
         sizes=traffic.Sizes(counted, used, shared=shared_keys),
         unknown=[],
         entries=_entries(used),
@@ -206,11 +198,11 @@ def _call(
             groups = n // INT4_GROUP if form.packed > 1 and n % INT4_GROUP == 0 else 1
             scale = np.broadcast_to(np.float32(1), (*rows, groups))
             n, kind = n // form.packed, np.dtype(np.uint8)
-        made.append(fake_array((*rows[:1], shape[1], *rows[2:], n), kind))
+        made.append(unallocated((*rows[:1], shape[1], *rows[2:], n), kind))
         scales.append(scale)
     k, v = made
     k_scale, v_scale = scales
-    given = Given(k_scale, v_scale, tuple(form and form.name for form in forms))
+    given = CacheCodes(k_scale, v_scale, tuple(form and form.name for form in forms))
     if shapes.v[:3:2] != shapes.k[:3:2]:
         raise ArgumentError(
             f"v: got {shapes.v} with k of {shapes.k}; expected as many entries and positions."
@@ -218,7 +210,7 @@ def _call(
     columns = shapes.k[3], shapes.v[3]
     if forms == (None, None) and columns == decode.COMPRESSED and shapes.v[1] == shapes.k[1]:
         v = k[..., : columns[1]]
-    q = fake_array(shapes.q, dtype)
+    q = unallocated(shapes.q, dtype)
     return cached_calls.call(q, k, v, lengths, table, None, options, given, shared)
 
 
@@ -226,7 +218,7 @@ def _as_rows(call: Call, allowed: Expr | None) -> tuple[Call, Expr | None]:
     """Return a call whose heads of a group are rows of one head, heads of a query side by side."""
     problem = call.problem
     group = problem.heads // problem.heads_kv
-    rows = changed(problem, heads=problem.heads_kv, len_q=group * problem.len_q)
+    rows = changed(problem.sized(len_q=group * problem.len_q), heads=problem.heads_kv)
     if allowed is not None and group > 1:
         symbols = {
             "h": _H * group + _I % group,
@@ -249,21 +241,9 @@ def _entries(lengths: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
 
 def _words(call: Call, lengths: Sequence[int]) -> str:
     cache, least, most = call.cache, min(lengths), max(lengths)
-    assert cache is not None
     words = [f"lengths {least:,}" + (f" to {most:,}" if most > least else "")]
     words.append(f"room for {cache.capacity:,}")
     words.append("contiguous" if cache.table is None else f"pages of {cache.page_size:,}")
     if cache.shared:
         words.append(f"the first {cache.shared:,} shared")
-    if cache.codes is not None:
-        groups = [scale.shape[-1] for scale in cache.codes.scales.values()]
-        several = "s" * (max(groups) > 1)
-        if cache.codes.k_form == cache.codes.v_form:
-            words.append(
-                f"{cache.codes.words} with {groups[0]} scale{'s' * (groups[0] > 1)} for each row "
-                "of keys"
-            )
-        else:
-            numbers = " and ".join(map(str, groups))
-            words.append(f"{cache.codes.words} with {numbers} scale{several} for each row")
-    return ", ".join(words)
+    return ", ".join(words + call.encoding.words_of_rows)

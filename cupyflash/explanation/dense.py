@@ -12,6 +12,8 @@ from ..analysis import Device
 from ..arrays.integers import integer
 from ..arrays.interop import DLPackArray, array, one_home
 from ..arrays.typed import DType
+from ..arrays.unallocated import unallocated
+from ..backends import routes
 from ..distributed.model import LINKS
 from ..distributed.simulation import Simulation, simulate
 from ..errors import ArgumentError, ArgumentTypeError
@@ -28,7 +30,6 @@ from .assemble import Subject, assembled
 from .places import Place, place
 from .results import Explanation
 from .times import machine
-from .works import fake_array, on_cpu, on_cpu_codes, on_gpu, on_gpu_codes
 
 
 @explained
@@ -127,27 +128,22 @@ def explain(
         Options(
             mask=in_host_memory(mask), score_mod=in_host_memory(score_mod), precision=precision
         ),
-        None if form is None else coded.Given(qkv_dtype=form.name, out_dtype=out_dtype),
+        form,
+        out_dtype,
     )
     axes, shapes = call.axes, (call.q.shape, call.k.shape, call.v.shape)
     unknown: list[str] = []
     over_ranks = None
     if ranks is not None:
         over_ranks = _over_ranks(call, where, ranks, nodes, backward, unknown)
-    given = call
-    if where.target is not None and not backward and form is None:
-        call, _ = pack_gqa.joined(call)
-    if form is not None:
-        parts = on_cpu_codes(call) if where.target is None else on_gpu_codes(call, where)
-        call, reason, works, scratch = parts
-    elif where.target is None:
-        reason, works, scratch = on_cpu(call, backward)
-    else:
-        reason, works, scratch = on_gpu(call, where, backward, deterministic)
-    first = given if given.codes is not None and call.codes is None else None
+    route = routes.route(call, where.target, backward, deterministic)
+    first = call if call.encoding is not route.call.encoding else None
+    call = route.call
+    if where.target is not None and route.main.part == "decode":
+        call, _ = pack_gqa.joined(call)  # its tiles have the queries of all heads of a group
     subject = Subject(
-        call, shapes, axes, where, backward, reason, works, scratch,
-        traffic.Sizes(call, coded=first), unknown, coded=first,
+        call, shapes, axes, where, backward, route, traffic.Sizes(call, coded=first), unknown,
+        coded=first,
     )  # fmt: skip
     made = assembled(subject, compile)
     return replace(made, over_ranks=over_ranks)
@@ -195,17 +191,22 @@ def _refuse_beside_codes(form: Format, backward: bool, ranks: Any) -> None:
 
 
 def _call(
-    operands: Mapping[str, Any], dtype: np.dtype[Any], options: Options, given: coded.Given | None
+    operands: Mapping[str, Any],
+    dtype: np.dtype[Any],
+    options: Options,
+    form: Format | None,
+    out_dtype: Any,
 ) -> Call:
     """Return a call of such shapes, whose arrays have no elements."""
     q = shape_of(operands["q"], "q")
     k = q if operands["k"] is None else shape_of(operands["k"], "k")
     v = k if operands["v"] is None else shape_of(operands["v"], "v")
-    q_array, k_array, v_array = (fake_array(shape, dtype) for shape in (q, k, v))
-    if given is not None:
-        scales = {
-            f"{name}_scale": fake_array((*x[:-1], 1), np.dtype(np.float32))
-            for name, x in (("q", q), ("k", k), ("v", v))
-        }
-        given = replace(given, **scales)
+    q_array, k_array, v_array = (unallocated(shape, dtype) for shape in (q, k, v))
+    if form is None:
+        return validate.call(q_array, k_array, v_array, options)
+    scales = {
+        f"{name}_scale": unallocated((*x[:-1], 1), np.dtype(np.float32))
+        for name, x in (("q", q), ("k", k), ("v", v))
+    }
+    given = coded.Fp8(**scales, qkv_dtype=form.name, out_dtype=out_dtype)
     return validate.call(q_array, k_array, v_array, options, given=given)

@@ -12,6 +12,7 @@ from ..analysis.roofline import Roofline, limits
 from ..arrays.dtypes import DTYPES
 from ..distributed.model import Machine, machine_of
 from ..problem.call import Call
+from ..problem.encoding import NUMBERS
 from .places import Place
 from .results import Bytes, KernelUse, Standard
 from .traffic import total
@@ -56,8 +57,7 @@ def _best_peak(device: Device, call: Call) -> float:
     """Return FLOP per second of a device's fastest units for a call's type."""
     dtype, precision = call.problem.dtype.name, call.problem.precision
     known: list[Units] = ["no tensor cores", "tensor cores"]
-    if call.codes is not None:
-        known.append("float8")
+    known += call.encoding.units
     own = (_peak(device, dtype, units, precision) for units in known)
     return max(peak for peak in own if peak is not None)
 
@@ -156,6 +156,6 @@ def standard(
     flops = 2 * pairs * ((2 * d + 2 * d_v) if backward else (d + d_v))
     roofline = None
     if where.device is not None:
-        peak = _best_peak(where.device, replace(call, codes=None))  # of numbers
+        peak = _best_peak(where.device, replace(call, encoding=NUMBERS))  # of numbers
         roofline = limits(flops, moved.total, peak, where.device.bandwidth)
     return Standard(matrices, results + matrices * pairs * item, moved, roofline)

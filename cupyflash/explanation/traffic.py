@@ -37,11 +37,12 @@ SCALE = 4  # bytes
 
 
 def of_codes(call: Call) -> dict[str, int]:
-    """Return the bytes of codes and scales of a call on codes of float8."""
-    assert call.codes is not None
+    """Return the bytes of operands that are codes, with their scales."""
+    scales = call.encoding.scales
     return {
-        name: math.prod(getattr(call, name).shape) + SCALE * math.prod(scale.shape)
-        for name, scale in zip("qkv", call.codes.scales.values(), strict=True)
+        name: math.prod(getattr(call, name).shape)
+        + SCALE * math.prod(scales[f"{name}_scale"].shape)
+        for name in call.encoding.operands
     }
 
 
@@ -60,36 +61,27 @@ class Sizes:
         Over a cache, `lengths` are those of its batch entries, and `shared` is what a kernel of
         its own computes. `coded` is the call on codes of float8 whose numbers this call has.
         """
-        problem, cache = call.problem, call.cache
+        problem = call.problem
         self.shared, keys = shared, shared.nodes * decode.NODE
         self.sharers = sum(length > keys for length in lengths) if keys else 0
         self.shared_keys = problem.heads_kv * keys if self.sharers else 0
         self.problem = problem
         self.item, self.wide = problem.dtype.itemsize, problem.accumulator.itemsize
         self.queries = problem.batch * problem.heads * int(problem.len_q)
-        self.q, self.k, self.v = (math.prod(x.shape) * self.item for x in (call.q, call.k, call.v))
-        self.key_row, self.value_row = problem.d * self.item, problem.d_v * self.item
-        self.table = 0  # the part of a table of pages that is read
-        entries: Sequence[int] = [int(problem.len_k)] * problem.batch
-        if cache is not None:
-            entries = lengths
-            if cache.codes is not None:
-                scales = cache.codes.k_scale, cache.codes.v_scale
-                self.key_row, self.value_row = (
-                    x.shape[-1] * x.itemsize + (0 if s is None else s.shape[-1] * s.itemsize)
-                    for x, s in zip((call.k, call.v), scales, strict=True)
-                )
-            elif decode.values_in_keys(call):
-                self.value_row = 0  # they are read as keys
-            own = sum(max(length - cache.shared, 0) for length in lengths)
-            rows = problem.heads_kv * (min(cache.shared, max(lengths)) + own)
-            self.k, self.v = rows * self.key_row, rows * self.value_row
-            if cache.table is not None:
-                pages = sum(-(-length // cache.page_size) for length in lengths)
-                self.table = pages * cache.table.itemsize
-        if call.codes is not None:
-            self.q, self.k, self.v = (of_codes(call)[name] for name in "qkv")
-            self.key_row, self.value_row = (n + SCALE for n in (problem.d, problem.d_v))
+        encoding, rows = call.encoding, call.rows
+        self.key_row, self.value_row = (
+            encoding.row_bytes(name, x) for name, x in (("k", call.k), ("v", call.v))
+        )
+        if lengths and encoding.views_are_read_once and decode.values_in_keys(call):
+            self.value_row = 0  # they are read as keys
+        operands = {
+            "q": math.prod(call.q.shape) * self.item,
+            "k": rows.rows_in_use(call.k, lengths) * self.key_row,
+            "v": rows.rows_in_use(call.v, lengths) * self.value_row,
+        }
+        self.q, self.k, self.v = (operands | of_codes(call)).values()
+        self.table = rows.table_bytes(lengths)  # the part of a table of pages that is read
+        entries: Sequence[int] = lengths or [int(problem.len_k)] * problem.batch
         self.codes = {} if coded is None else of_codes(coded)
         leaves = sum(max(-(-length // decode.LEAF), 1) for length in entries)
         self.rows_of_leaves = problem.heads * int(problem.len_q) * leaves
@@ -138,7 +130,7 @@ class Sizes:
         if part == "delta":
             rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
             return rows, rows
-        if part == "numbers":
+        if part == "dequantize":
             rows = made(self.codes, {"q": self.q, "k": self.k, "v": self.v})
             return rows, rows
         if part == "dq_rows":
@@ -218,6 +210,6 @@ def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":
         return 2 * pairs * (2 * d + d_v)
-    if part in ("delta", "dq_rows", "join", "numbers"):
+    if part in ("delta", "dq_rows", "join", "dequantize"):
         return 0
     return 2 * pairs * (d + d_v)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +18,10 @@ from ..arrays import cuda_device, device_arrays, tape
 from ..errors import ArgumentError
 from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
-from . import decode_recipe, driver, recipe, tma
+from ..problem.route import CallResult
+from . import driver, route, tma
 from . import jit as compiler
-from .kernels import registry
-from .kernels.spec import Request
-from .workspace import ArraySpec, scratch_of
+from .workspace import ArraySpec
 from .writer import Launch, Recipe
 
 WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
@@ -214,24 +213,6 @@ class CompiledRecipe:
                 _sum_to(getattr(gradients, name), computed)
 
 
-class CallResult(NamedTuple):
-    """What remains of a computed call.
-
-    Attributes
-    ----------
-    visited : int
-        On the CPU, how many tiles were not EMPTY.
-    compiled : CompiledRecipe or None
-        On a GPU, the launches, which can be repeated unless arrays had to be copied first.
-    tables : tuple of array
-        The arrays that its kernels look up.
-    """
-
-    visited: int = 0
-    compiled: CompiledRecipe | None = None
-    tables: tuple[Any, ...] = ()
-
-
 def compiled_recipe(made: Recipe, device: int) -> CompiledRecipe:
     """Return a recipe's launches with kernels that are loaded."""
     launches = tuple(CompiledLaunch(each, device) for each in made.launches)
@@ -268,16 +249,8 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
     for n, table in enumerate(made.tables):
         addresses[f"table {n}"] = device_arrays.address(table)
     wanted: list[tuple[str, Array, Any]] = []
-    if call.offsets is not None:
-        for name, offsets in zip(("offsets_q", "offsets_k"), call.offsets, strict=True):
-            if offsets is not None:
-                wanted.append((name, offsets, np.dtype(np.int64)))
-    if call.cache is not None:
-        addresses |= addresses_of({"lengths": call.cache.lengths, "table": call.cache.table})
-        if call.cache.codes is not None:
-            addresses |= addresses_of(call.cache.codes.scales)
-    if call.codes is not None:
-        addresses |= addresses_of(call.codes.scales)
+    wanted += [(name, x, np.dtype(np.int64)) for name, x in call.rows.offsets.items()]
+    addresses |= addresses_of({**call.rows.arrays, **call.encoding.scales})
     if call.sink is not None:
         wanted.append(("sink", call.sink, call.sink.dtype))
     for name, array, dtype in wanted:
@@ -325,16 +298,15 @@ def forward(
     """Write out and, unless it is None, lse.
 
     A `plan` gives tiles instead of the table. `visited`, one uint64 in device memory, grows by the
-    number of tiles that were not EMPTY. `before` is as in `recipe.forward`.
+    number of tiles that were not EMPTY. `before` is as in `route.forward`.
     """
     device = _device(call)
     with cuda_device.current(device):
-        if call.cache is not None and workspace is None and cuda_device.is_capturing():
-            size = workspace_size_cached(call)
-            if size:
-                raise _no_workspace(size)
-        facts = cuda_device.of(device)
-        made = recipe.forward(call, facts, out, lse, plan, visited is not None, before)
+        counts, target = visited is not None, cuda_device.of(device)
+        made = route.forward(call, target, out, lse, plan, counts, before).recipe
+        needs_workspace = call.rows.takes_workspace and _size_of(made.scratch) > 0
+        if needs_workspace and workspace is None and cuda_device.is_capturing():
+            raise _no_workspace(ALIGNMENT + _size_of(made.scratch))
         compiled = compiled_recipe(made, device)
         addresses, copies = _read_in_place(call, made)
         addresses["out"] = device_arrays.address(out)
@@ -370,10 +342,9 @@ def backward(
     with cuda_device.current(device):
         if workspace is None and cuda_device.is_capturing():
             raise _no_workspace(workspace_size(call))
-        facts = cuda_device.of(device)
         arrays = (do, out, lse, dlse, gradients)
-        counts = visited is not None
-        made = recipe.backward(call, facts, *arrays, plan, counts, deterministic)
+        counts, target = visited is not None, cuda_device.of(device)
+        made = route.backward(call, target, *arrays, plan, counts, deterministic).recipe
         compiled = compiled_recipe(made, device)
         addresses, copies = _read_in_place(call, made)
         addresses |= backward_addresses(do, out, lse, dlse, gradients)
@@ -402,19 +373,21 @@ def backward_addresses(
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
-    request = Request(call.problem, cuda_device.of(_device(call)))
-    parts = scratch_of(call, registry.adds_dq(request, deterministic=False))
+    # What a deterministic one needs is part of what others do.
+    parts = dict(route.of_gradients(call, cuda_device.of(_device(call))).recipe.scratch)
     if call.sink is not None:  # whose gradient may have to be computed there
         parts["dsink"] = ArraySpec(call.sink.shape, call.sink.dtype)
-    return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())
+    return ALIGNMENT + _size_of(parts)
 
 
 def workspace_size_cached(call: Call) -> int:
     """Return the bytes of workspace that a call over a cache needs."""
-    device = _device(call)
-    with cuda_device.current(device):
-        size = decode_recipe.workspace_size(call, cuda_device.of(device))
-    return ALIGNMENT + _rounded(size) if size else 0
+    size = _size_of(route.of(call, cuda_device.of(_device(call))).recipe.scratch)
+    return ALIGNMENT + size if size else 0
+
+
+def _size_of(scratch: Mapping[str, ArraySpec]) -> int:
+    return sum(_rounded(part.nbytes) for part in scratch.values())
 
 
 def _device(call: Call) -> int:

@@ -22,8 +22,9 @@ from ..arrays.device_arrays import OutputSpec
 from ..masks import Mask
 from ..problem.call import Gradients
 from ..problem.options import Options
+from ..problem.route import CallResult
 from ..scores import Score
-from .launch import Addresses, CallResult
+from .launch import Addresses
 
 MOST = 512  # signatures that are remembered
 

@@ -11,8 +11,9 @@ from typing import Any, Literal, cast
 from ..problem import positions
 from ..problem.call import Array, Call, Gradients, Results
 from ..problem.options import Options
+from ..problem.route import CallResult
 from . import launch, launch_cache
-from .launch import Addresses, CallResult
+from .launch import Addresses
 
 
 def forward(call: Call, partial: Results, first: bool, results: Results | None = None) -> None:
@@ -73,9 +74,10 @@ def _signature(
 ) -> launch_cache.Signature | None:
     """Return what tells a piece from others and from calls that are none, if it is recognised."""
     problem = call.problem
-    if problem.packed:
+    sizes = positions.key_of(problem)
+    if sizes is None:
         return None  # its offsets are arrays, which may have changed
-    kind: Hashable = part, positions.key_of(problem), call.beside
+    kind: Hashable = part, sizes, call.beside
     options = Options(
         mask=call.mask,
         score_mod=call.score_mod,

@@ -9,9 +9,10 @@ import numpy as np
 
 from ..arrays import cuda_device, device_arrays
 from ..errors import ArgumentError
-from .launch import Addresses, CallResult, compiled_recipe, whole
+from ..problem.route import CallResult
+from .launch import compiled_recipe, whole
 from .params import MAX_PARTS
-from .writer import Launch, Recipe
+from .writer import Recipe
 
 
 def run(
@@ -58,9 +59,3 @@ def run(
         compiled.forward(addresses)
     copied = any(readable[name] is not array for name, array in arrays.items())
     return CallResult(compiled=None if copied else compiled)
-
-
-def launch_one(launch: Launch, addresses: Addresses, device: int) -> None:
-    """Launch a kernel on the current device, if it has blocks."""
-    if launch.grid:
-        compiled_recipe(Recipe((launch,)), device).forward(addresses)

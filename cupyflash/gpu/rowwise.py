@@ -59,10 +59,9 @@ def append(checked: Append, arrays: Arrays) -> Recipe:
             values |= {name: operand(arrays[name]), f"kind_{name}": KINDS[arrays[name].dtype.name]}
     if checked.rotary is not None:
         values |= _angles(checked.rotary)
-    formats: dict[str, Any] = {}
-    if cache.codes is not None:
-        values |= {name: _scales(x) for name, x in cache.codes.scales.items()}
-        formats = {"k_codes": cache.codes.k_form, "v_codes": cache.codes.v_form}
+    encoding = cache.encoding
+    values |= {name: _scales(x) for name, x in encoding.scales.items()}
+    formats: dict[str, Any] = {"k_codes": encoding.k_form, "v_codes": encoding.v_form}
     warps = (1 if checked.offsets is not None else checked.batch) * rows * (2 * heads_kv + heads)
     dtype = checked.k_new.dtype.name
     return _recipe(_launch(specs.APPEND, dtype, warps, values, _slots(arrays), **formats))

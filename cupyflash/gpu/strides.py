@@ -5,7 +5,7 @@ Pure functions of shapes and strides: nothing here touches CuPy or an array's el
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
@@ -23,13 +23,21 @@ class Lead(NamedTuple):
         `MAX_LEAD` lengths, the slowest axis first; unused ones are 1.
     strides : dict of str to tuple of int
         The strides of every array, in elements; 0 along broadcast axes.
+    by_offsets : bool
+        Whether offsets say where the rows of entries are.
     """
 
     sizes: tuple[int, ...]
     strides: dict[str, Strides]
+    by_offsets: bool = False
 
-    def own(self, *names: str) -> tuple[int, ...]:
-        """Return the sizes, with 1 along the axes to which every array named was broadcast."""
+    def own(self, *names: str, rows: bool = True) -> tuple[int, ...]:
+        """Return the sizes, with 1 along the axes to which every array named was broadcast.
+
+        `rows` says whether these have rows, so that offsets say where those of entries are.
+        """
+        if rows and self.by_offsets:
+            return self.sizes
         return tuple(
             size if any(self.strides[name][axis] for name in names) else 1
             for axis, size in enumerate(self.sizes)
@@ -37,7 +45,11 @@ class Lead(NamedTuple):
 
 
 def lead_of(
-    lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]], names: str = "q, k, v"
+    lead: tuple[int, ...],
+    arrays: Mapping[str, tuple[Any, int]],
+    names: str = "q, k, v",
+    apart: Collection[str] = (),
+    by_offsets: bool = False,
 ) -> Lead:
     """Broadcast the leading axes of arrays to `lead`, and join neighbours if all arrays allow it.
 
@@ -49,6 +61,10 @@ def lead_of(
         Every array of the launch, and how many axes follow its leading ones.
     names : str
         Their names for users.
+    apart : collection of str
+        Arrays that have other leading axes, for which kernels have other strides: pages.
+    by_offsets : bool
+        Whether offsets say where the rows of entries are.
 
     Raises
     ------
@@ -56,7 +72,9 @@ def lead_of(
         If more than `MAX_LEAD` axes remain.
     """
     keys = list(arrays)
-    strides = [_broadcast(*arrays[name], len(lead)) for name in keys]
+    strides = [
+        [0] * len(lead) if name in apart else _broadcast(*arrays[name], len(lead)) for name in keys
+    ]
     joined: list[tuple[int, list[int]]] = []  # fastest axis first
     for axis in reversed(range(len(lead))):
         size, own = lead[axis], [each[axis] for each in strides]
@@ -78,6 +96,7 @@ def lead_of(
     return Lead(
         tuple(size for size, _ in reversed(joined)),
         {name: tuple(own[n] for _, own in reversed(joined)) for n, name in enumerate(keys)},
+        by_offsets,
     )
 
 

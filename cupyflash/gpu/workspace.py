@@ -50,15 +50,18 @@ def scratch_of(call: Call, atomic_dq: bool) -> dict[str, ArraySpec]:
     summed; with `atomic_dq` also the sums of dq, unless dq has the accumulator's type.
     """
     problem = call.problem
-    lead = () if problem.packed else problem.lead
-    scratch = {"delta": ArraySpec((*lead, problem.heads, call.q.shape[-2]), problem.accumulator)}
+    scratch = {
+        "delta": ArraySpec(
+            (*problem.array_lead, problem.heads, call.q.shape[-2]), problem.accumulator
+        )
+    }
     shared = _shared_lead(call)
     if shared is not None:
         for name, array in (("dk", call.k), ("dv", call.v)):
             scratch[name] = ArraySpec((*shared, *array.shape[-3:]), problem.accumulator)
     if atomic_dq and problem.dtype != problem.accumulator:
         *lead_q, rows, columns = call.q.shape
-        groups = rows // GROUP_ROWS + problem.batch if problem.packed else -(-rows // GROUP_ROWS)
+        groups = problem.rows.row_groups(rows, GROUP_ROWS, problem.batch)
         sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
         scratch["dq_accum"] = ArraySpec((*lead_q, *sizes), problem.accumulator)
     return scratch
@@ -66,8 +69,6 @@ def scratch_of(call: Call, atomic_dq: bool) -> dict[str, ArraySpec]:
 
 def _shared_lead(call: Call) -> tuple[int, ...] | None:
     """Return the leading axes that k and v have together, if one of them was broadcast to them."""
-    if call.problem.packed:
-        return None
     lead = np.broadcast_shapes(call.k.shape[:-3], call.v.shape[:-3])
     different = math.prod(call.k.shape[:-3]) != math.prod(call.v.shape[:-3])
     return lead if different or math.prod(lead) != math.prod(call.k.shape[:-3]) else None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,21 @@ from ..expr.cuda_functions import Functions, Generated
 from ..expr.key_range import key_range
 from ..expr.nodes import walk
 from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Cache, Call, Codes, Plan, Problem, scale_steps
+from ..problem.call import Cache, Call, Plan, Problem, scale_steps
+from ..problem.encoding import NUMBERS, Encoding
+from ..problem.route import Route, Step
 from . import params, strides
-from .kernels import registry, tma_operands
-from .kernels.spec import Extent, Grid, KernelSpec, Request, Tiles
+from .kernels import decode, registry, tma_operands
+from .kernels.registry import Choice
+from .kernels.spec import Extent, KernelSpec, Request
 from .params import KINDS, Operand
 from .specialisation import NONE, Specialisation
-from .strides import Lead, lead_of
 from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
 ROW_ALIGNMENT = 16  # bytes, that a thread copies at once
+_OF_CODES = "forward_codes", "decode", "shared"  # parts of which codes change the kernel
 _RESULT = {
     "forward": "out",
     "forward_codes": "out",
@@ -99,6 +103,87 @@ class Recipe:
     atomic_dq: bool = False  # launches add to dq_accum or, without it, to dq, which starts as 0
 
 
+@dataclass(frozen=True, eq=False)
+class KernelStep(Step):
+    """A step on a GPU.
+
+    Attributes
+    ----------
+    launch : Launch
+        Its launch.
+    arrays : mapping of str to ArraySpec
+        The scratch memory of the route, by name.
+    """
+
+    launch: Launch
+    arrays: Mapping[str, ArraySpec]
+
+    @property
+    def special(self) -> Specialisation:
+        """What the kernel is compiled for: its spec, its tiles, and every compile-time flag."""
+        return self.launch.special
+
+    @property
+    def grid(self) -> int:
+        """Number of blocks; with none of them, it is not launched."""
+        return self.launch.grid
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of the route's scratch memory that it reads or writes."""
+        names = {name for _, name in self.launch.slots} | {x.name for x in self.launch.maps}
+        return sum(spec.nbytes for name, spec in self.arrays.items() if name in names)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelRoute(Route):
+    """The route of a call on a GPU.
+
+    Attributes
+    ----------
+    recipe : Recipe
+        Its launches, without those that have no blocks.
+    shared : Shared
+        What one of its kernels reads once for all entries of a cache.
+    """
+
+    recipe: Recipe
+    shared: decode.Shared = decode.NOT_SHARED
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of scratch memory of all steps together."""
+        return sum(spec.nbytes for spec in self.recipe.scratch.values())
+
+
+def step_of(
+    launch: Launch, scratch: Mapping[str, ArraySpec], why: Callable[[], str], computes: str = ""
+) -> KernelStep:
+    """Return the step of a launch, which `computes` what its spec says by default."""
+    spec, tiles = launch.special.spec, launch.special.tiles
+    # The tiles of a call are those of its main kernel, which include what entries share.
+    blocks = (tiles.block_q, tiles.block_kv) if tiles.block_kv and spec.part != "shared" else (0, 0)
+    computes = computes or spec.computes
+    return KernelStep(spec.name, spec.part, computes, *blocks, why, launch, scratch)
+
+
+def request_of(
+    call: Call,
+    target: Target,
+    arrays: Mapping[str, tuple[Any, int]],
+    plan: Plan | None = None,
+) -> Request:
+    """Return what the choice of a kernel depends on, as far as it needs no expressions.
+
+    `arrays` are as in `Writer`. A `plan` gives tiles.
+    """
+    others = {name: array for name, (array, _) in arrays.items()}
+    blocks = None if plan is None else (plan.block_q, plan.block_kv)
+    rows = call.rows
+    lead = strides.lead_of(call.problem.lead, arrays, apart=rows.apart, by_offsets=rows.adjoin)
+    return Request(call.problem, target, call, others, lead, blocks=blocks)
+
+
 class Writer:
     """Writes the launches of one call, with its expressions and the parameters of all its kernels.
 
@@ -109,16 +194,15 @@ class Writer:
     def __init__(
         self,
         call: Call,
-        facts: Target,
+        target: Target,
         arrays: Mapping[str, tuple[Any, int]],
-        slope: bool,
-        plan: Plan | None,
-        count_tiles: bool,
+        slope: bool = False,
+        plan: Plan | None = None,
+        count_tiles: bool = False,
     ) -> None:
         made = trees(call)
-        self.call, self.facts = call, facts
-        self.arrays = {name: array for name, (array, _) in arrays.items()}
-        self.blocks = None if plan is None else (plan.block_q, plan.block_kv)
+        self.call, self.target = call, target
+        request = request_of(call, target, arrays, plan)
         self.generated = generate(
             made.allowed,
             made.classes,
@@ -127,9 +211,13 @@ class Writer:
             None if made.allowed is None else key_range(made.allowed, call.problem),
             short=_is_short(call, made),
         )
-        self.lead = _lead(call, arrays)
-        self.launches: list[Launch] = []
-        _check_size(self.generated.functions)
+        functions = self.generated.functions
+        _check_size(functions)
+        self.request = replace(request, slope=functions.has_slope, params_bytes=_size(functions))
+        assert self.request.lead is not None
+        self.arrays, self.lead = self.request.arrays, self.request.lead
+        self.steps: list[KernelStep] = []
+        self.scratch: dict[str, ArraySpec] = {}
         problem = call.problem
         self.has_origins = problem.dropout > 0 and problem.whole is not None
         if self.has_origins:
@@ -162,21 +250,20 @@ class Writer:
         self.named += self.tables
         if count_tiles:
             self.named.append("tiles_visited")
-        if call.offsets is not None:
-            named = zip(("offsets_q", "offsets_k"), call.offsets, strict=True)
-            self.named += [name for name, offsets in named if offsets is not None]
-        if call.cache is not None:
-            self._tell_cache(call.cache)
-        if call.codes is not None:
-            self.told |= {
-                name: strides.rows_of_scale(scale, self.lead.strides[name])
-                for name, scale in call.codes.scales.items()
-            }
+        self.named += call.rows.offsets
+        call.rows.tell(self)
+        of_rows = [f"{name}_scale" for name in call.encoding.operands]
+        self.told |= {
+            name: strides.rows_of_scale(call.encoding.scales[name], self.lead.strides[name])
+            for name in of_rows
+        }
+        # Whether rows of keys and of values have scales of their own.
+        self.has_scales = {name: self.told[name].row != 0 for name in of_rows}
         if call.sink is not None:
             self.named.append("sink")
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
 
-    def _tell_cache(self, cache: Cache) -> None:
+    def tell_cache(self, cache: Cache) -> None:
         """Tell kernels the layout of lengths, table and pages."""
         call, lengths, table = self.call, cache.lengths, cache.table
         self.told["len_k"] = cache.capacity
@@ -196,9 +283,8 @@ class Writer:
             self.told["k_page"], self.told["v_page"] = (
                 x.strides[0] // x.itemsize for x in (call.k, call.v)
             )
-        if cache.codes is not None:
-            self.named += cache.codes.scales
-            self.told |= _scales(cache.codes, paged=table is not None)
+        self.named += cache.encoding.scales
+        self.told |= _scales(cache.encoding, paged=table is not None)
 
     def add(
         self,
@@ -210,26 +296,24 @@ class Writer:
         blocks: tuple[int, int] | None = None,
         shared: bool = False,
         team: int = 0,
-    ) -> tuple[Grid, Tiles]:
-        """Add the kernel that serves a part of the call, and return its grid and its tiles.
+        choice: Choice | None = None,
+        before: str = "",
+        after: str = "",
+    ) -> None:
+        """Add the kernel that serves a part of the call.
 
         `fields` override the common parameters, and `named` are additional addresses. `adds_dq`
         says whether the kernel adds its share of dq to memory. `blocks` are the queries and keys of
         a tile, if those of another kernel decide. `shared` and `team` are as in `Specialisation`.
+        `choice` is the kernel if it has been selected; `before` and `after` are as in
+        `registry.reason`.
         """
         problem = self.call.problem
         functions = self.generated.functions
-        request = Request(
-            problem,
-            self.facts,
-            self.call,
-            self.arrays,
-            self.lead,
-            slope=functions.has_slope,
-            params_bytes=_size(functions),
-            blocks=blocks or self.blocks,
-        )
-        spec, tiles, _ = registry.select(part, request)
+        request = self.request if blocks is None else replace(self.request, blocks=blocks)
+        choice = choice or registry.select(part, request)
+        spec, tiles = choice.spec, choice.tiles
+        assert not adds_dq or problem.dtype.name in spec.atomic_dq
         grid = spec.grid(extent, tiles)
         tma = tma_operands.use(spec.tma, request, tiles)
         if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs it, too
@@ -243,9 +327,7 @@ class Writer:
             functions = NONE
             told |= {"ints": (), "floats": (), "tables": ()}
             addresses = [name for name in addresses if name not in self.tables]
-        cache, codes = self.call.cache, self.call.codes
-        if cache is not None and spec.part in ("decode", "shared"):
-            codes = cache.codes
+        codes = self.call.encoding if spec.part in _OF_CODES else NUMBERS
         result = self.arrays[_RESULT[part]].dtype if part in _RESULT else problem.dtype
         stored, wide_result = problem.dtype.name, result != problem.dtype
         if part == "forward_codes" and problem.dtype.itemsize > 2:
@@ -256,9 +338,7 @@ class Writer:
             d=problem.d if "d" in spec.sizes else 0,
             d_v=problem.d_v if "d_v" in spec.sizes else 0,
             tiles=tiles,
-            packed=problem.packed,
-            cached=cache is not None,
-            paged=cache is not None and cache.table is not None,
+            **self.call.rows.flags,
             page_rows=_page_rows(self.call, spec),
             aligned=spec.aligned and _are_aligned(self.call),
             dropout=spec.scores and problem.dropout > 0,
@@ -267,39 +347,47 @@ class Writer:
             atomic_dq=adds_dq,
             tma_store=tma.stores,
             origins=spec.scores and self.has_origins,
-            k_codes=codes.k_form if codes is not None else None,
-            v_codes=codes.v_form if codes is not None else None,
+            k_codes=codes.k_form,
+            v_codes=codes.v_form,
             wide_result=wide_result,
             resumes=part == "forward" and "out_before" in self.arrays,
             shared=shared,
             team=team,
-            k_rows=self.call.codes is not None and self.told["k_scale"].row != 0,
-            v_rows=self.call.codes is not None and self.told["v_scale"].row != 0,
+            k_rows=self.has_scales.get("k_scale", False),
+            v_rows=self.has_scales.get("v_scale", False),
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
         told["tma_rows"] = next((x.rows for x in tma.maps if x.name == "k"), 0)
-        if grid.size:
-            layout = params.params(functions.num_ints, functions.num_floats, functions.num_tables)
-            slots = tuple((layout.place(name), name) for name in addresses)
-            template = layout.pack({**told, **(fields or {})})
-            self.launches.append(Launch(special, grid.size, template, slots, tma.maps))
-        return grid, tiles
+        layout = params.params(functions.num_ints, functions.num_floats, functions.num_tables)
+        slots = tuple((layout.place(name), name) for name in addresses)
+        template = layout.pack({**told, **(fields or {})})
+        launch = Launch(special, grid.size, template, slots, tma.maps)
+        why = partial(registry.reason, choice, request, before, after)
+        self.steps.append(step_of(launch, self.scratch, why))
+
+    def route(
+        self, call: Call, shared: decode.Shared = decode.NOT_SHARED, adds_dq: bool = False
+    ) -> KernelRoute:
+        """Return the route of the kernels that were added; the arguments are its fields."""
+        launches = tuple(step.launch for step in self.steps if step.grid)
+        tables = self.generated.arrays
+        recipe = Recipe(launches, self.scratch, tables, atomic_dq=adds_dq)
+        return KernelRoute(call, tuple(self.steps), recipe, shared)
 
     def extent(self, entries: tuple[int, ...], of_keys: bool = False) -> Extent:
         """Return the extent of a launch whose result has leading axes of the lengths `entries`."""
         problem = self.call.problem
         heads = problem.heads_kv if of_keys else problem.heads
-        sms = self.facts.multiprocessors
-        if problem.packed:
-            totals = self.told["total_q"], self.told["total_k"]
-            return Extent(*totals, heads, 1, problem.batch, sms)
-        lengths = self.told["len_q"], self.told["len_k"]
-        return Extent(*lengths, heads, math.prod(entries), 0, sms, differ=self.call.beside)
+        sms = self.target.multiprocessors
+        longest = self.told["len_q"], self.told["len_k"]
+        lengths = problem.rows.extent(longest, (self.told["total_q"], self.told["total_k"]))
+        entries = problem.rows.entries(math.prod(entries))
+        return Extent(*lengths, heads, *entries, sms, differ=self.call.beside)
 
 
 def _page_rows(call: Call, spec: KernelSpec) -> int:
     """Return the neighbouring positions of a cache that lie in the same page, for a kernel."""
-    in_pages = call.cache is not None and call.cache.table is not None
+    in_pages = "k" in call.rows.apart
     return spec.page_rows if in_pages and call.k.shape[-2] % spec.page_rows == 0 else 1
 
 
@@ -313,10 +401,10 @@ def _are_aligned(call: Call) -> bool:
     )
 
 
-def _scales(codes: Codes, paged: bool) -> dict[str, Any]:
+def _scales(encoding: Encoding, paged: bool) -> dict[str, Any]:
     """Return how the scales of a cache lie in memory, by the names of kernels."""
     told: dict[str, Any] = {}
-    for name, scale in codes.scales.items():
+    for name, scale in encoding.scales.items():
         page, head, row, group = (step // scale.itemsize for step in scale_steps(scale))
         entry = 0 if paged else page
         lead = (*(0,) * (params.MAX_LEAD - 1), entry)
@@ -379,23 +467,4 @@ def group_of(problem: Problem) -> int:
 
 def keys_of(call: Call) -> int:
     """Return an upper bound of the keys of an entry; for packed arrays, the number of all keys."""
-    return int(call.k.shape[-2]) if call.cache is None else call.cache.capacity
-
-
-def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
-    problem = call.problem
-    if call.cache is not None:
-        # The entries form one axis. Pages and packed queries do not have it.
-        sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
-        own = {}
-        for name, (array, axes) in arrays.items():
-            no_entries = array.ndim == axes or array.shape[0] == 1
-            paged = name in ("k", "v") and call.cache.table is not None
-            step = 0 if no_entries or paged else array.strides[0] // array.itemsize
-            own[name] = (*(0,) * (params.MAX_LEAD - 1), step)
-        return Lead(sizes, own)
-    if not problem.packed:
-        return lead_of(problem.lead, arrays)
-    # Offsets say where a sequence is, and arrays have no leading axes.
-    sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
-    return Lead(sizes, dict.fromkeys(arrays, (0,) * params.MAX_LEAD))
+    return call.rows.room(int(call.k.shape[-2]))

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from .. import cached, execute
 from ..masks import Mask
-from ..problem import cached as problem
+from ..problem.arguments import Cached
 from ..problem.bound_exprs import trees
-from ..problem.codes import Given
+from ..problem.codes import CacheCodes
 from ..problem.keywords import explained
 from ..problem.options import Options
+from ..request import Request
 from ..scores import Score
 from . import arguments, host
 
@@ -186,17 +187,14 @@ def attention_cached(
     lengths, table, offsets_q = _known_or_alike(
         alike["q"], integers, (alike["bias"], alike["mask"])
     )
-    call = problem.call(
+    call = Request(
         alike["q"],
         alike["k"],
         alike["v"],
-        lengths,
-        table,
-        offsets_q,
+        Cached(lengths, table, offsets_q, constants["shared"]),
+        CacheCodes(alike["k_scale"], alike["v_scale"], kv_dtype),
         options,
-        Given(alike["k_scale"], alike["v_scale"], kv_dtype),
-        constants["shared"],
-    )
+    ).call
     if not arguments.is_traced(integers["offsets_q"]):
         trees(call)
     if operands["mask"] is None:

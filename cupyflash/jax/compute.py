@@ -13,10 +13,11 @@ from .. import api, execute, varlen
 from ..errors import ArgumentError
 from ..expr.nodes import walk
 from ..masks import Mask
-from ..problem import validate
+from ..problem.arguments import Dense, Packed
 from ..problem.bound_exprs import trees
 from ..problem.call import Call
 from ..problem.options import NAMES, Options
+from ..request import Request
 from ..scores import Score
 from . import arguments, host
 from .seeds import number_of, seed_of
@@ -85,11 +86,8 @@ def taken(q: Any, k: Any, v: Any, options: Options) -> Taken:
 
 def checked(given: Taken, offsets: tuple[Any, ...] | None = None, bound: bool = True) -> Call:
     """Check a call. Masks and scores are bound to its shape unless its offsets are not known."""
-    if offsets is None:
-        call = validate.call(*given.qkv, given.alike)
-    else:
-        offsets_q, offsets_k = offsets
-        call = validate.varlen_call(*given.qkv, offsets_q, offsets_k, True, given.alike)
+    rows = Dense() if offsets is None else Packed(*offsets)
+    call = Request(*given.qkv, rows, options=given.alike).call
     if bound:
         trees(call)
     return call

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import cache_update
 from ..problem import append as problem
-from ..problem.codes import Given
+from ..problem.codes import CacheCodes
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary, rotation
 from . import arguments, host
@@ -181,7 +181,7 @@ class _Places:
             name: np.empty((max(shape[0], pages), *shape[1:]) if shape[:1] > (0,) else shape, dtype)
             for name, (shape, dtype) in self._held.items()
         }
-        given = Given(held.pop("k_scale", None), held.pop("v_scale", None), self._kv_dtype)
+        given = CacheCodes(held.pop("k_scale", None), held.pop("v_scale", None), self._kv_dtype)
         optional = dict.fromkeys(("table", "offsets", "positions"))
         arrays = {"q": None, **self._new, **held, **optional, **places}
         checked = problem.append(**arrays, rotary=self._rotary, out=None, given=given)

@@ -294,8 +294,7 @@ class Sums:
         self._last_dq: list[tuple[Array, range]] = []  # to be added while the sum is rounded
         bias = None if targets.dbias is None else call.bias
         self._has_dbias = bias is not None
-        shared = bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:])
-        if bias is not None and (shared or call.problem.packed):
+        if bias is not None and call.rows.of_queries.shares_pairs(bias):
             self.dbias = place.sums(bias, self._number)  # several pieces have the same part of it
         elif bias is not None:
             place.clear(targets.dbias)  # of pieces that are not computed

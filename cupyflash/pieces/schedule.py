@@ -153,7 +153,8 @@ def growing(length: int, first: int, last: int, factor: float) -> list[range]:
 
 def schedule(call: Call, rows: int, keys: int) -> Schedule:
     """Return the schedule of a call, with chunks of so many queries and keys."""
-    return of_chunks(call, chunks(call.problem.len_q, rows), chunks(call.problem.len_k, keys))
+    lengths = call.rows
+    return of_chunks(call, chunks(lengths.known_q, rows), chunks(lengths.known_k, keys))
 
 
 def of_chunks(call: Call, of_rows: Sequence[range], of_keys: Sequence[range]) -> Schedule:

@@ -18,7 +18,7 @@ from ..execute import Vjp, check_flag, given_rows, gradient_arrays, result_shape
 from ..lazy import cached_property
 from ..problem import validate
 from ..problem.call import Array, Call, Gradients
-from ..problem.options import Options
+from ..request import Request
 from . import compute, heads
 from .place import Host, Place
 from .schedule import Schedule, chunks, growing, of_chunks, schedule
@@ -34,14 +34,12 @@ FIRST, FACTOR, QUERIES = 4096, 1.2, 16384
 
 
 class Streamed:
-    """A streamed call as the user made it. It is validated once, when that is first needed.
+    """A call that is computed by chunks. It is validated once, when that is first needed.
 
     Parameters
     ----------
-    q, k, v : Any
-        As users pass them.
-    options : Options
-        As users pass them.
+    request : Request
+        The call, on dense arrays that may be in several places.
     chunk, device : Any
         As users pass them.
     """
@@ -50,14 +48,13 @@ class Streamed:
     is_watched = True  # as far as its arrays are in host memory
     is_summed = False
 
-    def __init__(self, q: Any, k: Any, v: Any, options: Options, chunk: Any, device: Any) -> None:
-        self._q, self._k, self._v = q, k, v
-        self._options, self._chunk, self._device = options, chunk, device
+    def __init__(self, request: Request, chunk: Any, device: Any) -> None:
+        self._request, self._chunk, self._device = request, chunk, device
 
     @cached_property
     def call(self) -> Call:
         """The validated call. Its arrays are where the user has them."""
-        call = validate.call(self._q, self._k, self._v, self._options, in_one_place=False)
+        call = self._request.call
         read = validate.read_arrays(call)
         if self._device is None and not is_device_array(call.q):
             interop.one_home(read)
@@ -83,13 +80,13 @@ class Streamed:
         if call.device is not None:
             keys = -(-keys // 128) * 128  # kernels load whole tiles
             if is_device_array(call.q):
-                rows = max(problem.len_q, 1)
+                rows = max(problem.rows.known_q, 1)
         if call.device is None or not isinstance(self._chunk, str):
             return schedule(call, rows, keys)
-        queries = min(rows, problem.len_q) * problem.heads // max(problem.heads_kv, 1)
+        queries = min(rows, problem.rows.known_q) * problem.heads // max(problem.heads_kv, 1)
         factor = FACTOR * max(queries / QUERIES, 1)
-        of_keys = growing(problem.len_k, FIRST, keys, factor)
-        return of_chunks(call, chunks(problem.len_q, rows), of_keys)
+        of_keys = growing(problem.rows.known_k, FIRST, keys, factor)
+        return of_chunks(call, chunks(problem.rows.known_q, rows), of_keys)
 
     def groups_at(self, place: Place, *rows: Array | None) -> list[heads.Group]:
         """Return groups of heads that are calls of their own, if there are any.

@@ -11,7 +11,8 @@ from ..arrays.device_arrays import address
 from ..arrays.interop import floats, one_home, outputs
 from ..errors import ArgumentError
 from . import cached, codes, device_args, validate, written_rows
-from .call import Array, Cache, Codes
+from .call import Array, Cache
+from .encoding import Encoding
 from .rotary import Rotary, check_positions, check_rotary, position_array
 
 
@@ -69,22 +70,21 @@ def append(
     rotary: Any,
     positions: Any,
     out: Any,
-    given: codes.Given = codes.NONE,
+    given: codes.CacheCodes | codes.NoCodes = codes.NONE,
     shared: Any = 0,
 ) -> Append:
     """Validate a call of `append`."""
     named = {"k_new": k_new, "v_new": v_new}
-    k, v, held_codes = codes.codes_of(k, v, given)
+    k, v, encoding = codes.codes_of(k, v, given)
     if q is not None:
         named["q"] = q
     arrays = {name: floats(x, name) for name, x in named.items()}
-    dtype = validate.same_dtype(arrays | codes.numbers_of(k, v, held_codes))
+    dtype = codes.same_dtype(arrays | codes.numbers_of(k, v, encoding))
     k_new, v_new, q = arrays["k_new"], arrays["v_new"], arrays.get("q")
-    if held_codes is not None:
-        codes.check_queries(dtype, "k_new", held_codes)
+    encoding.check_queries(dtype, "k_new")
     _check_options(q, rotary, positions, out)
     cache = cached.cache(k, v, table)
-    keys, values = codes.shapes_of(k, v, held_codes)
+    keys, values = codes.shapes_of(k, v, encoding)
     validate.heads_of(keys, keys, values)
     validate.head_sizes(keys, keys, values, cached.MAX_HEAD_SIZE)
     _check_rows(arrays, keys, values, packed=offsets is not None)
@@ -107,7 +107,7 @@ def append(
         cache,
         table=cached.table_array(table, batch),
         lengths=cached.lengths_of(lengths, batch, cache.capacity),
-        codes=held_codes,
+        encoding=encoding,
     )
     shared = cached.shared_positions(shared, cache.capacity)
     if counts is not None:
@@ -126,7 +126,7 @@ def append(
         elif after is not None and counts is not None:
             last = np.broadcast_to(after, (batch,))[counts > 0] - 1
             check_positions(last, rotary, "lengths")
-    scales = {} if held_codes is None else dict(held_codes.scales)
+    scales = encoding.scales
     device = one_home(read | {"k": k, "v": v} | scales)
     if after is not None and counts is not None:
         new = {name: x for name, x in read.items() if name in ("k_new", "v_new", "positions")}
@@ -137,8 +137,7 @@ def append(
     written = {"k": k, "v": v} | scales
     if _is_view_of_keys(v, k):
         _check_views(v_new, k_new, rotary)
-        if held_codes is not None:
-            _check_scales_of_views(held_codes)
+        _check_scales_of_views(encoding)
         v_new, v = v_new[..., :0], v[..., :0]
         written = {name: x for name, x in written.items() if name not in ("v", "v_scale")}
         read["v_new"] = v_new
@@ -225,15 +224,15 @@ def _is_view_of_keys(v: Array, k: Array) -> bool:
     )
 
 
-def _check_scales_of_views(held: Codes) -> None:
+def _check_scales_of_views(held: Encoding) -> None:
     """Refuse formats and scales of values that are not those of the keys that contain them."""
     if held.k_form != held.v_form:
         raise ArgumentError(
             f"kv_dtype: got {held.words}, but v is the first columns of k; expected one type. Pass "
             "a v in memory of its own, or one type."
         )
-    assert held.k_scale is not None
-    assert held.v_scale is not None
+    if held.k_scale is None or held.v_scale is None:
+        return
     if held.k_scale.size and not _is_view_of_keys(held.v_scale, held.k_scale):
         raise ArgumentError(
             "v_scale: got a separate array, but v is the first columns of k, whose codes have the "

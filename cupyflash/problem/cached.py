@@ -19,8 +19,10 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.nodes import walk
 from ..masks import Mask
 from . import codes, device_args, validate
+from .cached_rows import CachedRows
 from .call import Array, Cache, Call, Problem
 from .options import DEFAULTS, Options
+from .rows import DenseRows, PackedRows
 
 CHECKS_ALL = os.environ.get("CUPYFLASH_DEBUG") == "1"
 MOST_POSITIONS = 2**31 - 1
@@ -35,42 +37,27 @@ def call(
     table: Any = None,
     offsets_q: Any = None,
     options: Options = DEFAULTS,
-    given: codes.Given = codes.NONE,
+    given: codes.CacheCodes | codes.NoCodes = codes.NONE,
     shared: Any = 0,
 ) -> Call:
     """Validate a call over a cache."""
     q = floats(q, "q")
-    k, v, held_codes = codes.codes_of(k, v, given)
-    numbers = {"q": q, **codes.numbers_of(k, v, held_codes)}
-    dtype = validate.same_dtype(numbers)
-    if held_codes is not None:
-        codes.check_queries(dtype, "q", held_codes)
+    k, v, encoding = codes.codes_of(k, v, given)
+    numbers = {"q": q, **codes.numbers_of(k, v, encoding)}
+    dtype = codes.same_dtype(numbers)
+    encoding.check_queries(dtype, "q")
     q_axes = "(B, Hq, Lq, D)" if offsets_q is None else "(Hq, total, D), packed by offsets_q"
     _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)
     made = cache(k, v, table)
-    if held_codes is not None:
-        codes.check_columns(q, "q", held_codes.k_form, k, "k")
-    d, d_v = validate.head_sizes(q, *codes.shapes_of(k, v, held_codes), MAX_HEAD_SIZE)
-    held: Array | None = None
-    len_q: Any = q.shape[-2]
-    start_q: Any = 0
-    if offsets_q is None:
-        batch = q.shape[0]
-    else:
-        offsets = validate.offsets_array(offsets_q, "offsets_q")
-        batch, total = offsets.size - 1, q.shape[1]
-        held, read = device_args.offsets_to_check(offsets, "offsets_q", q, CHECKS_ALL)
-        if read is None:
-            len_q, start_q = device_args.unread(total, total)
-        else:
-            bounds = validate.checked_offsets(read, "offsets_q", total)
-            len_q, start_q = np.diff(bounds), bounds[:-1]
+    codes.check_columns(q, "q", encoding.k_form, k, "k")
+    d, d_v = validate.head_sizes(q, *codes.shapes_of(k, v, encoding), MAX_HEAD_SIZE)
+    batch, queries = _queries(q, offsets_q, made.capacity)
     heads, heads_kv = validate.heads_of(q, k, v)
     made = replace(
         made,
         table=table_array(table, batch),
         lengths=lengths_of(lengths, batch, made.capacity),
-        codes=held_codes,
+        encoding=encoding,
         shared=shared_positions(shared, made.capacity),
     )
     if made.table is None and k.shape[0] not in (1, batch):
@@ -80,20 +67,15 @@ def call(
         lead=(batch,),
         heads=heads,
         heads_kv=heads_kv,
-        len_q=len_q,
-        len_k=np.array([0, made.capacity]),
-        start_q=start_q,
-        start_k=0,
-        packed=offsets_q is not None,
+        rows=CachedRows.of(queries, made),
         d=d,
         d_v=d_v,
         dtype=dtype,
     )
-    if problem.packed:
+    if offsets_q is not None:
         _refuse_packed_rows(options.mask)
-    matrices, offsets_pair = (False, False, False), None if held is None else (held, None)
     checked = validate.with_options(
-        problem, q, k, v, matrices, options, cache=made, offsets=offsets_pair
+        problem, q, k, v, (False, False, False), options, encoding=encoding
     )
     if checked.problem.dropout:
         raise ArgumentError(
@@ -101,6 +83,23 @@ def call(
             "has no dropout. Leave it out, or call attention for training."
         )
     return checked
+
+
+def _queries(q: Array, offsets_q: Any, room: int) -> tuple[int, DenseRows | PackedRows]:
+    """Return how many entries there are, and where their queries lie."""
+    if offsets_q is None:
+        return q.shape[0], DenseRows(q.shape[-2], room)
+    offsets = validate.offsets_array(offsets_q, "offsets_q")
+    total = q.shape[1]
+    held, read = device_args.offsets_to_check(offsets, "offsets_q", q, CHECKS_ALL)
+    if read is None:
+        lengths, starts = device_args.unread(total, total)
+    else:
+        bounds = validate.checked_offsets(read, "offsets_q", total)
+        lengths, starts = np.diff(bounds), bounds[:-1]
+    keys = np.full(len(lengths), room), np.zeros(len(lengths), np.int64)
+    rows = PackedRows(lengths, keys[0], starts, keys[1], {"offsets_q": held})
+    return offsets.size - 1, rows
 
 
 def too_few_entries(k: Array, batch: int) -> ArgumentError:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from ..arrays import dtypes
-from ..arrays.typed import A, B
+from ..arrays.typed import A, Array, B
 from ..masks import Mask
 from ..scores import Score
-from .formats import Format
+from .cache import Cache, Length
+from .cached_rows import Rows
+from .encoding import NUMBERS, Encoding, scale_steps
 
-Array = np.ndarray[Any, Any]
+__all__ = [
+    "Array",
+    "Cache",
+    "Call",
+    "Gradients",
+    "Plan",
+    "Problem",
+    "Results",
+    "changed",
+    "scale_steps",
+]
+
 Results = tuple[Array, Array]  # out and lse
 T = TypeVar("T")
 
@@ -51,19 +64,12 @@ class Gradients(NamedTuple, Generic[A, B]):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Sizes, types and numbers of a call, without its arrays.
-
-    Lengths and starts are numbers, or in variable-length calls arrays over the sequences.
-    """
+    """Sizes, types and numbers of a call, without its operands."""
 
     lead: tuple[int, ...]
     heads: int
     heads_kv: int
-    len_q: Any
-    len_k: Any
-    start_q: Any
-    start_k: Any
-    packed: bool
+    rows: Rows
     d: int
     d_v: int
     dtype: np.dtype[Any]
@@ -79,6 +85,40 @@ class Problem:
     origin_h: int = 0
     origin_b: int = 0
     whole: Problem | None = None
+
+    @property
+    def len_q(self) -> Length:
+        """Queries of entries: a number, or an array over them."""
+        return self.rows.len_q
+
+    @property
+    def len_k(self) -> Length:
+        """Keys of entries: a number, or an array over them."""
+        return self.rows.len_k
+
+    @property
+    def start_q(self) -> Length:
+        """The first row of the queries of each entry."""
+        return self.rows.start_q
+
+    @property
+    def start_k(self) -> Length:
+        """The first row of the keys of each entry."""
+        return self.rows.start_k
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences lie one after the other."""
+        return self.rows.packed
+
+    @property
+    def array_lead(self) -> tuple[int, ...]:
+        """The leading axes of results and of other arrays of queries."""
+        return self.rows.array_lead(self.lead)
+
+    def sized(self, len_q: Any = None, len_k: Any = None) -> Problem:
+        """Return the same problem with other lengths."""
+        return changed(self, rows=self.rows.sized(len_q, len_k))
 
     @property
     def accumulator(self) -> np.dtype[Any]:
@@ -102,89 +142,6 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class Codes:
-    """What codes mean: attention is that of ``scale * code``.
-
-    Attributes
-    ----------
-    k_form, v_form : Format or None
-        The formats of keys and of values; None of those that are numbers. If queries are codes,
-        too, all three have one format.
-    k_scale, v_scale : array of float32 or None
-        They broadcast to the rows of keys and of values, with a last axis of 1, or one scale for
-        each group of columns; None where there are no codes.
-    q_scale : array of float32 or None
-        The same of queries; None if these are numbers.
-    """
-
-    k_form: Format | None
-    v_form: Format | None
-    k_scale: Array | None
-    v_scale: Array | None
-    q_scale: Array | None = None
-
-    @property
-    def scales(self) -> dict[str, Array]:
-        """The scales that there are, by name."""
-        named = {"q_scale": self.q_scale, "k_scale": self.k_scale, "v_scale": self.v_scale}
-        return {name: scale for name, scale in named.items() if scale is not None}
-
-    @property
-    def form(self) -> Format:
-        """The one format of queries, keys and values that are all codes."""
-        assert self.k_form is not None
-        assert self.k_form == self.v_form
-        return self.k_form
-
-    @property
-    def words(self) -> str:
-        """The formats in words."""
-        if self.k_form == self.v_form and self.k_form is not None:
-            return self.k_form.name
-        sides = {"keys": self.k_form, "values": self.v_form}
-        return " and ".join(f"{form.name} {side}" for side, form in sides.items() if form)
-
-
-def scale_steps(scale: Array) -> tuple[int, int, int, int]:
-    """Return the bytes between scales along pages or entries, heads, rows and groups of columns.
-
-    They are 0 where there is one scale for all.
-    """
-    steps = [0 if n == 1 else step for n, step in zip(scale.shape, scale.strides, strict=True)]
-    page, head, row, group = [0] * (4 - len(steps)) + steps
-    return page, head, row, group
-
-
-@dataclass(frozen=True, eq=False)
-class Cache:
-    """Where the keys and values of a call over a cache are, and how many it holds.
-
-    Attributes
-    ----------
-    capacity : int
-        The most positions of an entry.
-    lengths : int or array
-        How many positions every entry holds, or (B,) integers, how many each entry holds.
-    table : array or None
-        (B, N) integers, the pages of each entry's positions; None if k and v have a row for each
-        position.
-    page_size : int
-        Positions of a page; without a table, the capacity.
-    codes : Codes or None
-        What keys and values mean if they are codes.
-    shared : int
-        Positions, from the first one on, at which all entries have the rows of entry 0.
-    """
-
-    capacity: int
-    lengths: Any
-    table: Array | None
-    page_size: int
-    codes: Codes | None = None
-    shared: int = 0
-
-
-@dataclass(frozen=True, eq=False)
 class Call:
     """A validated call: its problem, its operands as (..., H, L, D), and its options."""
 
@@ -197,11 +154,19 @@ class Call:
     bias: Array | None
     sink: Array | None
     were_matrices: tuple[bool, bool, bool]  # q, k, v came as two-dimensional arrays, one head
-    offsets: tuple[Any, Any] | None = None  # of packed arrays, as passed; a cache has the first
-    cache: Cache | None = None  # k and v are its arrays, and lengths of keys lie in its capacity
     device: int | None = None  # the device of all arrays of the call; None: host memory
     beside: bool = False  # other kernels, which send and receive, hold some SMs for a while
-    codes: Codes | None = None  # what q, k and v mean if all three are codes
+    encoding: Encoding = NUMBERS  # what the elements of q, k and v mean
+
+    @property
+    def rows(self) -> Rows:
+        """Where rows of entries lie."""
+        return self.problem.rows
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of a call over one."""
+        return cast(Cache, self.problem.rows.cache)
 
     @property
     def matrices(self) -> bool:
@@ -211,24 +176,16 @@ class Call:
     @property
     def axes(self) -> str:
         """Which axis of q, k and v is which, in words."""
-        q, k, v = (
-            self._axes_of(x, rows)
-            for x, rows in zip("qkv", ("queries", "keys", "keys"), strict=True)
-        )
+        q, k, v = map(self._axes_of, "qkv")
         return f"q: {q}; k and v: {k}" if k == v else f"q: {q}; k: {k}; v: {v}"
 
-    def _axes_of(self, name: str, rows: str) -> str:
+    def _axes_of(self, name: str) -> str:
         *lead, heads, length, _ = getattr(self, name).shape
-        size = self.problem.d_v if name == "v" else self.problem.d
-        words = [f"batch {' x '.join(map(str, lead))}"] if lead else []
-        words += [f"heads {heads}", f"{rows} {length}"]
-        if self.cache is not None and rows == "keys":
-            words[-1] = f"room for {length} keys"
-            if self.cache.table is not None:
-                words[0], words[-1] = f"pages {lead[0]}", f"keys of a page {length}"
-        elif self.problem.packed:
-            words[-1] += f" in {self.problem.batch} sequences"
-        return ", ".join([*words, f"head size {size}"])
+        problem = self.problem
+        before, rows = problem.rows.axis_words(name, tuple(lead), length, problem.batch)
+        size = problem.d_v if name == "v" else problem.d
+        words = [before] if before else []
+        return ", ".join([*words, f"heads {heads}", rows, f"head size {size}"])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy as np
 from ..arrays.interop import array
 from ..errors import ArgumentError, ArgumentTypeError
 from . import codes
-from .call import Array, Codes
+from .call import Array
+from .encoding import Fp8Encoding
 from .formats import FORMATS, Format, format_of
 
 FORMS = tuple(name for name in FORMATS if name.startswith("float8"))
@@ -20,8 +21,8 @@ _NAMES = "q", "k", "v"
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a call says of codes, as users pass it."""
+class Fp8:
+    """What codes of float8 in q, k and v are, as users pass it."""
 
     q_scale: Any = None
     k_scale: Any = None
@@ -34,8 +35,13 @@ class Given:
         """The types that it names, in words by which calls are recognised."""
         return f" {self.qkv_dtype} to {self.out_dtype}"
 
-    def beside(self, q: Array) -> Given:
-        """Return the same with arrays beside `q` in place of numbers."""
+    @staticmethod
+    def of(*named: Any) -> Fp8 | codes.NoCodes:
+        """Return what codes are, from the fields, of which all are None if there are none."""
+        return codes.NONE if all(value is None for value in named) else Fp8(*named)
+
+    def with_arrays(self, q: Array) -> Fp8:
+        """Return the same with arrays in the memory of `q` in place of numbers."""
         made = {name: codes.scales_at(scale, name, q) for name, scale in self.scales.items()}
         return replace(self, **made)
 
@@ -44,25 +50,27 @@ class Given:
         """The scales, by name."""
         return {f"{name}_scale": getattr(self, f"{name}_scale") for name in _NAMES}
 
+    def operands(
+        self, q: Any, k: Any, v: Any
+    ) -> tuple[dict[str, Array], np.dtype[Any], Fp8Encoding]:
+        """Return codes, the type of the output, and what the codes mean."""
+        held = {name: array(x, name) for name, x in zip(_NAMES, (q, k, v), strict=True)}
+        form = _format_of(held, self)
+        scales = {}
+        for (name, scale), x in zip(self.scales.items(), held.values(), strict=True):
+            if scale is None:
+                raise ArgumentError(
+                    f"{name}: got None with {name[0]} of {form.name}; expected the scales of its "
+                    "codes. Pass what quantize returns: float32, one for each row, of shape "
+                    "(..., 1); or one number for all, which is 1.0 for codes that are numbers "
+                    "themselves."
+                )
+            checked = codes.scale_of(scale, name, x, form, name[0])
+            scales[name] = checked[(None,) * (max(x.ndim, 3) - checked.ndim)]
+        return held, _result(self.out_dtype), Fp8Encoding(form, form, **scales)
 
-def operands(q: Any, k: Any, v: Any, given: Given) -> tuple[dict[str, Array], Codes, np.dtype[Any]]:
-    """Return codes, what they mean and the type of the output, of a call that has scales."""
-    held = {name: array(x, name) for name, x in zip(_NAMES, (q, k, v), strict=True)}
-    form = _format_of(held, given)
-    scales = {}
-    for (name, scale), x in zip(given.scales.items(), held.values(), strict=True):
-        if scale is None:
-            raise ArgumentError(
-                f"{name}: got None with {name[0]} of {form.name}; expected the scales of its "
-                "codes. Pass what quantize returns: float32, one for each row, of shape (..., 1); "
-                "or one number for all, which is 1.0 for codes that are numbers themselves."
-            )
-        checked = codes.scale_of(scale, name, x, form, name[0])
-        scales[name] = checked[(None,) * (max(x.ndim, 3) - checked.ndim)]
-    return held, Codes(form, form, **scales), _result(given.out_dtype)
 
-
-def _format_of(held: dict[str, Array], given: Given) -> Format:
+def _format_of(held: dict[str, Array], given: Fp8) -> Format:
     """Return the one format of q, k and v, which their types or `qkv_dtype` say."""
     said = None
     if given.qkv_dtype is not None:
@@ -100,7 +108,7 @@ def _format_of(held: dict[str, Array], given: Given) -> Format:
     return forms[0]
 
 
-def _said(given: Given) -> str:
+def _said(given: Fp8) -> str:
     """Return the arguments that a call has only because of codes."""
     return ", ".join(name for name, value in vars(given).items() if value is not None)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ..arrays.device_arrays import constant, is_device_array
 from ..arrays.interop import array, floats
 from ..errors import ArgumentError, ArgumentTypeError
-from .call import Array, Codes
+from .call import Array
+from .encoding import NUMBERS, QUERIES, CacheEncoding, Encoding
 from .formats import FORMATS, INT4_GROUP, Format, format_of, name_of
 
-QUERIES = "float16", "bfloat16", "float32"
+__all__ = ["QUERIES", "CacheCodes"]
 _TYPES = (*(name for name, form in FORMATS.items() if form.packed == 1), "uint8")  # of arrays
 _HOW = (
     "Pass the scales that append fills or quantize returns: float32, one for each row, of shape "
@@ -21,8 +23,8 @@ _HOW = (
 Forms = tuple[Format | None, Format | None]  # of keys and of values; None of numbers
 
 
-class Given(NamedTuple):
-    """What a call says of codes, as users pass it."""
+class CacheCodes(NamedTuple):
+    """What the codes of a cache are, as users pass it."""
 
     k_scale: Any = None
     v_scale: Any = None
@@ -33,18 +35,52 @@ class Given(NamedTuple):
         """The types that it names, in words by which calls are recognised."""
         return "" if self.kv_dtype is None else f" {self.kv_dtype}"
 
-    def beside(self, q: Array) -> Given:
-        """Return the same with arrays beside `q` in place of numbers."""
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The scales, by name."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def with_arrays(self, q: Array) -> CacheCodes:
+        """Return the same with arrays in the memory of `q` in place of numbers."""
         if self.k_scale is None and self.v_scale is None:
             return self
         k_scale, v_scale = (
             scales_at(self.k_scale, "k_scale", q),
             scales_at(self.v_scale, "v_scale", q),
         )
-        return Given(k_scale, v_scale, self.kv_dtype)
+        return CacheCodes(k_scale, v_scale, self.kv_dtype)
 
 
-NONE = Given()
+class NoCodes:
+    """Nothing is said of codes: arrays are numbers, or those of a cache say what they are."""
+
+    kind: ClassVar[str] = ""
+    scales: ClassVar[Mapping[str, Any]] = {}
+    k_scale: ClassVar[None] = None
+    v_scale: ClassVar[None] = None
+    kv_dtype: ClassVar[None] = None
+
+    def with_arrays(self, q: Array) -> NoCodes:
+        """Return the same: there are no scales."""
+        del q
+        return self
+
+    def operands(self, q: Any, k: Any, v: Any) -> tuple[dict[str, Array], np.dtype[Any], Encoding]:
+        """Return numbers, their type, which is that of the output, and what they mean."""
+        held = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
+        return held, same_dtype(held), NUMBERS
+
+
+NONE = NoCodes()
+
+
+def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
+    """Return the dtype that all arrays have."""
+    if len({x.dtype for x in arrays.values()}) > 1:
+        came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
+        raise ArgumentTypeError(f"got {came}; expected one dtype. Convert with .astype(...).")
+    common: np.dtype[Any] = next(iter(arrays.values())).dtype
+    return common
 
 
 class Shaped(NamedTuple):
@@ -58,7 +94,7 @@ class Shaped(NamedTuple):
         return len(self.shape)
 
 
-def codes_of(k: Any, v: Any, given: Given) -> tuple[Array, Array, Codes | None]:
+def codes_of(k: Any, v: Any, given: CacheCodes | NoCodes) -> tuple[Array, Array, Encoding]:
     """Return keys, values and what they mean if they are codes, or one of them is.
 
     Lengths of axes other than the last are not compared yet.
@@ -70,13 +106,13 @@ def codes_of(k: Any, v: Any, given: Given) -> tuple[Array, Array, Codes | None]:
         "v_scale": _scales_of(given.v_scale, held["v"], "v", v_form),
     }
     if k_form is None and v_form is None:
-        return held["k"], held["v"], None
-    return held["k"], held["v"], Codes(k_form, v_form, **scales)
+        return held["k"], held["v"], NUMBERS
+    return held["k"], held["v"], CacheEncoding(k_form, v_form, **scales)
 
 
-def numbers_of(k: Array, v: Array, codes: Codes | None) -> dict[str, Array]:
+def numbers_of(k: Array, v: Array, encoding: Encoding) -> dict[str, Array]:
     """Return those of keys and values that are numbers, by name."""
-    forms = (None, None) if codes is None else (codes.k_form, codes.v_form)
+    forms = encoding.k_form, encoding.v_form
     return {
         name: floats(x, name)
         for name, x, form in zip("kv", (k, v), forms, strict=True)
@@ -91,20 +127,9 @@ def widened(x: Array, form: Format | None) -> Array | Shaped:
     return Shaped((*x.shape[:-1], x.shape[-1] * form.packed))
 
 
-def shapes_of(k: Array, v: Array, codes: Codes | None) -> tuple[Array | Shaped, Array | Shaped]:
+def shapes_of(k: Array, v: Array, encoding: Encoding) -> tuple[Array | Shaped, Array | Shaped]:
     """Return what `widened` does of keys and of values."""
-    return (k, v) if codes is None else (widened(k, codes.k_form), widened(v, codes.v_form))
-
-
-def check_queries(dtype: np.dtype[Any], name: str, codes: Codes) -> np.dtype[Any]:
-    """Return the dtype of the arrays that come with codes."""
-    if dtype.name not in QUERIES:
-        raise ArgumentTypeError(
-            f"{name}: got {dtype} with a cache of {codes.words}; expected "
-            f"{', '.join(QUERIES[:-1])} or {QUERIES[-1]}. Convert it with .astype(np.float32), or "
-            "keep the cache in float64."
-        )
-    return dtype
+    return widened(k, encoding.k_form), widened(v, encoding.v_form)
 
 
 def check_columns(x: Array, name: str, form: Format | None, cache: Array, cache_name: str) -> None:

@@ -24,14 +24,14 @@ def obstacle(call: Call) -> str | None:
     problem = call.problem
     if problem.heads == problem.heads_kv:
         return "no heads share keys"
-    if problem.packed:
-        return "sequences are packed"
-    if not 0 < problem.len_q <= MOST_QUERIES:
+    if problem.rows.keeps_heads is not None:
+        return problem.rows.keeps_heads
+    if not 0 < problem.rows.known_q <= MOST_QUERIES:
         return f"there are {problem.len_q} queries"
     if call.sink is not None or problem.dropout > 0:
         return "sinks and dropout are those of a head"
     # Score changes are computed for every pair, and dividing by a length is slow.
-    if problem.len_q > 1 and (call.score_mod is not None or call.bias is not None):
+    if problem.rows.known_q > 1 and (call.score_mod is not None or call.bias is not None):
         return "scores change"
     return None if _joins(call.q, 3) else "rows of heads do not follow each other"
 
@@ -74,7 +74,7 @@ def joined(call: Call, *written: tuple[Any, int]) -> tuple[Call, tuple[Any, ...]
     rows = replace(
         problem,
         heads=problem.heads_kv,
-        len_q=group * problem.len_q,
+        rows=problem.rows.sized(len_q=group * problem.len_q),
         heads_in_rows=group,
     )
     return (
@@ -88,9 +88,8 @@ def apart(problem: Problem) -> Problem:
     group = problem.heads_in_rows
     if group == 1:
         return problem
-    return replace(
-        problem, heads=group * problem.heads, len_q=problem.len_q // group, heads_in_rows=1
-    )
+    rows = problem.rows.sized(len_q=problem.len_q // group)
+    return replace(problem, heads=group * problem.heads, rows=rows, heads_in_rows=1)
 
 
 def of_rows(root: Expr, problem: Problem) -> Expr:
@@ -98,8 +97,9 @@ def of_rows(root: Expr, problem: Problem) -> Expr:
     group = problem.heads_in_rows
     if group == 1:
         return root
-    length = as_expr(problem.len_q // group)
-    single = problem.len_q == group
+    queries = problem.rows.known_q
+    length = as_expr(queries // group)
+    single = queries == group
     symbols = {
         "h": _H * group + (_I if single else _I // length),
         "i": as_expr(0) if single else _I % length,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ..expr.functions import POSITIONS
-from ..expr.nodes import Expr, as_expr, rebuild, symbol
+from ..expr.nodes import Expr, rebuild
 from .call import Problem
 
 _B, _H, _I, _J = POSITIONS
@@ -30,29 +30,20 @@ def of_piece(root: Expr, problem: Problem) -> Expr:
         symbols["b"] = _B + problem.origin_b
     if problem.origin_h:
         symbols["h"] = _H + problem.origin_h
-    if not problem.packed:
-        symbols |= {name: as_expr(value) for name, value in _numbers(problem).items()}
-    elif problem.lead[0]:  # whole sequences, which lie elsewhere among the packed rows
-        for name, own in (("start_q", problem.start_q), ("start_k", problem.start_k)):
-            there = getattr(problem.whole, name)[problem.origin_b]
-            symbols[name] = symbol(name) + int(there - own[0])
+    entries = problem.rows.of_queries, problem.whole.rows.of_queries
+    symbols |= entries[0].symbols_within(entries[1], problem.origin_b)
     return rebuild(root, lambda node: symbols.get(node.value) if node.op == "symbol" else None)
 
 
-def _numbers(problem: Problem) -> dict[str, int]:
-    """Return the lengths and starts of the one entry that a piece without packed rows is of."""
-    whole, names = problem.whole, ("len_q", "len_k", "start_q", "start_k")
-    assert whole is not None
-    if not whole.packed:
-        return {name: int(getattr(whole, name)) for name in names}
-    return {name: int(getattr(whole, name)[problem.origin_b]) for name in names}
-
-
-def key_of(problem: Problem) -> Hashable:
-    """Return what masks that read no arrays see of a problem that is not packed."""
-    here = problem.lead, problem.heads, problem.len_q, problem.len_k, problem.heads_in_rows
+def key_of(problem: Problem) -> Hashable | None:
+    """Return what masks that read no arrays see of a problem; None if it depends on arrays."""
+    rows = problem.rows.key
+    if rows is None:
+        return None
+    here = problem.lead, problem.heads, rows, problem.heads_in_rows
     if problem.whole is None:
         return here
     origins = problem.origin_b, problem.origin_h, problem.origin_q, problem.origin_k
     sizes = problem.whole.lead, problem.whole.heads
-    return here, origins, sizes, tuple(_numbers(problem).values())
+    entry = problem.whole.rows.of_queries.of_entry(problem.origin_b)
+    return here, origins, sizes, tuple(entry.values())

@@ -19,20 +19,12 @@ from ..expr.nodes import Expr, LookupTable, walk
 from ..expr.sharded import HeldArray, check_whole
 from ..masks import Mask, dense
 from ..scores import Score, chain
-from . import coded, device_args, scalars
-from .call import Array, Call, Codes, Gradients, Problem
+from . import coded, codes, device_args, scalars
+from .call import Array, Call, Gradients, Problem
 from .options import DEFAULTS, NAMES, Options
+from .rows import DenseRows, PackedRows
 
 MAX_HEAD_SIZE = 512
-
-
-def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
-    """Return the dtype that all arrays have."""
-    if len({x.dtype for x in arrays.values()}) > 1:
-        came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
-        raise ArgumentTypeError(f"got {came}; expected one dtype. Convert with .astype(...).")
-    common: np.dtype[Any] = next(iter(arrays.values())).dtype
-    return common
 
 
 def head_sizes(q: Any, k: Any, v: Any, most: int = MAX_HEAD_SIZE) -> tuple[int, int]:
@@ -76,27 +68,16 @@ def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
     return heads, heads_kv
 
 
-def _operands(
-    q: Any, k: Any, v: Any, given: coded.Given | None
-) -> tuple[dict[str, Array], np.dtype[Any], Codes | None]:
-    """Return arrays, the type of the output, and what the arrays mean if they are codes."""
-    if given is not None:
-        operands, codes, dtype = coded.operands(q, k, v, given)
-        return operands, dtype, codes
-    operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    return operands, same_dtype(operands), None
-
-
 def call(
     q: Any,
     k: Any,
     v: Any,
     options: Options = DEFAULTS,
     in_one_place: bool = True,
-    given: coded.Given | None = None,
+    given: coded.Fp8 | codes.NoCodes = codes.NONE,
 ) -> Call:
     """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
-    operands, dtype, codes = _operands(q, k, v, given)
+    operands, dtype, encoding = given.operands(q, k, v)
     for name, x in operands.items():
         if x.ndim < 2:
             raise ArgumentError(
@@ -118,16 +99,12 @@ def call(
         lead=lead,
         heads=heads,
         heads_kv=heads_kv,
-        len_q=q.shape[-2],
-        len_k=k.shape[-2],
-        start_q=0,
-        start_k=0,
-        packed=False,
+        rows=DenseRows(q.shape[-2], k.shape[-2]),
         d=d,
         d_v=d_v,
         dtype=dtype,
     )
-    return with_options(problem, q, k, v, matrices, options, in_one_place, codes=codes)
+    return with_options(problem, q, k, v, matrices, options, in_one_place, encoding=encoding)
 
 
 def varlen_call(
@@ -139,7 +116,7 @@ def varlen_call(
     check: bool,
     options: Options = DEFAULTS,
     totals: tuple[int, int] | None = None,
-    given: coded.Given | None = None,
+    given: coded.Fp8 | codes.NoCodes = codes.NONE,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 
@@ -147,7 +124,7 @@ def varlen_call(
     """
     if not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: got {check!r}; expected True or False.")
-    operands, dtype, codes = _operands(q, k, v, given)
+    operands, dtype, encoding = given.operands(q, k, v)
     for name, x in operands.items():
         if x.ndim != 3:
             raise ArgumentError(
@@ -177,14 +154,12 @@ def varlen_call(
         lead=(held["offsets_q"].size - 1,),
         heads=heads,
         heads_kv=heads_kv,
-        **ends,
-        packed=True,
+        rows=PackedRows(**ends, offsets=held),
         d=d,
         d_v=d_v,
         dtype=dtype,
     )
-    call = with_options(problem, q, k, v, (False, False, False), options, codes=codes)
-    return replace(call, offsets=(held["offsets_q"], held["offsets_k"]))
+    return with_options(problem, q, k, v, (False, False, False), options, encoding=encoding)
 
 
 def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
@@ -326,15 +301,8 @@ def read_arrays(request: Call) -> dict[str, Array]:
     named |= {name: option for name, option in options.items() if option is not None}
     if is_device_array(request.problem.seed):
         named["seed"] = request.problem.seed
-    if request.codes is not None:
-        named |= request.codes.scales
-    if request.cache is not None:
-        integers = {"lengths": request.cache.lengths, "table": request.cache.table}
-        named |= {
-            name: x for name, x in integers.items() if x is not None and not isinstance(x, int)
-        }
-        if request.cache.codes is not None:
-            named |= request.cache.codes.scales
+    named |= request.encoding.scales
+    named |= request.rows.arrays
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
         nodes = walk(made.expr) if made is not None else ()
         looked_up = [x for node in nodes for x in _looked_up(node, name)]

@@ -9,8 +9,10 @@ import torch
 from .. import dispatch, execute
 from ..expr.bind import Alignment, Axis, aligned
 from ..expr.functions import POSITIONS, SCORE, where
+from ..problem.arguments import DENSE, Dense, Packed
 from ..problem.call import Gradients
 from ..problem.options import Options
+from ..request import Request
 from ..scores import Score, chain
 from . import recognised, tensors
 from .tensors import array_of, tensor_of
@@ -61,7 +63,7 @@ class Operands(NamedTuple):
     offsets_k: torch.Tensor | None = None
 
 
-def _request(settings: Settings, x: Operands, bias_is_score: bool = False) -> execute.Request:
+def _request(settings: Settings, x: Operands, bias_is_score: bool = False) -> Request:
     bias, score_mod = array_of(x.bias), settings.score_mod
     if bias_is_score:
         change = _added(bias)
@@ -77,11 +79,10 @@ def _request(settings: Settings, x: Operands, bias_is_score: bool = False) -> ex
         seed=settings.seed if x.seed is None else _seed(x),
         precision=settings.precision,
     )
-    offsets = None
+    rows: Dense | Packed = DENSE
     if x.offsets_q is not None:
-        offsets = array_of(x.offsets_q), array_of(x.offsets_k)
-    qkv = array_of(x.q), array_of(x.k), array_of(x.v)
-    return execute.Request(*qkv, options, offsets, settings.check)
+        rows = Packed(array_of(x.offsets_q), array_of(x.offsets_k), settings.check)
+    return Request(array_of(x.q), array_of(x.k), array_of(x.v), rows, options=options)
 
 
 def _seed(x: Operands) -> Any:

@@ -213,7 +213,7 @@ def test_caches_of_codes(form):
 def planned(batch, n, length, shared):
     q, k = np.zeros((batch, 8, 1, 16), np.float32), np.zeros((1, 2, n, 16), np.float32)
     call = cached_calls.call(q, k, k, [length] * batch, None, None, Options(), shared=shared)
-    problem = dataclasses.replace(call.problem, len_k=np.full(batch, length))
+    problem = call.problem.sized(len_k=np.full(batch, length))
     return decode_launch.planned(problem, cpu._programs(call, problem.len_k), shared)
 
 

@@ -14,7 +14,7 @@ from placement import same_bits
 from cupyflash import lookup, masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import tanh
-from cupyflash.gpu import recipe
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import registry, sm90
 from cupyflash.gpu.kernels.spec import RESERVED, Request
 from cupyflash.problem import validate
@@ -199,7 +199,7 @@ def kernel(arch, length, plan=None, dtype=HALF, d=64, lacks=""):
     gpu = Target(0, arch, capability(arch), 132, SHARED_MEMORY[arch], lacks)
     lse = np.zeros(q.shape[:-1], call.problem.accumulator)
     grads = Gradients(q, q, q, call.bias)
-    launches = recipe.backward(call, gpu, q, q, lse, None, grads, plan).launches
+    launches = route.backward(call, gpu, q, q, lse, None, grads, plan).recipe.launches
     return launches[-1].special.kernel
 
 

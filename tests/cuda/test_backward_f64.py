@@ -13,7 +13,7 @@ from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu import recipe
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import registry, sm80_f64
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
@@ -139,9 +139,9 @@ def kernels(q, arch, deterministic, plan=None):
     call = validate.call(q, q, q)
     lse = np.zeros(q.shape[:-1], call.problem.accumulator)
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
-    made = recipe.backward(
+    made = route.backward(
         call, target, q, q, lse, None, Gradients(q, q, q), plan, deterministic=deterministic
-    )
+    ).recipe
     return [x.special.kernel.removeprefix("backward_") for x in made.launches], made.atomic_dq
 
 

@@ -14,7 +14,7 @@ from placement import same_bits
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import len_q, log
-from cupyflash.gpu import recipe
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import registry, sm80
 from cupyflash.gpu.kernels.spec import REGISTERS, Request
 from cupyflash.problem import validate
@@ -212,9 +212,9 @@ def kernels(q, arch, deterministic, plan=None, **options):
     gradients = Gradients(q, q, q)
     lse = np.zeros(q.shape[:-1], call.problem.accumulator)
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
-    made = recipe.backward(
+    made = route.backward(
         call, target, q, q, lse, None, gradients, plan, deterministic=deterministic
-    )
+    ).recipe
     return [x.special.kernel for x in made.launches], made
 
 

@@ -8,7 +8,7 @@ from cuda_specialisations import SHARED_MEMORY, capability
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu import params, recipe, strides
+from cupyflash.gpu import params, route, strides
 from cupyflash.gpu.kernels import registry, sm90, tma_operands
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
@@ -25,7 +25,8 @@ def launches(arch="sm_90", d=64, length=512, deterministic=False, lacks="", do=N
     made = Gradients(q, q, q)
     lse = np.zeros(q.shape[:-1], np.float32)
     do = q if do is None else do
-    return recipe.backward(call, gpu, do, q, lse, None, made, deterministic=deterministic).launches
+    found = route.backward(call, gpu, do, q, lse, None, made, deterministic=deterministic)
+    return found.recipe.launches
 
 
 def test_which_kernels_are_launched():
@@ -69,7 +70,7 @@ def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
         call = validate.call(q, k, q)
     gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
     lse, made = np.zeros(q.shape[:-1], np.float32), Gradients(q.copy(), dk, dv)
-    launch = recipe.backward(call, gpu, q, q, lse, None, made).launches[1]
+    launch = route.backward(call, gpu, q, q, lse, None, made).recipe.launches[1]
     assert launch.special.kernel == "backward_sm90_dkdv"
     assert launch.special.tma_store == stores
     assert [x.name for x in launch.maps[4:]] == (["dk", "dv"] if stores else ["q", "k"])

@@ -19,12 +19,12 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import Rotary, lookup, masks, rope
-from cupyflash.gpu import decode_recipe
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import registry
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import append as appends
 from cupyflash.problem import cached
-from cupyflash.problem.codes import Given
+from cupyflash.problem.codes import CacheCodes
 from cupyflash.problem.formats import FORMATS as FORMATS_BY_NAME
 from cupyflash.problem.options import Options
 from cupyflash.rowwise import APPEND
@@ -84,7 +84,7 @@ def cache(form, d=64, d_v=32, room=140, dtype=F32, **rows):
 
 def run(q, held, lengths=LENGTHS, offsets_q=None, blocks=None, schedule=REVERSE, **options):
     """Compute out and lse over a cache, into memory that holds NaN."""
-    given = Given(held.k_scale, held.v_scale, held.form)
+    given = CacheCodes(held.k_scale, held.v_scale, held.form)
     arrays = q, held.k, held.v, lengths, held.table, offsets_q
     call = cached.call(*arrays, Options(**options), given)
     out, lse = results(call)
@@ -259,7 +259,7 @@ def test_a_prompt_of_many_queries(form):
 def test_the_kernel_of_few_queries_serves_prompts(arch):
     """Whatever the type of the queries, because the kernels of prompts read no codes."""
     held = cache("int8")
-    given = Given(held.k_scale, held.v_scale, held.form)
+    given = CacheCodes(held.k_scale, held.v_scale, held.form)
     for len_q, dtype in ((1, F16), (70, BF16), (70, F32)):
         (q,) = draw((3, 2, len_q, 64), dtype=dtype)
         call = cached.call(q, held.k, held.v, LENGTHS, None, None, Options(), given)
@@ -269,7 +269,7 @@ def test_the_kernel_of_few_queries_serves_prompts(arch):
         tensor = dtype != F32 and arch != "sm_75"
         assert choice.spec.name == ("decode_sm80" if tensor else "decode_simt")
         out, lse = results(call)
-        launches = decode_recipe.forward(call, target, out, lse, True).launches
+        launches = route.forward(call, target, out, lse).recipe.launches
         assert [x.special.spec.part for x in launches] == ["decode", "join"]
         special = launches[0].special
         assert special.k_codes == special.v_codes == FORMATS_BY_NAME["int8"]
@@ -305,7 +305,8 @@ def test_new_rows_have_the_codes_of_quantize(form, dtype):
         checked = appends.append(
             *(copies.array(x) for x in (k_new, v_new)), device["k"], device["v"],
             copies.array(np.array([9, 3])), copies.array(table), copies.array(np.array([0, 5, 7])),
-            copies.array(q), rotary, None, None, Given(device["k_scale"], device["v_scale"], form),
+            copies.array(q), rotary, None, None,
+            CacheCodes(device["k_scale"], device["v_scale"], form),
         )  # fmt: skip
         Emulator(schedule=randomly(seed)).rowwise(APPEND, checked, out=target)
         copies.check()

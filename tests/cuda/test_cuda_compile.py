@@ -13,6 +13,7 @@ from halves import mostly_thorough
 
 from cupyflash import ArgumentError
 from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import registry, simt, sm80_f64, sm90
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
@@ -207,20 +208,20 @@ def test_too_little_shared_memory_is_an_error():
     target = Target(0, "a small GPU", (7, 5), 1, 8192)
     q = np.zeros((1, 512), np.float64)
     with pytest.raises(ArgumentError, match="8192 bytes"):
-        registry.plan(Request(validate.call(q, q, q).problem, target))
+        route.of(validate.call(q, q, q), target)
 
 
 def test_a_gpu_that_is_too_old_is_an_error():
     target = Target(0, "an old GPU", (7, 0), 80, 98304)
     q = np.zeros((1, 64), np.float32)
     with pytest.raises(ArgumentError, match=r"7\.0; expected a GPU of 7\.5"):
-        registry.plan(Request(validate.call(q, q, q).problem, target))
+        route.of(validate.call(q, q, q), target)
 
 
 def test_the_choice_never_reads_the_batch_or_the_lengths():
     target = Target(0, "a GPU", (9, 0), 132, SHARED_MEMORY["sm_90"])
     plans = {
-        registry.plan(Request(validate.call(*[np.zeros(shape, np.float32)] * 3).problem, target))
+        route.of(validate.call(*[np.zeros(shape, np.float32)] * 3), target).plan
         for shape in [(1, 1, 64), (7, 2, 300, 64), (0, 3, 64)]
     }
     assert len(plans) == 1

@@ -18,7 +18,7 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import masks, scores, workspace_size_cached
-from cupyflash.gpu import decode_recipe, source
+from cupyflash.gpu import route, source
 from cupyflash.gpu.kernels import decode
 from cupyflash.problem import cached, validate
 from cupyflash.problem.options import Options
@@ -411,7 +411,7 @@ def test_rows_with_more_nodes_than_a_block_folds_at_once():
     q, k, v = draw(F16, (1, 1, 1, 16), (1, 1, keys, 16), (1, 1, keys, 16), seed=18)
     target = dataclasses.replace(target_of("sm_90"), multiprocessors=30)
     call = cached.call(q, k, v, keys)
-    launches = decode_recipe.forward(call, target, *results(call), True).launches
+    launches = route.forward(call, target, *results(call)).recipe.launches
     sizes = [(x.special.tiles.threads, x.special.tiles.resident_blocks) for x in launches]
     assert sizes == [(128, 2), (512, 1)]
     many = Blocks(hopper=True, multiprocessors=30)
@@ -477,7 +477,7 @@ def test_a_cache_without_pages_holds_nothing(dtype, blocks, monkeypatch):
 
 def test_a_call_without_heads_needs_no_heads_for_its_workspace():
     q, k = draw(F32, (2, 0, 1, 16), (2, 0, 64, 16))
-    assert decode_recipe.workspace_size(cached.call(q, k, k, 64), target_of("sm_90")) >= 0
+    assert route.of(cached.call(q, k, k, 64), target_of("sm_90")).scratch >= 0
 
 
 def test_sizes_are_those_of_the_kernels():

@@ -7,7 +7,7 @@ import pytest
 from caches import results
 from cuda_specialisations import target_of
 
-from cupyflash.gpu import decode_recipe
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import sm80
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import cached
@@ -35,7 +35,7 @@ def test_only_aligned_arrays_have_copies_without_other_code(name, how):
         moved[...] = x
         arrays[name] = moved
     call = cached.call(*arrays.values(), 190)
-    launches = decode_recipe.forward(call, target_of("sm_90"), *results(call), True).launches
+    launches = route.forward(call, target_of("sm_90"), *results(call)).recipe.launches
     assert [x.special.aligned for x in launches] == [name == "none", False]
     if name == "none":
         assert "aligned" in launches[0].special.name
@@ -53,7 +53,7 @@ def test_grids_of_few_leaves_share_an_sm(keys, arch, warps, blocks, beside):
     """And an SM has two blocks of more leaves, but one of codes."""
     q, k, v = draw((1, 4, 1, 64), *[(1, 1, keys, 64)] * 2)
     call = cached.call(q, k, v, keys)
-    launches = decode_recipe.forward(call, target_of(arch), *results(call), True).launches
+    launches = route.forward(call, target_of(arch), *results(call)).recipe.launches
     tiles = launches[0].special.tiles
     assert (tiles.threads // 32, tiles.resident_blocks) == (warps, blocks)
     assert [x.special.tiles.beside for x in launches] == beside

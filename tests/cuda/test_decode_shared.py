@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from placement import same_bits
 
 from cupyflash import masks, scores
-from cupyflash.gpu import decode_recipe, recipe
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import decode, sm80
 from cupyflash.gpu.kernels.spec import Request
-from cupyflash.gpu.workspace import ArraySpec
 from cupyflash.problem import cached
-from cupyflash.problem.codes import NONE, Given
+from cupyflash.problem.codes import NONE, CacheCodes
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, rho
 
@@ -144,7 +143,7 @@ def test_teams_of_any_size(batch, group, len_q, team):
     lengths = rng.integers(513, 700, batch)
     case = Entries.draw(lengths, 512, group=group, len_q=len_q, heads_kv=2)
     call = cached.call(case.q, case.k, case.v, lengths, case.table, shared=512)
-    assert decode_recipe.shared_of(call, target_of("sm_90")).team == team
+    assert route.of(call, target_of("sm_90")).shared.team == team
     expected = case.run()
     assert same(case.poisoned().run(512), expected)
     precision = Precision.of(F16, True)
@@ -234,7 +233,7 @@ def test_caches_of_codes(form):
     held = Coded.of(form, *(np.repeat(x, 5, axis=0) for x in (k, v)), dtype=BF16)
     q = rng.standard_normal((5, 4, 1, 32)).astype(BF16)
     lengths = [700, 600, 513, 64, 699]
-    given = Given(held.k_scale, held.v_scale, form)
+    given = CacheCodes(held.k_scale, held.v_scale, form)
     case = Entries(q, held.k, held.v, None, np.array(lengths), 0)
     expected = case.run(codes=given)
     for name in held.names:
@@ -268,10 +267,8 @@ def planned(q, k, v=None, shared=4096, arch="sm_90", **options):
     lengths = options.pop("lengths", k[2])
     offsets = options.pop("offsets_q", None)
     call = cached.call(*made, lengths, None, offsets, Options(**options), shared=shared)
-    facts = target_of(arch)
-    plan = decode_recipe.plan(call, facts)
-    out = ArraySpec((*q[:-1], (v or k)[3]), F16)
-    launches = recipe.forward(call, facts, out, None).launches
+    made = route.of(call, target_of(arch))
+    plan, launches = made.plan, made.recipe.launches
     assert (launches[0].special.kernel == SHARED) == (SHARED in plan.reason)
     assert all(x.special.shared == (SHARED in plan.reason) for x in launches[-2:])
     return plan.reason

@@ -18,7 +18,7 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import masks, scores
-from cupyflash.gpu import decode_recipe, source
+from cupyflash.gpu import route, source
 from cupyflash.gpu.kernels import decode, registry, sm90_decode
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import cached
@@ -318,7 +318,7 @@ def test_the_workspace_has_room_for_every_unit():
         q, k = np.zeros((2, 128, 1, D), F16), np.broadcast_to(F16.type(0), (2, 1, capacity, D))
         call = cached.call(q, k, k[..., :D_V], 0, None, None, Options())
         row = 4 * D_V + 16
-        assert decode_recipe.workspace_size(call, target) == 16 * tasks + units * 64 * row
+        assert route.of(call, target).scratch == 16 * tasks + units * 64 * row
 
 
 # -- faults ---------------------------------------------------------------------------------------

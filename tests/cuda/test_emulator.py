@@ -21,7 +21,7 @@ from emulator.problems import (
 )
 from gpu_arrays import Copies
 from halves import mostly_thorough
-from harness import attend, attend_backward, call_of
+from harness import attend, attend_backward, call_of, with_offsets
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from placement import Placed, random_layout, same_bits
@@ -262,7 +262,7 @@ def test_offsets_that_are_wrong_lead_nowhere_else(wrong):
         for _ in "qkv"
     ]
     call = validate.varlen_call(*(x.view for x in placed), offsets, offsets, False)
-    call = dataclasses.replace(call, offsets=(offsets, np.array(wrong)))
+    call = with_offsets(call, [offsets, np.array(wrong)])
     targets = Placed((4, 41, 16), F32), Placed((4, 41), F32)
     Emulator().forward(call, *(x.view for x in targets))
     for each in (*placed, *targets):

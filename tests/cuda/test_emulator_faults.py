@@ -369,7 +369,7 @@ def _everything(emulator):
     warpgroups.backward(call, q, q, draw(1, 70), None, Gradients(*made, None, None))
 
     held = Coded.of("float8_e4m3fn", draw(1, 70, 64), *(draw(1, 200, 64) for _ in range(2)))
-    given = coded.Given(*held.scales, held.form, "float32")
+    given = coded.Fp8(*held.scales, held.form, "float32")
     call = validate.call(*held.arrays, Options(), given=given)
     warpgroups.forward(call, draw(1, 70, 64), draw(1, 70))
 

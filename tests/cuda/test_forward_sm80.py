@@ -17,6 +17,7 @@ from placement import same_bits
 
 from cupyflash import ArgumentError, masks, scores
 from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import registry, sm80
 from cupyflash.gpu.kernels.spec import REGISTERS, Request
 from cupyflash.problem import validate
@@ -254,9 +255,13 @@ def test_the_tiles_that_gpus_get(dtype, arch, sizes):
 # -- when it is chosen ----------------------------------------------------------------------------
 
 
-def problem_of(dtype, d, d_v):
+def call_of(dtype, d, d_v, **options):
     q, v = np.zeros((1, d), dtype), np.zeros((1, d_v), dtype)
-    return validate.call(q, q, v).problem
+    return validate.call(q, q, v, Options(**options))
+
+
+def problem_of(dtype, d, d_v):
+    return call_of(dtype, d, d_v).problem
 
 
 def target_of(arch):
@@ -295,19 +300,19 @@ def target_of(arch):
     ],
 )
 def test_the_plan_says_why(arch, dtype, d, d_v, words):
-    plan = registry.plan(Request(problem_of(dtype, d, d_v), target_of(arch)))
+    plan = route.of(call_of(dtype, d, d_v), target_of(arch)).plan
     assert plan.kernel == ("forward_sm80" if "tensor cores" in words else "forward_simt")
     assert words in plan.reason
 
 
 def test_a_precision_is_asked_for():
-    split = dataclasses.replace(problem_of(F32, 256, 1), precision="tf32x3")
-    plan = registry.plan(Request(split, target_of("sm_80")))
+    call = call_of(F32, 256, 1, precision="tf32x3")
+    plan = route.of(call, target_of("sm_80")).plan
     assert plan.kernel == "forward_sm80"
     assert "as three products each" in plan.reason
     # The gradients' kernels for tensor cores do not have it: they compute in float32.
     for part in ("dkdv", "dq"):
-        choice = registry.select(part, Request(split, target_of("sm_80")))
+        choice = registry.select(part, Request(call.problem, target_of("sm_80")))
         assert choice.spec.name == f"backward_simt_{part}"
 
 

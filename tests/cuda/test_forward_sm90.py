@@ -19,7 +19,7 @@ from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bo
 from cupyflash import masks, scores
 from cupyflash.arrays import cuda_device
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu import recipe, tma
+from cupyflash.gpu import route, tma
 from cupyflash.gpu.kernels import registry, sm90, tma_operands
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.gpu.strides import Operand
@@ -155,7 +155,7 @@ def test_maps_are_those_of_the_arrays():
     call = validate.call(q, k, v)
     out = np.empty((3, 2, 4, 600, 56), np.float16)
     hopper_gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
-    (launch,) = recipe.forward(call, hopper_gpu, out, None).launches
+    (launch,) = route.forward(call, hopper_gpu, out, None).recipe.launches
     assert launch.special.kernel == "forward_sm90"
     assert launch.special.architecture == "sm_90a"
     assert launch.special.tma_store
@@ -195,7 +195,7 @@ def test_when_results_are_stored_by_boxes(d_v, columns, len_k, packed, stores):
         call = validate.varlen_call(q, k, v, [0, 100, 512], [0, 100, 512], True)
     else:
         call = validate.call(q, k, v)
-    (launch,) = recipe.forward(call, target_of("sm_90"), out, None).launches
+    (launch,) = route.forward(call, target_of("sm_90"), out, None).recipe.launches
     assert launch.special.kernel == "forward_sm90"
     assert launch.special.tma_store == stores
     assert launch.special.name.endswith("tma__q192_kv128") == (stores and d == 64)
@@ -204,9 +204,9 @@ def test_when_results_are_stored_by_boxes(d_v, columns, len_k, packed, stores):
 
 def test_for_some_tools_no_boxes_are_stored(monkeypatch):
     call, out = call_of(), np.zeros((2, 512, 64), np.float16)
-    (launch,) = recipe.forward(call, target_of("sm_90"), out, None).launches
+    (launch,) = route.forward(call, target_of("sm_90"), out, None).recipe.launches
     monkeypatch.setattr(tma_operands, "NO_TMA_STORE", True)
-    (other,) = recipe.forward(call, target_of("sm_90"), out, None).launches
+    (other,) = route.forward(call, target_of("sm_90"), out, None).recipe.launches
     assert (launch.special.tma_store, other.special.tma_store) == (True, False)
     assert launch.special.kernel == other.special.kernel == "forward_sm90"
 
@@ -253,7 +253,7 @@ def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
 
 
 def plan_of(call, gpu):
-    return registry.plan(Request.of(call, gpu))
+    return route.of(call, gpu).plan
 
 
 @pytest.mark.parametrize("d", [48, 64, 96, 128, 160, 192, 256])
@@ -340,12 +340,14 @@ def test_what_it_lacks(monkeypatch, version, finds, words):
 def test_blocks_share_what_is_of_one_length():
     q = np.zeros((1024, 200, 64), np.float16).swapaxes(0, 1)
     gpu, out = target_of("sm_90"), np.empty_like(q)
-    (launch,) = recipe.forward(validate.call(q, q, q), gpu, out, None).launches
+    (launch,) = route.forward(validate.call(q, q, q), gpu, out, None).recipe.launches
     assert launch.grid == gpu.multiprocessors == 132
-    (launch,) = recipe.forward(validate.call(q[:3], q[:3], q[:3]), gpu, out[:3], None).launches
+    (launch,) = route.forward(
+        validate.call(q[:3], q[:3], q[:3]), gpu, out[:3], None
+    ).recipe.launches
     assert launch.grid == 3 * -(-1024 // 192)
     packed = validate.varlen_call(q, q, q, [0, 500, 1024], [0, 500, 1024], True)
-    (launch,) = recipe.forward(packed, gpu, out, None).launches
+    (launch,) = route.forward(packed, gpu, out, None).recipe.launches
     assert launch.grid == 200 * (1024 // 192 + 2)
 
 

@@ -13,7 +13,7 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import attention, attention_varlen, masks, scores
-from cupyflash.backends.gpu import plan_on
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import sm90_fp8
 from cupyflash.problem import coded, validate
 from cupyflash.problem.options import Options
@@ -27,7 +27,7 @@ EACH = mostly_thorough(
 
 
 def call_of(held, out_dtype="float32", offsets=None, **options):
-    given = coded.Given(*held.scales, held.form, out_dtype)
+    given = coded.Fp8(*held.scales, held.form, out_dtype)
     if offsets is None:
         return validate.call(*held.arrays, Options(**options), given=given)
     return validate.varlen_call(*held.arrays, *offsets, True, Options(**options), given=given)
@@ -270,7 +270,7 @@ def arrays(*lead, length=512, d=64):
     ids=["served", "short", "unaligned", "wide", "A100"],
 )
 def test_when_codes_are_multiplied_as_they_are(held, arch, expected):
-    made = plan_on(call_of(held, "bfloat16"), target_of(arch))
+    made = route.of(call_of(held, "bfloat16"), target_of(arch)).plan
     assert (made.kernel == "forward_sm90_fp8") == (expected is None)
     if expected is not None:
         assert expected in made.reason

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY
@@ -15,9 +13,9 @@ from warpgroup_calls import draw, emulated, run, within_the_bound
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu.kernels import registry
-from cupyflash.gpu.kernels.spec import Request
+from cupyflash.gpu import route
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import philox
 
 F32 = np.dtype(np.float32)
@@ -156,8 +154,8 @@ def test_dropped_pairs_are_those_of_the_twin_in_any_schedule():
 )
 def test_the_plan_says_why(d, lacks, kernel, words):
     q = np.zeros((1, d), F32)
-    problem = dataclasses.replace(validate.call(q, q, q).problem, precision="tf32x3")
+    call = validate.call(q, q, q, Options(precision="tf32x3"))
     target = Target(0, "a GPU", (9, 0), 1, SHARED_MEMORY["sm_90"], lacks=lacks)
-    plan = registry.plan(Request(problem, target))
+    plan = route.of(call, target).plan
     assert plan.kernel == kernel
     assert words in plan.reason

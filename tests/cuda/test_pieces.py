@@ -15,14 +15,16 @@ from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu import recipe
+from cupyflash.gpu import route
 from cupyflash.pieces import compute
 from cupyflash.pieces.parts import call_of, part
 from cupyflash.pieces.place import Host
 from cupyflash.pieces.schedule import schedule
 from cupyflash.problem import validate
+from cupyflash.problem.arguments import ANYWHERE
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
+from cupyflash.request import Request
 from cupyflash.testing import Precision, backward_bound, forward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -178,7 +180,7 @@ def test_one_kernel_serves_all_pieces(dropout):
         if piece.masked:
             own = call_of(call, piece, part(x, piece.rows), *[part(x, piece.keys)] * 2, None)
             out = np.zeros((1, 4, 1024, 64), np.float32)
-            launches += recipe.forward(own, H200, out, out[..., 0]).launches
+            launches += route.forward(own, H200, out, out[..., 0]).recipe.launches
     assert len(launches) == 8
     (special,) = {launch.special for launch in launches}
     assert "_wide__" in special.name
@@ -191,7 +193,7 @@ def test_a_gpu_rounds_chunks_to_whole_tiles(monkeypatch):
 
     x = np.zeros((1, 1000, 8), np.float32)
     monkeypatch.setattr(steps, "_check_homes", lambda *_: None)
-    request = steps.Streamed(x, x, x, Options(), (300, 129), 0)
+    request = steps.Streamed(Request(x, x, x, ANYWHERE, options=Options()), (300, 129), 0)
     assert [len(keys) for keys in request.schedule.keys] == [256, 256, 256, 232]
     assert [len(rows) for rows in request.schedule.rows] == [300, 300, 300, 100]
 
@@ -212,7 +214,7 @@ def test_tiles_that_go_to_any_free_sm_have_the_same_bits(masked):
         made.append(results)
         few = dataclasses.replace(H200, multiprocessors=4)
         own = dataclasses.replace(own, device=0)
-        (launch,) = recipe.forward(own, few, *results).launches
+        (launch,) = route.forward(own, few, *results).recipe.launches
         grids.append(launch.grid)
     assert all(same_bits(one, other) for one, other in zip(*made, strict=True))
     assert grids[0] == 4 < grids[1]

@@ -13,12 +13,12 @@ from ranks import blocks_of
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks
+from cupyflash.arrays.unallocated import unallocated as fake_array
 from cupyflash.commands.explain import seconds
 from cupyflash.commands.main import main
 from cupyflash.distributed import model, simulation, turns
 from cupyflash.distributed.model import H100, Machine, Model
 from cupyflash.distributed.proofs import Proofs
-from cupyflash.explanation.works import fake_array
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 

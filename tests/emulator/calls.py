@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
-from cupyflash.gpu import code_launches, driver, launch, launch_cache, piece_launches, row_launches
+from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches
 from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
@@ -50,6 +50,12 @@ class Blocks:
 
     def choose(self, part: str, request: Request) -> Choice:
         """Return the kernel of a part of a call, and its tiles, as `registry.select`."""
+        choice = self.find(part, request)
+        assert choice is not None, f"nothing serves {part} of {request.problem}"
+        return choice
+
+    def find(self, part: str, request: Request) -> Choice | None:
+        """Return the kernel of a part of a call, or None, as `registry.find`."""
         problem = request.problem
         for spec in registry.KERNELS[part]:
             dtype = problem.dtype.name
@@ -68,7 +74,7 @@ class Blocks:
             tiles = self.tiles_of(spec, request)
             if tiles is not None:
                 return Choice(spec, tiles)
-        raise AssertionError(f"nothing serves {part} of {problem}")
+        return None
 
     def forward_without_arrays(self, problem: Problem) -> KernelSpec:
         """Return the kernel of a forward of whose arrays nothing is known."""
@@ -232,9 +238,6 @@ class Emulator:
         workspace: Array | None = None,
     ) -> None:
         """Write out and lse, as `cupyflash.launch.forward`."""
-        if call.codes is not None:
-            self._run(lambda: code_launches.forward(_on_device(call), out, lse, visited=visited))
-            return
         self._run(
             lambda: launch.forward(_on_device(call), out, lse, visited=visited, workspace=workspace)
         )
@@ -337,7 +340,7 @@ class Emulator:
             mock.patch.object(launch, "CompiledLaunch", ready),
             mock.patch.object(launch_cache, "signature", return_value=None),  # nothing is kept
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
-            mock.patch.object(registry, "select", self.blocks.choose),
+            mock.patch.object(registry, "find", self.blocks.find),
             # The emulator's arrays are small.
             mock.patch.multiple(sm90, SHORTEST=1, MOST_PADDING=float("inf")),
             mock.patch.multiple(

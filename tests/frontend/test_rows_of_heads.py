@@ -16,7 +16,7 @@ from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.backends import gpu
+from cupyflash.gpu import route
 from cupyflash.gpu.workspace import ArraySpec
 from cupyflash.problem import pack_gqa, validate
 from cupyflash.problem.options import Options
@@ -131,7 +131,7 @@ def test_rows_of_warpgroups(monkeypatch):
     options = {"mask": masks.causal()}
     for shortest, kernel in ((512, "forward_sm90"), (2000, "forward_sm80")):
         monkeypatch.setattr("cupyflash.gpu.kernels.sm90.SHORTEST", shortest)
-        plan = gpu.plan_on(validate.call(q, k, v, Options(**options)), H200)
+        plan = route.of(validate.call(q, k, v, Options(**options)), H200).plan
         assert plan.kernel == kernel
         assert "the 16 heads that share keys are rows of one" in plan.reason
     monkeypatch.undo()
@@ -170,7 +170,7 @@ def test_what_is_in_the_way(len_q, order, options, why):
     call = validate.call(*draw(F32, len_q, order), Options(**options))
     assert why in pack_gqa.obstacle(call)
     assert pack_gqa.joined(call) == (call, ())
-    assert "rows of one" not in gpu.plan_on(call, H200).reason
+    assert "rows of one" not in route.of(call, H200).plan.reason
 
 
 def test_packed_sequences_and_heads_that_share_nothing():

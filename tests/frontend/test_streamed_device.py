@@ -24,8 +24,10 @@ from cupyflash import ArgumentError, ArgumentTypeError, dispatch, masks, scores,
 from cupyflash.arrays import transfers
 from cupyflash.backends.gpu import Gpu
 from cupyflash.pieces import heads, schedule, steps
+from cupyflash.problem.arguments import ANYWHERE
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
+from cupyflash.request import Request
 
 HOST, DEVICE = "host", "device"
 ROWS, KEYS = 70, 400
@@ -173,7 +175,9 @@ def test_chunks_of_keys_grow_on_a_device_and_faster_for_more_queries(device, mon
     q, k, v, *_ = draw()
     cupy = device()
     for queries, expected in ((q, [128, 272]), (q[:, :2], [128, 256, 16])):
-        request = steps.Streamed(cupy.asarray(queries), k, v, Options(), "auto", None)
+        request = steps.Streamed(
+            Request(cupy.asarray(queries), k, v, ANYWHERE, options=Options()), "auto", None
+        )
         assert [len(keys) for keys in request.schedule.keys] == expected
         ours = streamed.attention(cupy.asarray(queries), k, v)
         cupy.run_all()
@@ -231,7 +235,9 @@ def test_heads_with_all_of_their_keys_have_the_bits_of_one_call(device, kind, ho
     for seed in range(2):
         cupy = device(seed, pinned=bool(seed))
         at = [x if home == "h" else cupy.asarray(x) for x, home in zip(arrays, homes, strict=True)]
-        request = steps.Streamed(*at[:3], Options(**OF_HEADS[kind]), "auto", 0)
+        request = steps.Streamed(
+            Request(*at[:3], ANYWHERE, options=Options(**OF_HEADS[kind])), "auto", 0
+        )
         assert len(request.groups_at(request.place())) == 4
         ours, our_lse = streamed.attention(*at[:3], device=0, return_lse=True, **OF_HEADS[kind])
         more = {"dlse": dlse, "device": 0} | OF_HEADS[kind]
@@ -247,7 +253,9 @@ def test_heads_are_divided_where_each_group_fills_the_device(monkeypatch):
 
     def made(rows=0, keys=90, travel=(), **options):
         q, k, v, _ = draw_heads()
-        request = steps.Streamed(q, k, v, Options(**options), (100, 30), None)
+        request = steps.Streamed(
+            Request(q, k, v, ANYWHERE, options=Options(**options)), (100, 30), None
+        )
         found = heads.groups(request.call, request.schedule, rows, keys, travel)
         assert [x for of in found for x in of.kv] == list(range(4) if found else ())
         assert all(list(of.heads) == [2 * x + n for x in of.kv for n in (0, 1)] for of in found)

@@ -17,7 +17,7 @@ from cupyflash.gpu.kernels import decode, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import NONE, Specialisation
-from cupyflash.problem import cached, coded, validate
+from cupyflash.problem import cached, coded, codes, validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem
 from cupyflash.problem.formats import FORMATS, Format
@@ -269,10 +269,10 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     resumes = case.cache == "resumes"
     held = "" if resumes or case.cache.startswith(("rows", "float8")) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
-    stored, given = case.dtype, None
+    stored, given = case.dtype, codes.NONE
     if of_codes:
         ones = (np.ones((1, 1), np.float32),) * 3
-        stored, given = np.uint8, coded.Given(*ones, form, case.dtype)
+        stored, given = np.uint8, coded.Fp8(*ones, form, case.dtype)
     q = np.zeros((4, 24, case.sizes[0]), stored)
     v = np.zeros((4, 24, case.sizes[1]), stored)
     if case.packed:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,7 +14,7 @@ import cupyflash
 from cupyflash.backends import cpu_tiles
 from cupyflash.dispatch import CPU
 from cupyflash.problem import validate
-from cupyflash.problem.call import Call, Gradients, Plan
+from cupyflash.problem.call import Call, Gradients, Plan, changed
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import launch
 from cupyflash.testing import (
@@ -39,6 +40,13 @@ def call_of(problem: Problem) -> Call:
     if problem.offsets is None:
         return validate.call(*arrays, Options(**problem.options))
     return validate.varlen_call(*arrays, *problem.offsets, True, Options(**problem.options))
+
+
+def with_offsets(call: Call, offsets: Iterable[Array]) -> Call:
+    """Return a call on packed sequences with other offsets, which nobody checks."""
+    named = dict(zip(("offsets_q", "offsets_k"), offsets, strict=True))
+    rows = dataclasses.replace(call.rows, offsets=named)
+    return changed(call, problem=changed(call.problem, rows=rows))
 
 
 def plan_of(block_q: int, block_kv: int) -> Plan:
@@ -71,9 +79,9 @@ def small_tiles(problem: Problem) -> Iterator[Subject]:
 
 
 def block_kv(problem: Problem) -> int:
-    return (
-        problem.tiles[1] if problem.tiles else cpu_tiles.choose(call_of(problem).problem).block_kv
-    )
+    if problem.tiles:
+        return problem.tiles[1]
+    return cpu_tiles.choose(call_of(problem).problem).plan.block_kv
 
 
 def _target(problem: Problem, rng: np.random.Generator, shape: Any, dtype: Any) -> Placed:

@@ -89,7 +89,7 @@ class HostCupy(ModuleType):
         Runs while the driver is asked.
     """
 
-    def __init__(self, version="14.2.0", devices=1):
+    def __init__(self, version="14.2.0", devices=1, properties=H200):
         super().__init__("cupy")
         self.__version__ = version
         self.launches = []
@@ -194,9 +194,6 @@ class HostCupy(ModuleType):
             def __exit__(self, *_):
                 module._stream.pointer = self.before
 
-        def properties(_):
-            return H200
-
         def convert(*arrays):
             *summands, to = arrays
             to.host[...] = functools.reduce(np.add, [x.host for x in summands])
@@ -219,7 +216,7 @@ class HostCupy(ModuleType):
             runtime=SimpleNamespace(
                 getDevice=lambda: self.device,
                 getDeviceCount=lambda: devices,
-                getDeviceProperties=properties,
+                getDeviceProperties=lambda _: properties,
                 driverGetVersion=lambda: self.driver_version,
                 memsetAsync=lambda place, value, size, _: ctypes.memset(place, value, size),
                 memcpy2DAsync=lambda *x: copy_rows(*x[:6]),

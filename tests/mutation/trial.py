@@ -23,7 +23,7 @@ import numpy as np
 from emulator import build
 from emulator.calls import Emulator, encode
 from emulator.machine import FORWARD, Fault, Machine, Schedule
-from harness import GRADIENTS, bound_backward, bound_forward, call_of
+from harness import GRADIENTS, bound_backward, bound_forward, call_of, with_offsets
 from placement import Layout, Placed
 
 from cupyflash.arrays import device_arrays
@@ -212,7 +212,7 @@ def _run_of(case: Case, wanted: Callable[[Step], bool] = lambda step: True) -> R
     call = call_of(dataclasses.replace(problem, options=copies.options(problem.options), **arrays))
     call = dataclasses.replace(call, device=0)
     if case.wrong_offsets is not None:
-        call = dataclasses.replace(call, offsets=tuple(np.array(x) for x in case.wrong_offsets))
+        call = with_offsets(call, [np.array(x) for x in case.wrong_offsets])
     likes = {
         "out": _like(problem.do), "lse": np.zeros(problem.do.shape[:-1], problem.accumulator)
     }  # fmt: skip

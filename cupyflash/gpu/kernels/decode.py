@@ -49,10 +49,10 @@ def wanted(problem: Problem) -> bool:
 
     It never depends on the batch size, and so results do not, either.
     """
-    if problem.packed or problem.dropout > 0 or not problem.heads_kv:
+    if problem.dropout > 0 or not problem.heads_kv:
         return False
-    rows = problem.heads // problem.heads_kv * int(problem.len_q)
-    return 0 < rows <= MOST_ROWS and int(problem.len_k) >= FEWEST_KEYS
+    rows = problem.heads // problem.heads_kv * problem.rows.known_q
+    return 0 < rows <= MOST_ROWS and problem.rows.known_k >= FEWEST_KEYS
 
 
 def has_few_leaves(problem: Problem, block_q: int, device: Target) -> bool:
@@ -60,11 +60,11 @@ def has_few_leaves(problem: Problem, block_q: int, device: Target) -> bool:
 
     Lengths are not known, and so it is about the capacity. No bit depends on it.
     """
-    if problem.packed or not problem.heads_kv or device.capability < OVERLAPS:
+    if not problem.heads_kv or device.capability < OVERLAPS:
         return False
     group = problem.heads // problem.heads_kv
     heads, queries = rows_of_task(group, block_q)
-    tasks = -(-group // heads) * -(-int(np.max(problem.len_q, initial=0)) // queries)
+    tasks = -(-group // heads) * -(-problem.rows.known_q // queries)
     leaves = -(-int(np.max(problem.len_k, initial=0)) // LEAF)
     most = FEW_WARPS * device.multiprocessors
     return problem.batch * problem.heads_kv * tasks * leaves <= most

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.cuda_device import OLDEST_CAPABILITY, Target
+from ...arrays.cuda_device import OLDEST_CAPABILITY
 from ...errors import ArgumentError
-from ...problem.call import Plan, Problem
-from . import decode, rowwise, simt, sm80, sm80_f64, sm90, sm90_decode, sm90_fp8
+from . import rowwise, simt, sm80, sm80_f64, sm90, sm90_decode, sm90_fp8
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
@@ -52,14 +51,13 @@ class Choice(NamedTuple):
     passed_over: tuple[tuple[KernelSpec, str], ...] = ()
 
 
-def select(part: str, request: Request) -> Choice:
-    """Return the kernel that serves a part of a call.
+def find(part: str, request: Request) -> Choice | None:
+    """Return the kernel that serves a part of a call, or None if no kernel of that part does.
 
     Raises
     ------
     ArgumentError
-        If the device is too old, has too little shared memory for these head sizes, or does not
-        support the requested precision.
+        If the device is too old, or does not support the requested precision.
     """
     problem, device = request.problem, request.device
     _check_precision(request)
@@ -80,6 +78,21 @@ def select(part: str, request: Request) -> Choice:
                 return Choice(spec, tiles, tuple(passed_over))
             why = f"its tiles take more than {device.shared_memory} bytes of shared memory"
         passed_over.append((spec, why))
+    return None
+
+
+def select(part: str, request: Request) -> Choice:
+    """Return the kernel that serves a part of a call.
+
+    Raises
+    ------
+    ArgumentError
+        As `find`, and if the device has too little shared memory for these head sizes.
+    """
+    choice = find(part, request)
+    if choice is not None:
+        return choice
+    problem, device = request.problem, request.device
     raise ArgumentError(
         f"q, v: got head sizes {problem.d} and {problem.d_v} of {problem.dtype}, for which "
         f"{KERNELS[part][-1].name} needs more than the {device.shared_memory} bytes of shared "
@@ -87,16 +100,10 @@ def select(part: str, request: Request) -> Choice:
     )
 
 
-def shares(request: Request) -> Choice | None:
-    """Return the kernel of keys that entries share, if one goes with that of the other keys."""
-    served_by = select("decode", request).spec.name
-    for spec in KERNELS["shared"]:
-        is_for = spec.is_for(request.problem, request.device)
-        if spec.beside == served_by and is_for and spec.serves(request) is None:
-            tiles = spec.configure(request)
-            if tiles is not None:
-                return Choice(spec, tiles)
-    return None
+def shares(request: Request, choice: Choice) -> Choice | None:
+    """Return the kernel of keys that entries share, if one goes with the choice for other keys."""
+    found = find("shared", request)
+    return found if found is not None and found.spec.beside == choice.spec.name else None
 
 
 def widens(request: Request) -> str | None:
@@ -112,59 +119,27 @@ def widens(request: Request) -> str | None:
     return None
 
 
-def plan(request: Request, part: str | None = None, before: str = "") -> Plan:
-    """Return the kernel and tiles of a forward, and why it is these.
+def reason(choice: Choice, request: Request, before: str = "", after: str = "") -> str:
+    """Return in words why a kernel serves a part of a call with these tiles.
 
-    `part` says which kernels compute it, for a call over a cache: "decode" or "forward". `before`
-    says what is done first.
+    `before` says what is done first, and `after` what else there is to say of the kernel.
     """
-    problem, device = request.problem, request.device
-    if part is None:
-        decodes_it = decodes(problem, device) and request.blocks is None
-        part = "decode" if decodes_it else "forward"
-        if request.call is not None and request.call.codes is not None:
-            part = "forward_codes"
-    choice = select(part, request)
+    problem, device, spec, tiles = request.problem, request.device, choice.spec, choice.tiles
     major, minor = device.capability
-    why = f"{device.name} (compute capability {major}.{minor}) {before}"
-    why += choice.spec.how(problem)
+    why = f"{device.name} (compute capability {major}.{minor}) {before}{spec.how(problem)}"
+    if not tiles.block_kv:
+        return why
     if choice.passed_over:
-        other, reason = choice.passed_over[-1]
-        why += f"; not by {other.name}, because {reason}"
+        other, obstacle = choice.passed_over[-1]
+        why += f"; not by {other.name}, because {obstacle}"
     in_rows = problem.heads_in_rows
-    if part == "decode" and problem.heads_kv:
+    if spec.part == "decode" and problem.heads_kv:
         in_rows *= problem.heads // problem.heads_kv
     if in_rows > 1:
         why += f"; the {in_rows} heads that share keys are rows of one"
-    block_q, block_kv = choice.tiles.block_q, choice.tiles.block_kv
-    return Plan(
-        kernel=choice.spec.name,
-        block_q=block_q,
-        block_kv=block_kv,
-        reason=f"{why}; {block_q} x {block_kv} tiles take {choice.tiles.shared_memory} bytes of "
-        f"its {device.shared_memory} of shared memory",
-    )
-
-
-def decodes(problem: Problem, device: Target) -> bool:
-    """Whether a call on dense arrays goes to the kernels for few queries and many keys."""
-    return any(
-        spec.is_for(problem, device)
-        and device.capability >= spec.capability
-        and max(problem.d, problem.d_v) <= spec.heads[problem.dtype.name]
-        and decode.wanted(problem)
-        for spec in KERNELS["decode"]
-    )
-
-
-def prefills(problem: Problem, device: Target) -> bool:
-    """Whether a forward kernel serves many queries over a cache; others leave them to decode."""
-    return any(
-        spec.caches
-        and spec.is_for(problem, device)
-        and device.capability >= spec.capability
-        and max(problem.d, problem.d_v) <= spec.heads[problem.dtype.name]
-        for spec in KERNELS["forward"]
+    return (
+        f"{why}; {tiles.block_q} x {tiles.block_kv} tiles take {tiles.shared_memory} bytes of its "
+        f"{device.shared_memory} of shared memory{after}"
     )
 
 

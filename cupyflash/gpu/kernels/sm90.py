@@ -51,12 +51,9 @@ def register_class(call: Call) -> str:
         return "scores"
     # No sequence's result may depend on the lengths of others that are packed with it, nor on how
     # much a cache has room for.
-    problem = call.problem
     if call.mask is None:
-        known = not problem.packed and call.cache is None
-        return "plain, few keys" if known and int(problem.len_k) <= FEW_KEYS else "plain"
-    few = not problem.packed and int(problem.len_q) <= FEW_QUERIES
-    return "masks, few queries" if few else "masks"
+        return "plain, few keys" if call.rows.known_k <= FEW_KEYS else "plain"
+    return "masks, few queries" if call.rows.known_q <= FEW_QUERIES else "masks"
 
 
 def forward_stages(d: int, d_v: int, room: bool) -> tuple[int, int]:
@@ -111,19 +108,19 @@ def _padding(d: int, d_v: int) -> float:
 def _forward_obstacle(request: Request) -> str | None:
     if request.call is None:
         return "its arrays are not known"
-    problem, cache = request.problem, request.call.cache
+    problem, lengths = request.problem, request.call.rows
     # No sequence's result may depend on the lengths of others that are packed with it, nor on how
     # much a cache has room for.
-    if not problem.packed:
-        known = problem.len_q if cache is not None else min(problem.len_q, problem.len_k)
-        if known < SHORTEST:
-            return f"it is for {SHORTEST} queries and keys or more"
+    if min(lengths.known_q, lengths.known_k) < SHORTEST:
+        return f"it is for {SHORTEST} queries and keys or more"
     if _padding(problem.d, problem.d_v) > MOST_PADDING:
         return f"it computes columns of v by 64, which {problem.d_v} are too far from"
-    if cache is not None and cache.table is not None:
+    if request.is_paged("k"):
         block_kv = fit_forward(problem.d, problem.d_v, register_class(request.call)).block_kv
         if tma_operands.page_rows(request, block_kv) < tma_operands.FEWEST_PAGE_ROWS:
-            return f"pages of {cache.page_size} and its tiles of {block_kv} keys do not fit"
+            return (
+                f"pages of {request.call.k.shape[-2]} and its tiles of {block_kv} keys do not fit"
+            )
     return tma_operands.obstacle(request, ("q", "k", "v"))
 
 

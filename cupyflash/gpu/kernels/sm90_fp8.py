@@ -51,7 +51,7 @@ def _configure(request: Request) -> Tiles:
     problem = request.problem
     changes = sm90.register_class(request.call) == "scores" or problem.dropout > 0
     # No sequence's result may depend on the lengths of others that are packed with it.
-    few = not problem.packed and int(problem.len_q) <= sm90.FEW_QUERIES
+    few = problem.rows.known_q <= sm90.FEW_QUERIES
     return fit(problem.d, problem.d_v, small=changes or few)
 
 
@@ -62,10 +62,8 @@ def results_have_room(made: Tiles, problem: Problem) -> bool:
 
 
 def _obstacle(request: Request) -> str | None:
-    if request.call is None or request.call.codes is None:
-        return "it is for queries, keys and values that are codes"
     problem = request.problem
-    if not problem.packed and min(problem.len_q, problem.len_k) < sm90.SHORTEST:
+    if min(problem.rows.known_q, problem.rows.known_k) < sm90.SHORTEST:
         return f"it is for {sm90.SHORTEST} queries and keys or more"
     return tma_operands.obstacle(request, ("q", "k", "v"))
 

@@ -102,20 +102,21 @@ class Request:
     @property
     def has_cache(self) -> bool:
         """Whether the call is one over a cache."""
-        return self.call is not None and self.call.cache is not None
+        return self.call is not None and self.call.rows.cache is not None
 
     @property
     def has_codes(self) -> bool:
         """Whether keys and values are codes: those of a cache, or with queries that are, too."""
-        call = self.call
-        if call is None:
-            return False
-        return call.codes is not None or (call.cache is not None and call.cache.codes is not None)
+        return self.call is not None and bool(self.call.encoding.scales)
+
+    @property
+    def operands_are_codes(self) -> bool:
+        """Whether queries, keys and values are all codes."""
+        return self.call is not None and bool(self.call.encoding.operands)
 
     def is_paged(self, name: str) -> bool:
         """Whether an array is the pages of a cache."""
-        cache = None if self.call is None else self.call.cache
-        return name in ("k", "v") and cache is not None and cache.table is not None
+        return self.call is not None and name in self.call.rows.apart
 
     @cached_property
     def _lead(self) -> Lead:
@@ -360,6 +361,8 @@ class KernelSpec:
         problem, device = request.problem, request.device
         if request.has_cache and not self.caches:
             return "it reads no cache"
+        if self.part == "forward_codes" and not request.operands_are_codes:
+            return "it is for queries, keys and values that are codes"
         if request.has_codes and not self.codes:
             return "it reads no codes of 8 or 4 bits"
         if self.scores and request.blocks is not None and not self.chooses_tiles:

@@ -38,7 +38,7 @@ def obstacle(request: Request, names: Iterable[str]) -> str | None:
 
 
 def _is_codes(request: Request, name: str) -> bool:
-    return request.call is not None and request.call.codes is not None and name in ("q", "k", "v")
+    return request.call is not None and name in request.call.encoding.operands
 
 
 def _in_pairs(operand: Operand, sizes: tuple[int, ...]) -> tuple[Operand, tuple[int, ...]]:
@@ -60,8 +60,7 @@ def _described(request: Request, name: str) -> tuple[Operand, tuple[int, ...]]:
 def page_rows(request: Request, rows: int) -> int:
     """Return how many rows of a page a TMA tile has, where a kernel's tile has `rows`."""
     assert request.call is not None
-    assert request.call.cache is not None
-    return math.gcd(request.call.cache.page_size, rows)
+    return math.gcd(request.call.k.shape[-2], rows)
 
 
 def can_store(request: Request, names: Iterable[str]) -> bool:
@@ -71,7 +70,7 @@ def can_store(request: Request, names: Iterable[str]) -> bool:
     result has another type than the storage type, because it will be summed later.
     """
     problem = request.problem
-    if NO_TMA_STORE or problem.packed:
+    if NO_TMA_STORE or problem.rows.adjoin:
         return False
     if any(request.array(name).dtype != problem.dtype for name in names):
         return False

@@ -1,0 +1,157 @@
+"""The route of a call on NumPy arrays: the choices of `cpu_tiles`, as steps that can be counted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..arrays.unallocated import unallocated
+from ..problem.call import Call
+from ..problem.encoding import NUMBERS
+from ..problem.route import Route, Step
+from . import cpu, cpu_tiles
+from .cpu_tiles import Choice
+
+# What the kernels compute: their part, and the same in words.
+COMPUTES = {
+    "forward": "out and log-sum-exp",
+    "delta": "delta = rowsum(do * out)",
+    "dkdv": "dk and dv",
+    "dq": "dq",
+    "dequantize": "numbers of the codes of q, k and v",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class CpuStep(Step):
+    """A step on the CPU.
+
+    Attributes
+    ----------
+    blocks, nbytes : function
+        Return its blocks, and the bytes of scratch memory that it needs.
+    """
+
+    blocks: Callable[[], int]
+    nbytes: Callable[[], int]
+
+    @property
+    def grid(self) -> int:
+        """Number of blocks, which threads share."""
+        return self.blocks()
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of scratch memory that it needs."""
+        return self.nbytes()
+
+
+class CpuRoute(Route):
+    """The route of a call on the CPU, where each step has its own scratch memory."""
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of scratch memory of all steps together."""
+        return sum(step.scratch for step in self.steps)
+
+
+def of(call: Call) -> CpuRoute:
+    """Return the route of a forward."""
+    choice = cpu_tiles.forward(call)
+    if not choice.widens:
+        return CpuRoute(call, (_main(call, choice),))
+    problem = replace(call.problem, dtype=cpu_tiles.NUMBERS)
+    arrays: dict[str, Any] = {
+        name: unallocated(getattr(call, name).shape, problem.dtype) for name in "qkv"
+    }
+    numbers = replace(call, problem=problem, encoding=NUMBERS, **arrays)
+    # A narrower result is computed in the type of the numbers, and rounded.
+    wide = problem.dtype.itemsize * _queries(numbers) * problem.d_v
+    nbytes = sum(x.nbytes for x in arrays.values()) + wide * (call.problem.dtype.itemsize < 4)
+    first = _step("numpy", "dequantize", (0, 0), choice.plan.reason, lambda: 1, lambda: nbytes)
+    return CpuRoute(numbers, (first, _main(numbers, choice)))
+
+
+def of_gradients(call: Call) -> CpuRoute:
+    """Return the route of a backward."""
+    problem, plan = call.problem, cpu_tiles.tiled(call.problem)
+    item, tiles = problem.accumulator.itemsize, (plan.block_q, plan.block_kv)
+
+    def nbytes() -> int:
+        """Return the bytes of delta, of queries and do transposed, and of numbers of 16 bits."""
+        numbers = _queries(call) * (1 + problem.d + problem.d_v)
+        return numbers * item + _copies(call, [call.q.size, call.k.size, call.v.size])
+
+    blocks: dict[str, Callable[[], int]] = {
+        "delta": lambda: problem.batch * problem.heads,
+        "dkdv": partial(_blocks, call, problem.len_k, plan.block_kv, problem.heads_kv),
+        "dq": partial(_blocks, call, problem.len_q, plan.block_q, problem.heads),
+    }
+    return CpuRoute(
+        call,
+        tuple(
+            _step(
+                f"reference.backward_{part}",
+                part,
+                (0, 0) if part == "delta" else tiles,
+                plan.reason,
+                count,
+                nbytes if part == "dkdv" else lambda: 0,
+            )
+            for part, count in blocks.items()
+        ),
+    )
+
+
+def _main(call: Call, choice: Choice) -> CpuStep:
+    """Return the step that computes out and lse."""
+    problem, plan, rows = call.problem, choice.plan, _queries(call)
+    tiles = plan.block_q, plan.block_kv
+    if choice.for_few:
+        units = functools.cache(partial(cpu.units_of, call))
+        # Results of 16 bits are computed in float32, and rounded at the end.
+        wide = 4 * rows * problem.d_v if problem.dtype.itemsize == 2 else 0
+        return _step(
+            plan.kernel,
+            "forward",
+            tiles,
+            plan.reason,
+            lambda: units()[0],
+            lambda: units()[1] + wide,
+        )
+    of_queries = partial(_blocks, call, problem.len_q, plan.block_q, problem.heads)
+    copies = partial(_copies, call, [rows * problem.d_v])
+    return _step(plan.kernel, "forward", tiles, plan.reason, of_queries, copies)
+
+
+def _step(
+    kernel: str,
+    part: str,
+    tiles: tuple[int, int],
+    reason: str,
+    blocks: Callable[[], int],
+    nbytes: Callable[[], int],
+) -> CpuStep:
+    return CpuStep(kernel, part, COMPUTES[part], *tiles, lambda: reason, blocks, nbytes)
+
+
+def _queries(call: Call) -> int:
+    """Return the number of rows of the result."""
+    problem = call.problem
+    return problem.rows.total_q(call.q.shape[-2], problem.batch) * problem.heads
+
+
+def _blocks(call: Call, lengths: Any, rows: int, heads: int) -> int:
+    """Return the number of tiles of so many rows of all heads, each of one entry."""
+    of_entries = np.broadcast_to(lengths, (call.problem.batch,))
+    return int(np.sum(-(-of_entries // rows))) * heads
+
+
+def _copies(call: Call, sizes: list[int]) -> int:
+    """Return the bytes for results of 16 bits, which are computed in float32, then rounded."""
+    return 4 * sum(sizes) + 2 * max(sizes) if call.problem.dtype.itemsize == 2 else 0

@@ -1,0 +1,250 @@
+"""The route of a call on a GPU: which kernels serve it, with which tiles, grids and parameters.
+
+This is where the choice is made, once for each call; launches, plans, explanations, sizes of
+workspaces and replays read it. A route is a function of shapes, strides, numbers and a device's
+facts; addresses are filled in later. Nothing here touches CuPy or an array's elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..arrays.cuda_device import Target
+from ..arrays.unallocated import unallocated, unallocated_like
+from ..problem import pack_gqa
+from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.encoding import NUMBERS
+from . import decode_route, rowwise
+from .kernels import registry
+from .kernels.spec import Extent, Request
+from .params import KINDS
+from .workspace import ArraySpec, scratch_of
+from .writer import KernelRoute, KernelStep, Launch, Recipe, Writer, request_of, step_of
+
+
+def of(call: Call, target: Target) -> KernelRoute:
+    """Return the route of a forward into new arrays, on a device that need not be there."""
+    shape = (*call.problem.array_lead, *call.q.shape[-3:-1], call.problem.d_v)
+    return forward(call, target, unallocated_like(call.q, shape, call.problem.dtype), None)
+
+
+def of_gradients(call: Call, target: Target, deterministic: bool = False) -> KernelRoute:
+    """Return the route of a backward into new arrays, on a device that need not be there."""
+    shape = (*call.problem.array_lead, *call.q.shape[-3:-1], call.problem.d_v)
+    out = unallocated_like(call.q, shape, call.problem.dtype)
+    lse = unallocated(shape[:-1], call.problem.accumulator)
+    owners = (call.q, call.k, call.v, call.bias, call.sink)
+    gradients = (None if x is None else unallocated_like(x, x.shape) for x in owners)
+    arrays = out, out, lse, None, Gradients(*gradients)
+    return backward(call, target, *arrays, deterministic=deterministic)
+
+
+def forward(
+    call: Call,
+    target: Target,
+    out: Array,
+    lse: Array | None,
+    plan: Plan | None = None,
+    count_tiles: bool = False,
+    before: Results | None = None,
+) -> KernelRoute:
+    """Return the route of out and, unless it is None, lse.
+
+    A `plan` gives tiles instead of the table. Counting tiles needs special kernels, which add the
+    number of tiles that were not EMPTY to the uint64 at ``tiles_visited``. `before` is the result
+    over other keys, of the accumulator's type, which these keys join.
+    """
+    if call.rows.cache is not None:
+        rows = _rows_of(call, out, lse)
+        return decode_route.forward(call, target, out, rows, lse is not None)
+    if call.encoding.operands:
+        return _of_codes(call, target, out, lse, plan, count_tiles)
+    return _of_numbers(call, target, out, lse, plan, count_tiles, before)
+
+
+def _rows_of(call: Call, out: Array, lse: Any) -> Any:
+    """Return lse, or what is like it."""
+    return ArraySpec(out.shape[:-1], call.problem.accumulator) if lse is None else lse
+
+
+def _arrays(call: Call, out: Any, lse: Any) -> dict[str, tuple[Any, int]]:
+    """Return the arrays of a forward, with how many axes follow their leading ones."""
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    return arrays | {"out": (out, 3), "lse": (lse, 2)}
+
+
+def _of_numbers(
+    call: Call,
+    target: Target,
+    out: Array,
+    lse: Array | None,
+    plan: Plan | None,
+    count_tiles: bool,
+    before: Results | None = None,
+    first: str = "",
+) -> KernelRoute:
+    """Return the route of a forward of numbers without a cache; `first` says what precedes it."""
+    rows = _rows_of(call, out, lse)
+    is_whole = call.problem.whole is None and before is None and out.dtype == call.problem.dtype
+    if is_whole and plan is None and not count_tiles:
+        choice = decode_route.choice_of(request_of(call, target, _arrays(call, out, rows)))
+        if choice is not None:
+            wants_lse = lse is not None
+            return decode_route.forward(call, target, out, rows, wants_lse, choice, first)
+    written = [(out, 3), (rows, 2)]
+    if before is not None:
+        written += [(before[0], 3), (before[1], 2)]
+    call, (out, rows, *others) = pack_gqa.joined(call, *written)
+    arrays = _arrays(call, out, rows)
+    if others:
+        arrays |= {"out_before": (others[0], 3), "lse_before": (others[1], 2)}
+    writer = Writer(call, target, arrays, plan=plan, count_tiles=count_tiles)
+    if lse is None:
+        writer.named.remove("lse")
+    writer.add("forward", writer.extent(writer.lead.sizes), before=first)
+    return writer.route(call)
+
+
+def _of_codes(
+    call: Call, target: Target, out: Array, lse: Any, plan: Plan | None, count_tiles: bool
+) -> KernelRoute:
+    """Return the route of a forward of codes: as they are, or of the numbers that they become."""
+    arrays = _arrays(call, out, _rows_of(call, out, lse))
+    arrays |= {name: (scale, 3) for name, scale in call.encoding.scales.items()}
+    why = registry.widens(request_of(call, target, arrays, plan))
+    if why is not None:
+        return _of_widened(call, target, why, out, lse, plan, count_tiles)
+    writer = Writer(call, target, arrays, plan=plan, count_tiles=count_tiles)
+    if lse is None:
+        writer.named.remove("lse")
+    writer.add("forward_codes", writer.extent(writer.lead.sizes))
+    return writer.route(call)
+
+
+def _of_widened(
+    call: Call,
+    target: Target,
+    why: str,
+    out: Array,
+    lse: Array | None,
+    plan: Plan | None,
+    count_tiles: bool,
+) -> KernelRoute:
+    """Return the route of codes that become numbers of the output's type in scratch memory."""
+    codes, dtype = call.encoding, call.problem.dtype
+    numbers: dict[str, Any] = {
+        name: unallocated(getattr(call, name).shape, dtype) for name in "qkv"
+    }
+    first = f"turns codes of {codes.form.name} into {dtype} first, because {why}; then it "
+    widened = replace(call, encoding=NUMBERS, **numbers)
+    main = _of_numbers(widened, target, out, lse, plan, count_tiles, first=first)
+    if not math.prod(out.shape[:-1]):
+        return main  # without results, no codes are read
+    scratch, names, steps = dict(main.recipe.scratch), {}, []
+    for name, x in numbers.items():
+        held, scale = f"{name}_numbers", f"{name}_scale"
+        launch = rowwise.widen(getattr(call, name), codes.scales[scale], codes.form, x)
+        launch = _with_names(launch, {"codes": name, "scale": scale, "x": held})
+        reason = partial(_words_of_rows, launch, target)
+        steps.append(step_of(launch, scratch, reason, f"numbers of the codes of {name}"))
+        if x.size:
+            scratch[held], names[name] = ArraySpec(x.shape, dtype), held
+    for step in main.steps:
+        assert isinstance(step, KernelStep)
+        steps.append(replace(step, launch=_with_names(step.launch, names), arrays=scratch))
+    launches = tuple(step.launch for step in steps if step.grid)
+    recipe = replace(main.recipe, launches=launches, scratch=scratch)
+    return replace(main, steps=tuple(steps), recipe=recipe)
+
+
+def _with_names(launch: Launch, names: Mapping[str, str]) -> Launch:
+    """Return a launch that takes the addresses of other names."""
+    slots = tuple((place, names.get(name, name)) for place, name in launch.slots)
+    maps = tuple(each._replace(name=names.get(each.name, each.name)) for each in launch.maps)
+    return replace(launch, slots=slots, maps=maps)
+
+
+def _words_of_rows(launch: Launch, target: Target) -> str:
+    """Return in words what turns codes into numbers."""
+    return f"{target.name} {launch.special.spec.method}"
+
+
+def backward(
+    call: Call,
+    target: Target,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradients: Gradients,
+    plan: Plan | None = None,
+    count_tiles: bool = False,
+    deterministic: bool = False,
+) -> KernelRoute:
+    """Return the route of all gradients; `plan` and `count_tiles` are as in `forward`.
+
+    Unless `deterministic`, one kernel may compute dk, dv and dq, and its blocks add dq to memory in
+    any order: five products of tiles instead of seven.
+    """
+    problem = call.problem
+    if not problem.batch or not problem.heads:
+        return KernelRoute(call, (), Recipe(all_zero=True))
+    dq, dk, dv, dbias, dsink = gradients
+    blocks = None if plan is None else (plan.block_q, plan.block_kv)
+    atomic_dq = registry.adds_dq(Request(problem, target, blocks=blocks), deterministic)
+    scratch = scratch_of(call, atomic_dq)
+    if dsink is not None and not dsink.flags.c_contiguous:
+        scratch["dsink"] = ArraySpec(dsink.shape, dsink.dtype)
+    made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
+    arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
+    if dlse is not None:
+        arrays["dlse"] = (dlse, 2)
+    if "dq_accum" in scratch:
+        arrays["dq_accum"] = (scratch["dq_accum"], 3)
+    if dbias is not None:
+        dbias = dbias[(None,) * (3 - dbias.ndim)]
+        arrays["dbias"] = (dbias, 3)
+    writer = Writer(call, target, arrays, slope=True, plan=plan, count_tiles=count_tiles)
+    writer.scratch.update(scratch)
+    writer.told |= {
+        "kind_dq": KINDS[dq.dtype.name],
+        "kind_dk": KINDS[made_dk.dtype.name],
+        "kind_dv": KINDS[made_dv.dtype.name],
+    }
+    lead = writer.lead
+    writer.add("delta", writer.extent(lead.sizes))
+    if dsink is not None:
+        kind = {"kind_dsink": KINDS[dsink.dtype.name]}
+        writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
+    own = lead.own("dk", "dv")
+    extent, fields = writer.extent(own, of_keys=True), {"own_size": own}
+    computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
+    after = f"; one kernel computes {computes}"
+    writer.add("dkdv", extent, fields, adds_dq=atomic_dq, after=after)
+    own = lead.own("dq")
+    if "dq_accum" in scratch:
+        writer.add("dq_rows", writer.extent(own), {"own_size": own})
+    elif not atomic_dq:
+        writer.add("dq", writer.extent(own), {"own_size": own})
+    if dbias is not None:
+        _bias_gradient(writer, dbias)
+    return writer.route(call, adds_dq=atomic_dq)
+
+
+def _bias_gradient(writer: Writer, dbias: Array) -> None:
+    heads, len_q, len_k = dbias.shape[-3:]
+    own = writer.lead.own("dbias", rows=False)
+    fields: dict[str, Any] = {
+        "own_size": own,
+        "bias_heads": heads,
+        "bias_len_q": len_q,
+        "bias_len_k": len_k,
+        "kind_dbias": KINDS[dbias.dtype.name],
+    }
+    writer.add("bias", Extent(len_q, len_k, heads, math.prod(own)), fields)

@@ -1,0 +1,164 @@
+"""Where the rows of a call lie, as users pass it: dense, packed, or with keys in a cache.
+
+Each kind checks the operands that belong to it, and has the parts of a signature that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from ..arrays.device_arrays import address, is_device_array
+from ..errors import ArgumentError
+from . import cached, coded, codes, validate
+from .call import Call, Problem, changed
+from .options import DEFAULTS, Options
+
+
+class Operands(NamedTuple):
+    """Queries, keys and values as users pass them."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Part(NamedTuple):
+    """What a rank has of a call.
+
+    Attributes
+    ----------
+    len_q, len_k : int
+        The queries and keys of all ranks.
+    check : callable
+        Refuses a call on arrays that do not have this rank's rows.
+    placed : callable or None
+        Returns options, for a problem, whose look-ups read what this rank has.
+    """
+
+    len_q: int
+    len_k: int
+    check: Callable[[Call], None]
+    placed: Callable[[Options, Problem], Options] | None
+
+
+Named: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """Entries of equal lengths, (..., H, L, D), or one head, (L, D).
+
+    Parameters
+    ----------
+    in_one_place : bool
+        Whether all arrays have to be in one device's memory.
+    """
+
+    in_one_place: bool = True
+    name: ClassVar[str] = "attention"
+    has_whole_bias: ClassVar[bool] = False  # over ranks: one for all, not one with a rank's rows
+
+    def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
+        """Return the validated call."""
+        return validate.call(*x, options, self.in_one_place, given)
+
+    def checked_part(self, x: Operands, options: Options, part: Part) -> Call:
+        """Return the validated call of a rank; its lengths are those of all ranks."""
+        given = validate.call(*x)
+        part.check(given)
+        # A bias has this rank's rows, and columns for all keys.
+        problem = given.problem.sized(len_k=part.len_k)
+        if part.placed is not None:
+            options = part.placed(options, problem.sized(len_q=part.len_q))
+        arrays = given.q, given.k, given.v
+        call = validate.with_options(problem, *arrays, given.were_matrices, options)
+        return changed(call, problem=call.problem.sized(len_q=part.len_q))
+
+    def signature(self, x: Operands) -> tuple[str, Named] | None:  # noqa: ARG002, as others
+        """Return words and arrays that tell calls apart, or None if they are not recognised."""
+        return "", {}
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Sequences one after the other, (H, total, D).
+
+    Parameters
+    ----------
+    offsets_q, offsets_k : Any
+        As users pass them.
+    check : Any
+        Whether offsets in device memory are read back.
+    """
+
+    offsets_q: Any
+    offsets_k: Any
+    check: Any = True
+    name: ClassVar[str] = "attention_varlen"
+    has_whole_bias: ClassVar[bool] = True
+
+    def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
+        """Return the validated call."""
+        offsets = self.offsets_q, self.offsets_k
+        return validate.varlen_call(*x, *offsets, self.check, options, given=given)
+
+    def checked_part(self, x: Operands, options: Options, part: Part) -> Call:
+        """Return the validated call of a rank, whose lengths are those of all ranks."""
+        offsets, totals = (self.offsets_q, self.offsets_k, self.check), (part.len_q, part.len_k)
+        if part.placed is not None:
+            whole = validate.varlen_call(*x, *offsets, DEFAULTS, totals)
+            options = part.placed(options, whole.problem)
+        call = validate.varlen_call(*x, *offsets, options, totals)
+        part.check(call)
+        return call
+
+    def signature(self, x: Operands) -> tuple[str, Named] | None:  # noqa: ARG002, as others
+        """Return words and arrays that tell calls apart, or None if they are not recognised."""
+        if self.check is not False:
+            return None  # what its offsets hold is read every time
+        return "", {"offsets_q": self.offsets_q, "offsets_k": self.offsets_k}
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """Queries (B, Hq, L, D), or packed, of keys in a cache; the rest is as users pass it."""
+
+    lengths: Any
+    table: Any = None
+    offsets_q: Any = None
+    shared: Any = 0
+    name: ClassVar[str] = "attention_cached"
+
+    def checked(
+        self, x: Operands, given: codes.CacheCodes | codes.NoCodes, options: Options
+    ) -> Call:
+        """Return the validated call."""
+        integers = self.lengths, self.table, self.offsets_q
+        return cached.call(*x, *integers, options, given, self.shared)
+
+    def signature(self, x: Operands) -> tuple[str, Named] | None:
+        """Return words and arrays that tell calls apart, or None if they are not recognised.
+
+        Lengths that are one number are not: kernels are told it, and it grows from call to call.
+        """
+        if not is_device_array(self.lengths) or cached.CHECKS_ALL or type(self.shared) is not int:
+            return None
+        words = f" with {self.shared} shared" if self.shared else ""
+        if all(map(is_device_array, (x.k, x.v))) and address(x.k) == address(x.v):
+            words += " of values in keys"  # which a kernel may rely on
+        named = {"lengths": self.lengths, "table": self.table, "offsets_q": self.offsets_q}
+        return words, named
+
+
+def dense_or_packed(offsets_q: Any, offsets_k: Any) -> Dense | Packed:
+    """Return dense rows, or packed ones if there are offsets."""
+    if (offsets_q is None) != (offsets_k is None):
+        raise ArgumentError(
+            "offsets_q, offsets_k: got one without the other; expected both or neither."
+        )
+    return DENSE if offsets_q is None else Packed(offsets_q, offsets_k)
+
+
+DENSE, ANYWHERE = Dense(), Dense(in_one_place=False)

@@ -1,0 +1,100 @@
+"""One call as the user made it: what every function of attention begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .arrays import interop
+from .arrays.device_arrays import is_device_array
+from .gpu import launch_cache
+from .lazy import cached_property
+from .problem import cached
+from .problem.arguments import DENSE, Cached, Dense, Operands, Packed
+from .problem.call import Call
+from .problem.coded import Fp8
+from .problem.codes import NONE, CacheCodes, NoCodes
+from .problem.options import DEFAULTS, Options
+
+
+class Request:
+    """A call as the user made it. It is validated once, when that is first needed.
+
+    Parameters
+    ----------
+    q, k, v : Any
+        As users pass them.
+    rows : Dense, Packed or Cached
+        Where their rows lie.
+    codes : Fp8, CacheCodes or NoCodes
+        What they mean if they are codes: all three, or the keys and values of a cache.
+    options : Options
+        As users pass them.
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        rows: Dense | Packed | Cached = DENSE,
+        codes: Fp8 | CacheCodes | NoCodes = NONE,
+        options: Options = DEFAULTS,
+    ) -> None:
+        self.q, self.k, self.v = q, k, v
+        self.rows, self.codes, self.options = rows, codes, options
+
+    @cached_property
+    def operands(self) -> Operands:
+        """Queries, keys and values; those of other libraries in device memory as CuPy's arrays."""
+        q, k, v = self.q, self.k, self.v
+        if not is_device_array(q):
+            q, k, v = interop.of_device(q=q, k=k, v=v)
+        return Operands(q, k, v)
+
+    @cached_property
+    def _codes(self) -> Fp8 | CacheCodes | NoCodes:
+        """What codes mean, by arrays if calls are recognised by these."""
+        return self.codes.with_arrays(self.operands.q) if self.on_device else self.codes
+
+    @property
+    def on_device(self) -> bool:
+        """Whether queries are in device memory."""
+        return is_device_array(self.operands.q)
+
+    @cached_property
+    def call(self) -> Call:
+        """The validated call."""
+        codes: Any = self._codes  # of the kind that belongs to these rows
+        return self.rows.checked(self.operands, codes, self.options)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether changes of the call's arrays can be noticed."""
+        return not self.on_device or cached.CHECKS_ALL
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether kernels notice changes of the call's arrays, without waiting for the device."""
+        return self.on_device and not cached.CHECKS_ALL
+
+    @property
+    def backward_name(self) -> str:
+        """Name of the public function that computes the call's gradients."""
+        return f"{self.rows.name}_backward"
+
+    def signature(
+        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
+    ) -> launch_cache.Signature | None:
+        """Return the replay signature, or None if the call cannot be replayed."""
+        operands = self.operands
+        if not is_device_array(operands.q):
+            return None
+        of_rows = self.rows.signature(operands)
+        if of_rows is None:
+            return None
+        words, arrays = of_rows
+        named = {"q": operands.q, "k": operands.k, "v": operands.v, **read, **arrays}
+        codes = self._codes
+        named |= codes.scales
+        return launch_cache.signature(kind + codes.kind + words, named, self.options, written)
