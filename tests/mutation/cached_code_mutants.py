@@ -147,7 +147,7 @@ ON_A_CPU = {
         CACHE_CPU, "            page = owner\n", "            page = 0\n", ON_CPU + MEANING, "int8"
     ),
     "values have the format of keys": Fault(
-        "cupyflash/backends/cpu.py",
+        "cupyflash/rowwise.py",
         "(codes.v_form, codes.v_scale)",
         "(codes.k_form, codes.v_scale)",
         ON_CPU + MEANING,
