@@ -143,7 +143,7 @@ CASES = (
         lambda code: attention(run(f"x{code}(np.float32)", x=X.astype(np.int32)), X, X),
     ),
     Case(
-        "problem/validate.py",
+        "problem/codes.py",
         ".astype(...)",
         lambda: attention(X.astype(np.float64), X, X),
         r"\.astype",
@@ -376,7 +376,7 @@ CASES = (
         lambda code: shared_columns(X, keywords(code, k_new=X)["v_new"]),
     ),
     Case(
-        "problem/codes.py",
+        "problem/encoding.py",
         ".astype(np.float32)",
         lambda: over_codes(X.astype(np.float64), "float8_e4m3fn"),
         r"\.astype\(np\.float32\)",
