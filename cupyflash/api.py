@@ -7,7 +7,7 @@ from typing import Literal, SupportsFloat, SupportsIndex, Unpack, overload
 
 from numpy.typing import NDArray
 
-from . import dispatch, execute
+from . import execute, execute_rows
 from .arrays.interop import DLPackArray
 from .arrays.typed import DType, F, FloatArray, Number
 from .masks import Mask
@@ -18,6 +18,7 @@ from .problem.keywords import explained
 from .problem.options import Options
 from .problem.signatures import ForwardOptions, WorkspaceBackwardOptions
 from .request import Request
+from .rowwise import COMBINE, Parts, arrays_of_parts
 from .scores import Score
 
 
@@ -344,5 +345,9 @@ def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Fl
     ----------
     M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, equation 4.
     """
-    pairs = validate.parts(parts)
-    return dispatch.backend_of(pairs[0][0]).combine(pairs)
+
+    def check() -> Parts:
+        return validate.parts(parts)
+
+    results = execute_rows.run(COMBINE, check, arrays_of_parts(parts))
+    return results["out"], results["lse"]

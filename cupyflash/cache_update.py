@@ -14,6 +14,7 @@ from .problem.call import Array
 from .problem.codes import CacheCodes
 from .problem.keywords import explained
 from .problem.rotary import Rotary, Rotation, rotation
+from .rowwise import APPEND, ROPE
 
 
 @overload
@@ -169,7 +170,9 @@ def append(
         )
 
     written = {"k": k, "v": v, "out": out, "k_scale": k_scale, "v_scale": v_scale}
-    return execute_rows.append(check, read, rotary, given.kind, written, shared)
+    numbers = given.kind, shared
+    results = execute_rows.run(APPEND, check, read, written, numbers=numbers, rotary=rotary)
+    return results.get("out")
 
 
 @explained
@@ -232,4 +235,6 @@ def rope(
     def check() -> Rotation:
         return rotation(x, positions, rotary, inverse, out)
 
-    return execute_rows.rope(check, x, positions, rotary, inverse, out)
+    read, written = {"x": x, "positions": positions}, {"out": out}
+    results = execute_rows.run(ROPE, check, read, written, numbers=(inverse,), rotary=rotary)
+    return results["out"]

@@ -1,115 +1,121 @@
-"""The steps of a call that works on rows: append, rope, quantize and hadamard."""
+"""The steps of a call of a rowwise operation, the same for all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import dispatch
-from .arrays.device_arrays import is_device_array
+from .arrays import cuda_device
+from .arrays.device_arrays import address, is_device_array
 from .gpu import launch_cache
 from .problem import cached as cached_calls
-from .problem.append import Append
 from .problem.call import Array
-from .problem.hadamard import Transform
 from .problem.options import Options
-from .problem.quantize import Quantisation
-from .problem.rotary import Rotary, Rotation
+from .problem.rotary import Rotary
+from .rowwise import Checked, NewArray, Operation
 
 
-def _rows_signature(
-    kind: str, read: Mapping[str, Any], rotary: Any, written: Mapping[str, Any]
+def run(
+    operation: Operation[Checked],
+    check: Callable[[], Checked],
+    read: Mapping[str, Any],
+    written: Mapping[str, Any] | None = None,
+    *,
+    numbers: Sequence[Any] = (),
+    rotary: Any = None,
+    seed: Any = None,
+) -> dict[str, Array]:
+    """Compute a call of a rowwise operation, and return its results by name.
+
+    Parameters
+    ----------
+    operation : Operation
+        Its row in the table.
+    check : function
+        Validates the call, if it is not recognised.
+    read, written : mapping of str to object
+        The arguments that are arrays or None, by the kernels' names; the first one is an array.
+        What is written includes results.
+    numbers : sequence
+        The other arguments. The call is recognised if these are of the types bool, int and str, or
+        None.
+    rotary, seed : object
+        Arguments of some operations.
+    """
+    written = {} if written is None else written
+    signature = _signature(operation.name, read, written, numbers, rotary, seed)
+    if signature is not None and (entry := launch_cache.find(signature)) is not None:
+        results = _run_again(entry, signature.addresses, written)
+        if results is not None:
+            return results
+    checked = check()
+    arrays = operation.arrays_of(checked)
+    backend = dispatch.backend_of(next(iter(arrays.values())))
+    wanted = operation.results(checked)
+    results = {
+        name: backend.empty_like(*x) if isinstance(x, NewArray) else x for name, x in wanted.items()
+    }
+    served = backend.rowwise(operation, checked, arrays | results)
+    if (
+        served.compiled is not None
+        and signature is not None
+        and _has_addresses(arrays, signature.addresses)
+    ):
+        kept = served.compiled, tuple(results)
+        launch_cache.keep_as(signature, kept, (), list(results.values()))
+    return results
+
+
+def _run_again(
+    entry: launch_cache.Entry, addresses: dict[str, int], written: Mapping[str, Any]
+) -> dict[str, Array] | None:
+    """Launch what is kept of a call; None if it must be checked again."""
+    compiled, names = entry.compiled
+    if not compiled.queue.is_here():
+        with cuda_device.current(compiled.queue.device):
+            return _run_again(entry, addresses, written)
+    if compiled.scratch and compiled.queue.current_stream().is_capturing():
+        return None  # this is an error, which the launches report
+    results = {}
+    for name, spec in zip(names, entry.specs, strict=True):
+        result = written.get(name)
+        if result is None:
+            assert spec is not None
+            result = spec.empty()
+            addresses[name] = result.data.ptr
+        results[name] = result
+    compiled.forward(addresses)
+    return results
+
+
+_NUMBERS = bool, int, str, type(None)
+
+
+def _signature(
+    name: str,
+    read: Mapping[str, Any],
+    written: Mapping[str, Any],
+    numbers: Sequence[Any],
+    rotary: Any,
+    seed: Any,
 ) -> launch_cache.Signature | None:
-    """Return what tells a call that writes rows from others, if it is one that is recognised."""
-    if cached_calls.CHECKS_ALL or not is_device_array(next(iter(read.values()))):
+    """Return the signature of a call on a GPU, or None if it must be checked every time."""
+    if cached_calls.CHECKS_ALL or not is_device_array(next(iter(read.values()), None)):
         return None
+    if any(type(x) not in _NUMBERS for x in numbers):
+        return None
+    kind: tuple[Any, ...] = name, *((type(x), x) for x in numbers)  # for 1 equals True
     if isinstance(rotary, Rotary):
         read = {**read, **rotary.arrays}
-        kind += " of neighbours" if rotary.interleaved else " of halves"
+        kind += (rotary.interleaved,)
     elif rotary is not None:
         return None
-    return launch_cache.signature(kind, read, Options(), written)
+    return launch_cache.signature(kind, read, Options(seed=seed), written)
 
 
-def append(
-    check: Callable[[], Append],
-    read: Mapping[str, Any],
-    rotary: Any,
-    codes: str,
-    written: Mapping[str, Any],
-    shared: Any,
-) -> Array | None:
-    """Write new rows to a cache; return queries, if there are any, rotated.
-
-    `read` and `written` have the arrays of the call by the names that kernels have for them, as
-    they came, and `codes` is the type of codes that it names; `check` validates the call where it
-    is not recognised. Kernels are not told `shared`, so a call that has it is checked every time.
-    """
-    signature = None
-    if (
-        type(shared) is int and not shared and is_device_array(read["lengths"])
-    ):  # a number is part of what kernels are told
-        signature = _rows_signature("append" + codes, read, rotary, written)
-    if signature is not None and (entry := launch_cache.find(signature)) is not None:
-        results = launch_cache.forward(entry, signature.addresses, written["out"], None)
-        if results is not None:
-            rotated: Array | None = results[0]
-            return rotated
-    checked = check()
-    backend = dispatch.backend_of(checked.k)
-    out = checked.out
-    if checked.q is not None and out is None:
-        out = backend.empty_like(checked.q)
-    served = backend.append(checked, out)
-    if signature is not None:
-        signature.keep(served, (out, None))
-    return out
-
-
-def rope(
-    check: Callable[[], Rotation], x: Any, positions: Any, rotary: Any, inverse: Any, out: Any
-) -> Array:
-    """Rotate rows, into the array given or into a new one; the rest is as in `append`."""
-    signature = None
-    if is_device_array(positions):
-        kind = "rope back" if inverse is True else "rope" if inverse is False else None
-        if kind is not None:
-            read = {"x": x, "positions": positions}
-            signature = _rows_signature(kind, read, rotary, {"out": out})
-    if signature is not None and (entry := launch_cache.find(signature)) is not None:
-        results = launch_cache.forward(entry, signature.addresses, out, None)
-        if results is not None:
-            rotated: Array = results[0]
-            return rotated
-    checked = check()
-    backend = dispatch.backend_of(checked.x)
-    made = backend.empty_like(checked.x) if checked.out is None else checked.out
-    served = backend.rope(checked, made)
-    if signature is not None:
-        signature.keep(served, (made, None))
-    return made
-
-
-def quantize(checked: Quantisation) -> tuple[Array, Array]:
-    """Return codes and scales."""
-    return dispatch.backend_of(checked.x).quantize(checked)
-
-
-def hadamard(check: Callable[[], Transform], x: Any, seed: Any, inverse: Any, out: Any) -> Array:
-    """Transform rows, into the array given or into a new one; the rest is as in `append`."""
-    signature = None
-    if is_device_array(x) and isinstance(inverse, bool) and isinstance(seed, int):
-        kind = "hadamard back" if inverse else "hadamard"
-        signature = launch_cache.signature(kind, {"x": x}, Options(seed=seed), {"out": out})
-    if signature is not None and (entry := launch_cache.find(signature)) is not None:
-        results = launch_cache.forward(entry, signature.addresses, out, None)
-        if results is not None:
-            transformed: Array = results[0]
-            return transformed
-    checked = check()
-    backend = dispatch.backend_of(checked.x)
-    made = backend.empty_like(checked.x) if checked.out is None else checked.out
-    served = backend.hadamard(checked, made)
-    if signature is not None:
-        signature.keep(served, (made, None))
-    return made
+def _has_addresses(arrays: Mapping[str, Any], addresses: Mapping[str, int]) -> bool:
+    """Whether arrays lie where a signature says: the check did not replace one by a copy."""
+    return all(
+        isinstance(x, int) or address(x) == addresses.get(name) for name, x in arrays.items()
+    )

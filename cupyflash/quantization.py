@@ -10,9 +10,11 @@ from . import execute_rows
 from .arrays.interop import DLPackArray
 from .arrays.typed import FloatArray
 from .problem.call import Array
+from .problem.formats import name_of
 from .problem.hadamard import Transform, transform
 from .problem.keywords import explained
-from .problem.quantize import quantisation
+from .problem.quantize import Quantisation, quantisation
+from .rowwise import HADAMARD, QUANTIZE
 
 
 @explained
@@ -76,7 +78,13 @@ def quantize(
     >>> bool((abs(x - scale * codes) <= 0.5 * scale).all())
     True
     """
-    return execute_rows.quantize(quantisation(x, dtype, group))
+
+    def check() -> Quantisation:
+        return quantisation(x, dtype, group)
+
+    numbers = name_of(dtype), group
+    results = execute_rows.run(QUANTIZE, check, {"x": x}, numbers=numbers)
+    return results["codes"], results["scale"]
 
 
 @explained
@@ -141,4 +149,6 @@ def hadamard(
     def check() -> Transform:
         return transform(x, seed, inverse, out)
 
-    return execute_rows.hadamard(check, x, seed, inverse, out)
+    read, written = {"x": x}, {"out": out}
+    results = execute_rows.run(HADAMARD, check, read, written, numbers=(inverse,), seed=seed)
+    return results["out"]

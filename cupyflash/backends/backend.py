@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan, Results
-from ..problem.hadamard import Transform
-from ..problem.quantize import Quantisation
-from ..problem.rotary import Rotation
 from ..problem.route import CallResult
+from ..rowwise import Arrays, Operation
 
 
 class Backend(Protocol):
@@ -74,28 +71,18 @@ class Backend(Protocol):
         """Return the bytes of scratch that a call over a cache needs."""
         ...
 
-    def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-        """Combine several (out, lse) into new arrays."""
+    def rowwise(self, operation: Operation[Any], checked: Any, arrays: Arrays) -> CallResult:
+        """Compute a checked call of a rowwise operation on its arrays and results, by name."""
         ...
 
-    def append(self, checked: Append, out: Array | None) -> CallResult:
-        """Write new rows to a cache, and rotated queries to `out`."""
-        ...
-
-    def rope(self, checked: Rotation, out: Array) -> CallResult:
-        """Write rotated rows to `out`."""
-        ...
-
-    def quantize(self, checked: Quantisation) -> tuple[Array, Array]:
-        """Return new codes and scales."""
-        ...
-
-    def hadamard(self, checked: Transform, out: Array) -> CallResult:
-        """Write transformed rows to `out`."""
-        ...
-
-    def empty_like(self, array: Array) -> Array:
-        """Return an uninitialised array of the same shape, dtype and memory order."""
+    def empty_like(
+        self,
+        array: Array,
+        shape: tuple[int, ...] | None = None,
+        dtype: Any = None,
+        in_c_order: bool = False,
+    ) -> Array:
+        """Return an uninitialised array of the same shape, dtype and memory order, or of these."""
         ...
 
     def empty_output(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,18 +12,15 @@ from ..errors import ArgumentError
 from ..expr.key_range import KeyRange, key_range
 from ..lazy import Kept
 from ..problem import positions
-from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
 from ..problem.cache import Cache
 from ..problem.cached import MOST_POSITIONS
 from ..problem.cached_rows import CachedRows
-from ..problem.call import Array, Call, Gradients, Plan, Results, scale_steps
-from ..problem.encoding import NUMBERS, Encoding
-from ..problem.formats import dtype_of, values
-from ..problem.hadamard import Transform
-from ..problem.quantize import Quantisation
-from ..problem.rotary import Rotary, Rotation
+from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.encoding import NUMBERS
+from ..problem.formats import values
 from ..problem.route import CallResult
+from ..rowwise import Arrays, Operation, scales_on_cpu
 from . import cpu_ranges, cpu_tiles, host_replay
 from .backend import output_shape
 from .host_replay import Replayed, ReplayedCache, ReplayedGrowing
@@ -153,18 +150,6 @@ def units_of(call: Call) -> tuple[int, int]:
     return len(plan.units), plan.kept * problem.accumulator.itemsize
 
 
-def _scales(encoding: Encoding) -> Any:
-    """Return what the codes of keys and of values mean."""
-    from cupyflash.reference.cpu.cache import Scales
-
-    sides = (encoding.k_form, encoding.k_scale), (encoding.v_form, encoding.v_scale)
-    scales = tuple(
-        None if form is None or scale is None else Scales(form.code, scale, scale_steps(scale))
-        for form, scale in sides
-    )
-    return scales if any(scales) else None
-
-
 def _widened(call: Call) -> Call:
     """Return a call on ``scale * code`` in float32 instead of a call on codes."""
     from cupyflash.reference.cpu.sums import looked_up
@@ -175,11 +160,6 @@ def _widened(call: Call) -> Call:
         made[name[0]] = looked_up(table, getattr(call, name[0]).view(np.uint8), scale)
     problem = replace(call.problem, dtype=cpu_tiles.NUMBERS)
     return replace(call, problem=problem, encoding=NUMBERS, **made)
-
-
-def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
-    arrays = rotary.arrays
-    return arrays["cos"], arrays["sin"], rotary.interleaved
 
 
 class Cpu:
@@ -304,7 +284,7 @@ class Cpu:
             call.sink,
             out,
             lse,
-            _scales(cache.encoding),
+            scales_on_cpu(cache.encoding),
             cache.shared,
         )
         again = ReplayedCache(made, call, _looked_up(programs), programs.tables[2])
@@ -314,68 +294,21 @@ class Cpu:
         """Return 0: a call over a cache makes its own scratch."""
         return 0
 
-    def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-        """Combine several (out, lse) into new arrays."""
-        from cupyflash.reference.cpu import rows_launch
-
-        first_out, first_lse = parts[0]
-        out = self.empty_like(first_out)
-        lse: Array = np.empty(first_lse.shape, first_lse.dtype)
-        rows_launch.combine(parts, out, lse)
-        return out, lse
-
-    def append(self, checked: Append, out: Array | None) -> CallResult:
-        """Write new rows to a cache, and rotated queries to `out`."""
-        from cupyflash.reference.cpu import append
-
-        cache, rotary = checked.cache, checked.rotary
-        append.append(
-            checked.k_new,
-            checked.v_new,
-            checked.k,
-            checked.v,
-            np.broadcast_to(cache.lengths, (checked.batch,)),
-            cache.table,
-            checked.offsets,
-            cache.page_size,
-            checked.q,
-            out,
-            None if rotary is None else _angles(rotary),
-            checked.positions,
-            _scales(cache.encoding),
-        )
+    def rowwise(self, operation: Operation[Any], checked: Any, arrays: Arrays) -> CallResult:
+        """Compute a checked call of a rowwise operation on its arrays and results, by name."""
+        operation.on_cpu(checked, arrays)
         return CallResult()
 
-    def rope(self, checked: Rotation, out: Array) -> CallResult:
-        """Write rotated rows to `out`."""
-        from cupyflash.reference.cpu import rope
-
-        angles = _angles(checked.rotary)
-        rope.rope(checked.x, checked.positions, *angles, checked.inverse, out)
-        return CallResult()
-
-    def quantize(self, checked: Quantisation) -> tuple[Array, Array]:
-        """Return new codes and scales."""
-        from cupyflash.reference.cpu import rows_launch
-
-        x, form = checked.x, checked.form
-        codes = np.empty_like(x, np.uint8, subok=False, shape=checked.shape_of_codes)
-        scale = np.empty_like(x, np.float32, subok=False, shape=checked.shape_of_scale)
-        rows_launch.quantize(x, checked.columns, form.code, codes, scale)
-        return codes.view(dtype_of(form)), scale
-
-    def hadamard(self, checked: Transform, out: Array) -> CallResult:
-        """Write transformed rows to `out`."""
-        from cupyflash.reference.cpu import rows_launch
-
-        rows_launch.hadamard(
-            checked.x, checked.seed, checked.power, checked.rows, checked.inverse, out
-        )
-        return CallResult()
-
-    def empty_like(self, array: Array) -> Array:
-        """Return an uninitialised array of the same shape, dtype and memory order."""
-        return np.empty_like(array, subok=False)
+    def empty_like(
+        self,
+        array: Array,
+        shape: tuple[int, ...] | None = None,
+        dtype: Any = None,
+        in_c_order: bool = False,
+    ) -> Array:
+        """Return an uninitialised array of the same shape, dtype and memory order, or of these."""
+        order: Literal["C", "K"] = "C" if in_c_order else "K"
+        return np.empty_like(array, dtype, order, subok=False, shape=shape)
 
     def empty_output(
         self,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
 from ..gpu import launch, piece_launches, row_launches
-from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan, Results
-from ..problem.hadamard import Transform
-from ..problem.quantize import Quantisation
-from ..problem.rotary import Rotation
 from ..problem.route import CallResult
+from ..rowwise import Arrays, Operation
 from .backend import output_shape
 
 
@@ -79,39 +76,24 @@ class Gpu:
         """Return the bytes of scratch that a call over a cache needs."""
         return launch.workspace_size_cached(call)
 
-    def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-        """Combine several (out, lse) into new arrays."""
-        first_out, first_lse = parts[0]
-        out = self.empty_like(first_out)
-        with cuda_device.current(_device(first_out)):
-            lse: Array = device_arrays.empty(first_lse.shape, first_lse.dtype)
-        launch.combine(parts, out, lse)
-        return out, lse
+    def rowwise(self, operation: Operation[Any], checked: Any, arrays: Arrays) -> CallResult:
+        """Compute a checked call of a rowwise operation on its arrays and results, by name."""
+        result = row_launches.run(operation.recipe, checked, arrays, operation.contiguous)
+        return result if operation.is_repeatable(checked) else CallResult()
 
-    def append(self, checked: Append, out: Array | None) -> CallResult:
-        """Write new rows to a cache, and rotated queries to `out`."""
-        return row_launches.append(checked, out)
-
-    def rope(self, checked: Rotation, out: Array) -> CallResult:
-        """Write rotated rows to `out`."""
-        return row_launches.rope(checked, out)
-
-    def quantize(self, checked: Quantisation) -> tuple[Array, Array]:
-        """Return new codes and scales; CuPy has no float8, so these codes are bytes."""
-        dtype = np.int8 if checked.form.name == "int8" else np.uint8
-        codes: Array = device_arrays.empty_like(checked.x, checked.shape_of_codes, dtype)
-        scale: Array = device_arrays.empty_like(checked.x, checked.shape_of_scale, np.float32)
-        row_launches.quantize(checked, codes, scale)
-        return codes, scale
-
-    def hadamard(self, checked: Transform, out: Array) -> CallResult:
-        """Write transformed rows to `out`."""
-        return row_launches.hadamard(checked, out)
-
-    def empty_like(self, array: Array) -> Array:
-        """Return an uninitialised array of the same shape, dtype and memory order."""
-        empty: Array = device_arrays.empty_like(array, array.shape)
-        return empty
+    def empty_like(
+        self,
+        array: Array,
+        shape: tuple[int, ...] | None = None,
+        dtype: Any = None,
+        in_c_order: bool = False,
+    ) -> Array:
+        """Return an uninitialised array of the same shape, dtype and memory order, or of these."""
+        shape = array.shape if shape is None else shape
+        if not in_c_order:
+            return cast(Array, device_arrays.empty_like(array, shape, dtype))
+        with cuda_device.current(_device(array)):
+            return cast(Array, device_arrays.empty(shape, array.dtype if dtype is None else dtype))
 
     def empty_output(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..gpu.kernels.spec import KernelSpec, Tiles
-from ..gpu.source import Specialisation
+from ..gpu.specialisation import Specialisation
 from ..gpu.writer import KernelStep
 from ..problem.call import Call
 from ..problem.route import Route, Step

@@ -6,7 +6,8 @@ import functools
 import re
 from typing import Any
 
-from ..gpu.source import Specialisation, source
+from ..gpu.source import source
+from ..gpu.specialisation import Specialisation
 from .results import Registers
 
 REMEDY = "pip install cuda-bindings nvidia-cuda-nvrtc"

@@ -16,10 +16,10 @@ import numpy as np
 from ..arrays import cuda_device, device_arrays
 from ..problem.call import Array, Gradients
 from . import launch_cache, params
-from .kernels import any as all_hardware
+from .kernels import rowwise
 from .launch import CompiledRecipe, compiled_recipe
 from .params import MAX_AXES, MAX_SUMMED, MAX_SUMS, Summed
-from .source import Specialisation
+from .specialisation import Specialisation
 from .writer import Launch, Recipe
 
 WORD = 8  # bytes
@@ -71,7 +71,7 @@ def sums(named: Mapping[str, Array]) -> list[Launch]:
         (name, array, min(n, MAX_SUMS - 1)) for n, (name, array) in enumerate(named.items())
     ]
     held = [row for row in numbered if row[1].size]
-    layout, made = params.checksum(), []
+    layout, made = params.rowwise("checksum"), []
     for group in _batches(held, MAX_SUMMED):
         rows, slots, end = [], [(layout.place("sums"), "sums")], 0
         for n, (name, array, word) in enumerate(group):
@@ -94,7 +94,7 @@ def comparison(gradients: Mapping[str, Array], bits: Sequence[int]) -> Launch:
     bits : sequence of int
         What it adds to its report for each sum that differs.
     """
-    layout = params.checksum()
+    layout = params.rowwise("checksum")
     fields = {name: layout.place(name) for name in ("sums", "before", "report")}
     slots = [(place, name) for name, place in fields.items()]
     rows = []
@@ -143,7 +143,7 @@ def _summed(begin: int, size: int, axes: list[tuple[int, int]], end: int, word: 
 
 
 def _special() -> Specialisation:
-    return Specialisation(all_hardware.CHECKSUM, "float32", 0, 0, all_hardware.ROWS)
+    return Specialisation(rowwise.CHECKSUM, "float32", 0, 0, rowwise.ROWS)
 
 
 def _batches(rows: list[Any], size: int) -> list[list[Any]]:

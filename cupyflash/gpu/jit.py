@@ -12,7 +12,8 @@ from collections import defaultdict
 from typing import Any
 
 from . import disk_cache
-from .source import Specialisation, source
+from .source import source
+from .specialisation import Specialisation
 
 # Compilers before 12.9 refuse a second -arch, and CuPy already gives that of the device. Only
 # kernels that need another one ask for it.

@@ -21,7 +21,6 @@ from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
 from . import decode_route, driver, route, tma
 from . import jit as compiler
-from .params import MAX_PARTS
 from .workspace import ArraySpec
 from .writer import Launch, Recipe
 
@@ -394,42 +393,6 @@ def _size_of(scratch: Mapping[str, ArraySpec]) -> int:
 def _device(call: Call) -> int:
     assert call.device is not None
     return call.device
-
-
-def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> CallResult:
-    """Write the combination of several (out, lse)."""
-    if not lse.size:
-        return CallResult()
-    device = device_arrays.device_of(out)
-    assert device is not None
-    left = list(parts)
-    with cuda_device.current(device):
-        while len(left) > MAX_PARTS:
-            # Intermediate results keep the accumulator's type.
-            if cuda_device.is_capturing():
-                raise ArgumentError(
-                    f"combine: got {len(parts)} parts while a CUDA graph is being captured; "
-                    f"expected at most {MAX_PARTS}. Combine them in groups."
-                )
-            wide = tuple(device_arrays.empty(x.shape, lse.dtype) for x in (out, lse))
-            _combine(left[:MAX_PARTS], wide[0], wide[1], device, out.dtype.name)
-            left[:MAX_PARTS] = [(wide[0], wide[1])]
-        compiled = _combine(left, out, lse, device, out.dtype.name)
-    return CallResult(compiled=compiled if len(left) == len(parts) else None)
-
-
-def _combine(
-    parts: list[tuple[Array, Array]], out: Array, lse: Array, device: int, dtype: str
-) -> CompiledRecipe:
-    addresses = {"out": device_arrays.address(out), "lse": device_arrays.address(lse)}
-    for n, (part_out, part_lse) in enumerate(parts):
-        addresses |= {
-            f"out {n}": device_arrays.address(part_out),
-            f"lse {n}": device_arrays.address(part_lse),
-        }
-    compiled = compiled_recipe(Recipe((route.combine(parts, out, lse, dtype),)), device)
-    compiled.forward(addresses)
-    return compiled
 
 
 def addresses_of(arrays: Mapping[str, Any]) -> Addresses:

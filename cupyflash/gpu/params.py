@@ -103,63 +103,67 @@ _FIXED: Fields = [
         for name in "page_size kind_lengths kind_table held shared shared_slots".split()
     ),
 ]
-_COMBINE: Fields = [
-    ("outs", OPERAND, MAX_PARTS),
-    ("lses", OPERAND, MAX_PARTS),
-    ("out", OPERAND, 1),
-    ("lse", OPERAND, 1),
-    ("lead_size", "q", MAX_LEAD),
-    *((name, "q", 1) for name in "rows columns heads".split()),
-    ("kinds", "i", MAX_PARTS),
-    ("kind_out", "i", 1),
-    ("parts", "i", 1),
-]
-_APPEND: Fields = [
-    *(
-        (name, OPERAND, 1)
-        for name in (
-            "k_new v_new q k v out cos sin lengths table positions k_scale v_scale".split()
-        )
-    ),
-    ("offsets", "Q", 1),
-    *((name, "q", 1) for name in "batch rows length capacity pages page_size rotary_rows".split()),
-    *((name, "i", 1) for name in "heads heads_kv columns columns_v pairs interleaved".split()),
-    *((name, "i", 1) for name in "kind_lengths kind_table kind_positions kind_angles".split()),
-]
-_ROPE: Fields = [
-    *((name, OPERAND, 1) for name in "x out cos sin positions".split()),
-    *((name, "q", 1) for name in "batch rows rotary_rows".split()),
-    *((name, "i", 1) for name in "heads columns pairs interleaved inverse".split()),
-    *((name, "i", 1) for name in "kind_positions kind_angles unused".split()),
-]
-_QUANTIZE: Fields = [
-    *((name, OPERAND, 1) for name in "x codes scale".split()),
-    ("lead_size", "q", MAX_LEAD),
-    *((name, "q", 1) for name in "rows groups columns".split()),
-    *((name, "i", 1) for name in "lanes format".split()),
-]
-_HADAMARD: Fields = [
-    *((name, OPERAND, 1) for name in "x out".split()),
-    ("lead_size", "q", MAX_LEAD),
-    ("rows", "q", 1),
-    ("seed", "Q", 1),
-    ("factor", "Q", MAX_FACTOR),
-    ("scale", "d", 1),
-    *((name, "i", 1) for name in "inverse unused".split()),
-]
-
-
 SUMMED: Fields = [
     *((name, "Q" if name == "data" else "q", 1) for name in "data begin size".split()),
     *((name, "q", MAX_AXES) for name in "shape strides".split()),
     *((name, "q", 1) for name in "end word".split()),
 ]
-_CHECKSUM: Fields = [
-    ("arrays", SUMMED, MAX_SUMMED),
-    *((name, "Q", 1) for name in "sums before report".split()),
-    ("bits", "Q", MAX_SUMS),
-    *((name, "i", 1) for name in "count blocks words unused".split()),
-]
+# Kernel with a struct of parameters -> the fields of it: that of rope is RopeParams.
+ROWWISE: dict[str, Fields] = {
+    "combine": [
+        ("outs", OPERAND, MAX_PARTS),
+        ("lses", OPERAND, MAX_PARTS),
+        ("out", OPERAND, 1),
+        ("lse", OPERAND, 1),
+        ("lead_size", "q", MAX_LEAD),
+        *((name, "q", 1) for name in "rows columns heads".split()),
+        ("kinds", "i", MAX_PARTS),
+        ("kind_out", "i", 1),
+        ("parts", "i", 1),
+    ],
+    "append": [
+        *(
+            (name, OPERAND, 1)
+            for name in (
+                "k_new v_new q k v out cos sin lengths table positions k_scale v_scale".split()
+            )
+        ),
+        ("offsets", "Q", 1),
+        *(
+            (name, "q", 1)
+            for name in "batch rows length capacity pages page_size rotary_rows".split()
+        ),
+        *((name, "i", 1) for name in "heads heads_kv columns columns_v pairs interleaved".split()),
+        *((name, "i", 1) for name in "kind_lengths kind_table kind_positions kind_angles".split()),
+    ],
+    "rope": [
+        *((name, OPERAND, 1) for name in "x out cos sin positions".split()),
+        *((name, "q", 1) for name in "batch rows rotary_rows".split()),
+        *((name, "i", 1) for name in "heads columns pairs interleaved inverse".split()),
+        *((name, "i", 1) for name in "kind_positions kind_angles unused".split()),
+    ],
+    "quantize": [
+        *((name, OPERAND, 1) for name in "x codes scale".split()),
+        ("lead_size", "q", MAX_LEAD),
+        *((name, "q", 1) for name in "rows groups columns".split()),
+        *((name, "i", 1) for name in "lanes format".split()),
+    ],
+    "hadamard": [
+        *((name, OPERAND, 1) for name in "x out".split()),
+        ("lead_size", "q", MAX_LEAD),
+        ("rows", "q", 1),
+        ("seed", "Q", 1),
+        ("factor", "Q", MAX_FACTOR),
+        ("scale", "d", 1),
+        *((name, "i", 1) for name in "inverse unused".split()),
+    ],
+    "checksum": [
+        ("arrays", SUMMED, MAX_SUMMED),
+        *((name, "Q", 1) for name in "sums before report".split()),
+        ("bits", "Q", MAX_SUMS),
+        *((name, "i", 1) for name in "count blocks words unused".split()),
+    ],
+}
 
 
 class Layout:
@@ -237,39 +241,9 @@ def params(ints: int, floats: int, tables: int) -> Layout:
 
 
 @functools.cache
-def combine() -> Layout:
-    """Return the layout of `CombineParams`."""
-    return Layout(_COMBINE)
-
-
-@functools.cache
-def append() -> Layout:
-    """Return the layout of `AppendParams`."""
-    return Layout(_APPEND)
-
-
-@functools.cache
-def rope() -> Layout:
-    """Return the layout of `RopeParams`."""
-    return Layout(_ROPE)
-
-
-@functools.cache
-def quantize() -> Layout:
-    """Return the layout of `QuantizeParams`."""
-    return Layout(_QUANTIZE)
-
-
-@functools.cache
-def hadamard() -> Layout:
-    """Return the layout of `HadamardParams`."""
-    return Layout(_HADAMARD)
-
-
-@functools.cache
-def checksum() -> Layout:
-    """Return the layout of `ChecksumParams`."""
-    return Layout(_CHECKSUM)
+def rowwise(name: str) -> Layout:
+    """Return the layout of the parameters of a kernel of `ROWWISE`."""
+    return Layout(ROWWISE[name])
 
 
 def _dtype(fields: Fields) -> np.dtype[Any]:

@@ -18,15 +18,12 @@ from ..arrays.unallocated import unallocated, unallocated_like
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
-from . import decode_route, params, rows_recipe, strides
-from .kernels import any as all_hardware
+from . import decode_route, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .params import KINDS
-from .source import Specialisation
-from .strides import lead_of
 from .workspace import ArraySpec, scratch_of
-from .writer import KernelRoute, KernelStep, Launch, Recipe, Writer, check_grid, request_of, step_of
+from .writer import KernelRoute, KernelStep, Launch, Recipe, Writer, request_of, step_of
 
 
 def of(call: Call, target: Target) -> KernelRoute:
@@ -150,11 +147,10 @@ def _of_widened(
     scratch, names, steps = dict(main.recipe.scratch), {}, []
     for name, x in numbers.items():
         held, scale = f"{name}_numbers", f"{name}_scale"
-        launch = rows_recipe.numbers(getattr(call, name), codes.scales[scale], codes.form, x)
+        launch = rowwise.widen(getattr(call, name), codes.scales[scale], codes.form, x)
         launch = _with_names(launch, {"codes": name, "scale": scale, "x": held})
-        step = step_of(launch, scratch, partial(_words_of_rows, launch, target))
-        computes = f"numbers of the codes of {name}"
-        steps.append(replace(step, part="numbers", computes=computes))
+        reason = partial(_words_of_rows, launch, target)
+        steps.append(step_of(launch, scratch, reason, f"numbers of the codes of {name}"))
         if x.size:
             scratch[held], names[name] = ArraySpec(x.shape, dtype), held
     for each in main.steps:
@@ -259,36 +255,3 @@ def _bias_gradient(writer: Writer, dbias: Array) -> None:
         "kind_dbias": KINDS[dbias.dtype.name],
     }
     writer.add("bias", Extent(len_q, len_k, heads, math.prod(own)), fields)
-
-
-def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) -> Launch:
-    """Return the launch that combines at most `MAX_PARTS` (out, lse) of a storage type."""
-
-    def whole(array: Any, axes: int) -> Array:
-        view: Array = array[(None,) * (axes - array.ndim)]
-        return view
-
-    outs, lses = [whole(o, 3) for o, _ in parts], [whole(x, 2) for _, x in parts]
-    out, lse = whole(out, 3), whole(lse, 2)
-    named = {f"out {n}": (x, 3) for n, x in enumerate(outs)}
-    named |= {f"lse {n}": (x, 2) for n, x in enumerate(lses)}
-    lead = lead_of(out.shape[:-3], named | {"out": (out, 3), "lse": (lse, 2)})
-    template = params.combine().pack({
-        "outs": [strides.operand(x, lead.strides[f"out {n}"]) for n, x in enumerate(outs)],
-        "lses": [strides.operand(x, lead.strides[f"lse {n}"], False) for n, x in enumerate(lses)],
-        "out": strides.operand(out, lead.strides["out"]),
-        "lse": strides.operand(lse, lead.strides["lse"], False),
-        "lead_size": lead.sizes,
-        "rows": out.shape[-2],
-        "columns": out.shape[-1],
-        "heads": out.shape[-3],
-        "kinds": [KINDS[x.dtype.name] for x in outs],
-        "kind_out": KINDS[out.dtype.name],
-        "parts": len(parts),
-    })  # fmt: skip
-    slots = tuple((params.combine().place(name), name) for name in (*named, "out", "lse"))
-    spec, tiles = all_hardware.COMBINE, all_hardware.ROWS
-    groups = lse.size // max(lse.shape[-1], 1) * -(-lse.shape[-1] // all_hardware.COMBINE_ROWS)
-    grid = spec.grid(Extent(groups, 0, 1), tiles)
-    check_grid(spec.name, grid.work_tiles)
-    return Launch(Specialisation(spec, dtype, 0, 0, tiles), grid.size, template, slots)

@@ -32,7 +32,7 @@ from .kernels import decode, registry, tma_operands
 from .kernels.registry import Choice
 from .kernels.spec import Extent, KernelSpec, Request
 from .params import KINDS, Operand
-from .source import NONE, Specialisation
+from .specialisation import NONE, Specialisation
 from .tma import TensorMap
 from .workspace import ArraySpec
 

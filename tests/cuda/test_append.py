@@ -19,6 +19,7 @@ from rows import DTYPES, Step, appended, draw_rotary, draw_step, rotated
 from cupyflash import Rotary
 from cupyflash.problem.append import append
 from cupyflash.problem.rotary import rotation
+from cupyflash.rowwise import APPEND, ROPE
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
@@ -52,7 +53,7 @@ def run(step: Step, seed: int = 0, **unchecked: Any) -> None:
         else:
             checked = dataclasses.replace(checked, **{name: held})
     target = copies.array(out, True)
-    Emulator(schedule=randomly(seed)).append(checked, target)
+    Emulator(schedule=randomly(seed)).rowwise(APPEND, checked, out=target)
     copies.check()
     wanted = appended(dataclasses.replace(step, **unchecked))
     for name in ("k", "v"):
@@ -143,7 +144,7 @@ def test_no_offset_leads_out_of_an_array(offsets):
     step = Step(rows, rows, k, v, np.array([8, 8]), None, np.array([0, 4, 6]), *[None] * 3, [])
     copies = Copies(HostMemory())
     checked = append(**copied(step, copies), out=None)
-    Emulator().append(dataclasses.replace(checked, offsets=np.array(offsets)), None)
+    Emulator().rowwise(APPEND, dataclasses.replace(checked, offsets=np.array(offsets)))
     copies.check()
 
 
@@ -159,7 +160,7 @@ def test_offsets_of_the_device_stay_within_the_rows():
     # The rows end where the array does.
     copies = Copies(HostMemory())
     checked = append(**copied(step, copies), out=None)
-    Emulator().append(dataclasses.replace(checked, offsets=np.array([0, 4, 9])), None)
+    Emulator().rowwise(APPEND, dataclasses.replace(checked, offsets=np.array([0, 4, 9])))
     copies.check()
     for name, wanted in appended(step).items():
         wanted.check(copies.value(getattr(step, name)))
@@ -183,7 +184,8 @@ def test_rows_are_rotated_within_the_bound(dtype, interleaved):
         copies = Copies(HostMemory())
         held = Rotary(copies.array(rotary.cos), copies.array(rotary.sin), interleaved)
         checked = rotation(copies.array(x.view), copies.array(positions), held, inverse, None)
-        Emulator(schedule=randomly(seed)).rope(checked, copies.array(out.view, True))
+        target = copies.array(out.view, True)
+        Emulator(schedule=randomly(seed)).rowwise(ROPE, checked, out=target)
         copies.check()
         rotated(x.view, positions, rotary, inverse).check(copies.value(out.view))
 
@@ -194,7 +196,7 @@ def test_one_list_of_positions_and_those_without_angles():
     checked = rotation(x, [0, 1, 2, 3], rotary, False, None)
     out = np.empty_like(x)
     bad = np.array([8, -5, 9, 2**63 - 1])
-    Emulator().rope(dataclasses.replace(checked, positions=bad), out)
+    Emulator().rowwise(ROPE, dataclasses.replace(checked, positions=bad), out=out)
     clamped = np.broadcast_to(np.clip(bad, 0, 8), (3, 4))
     rotated(x, clamped, rotary, False).check(out)
 

@@ -19,7 +19,7 @@ from placement import same_bits
 import cupyflash.kernels_cu
 from cupyflash import masks, scores
 from cupyflash.expr import len_q, log
-from cupyflash.gpu import source
+from cupyflash.gpu import specialisation
 from cupyflash.gpu.kernels import tma_operands
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
@@ -411,7 +411,7 @@ def test_what_orders_may_not_be_missing(file, number):
 def test_each_thread_may_say_that_it_has_read(monkeypatch):
     arrays = draw(HALF, *[(1, 200, 64)] * 4)
     one, _ = run(*arrays, True, mask=masks.causal())
-    monkeypatch.setattr(source, "EACH_LANE_ARRIVES", True)
+    monkeypatch.setattr(specialisation, "EACH_LANE_ARRIVES", True)
     each, _ = run(*arrays, True, mask=masks.causal())
     assert all(same_bits(x, y) for x, y in zip(one, each, strict=True))
 

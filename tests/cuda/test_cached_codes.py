@@ -27,6 +27,7 @@ from cupyflash.problem import cached
 from cupyflash.problem.codes import CacheCodes
 from cupyflash.problem.formats import FORMATS as FORMATS_BY_NAME
 from cupyflash.problem.options import Options
+from cupyflash.rowwise import APPEND
 from cupyflash.testing import Precision, forward_bound, rho
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -307,7 +308,7 @@ def test_new_rows_have_the_codes_of_quantize(form, dtype):
             copies.array(q), rotary, None, None,
             CacheCodes(device["k_scale"], device["v_scale"], form),
         )  # fmt: skip
-        Emulator(schedule=randomly(seed)).append(checked, target)
+        Emulator(schedule=randomly(seed)).rowwise(APPEND, checked, out=target)
         copies.check()
         rows = Coded.of(form, rope(k_new, positions, rotary), v_new, whole_rows, dtype)
         entries = np.array([0] * 5 + [1] * 2)

@@ -20,6 +20,7 @@ from cupyflash.expr.cuda import generate
 from cupyflash.gpu import params, source, strides
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import Tiles
+from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.options import Options
@@ -34,7 +35,7 @@ def special(kernel, call, **more):
     functions = generate(made.allowed, made.classes, made.changed, made.slope).functions
     problem = call.problem
     own = Tiles(64, 64, 256, 0)
-    return source.Specialisation(
+    return Specialisation(
         SPECS[kernel],
         problem.dtype.name,
         problem.d,
@@ -172,10 +173,8 @@ def test_the_layouts_are_those_of_the_header(tmp_path):
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed, and this test compiles a CUDA header with it")
-    layouts = [("Params", params.params(3, 2, 4)), ("CombineParams", params.combine())]
-    layouts += [("AppendParams", params.append()), ("RopeParams", params.rope())]
-    layouts += [("QuantizeParams", params.quantize()), ("HadamardParams", params.hadamard())]
-    layouts += [("ChecksumParams", params.checksum()), ("Summed", params.Layout(params.SUMMED))]
+    layouts = [("Params", params.params(3, 2, 4)), ("Summed", params.Layout(params.SUMMED))]
+    layouts += [(f"{name.title()}Params", params.rowwise(name)) for name in params.ROWWISE]
     layouts += [("Operand", params.Layout(params.OPERAND)), ("Table", params.Layout(params.TABLE))]
     cases = []
     for what, (struct, layout) in enumerate(layouts):

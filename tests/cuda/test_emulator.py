@@ -33,6 +33,7 @@ from cupyflash.problem import pack_gqa, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import philox
+from cupyflash.rowwise import COMBINE
 from cupyflash.testing import Precision, rho
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -299,7 +300,8 @@ def test_parts_are_joined_within_the_bound(dtype, data):
     like = target(rng, (*rows, columns), dtype, True), target(rng, rows, accumulator, True)
     parts = [(copies.array(o), copies.array(x)) for o, x in zip(outs, lses, strict=True)]
     emulator = Emulator(schedule=randomly(int(rng.integers(100))))
-    emulator.combine(parts, *(copies.array(x, True) for x in like))
+    out, lse = (copies.array(x, True) for x in like)
+    emulator.rowwise(COMBINE, parts, out=out, lse=lse)
     copies.check()
     out, lse = (copies.value(x) for x in like)
 
@@ -318,7 +320,7 @@ def test_parts_of_the_largest_number_are_joined_to_it(dtype, number):
     value, lse = np.full((2, 3, 5), largest, dtype), np.full((2, 3), 100, accumulator)
     value[1] = -value[1]
     out, joined = np.zeros_like(value), np.zeros_like(lse)
-    Emulator().combine([(value, lse)] * number, out, joined)
+    Emulator().rowwise(COMBINE, [(value, lse)] * number, out=out, lse=joined)
     assert np.isfinite(out).all()
     unit = 8 * number * Precision.of(accumulator).unit
     assert rho(out, value, np.abs(value.astype(float)) * unit).value <= 1

@@ -23,7 +23,7 @@ from warpgroup_calls import (
 )
 
 from cupyflash import masks, scores
-from cupyflash.gpu import source
+from cupyflash.gpu import specialisation
 from cupyflash.gpu.kernels import grid, sm90
 
 MASKS = {
@@ -372,6 +372,6 @@ def test_lanes_meet_before_one_arrives_for_all(monkeypatch):
     with pytest.raises(Fault):
         results(read)
     one = results()
-    monkeypatch.setattr(source, "EACH_LANE_ARRIVES", True)
+    monkeypatch.setattr(specialisation, "EACH_LANE_ARRIVES", True)
     each = results(read)  # without a warp's barrier: it is for the one lane alone
     assert all(np.array_equal(x, y) for x, y in zip(one, each, strict=True))

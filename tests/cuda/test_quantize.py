@@ -17,11 +17,12 @@ from placement import PLAIN, Placed, bits, random_layout, same_bits
 
 import cupyflash
 from cupyflash.arrays.dtypes import accumulator
-from cupyflash.gpu import rows_recipe
-from cupyflash.gpu.kernels.any import TRANSFORMED
+from cupyflash.gpu import params, rowwise
+from cupyflash.gpu.kernels.rowwise import TRANSFORMED, hadamard_tiles
 from cupyflash.problem.hadamard import LARGEST as LARGEST_SIZE
 from cupyflash.problem.hadamard import transform
 from cupyflash.problem.quantize import quantisation
+from cupyflash.rowwise import HADAMARD, QUANTIZE
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 F32 = np.float32
@@ -39,8 +40,9 @@ def quantized_there(x, form, group, rng):
         placed.append(Placed(shape, dtype, PLAIN if rng.random() < 0.5 else layout))
     copies = Copies(HostMemory())
     there = quantisation(copies.array(x), form, group)
-    targets = [copies.array(each.view, True) for each in placed]
-    Emulator(schedule=randomly(int(rng.integers(2**32)))).quantize(there, *targets)
+    codes, scale = (copies.array(each.view, True) for each in placed)
+    emulator = Emulator(schedule=randomly(int(rng.integers(2**32))))
+    emulator.rowwise(QUANTIZE, there, codes=codes, scale=scale)
     copies.check()
     return [copies.value(each.view) for each in placed]
 
@@ -81,7 +83,7 @@ def test_every_number_of_16_bits(form, dtype):
         checked = quantisation(x, form, None)
         codes = np.empty(checked.shape_of_codes, np.uint8)
         scale = np.empty(checked.shape_of_scale, F32)
-        Emulator().quantize(checked, codes, scale)
+        Emulator().rowwise(QUANTIZE, checked, codes=codes, scale=scale)
         assert np.array_equal(codes, wanted[0].view(np.uint8))
         assert same_bits(scale, wanted[1])
 
@@ -104,8 +106,8 @@ def test_lanes_cover_a_group(columns):
     x = np.zeros((3, columns), F32)
     checked = quantisation(x, "int8", None)
     codes, scale = np.empty(x.shape, np.uint8), np.empty((3, 1), F32)
-    launch = rows_recipe.quantize(checked, codes, scale)
-    lanes = np.frombuffer(launch.template, rows_recipe.params.quantize().dtype)["lanes"][0]
+    (launch,) = rowwise.quantize(checked, {"x": x, "codes": codes, "scale": scale}).launches
+    lanes = np.frombuffer(launch.template, params.rowwise("quantize").dtype)["lanes"][0]
     assert lanes in (1, 2, 4, 8, 16, 32)
     assert lanes == 32 or lanes * 8 >= columns
     assert lanes == 1 or lanes * 4 < columns
@@ -134,7 +136,7 @@ def test_rows_are_spread_within_the_bound(dtype, columns):
         copies = Copies(HostMemory())
         target = copies.array(out, True)
         checked = transform(copies.array(x), number, inverse, None)
-        Emulator(schedule=randomly(seed)).hadamard(checked, target)
+        Emulator(schedule=randomly(seed)).rowwise(HADAMARD, checked, out=target)
         copies.check()
         transformed(x, number, inverse).check(copies.value(out))
         # Sums have the CPU's order, so normal numbers have the CPU's bits.
@@ -145,7 +147,7 @@ def test_the_largest_size_is_the_kernels():
     assert LARGEST_SIZE == TRANSFORMED
     for dtype in DTYPES:
         number = accumulator(dtype).itemsize
-        tiles = [rows_recipe.all_hardware.hadamard_tiles(n, number) for n in SIZES]
+        tiles = [hadamard_tiles(n, number) for n in SIZES]
         assert all(each.shared_memory <= 48 << 10 for each in tiles)
         assert all(
             each.block_q * n >= TRANSFORMED // 2 for each, n in zip(tiles, SIZES, strict=True)
@@ -156,8 +158,10 @@ def test_empty_arrays_launch_nothing():
     x = np.zeros((3, 0, 64), F32)
     checked = quantisation(x, "int8", None)
     codes, scale = np.empty(x.shape, np.int8), np.empty((3, 0, 1), F32)
-    assert rows_recipe.quantize(checked, codes, scale).grid == 0
-    assert rows_recipe.hadamard(transform(x, 0, False, None), x.copy()).grid == 0
+    arrays = {"x": x, "codes": codes, "scale": scale}
+    assert rowwise.quantize(checked, arrays).launches == ()
+    arrays = {"x": x, "out": x.copy(), "seed": 0}
+    assert rowwise.hadamard(transform(x, 0, False, None), arrays).launches == ()
     # Rows without columns have scales.
     x = np.zeros((3, 0), F32)
     codes, scale = quantized_there(x, "int8", None, np.random.default_rng(0))

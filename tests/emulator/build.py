@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cupyflash.gpu import source
-from cupyflash.gpu.source import Specialisation
+from cupyflash.gpu.specialisation import Specialisation
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = ("runtime.cpp", "races.cpp", "matrices.cpp", "warpgroups.cpp", "stores.cpp")

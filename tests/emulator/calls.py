@@ -22,14 +22,11 @@ from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_laun
 from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
-from cupyflash.gpu.source import Specialisation
+from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.gpu.tma import TensorMap
 from cupyflash.gpu.writer import Launch
-from cupyflash.problem.append import Append
 from cupyflash.problem.call import Array, Call, Gradients, Problem, Results
-from cupyflash.problem.hadamard import Transform
-from cupyflash.problem.quantize import Quantisation
-from cupyflash.problem.rotary import Rotation
+from cupyflash.rowwise import Operation
 
 from . import build
 from .machine import FORWARD, Schedule, machine
@@ -299,29 +296,12 @@ class Emulator:
         with self._answering(self._ready):
             return launch.workspace_size(_on_device(call))
 
-    def combine(self, parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
-        """Write the combination of several (out, lse), as `cupyflash.launch.combine`."""
-        self._run(lambda: launch.combine(parts, out, lse))
-
-    def append(self, checked: Append, out: Array | None) -> None:
-        """Write new rows to a cache, as `gpu.row_launches.append`."""
-        checked = dataclasses.replace(checked, device=0)
-        self._run(lambda: row_launches.append(checked, out))
-
-    def rope(self, checked: Rotation, out: Array) -> None:
-        """Write rotated rows, as `gpu.row_launches.rope`."""
-        checked = dataclasses.replace(checked, device=0)
-        self._run(lambda: row_launches.rope(checked, out))
-
-    def quantize(self, checked: Quantisation, codes: Array, scale: Array) -> None:
-        """Write codes and scales, as `gpu.row_launches.quantize`."""
-        checked = dataclasses.replace(checked, device=0)
-        self._run(lambda: row_launches.quantize(checked, codes, scale))
-
-    def hadamard(self, checked: Transform, out: Array) -> None:
-        """Write transformed rows, as `gpu.row_launches.hadamard`."""
-        checked = dataclasses.replace(checked, device=0)
-        self._run(lambda: row_launches.hadamard(checked, out))
+    def rowwise(self, operation: Operation[Any], checked: Any, **results: Array | None) -> None:
+        """Write the results of a rowwise operation, as `Gpu.rowwise`."""
+        arrays = operation.arrays_of(checked)
+        arrays |= {name: x for name, x in results.items() if x is not None}
+        more = operation.recipe, checked, arrays, operation.contiguous
+        self._run(lambda: row_launches.run(*more))
 
     def _run(self, work: Callable[[], Any]) -> None:
         specials: list[Specialisation] = []

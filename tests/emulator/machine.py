@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyflash.gpu.source import Specialisation
+from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.problem.call import Array
 
 from . import build

@@ -18,6 +18,7 @@ from cupyflash import masks, scores
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
+from cupyflash.rowwise import COMBINE
 
 from . import build
 from .calls import Blocks, Emulator
@@ -101,7 +102,8 @@ def everything(read: Callable[[str], str] = build.read) -> None:
         made = Gradients(*(np.empty_like(x) for x in (q, k, k, bias, sink)))
         emulator.backward(call, do, out, lse, draw(*lse.shape).astype(accumulator), made)
         wide = draw(*lse.shape, 130).astype(kind)  # more than a warp sums at a time
-        emulator.combine([(wide, lse)] * 3, np.empty_like(wide), np.empty_like(lse))
+        results = {"out": np.empty_like(wide), "lse": np.empty_like(lse)}
+        emulator.rowwise(COMBINE, [(wide, lse)] * 3, **results)
         if n > 1:
             continue
         offsets = np.array([0, 0, 5, 17])

@@ -333,7 +333,7 @@ def test_new_codes_are_recognised_and_written_where_they_belong(cupy, monkeypatc
             monkeypatch.setattr(cupyflash.cache_update, "checked_append", None)
     print([(x.kernel, x.by_driver) for x in cupy.launches])
     assert [x.by_driver for x in cupy.launches] == [False, True]
-    found = fields(cupy.launches[1], params.append())
+    found = fields(cupy.launches[1], params.rowwise("append"))
     assert found["k_scale"]["data"] == scales[0].data.ptr
     assert found["v_scale"]["lead"][-1] == 12
     assert (found["columns"], found["columns_v"]) == (8, 16)

@@ -89,7 +89,7 @@ def test_a_cache_is_written_by_what_device_memory_holds_then(cupy, packed):
     assert launch.kernel == "append__f16"
     warps = (5 if packed else 6) * (3 + 3 + 6)
     assert (launch.threads, launch.grid) == (256, -(-warps // 8))
-    told = fields(launch, params.append())
+    told = fields(launch, params.rowwise("append"))
     arrays = {
         "k_new": k_new,
         "v_new": v_new,
@@ -140,7 +140,7 @@ def test_writes_to_a_cache_are_recognised(cupy, monkeypatch):
             out = cupyflash.append(k_new, v_new, k, v, lengths, table=table, q=q, rotary=rotary)
         held.append((k_new, v_new, q, out, lengths))
     for n, (arrays, launch) in enumerate(zip(held, cupy.launches, strict=True)):
-        told = fields(launch, params.append())
+        told = fields(launch, params.rowwise("append"))
         for name, array in zip(("k_new", "v_new", "q", "out", "lengths"), arrays, strict=True):
             assert told[name]["data"] == array.data.ptr, name
         assert told["interleaved"] == (n == 2)
@@ -167,7 +167,7 @@ def test_rotations_are_recognised(cupy, monkeypatch):
                 patch.setattr(cache_update, "rotation", None)
             held.append(cupyflash.rope(x, positions, rotary, inverse=n == 2))
     for n, (x, out, launch) in enumerate(zip(xs, held, cupy.launches, strict=True)):
-        told = fields(launch, params.rope())
+        told = fields(launch, params.rowwise("rope"))
         assert (told["x"]["data"], told["out"]["data"]) == (x.data.ptr, out.data.ptr)
         assert told["inverse"] == (n == 2)
 
@@ -184,7 +184,7 @@ def test_transforms_are_recognised_with_their_seeds(cupy, monkeypatch):
                 patch.setattr(quantization, "transform", None)
             made.append((seed, inverse, cupyflash.hadamard(x, seed, inverse=inverse, out=into)))
     for (seed, inverse, result), launch in zip(made, cupy.launches, strict=True):
-        told = fields(launch, params.hadamard())
+        told = fields(launch, params.rowwise("hadamard"))
         assert (told["x"]["data"], told["out"]["data"]) == (x.data.ptr, result.data.ptr)
         assert (told["seed"], told["inverse"], told["rows"]) == (seed, inverse, 10)
         assert told["scale"] == 1 / np.sqrt(96)
@@ -208,7 +208,7 @@ def test_codes_on_a_gpu_are_bytes(cupy):
         assert (codes.dtype, scale.dtype) == (dtype, np.float32)
         assert scale.shape == (2, 3, 5, 96 // columns)
         assert codes.strides[1] < codes.strides[2]  # the memory order of x
-        told = fields(cupy.launches[n], params.quantize())
+        told = fields(cupy.launches[n], params.rowwise("quantize"))
         for name, array in {"x": x, "codes": codes, "scale": scale}.items():
             assert told[name]["data"] == array.data.ptr
         assert (told["rows"], told["columns"]) == (scale.size, columns)
@@ -221,7 +221,7 @@ def test_a_step_without_queries_and_a_length_of_all(cupy):
     k_new, v_new = draw(cupy, (2, 3, 1, 8), count=2)
     k, v = draw(cupy, (2, 3, 20, 8), count=2)
     assert cupyflash.append(k_new, v_new, k, v, 7) is None
-    told = fields(cupy.launches[0], params.append())
+    told = fields(cupy.launches[0], params.rowwise("append"))
     for name in ("q", "out", "cos", "sin", "lengths", "table", "positions"):
         assert told[name]["data"] == 0, name
     assert (told["length"], told["capacity"], told["page_size"]) == (7, 20, 20)
@@ -234,7 +234,7 @@ def test_rows_are_rotated_by_what_device_memory_holds_then(cupy):
     (x,), (cos, sin) = draw(cupy, (2, 4, 5, 16), count=1), draw(cupy, (9, 8), count=2)
     positions = cupy.asarray(np.full(5, 99, "i4"))
     out = cupyflash.rope(x, positions, cupyflash.Rotary(cos, sin), inverse=True)
-    told = fields(cupy.launches[0], params.rope())
+    told = fields(cupy.launches[0], params.rowwise("rope"))
     for name, array in {"x": x, "out": out, "cos": cos, "sin": sin, "positions": positions}.items():
         assert told[name]["data"] == array.data.ptr, name
     assert told["positions"]["lead"].tolist() == [0, 0, 0, 0]

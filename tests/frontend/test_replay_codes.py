@@ -44,7 +44,7 @@ def test_codes_are_recognised(cupy, maps, monkeypatch):
             monkeypatch.setattr(validate, "call", None)
     assert [x.by_driver for x in cupy.launches] == [False, True, True]
     for (arrays, options, out), launch in zip(held, cupy.launches, strict=True):
-        assert launch.kernel.startswith("forward_sm90_fp8__bf16_d64_dv64__boxes_float8_e4m3fn")
+        assert launch.kernel.startswith("forward_sm90_fp8__bf16_d64_dv64__tma_float8_e4m3fn")
         found = fields(launch, params.params(0, 0, 0))
         assert out.dtype.name == "bfloat16"
         assert found["out"]["data"] == out.data.ptr
@@ -90,7 +90,7 @@ def test_few_codes_become_numbers_before_another_kernel(cupy):
     arrays, options = codes(cupy, (2, 4, 40, 24))
     out = cupyflash.attention(*arrays, **options, out_dtype="float16")
     assert [x.kernel.split("__")[0] for x in cupy.launches[:3]] == ["dequantize"] * 3
-    widened = [fields(x, params.quantize()) for x in cupy.launches[:3]]
+    widened = [fields(x, params.rowwise("quantize")) for x in cupy.launches[:3]]
     found = fields(cupy.launches[-1], params.params(0, 0, 0))
     assert found["out"]["data"] == out.data.ptr
     for name, array, told in zip(NAMES, arrays, widened, strict=True):

@@ -16,7 +16,7 @@ from cupyflash.expr.key_range import key_range
 from cupyflash.gpu.kernels import decode, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
-from cupyflash.gpu.source import NONE, Specialisation
+from cupyflash.gpu.specialisation import NONE, Specialisation
 from cupyflash.problem import cached, coded, codes, validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem

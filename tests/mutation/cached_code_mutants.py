@@ -14,7 +14,7 @@ STEPS, SIZES = "steps_of_few_rows_have_the_bits_of_drafts_of_many", "head_sizes_
 DECODE, LEAVES, PRODUCTS = (
     f"kernels_cu/sm80/{x}" for x in ("decode_sm80.cu", "decode_slots.cuh", "fragment_codes.cuh")
 )
-APPEND = "kernels_cu/any/append.cu"
+APPEND = "kernels_cu/rowwise/append.cu"
 PAGES, NEW = "pages_and_drafts_and_packed_queries", "new_rows_have_the_codes_of_quantize"
 CACHE_CPU, CODES_CPU, APPEND_CPU = (f"reference/cpu/{x}.py" for x in ("cache", "codes", "append"))
 
@@ -147,9 +147,9 @@ ON_A_CPU = {
         CACHE_CPU, "            page = owner\n", "            page = 0\n", ON_CPU + MEANING, "int8"
     ),
     "values have the format of keys": Fault(
-        "cupyflash/backends/cpu.py",
-        "(codes.v_form, codes.v_scale)",
-        "(codes.k_form, codes.v_scale)",
+        "cupyflash/rowwise.py",
+        "(encoding.v_form, encoding.v_scale)",
+        "(encoding.k_form, encoding.v_scale)",
         ON_CPU + MEANING,
         "int8-int4",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .cache_mutants import Fault
 
 CODE = "kernels_cu/common/code.cuh"
-QUANTIZE, HADAMARD = (f"kernels_cu/any/{x}.cu" for x in ("quantize", "hadamard"))
+QUANTIZE, HADAMARD = (f"kernels_cu/rowwise/{x}.cu" for x in ("quantize", "hadamard"))
 ROWS_OF_CODES = "cuda/test_quantize.py::test_"
 CODES, EVERY = ROWS_OF_CODES + "codes_are_those_of_the_cpu", ROWS_OF_CODES + "every_number_of_16"
 TINY = ROWS_OF_CODES + "where_numbers_of_float32_are_subnormal"

@@ -48,7 +48,7 @@ from cupyflash.expr.nodes import Expr, convert
 from cupyflash.gpu import params, source, strides
 from cupyflash.gpu.kernels.simt import FORWARD
 from cupyflash.gpu.kernels.spec import Tiles
-from cupyflash.gpu.source import Specialisation
+from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.masks import flat_sizes
 from cupyflash.reference.spec.naive import Sizes
 

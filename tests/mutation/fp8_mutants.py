@@ -12,7 +12,7 @@ PRODUCTS, SOFTMAX, PRODUCER, STORAGE = (
     f"kernels_cu/sm90/{x}.cuh"
     for x in ("warpgroup_codes", "codes_softmax", "codes_producer", "codes_storage")
 )
-DEQUANTIZE = "kernels_cu/any/dequantize.cu"
+DEQUANTIZE = "kernels_cu/rowwise/dequantize.cu"
 TESTS = "cuda/test_forward_sm90_fp8.py::test_"
 SCALES = TESTS + "scales_belong_to_rows_heads_or_all"
 BY_ROW = "float32 and e4m3 and row-row-row"

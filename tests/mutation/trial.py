@@ -30,7 +30,7 @@ from cupyflash.arrays import device_arrays
 from cupyflash.expr.cuda import generate
 from cupyflash.gpu import launch
 from cupyflash.gpu.kernels import sm90
-from cupyflash.gpu.source import Specialisation
+from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.problem.call import Gradients
 from cupyflash.testing import rho
 

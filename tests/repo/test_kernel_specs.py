@@ -20,8 +20,11 @@ from cupyflash.gpu import source, strides
 from cupyflash.gpu.kernels import registry
 from cupyflash.gpu.kernels.registry import KERNELS, SPECS
 from cupyflash.gpu.kernels.spec import Extent, Request, Tiles
+from cupyflash.gpu.specialisation import FLAGS, Specialisation
 from cupyflash.problem import cached, validate
+from cupyflash.problem.formats import FORMATS
 from cupyflash.problem.options import Options
+from cupyflash.rowwise import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kernels_cu"
@@ -30,8 +33,8 @@ OUTSIDE = [
     for path in sorted((ROOT / "cupyflash").rglob("*.py"))
     if (ROOT / "cupyflash" / "gpu" / "kernels") not in path.parents
 ]
-# Words of the language, and the names of public functions.
-WORDS = {"append", "checksum", "combine", "hadamard", "quantize", "rope"}
+# Words of the language, names of parts of a call, and the names of public functions.
+WORDS = {"checksum", "dequantize", *(operation.name for operation in OPERATIONS)}
 HARDWARE = re.compile(r"sm\d\d|simt|_f64|_tf32")
 TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
 DTYPES = [np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
@@ -211,15 +214,82 @@ def test_a_grid_covers_everything(name):
 
 
 def test_a_specialisation_knows_no_more_than_its_spec():
-    special = source.Specialisation(SPECS["combine"], "float32", 0, 0, Tiles(0, 0, 256, 0))
+    special = Specialisation(SPECS["combine"], "float32", 0, 0, Tiles(0, 0, 256, 0))
     assert special.name == "combine__f32"
     assert special.functions == Functions()
-    assert "// any/combine.cu" in source.source(special)
+    assert "// rowwise/combine.cu" in source.source(special)
 
 
-# -- the table in the README ----------------------------------------------------------------------
+# -- compile-time values --------------------------------------------------------------------------
+
+# Field of `Specialisation` -> a value of it other than that of `plain`, for those that are no bool.
+OTHERS = {
+    "dtype": "float64",
+    "d": 96,
+    "d_v": 80,
+    "tiles": Tiles(16, 32, 64, 48, resident_blocks=3),
+    "page_rows": 16,
+    "functions": Functions("", 4, 5, 6, True, True, True, True, True, 7, 8, True, 9),
+    "team": 2,
+    "k_codes": FORMATS["int8"],
+    "v_codes": FORMATS["int4"],
+}
+# Values that no field of these says; and fields that are no compile-time value.
+NO_FIELD, NO_VALUE = {"EACH_LANE_ARRIVES"}, {"spec"}
 
 
-def test_the_readme_has_the_table_of_kernels():
-    page = kernel_table.PAGE.read_text()
-    assert kernel_table.shown(page) == kernel_table.table(), "python tests/tools/kernel_table.py"
+def plain():
+    return Specialisation(SPECS["forward_simt"], "float32", 64, 64, Tiles(64, 64, 256, 0))
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Specialisation), ids=lambda x: x.name)
+def test_a_field_sets_its_own_values_and_no_others(field):
+    if field.name in NO_VALUE:
+        assert field.metadata["flags"] == ()
+        return
+    value = OTHERS.get(field.name, True)
+    changed = dataclasses.replace(plain(), **{field.name: value})
+    before, after = (source.prelude(x).splitlines() for x in (plain(), changed))
+    differ = {y.split()[2] for x, y in zip(before, after, strict=True) if x != y}
+    assert differ - {plain().name, changed.name} == {flag.name for flag in field.metadata["flags"]}
+    shown = any(flag.shown for flag in field.metadata["flags"])
+    assert (changed.name != plain().name) == shown
+
+
+def test_every_value_comes_from_one_field():
+    rows = [
+        flag for field in dataclasses.fields(Specialisation) for flag in field.metadata["flags"]
+    ]
+    names = [flag.name for flag in FLAGS]
+    assert len(set(names)) == len(names)
+    assert set(names) - {flag.name for flag in rows} == NO_FIELD
+    assert all(flag.about[0].isupper() and flag.about[-1] == "." for flag in FLAGS)
+
+
+def test_every_value_is_read_by_a_kernel_and_every_field_is_documented():
+    text = "".join(path.read_text() for path in SOURCES.rglob("*.cu*"))
+    assert [flag.name for flag in FLAGS if not re.search(rf"\b{flag.name}\b", text)] == []
+    for field in dataclasses.fields(Specialisation):
+        assert f"{field.name} : {field.type}" in Specialisation.__doc__
+
+
+def test_symbols_say_what_differs():
+    options = {"packed": True, "page_rows": 16, "team": 4, "tma_store": True, "count_tiles": True}
+    name = dataclasses.replace(plain(), **options).name
+    assert name == "forward_simt__f32_d64_dv64__packed_count_tma_team4__q64_kv64_page16"
+    int8, int4 = FORMATS["int8"], FORMATS["int4"]
+    for formats, words in {
+        (int8, int8): "int8", (int8, None): "keys_int8", (None, int4): "values_int4",
+        (int8, int4): "keys_int8_values_int4",
+    }.items():  # fmt: skip
+        name = dataclasses.replace(plain(), k_codes=formats[0], v_codes=formats[1]).name
+        assert name == f"forward_simt__f32_d64_dv64__{words}__q64_kv64"
+
+
+# -- the tables in the README ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", kernel_table.TABLES)
+def test_the_readme_has_the_tables(name):
+    page, table = kernel_table.PAGE.read_text(), kernel_table.TABLES[name]()
+    assert kernel_table.shown(page, name) == table, "python tests/tools/kernel_table.py"

@@ -330,15 +330,15 @@ KNOWN = [
     ("common/softmax.cuh", "l[r] *= alpha;", "l[r] += alpha;", "killed"),
     ("simt/backward_simt_dq.cu", "i0 = work.block * BLOCK_Q;", "i0 = work.block * BLOCK_Q + 1;",
      "killed"),
-    ("any/combine.cu", "l += weight(", "l -= weight(", "killed"),
+    ("rowwise/combine.cu", "l += weight(", "l -= weight(", "killed"),
     ("common/lookup.cuh", "found.low = low < found.low", "found.low = low > found.low",
      "killed"),
     ("simt/forward_simt.cu", "j0 += BLOCK_KV", "j0 += 0", "timeout"),
     # An assertion of large heads alone.
     ("common/matmul.cuh", "(D > D_V ? D : D_V) > 256", "D_V > 256", "killed"),
-    ("any/backward_sink.cu", "accum_t total = 0;", "accum_t total = nothing;", "invalid"),
-    ("any/backward_sink.cu", "accum_t total = 0;", "accum_t total = 0 * 1;", "equivalent"),
-    ("any/combine.cu", "constexpr int COLUMNS = 4;", "constexpr int COLUMNS = 2;", "survived"),
+    ("rowwise/backward_sink.cu", "accum_t total = 0;", "accum_t total = nothing;", "invalid"),
+    ("rowwise/backward_sink.cu", "accum_t total = 0;", "accum_t total = 0 * 1;", "equivalent"),
+    ("rowwise/combine.cu", "constexpr int COLUMNS = 4;", "constexpr int COLUMNS = 2;", "survived"),
 ]  # fmt: skip
 
 

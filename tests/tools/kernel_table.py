@@ -1,27 +1,39 @@
-"""The table of kernels in kernels_cu/README.md, written from their specs.
+"""The tables in kernels_cu/README.md: kernels, from their specs, and compile-time values.
 
-``python tests/tools/kernel_table.py`` writes it anew.
+``python tests/tools/kernel_table.py`` writes them anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from cupyflash.gpu.kernels.any import ANY_HEAD
 from cupyflash.gpu.kernels.registry import KERNELS
+from cupyflash.gpu.kernels.rowwise import ANY_HEAD
 from cupyflash.gpu.kernels.spec import KernelSpec
+from cupyflash.gpu.specialisation import FLAGS
 
 PAGE = Path(__file__).resolve().parents[2] / "kernels_cu" / "README.md"
-BEGIN, END = "<!-- kernels: python tests/tools/kernel_table.py -->", "<!-- end of kernels -->"
-HEAD = ("part", "kernel", "compute capability", "types, largest head", "when it serves")
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
-def table() -> str:
-    """Return the table: of each part the kernels in the order in which they are asked."""
-    rows = [HEAD, ("---",) * len(HEAD)]
-    rows += [_row(spec) for specs in KERNELS.values() for spec in specs]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def kernels() -> str:
+    """Return the table of kernels: of each part, in the order in which they are asked."""
+    head = "part", "kernel", "compute capability", "types, largest head", "when it serves"
+    return _table(head, (_row(spec) for specs in KERNELS.values() for spec in specs))
+
+
+def values() -> str:
+    """Return the table of compile-time values, in the order of the prelude."""
+    head = "value", "what it is", "in the symbol"
+    return _table(head, ((flag.name, flag.about, flag.shown or "-") for flag in FLAGS))
+
+
+TABLES = {"kernels": kernels, "values": values}
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ("---",) * len(head), *rows))
 
 
 def _row(spec: KernelSpec) -> tuple[str, ...]:
@@ -40,23 +52,28 @@ def _row(spec: KernelSpec) -> tuple[str, ...]:
     return part, f"`{spec.name}`", where, types, "; ".join(when) or "-"
 
 
-def shown(text: str) -> str:
-    """Return the table that a page has."""
-    return _parts(text)[1]
+def shown(text: str, name: str) -> str:
+    """Return a table that a page has."""
+    return _parts(text, name)[1]
 
 
-def _parts(text: str) -> tuple[str, str, str]:
-    """Return a page before its table, the table, and the page behind it."""
-    before, begin, rest = text.partition(f"{BEGIN}\n\n")
-    shown, end, behind = rest.partition(END)
-    assert begin, f"{PAGE}: no line {BEGIN}"
-    assert end, f"{PAGE}: no line {END}"
-    return before + begin, shown.removesuffix("\n"), f"\n{end}{behind}"
+def _parts(text: str, name: str) -> tuple[str, str, str]:
+    """Return a page before a table, the table, and the page after it."""
+    first = f"<!-- {name}: python tests/tools/kernel_table.py -->"
+    last = f"<!-- end of {name} -->"
+    before, begin, rest = text.partition(f"{first}\n\n")
+    shown, end, after = rest.partition(last)
+    assert begin, f"{PAGE}: no line {first}"
+    assert end, f"{PAGE}: no line {last}"
+    return before + begin, shown.removesuffix("\n"), f"\n{end}{after}"
 
 
 def main() -> None:
-    before, _, behind = _parts(PAGE.read_text())
-    PAGE.write_text(f"{before}{table()}{behind}")
+    text = PAGE.read_text()
+    for name, table in TABLES.items():
+        before, _, after = _parts(text, name)
+        text = f"{before}{table()}{after}"
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ by hand, tests/data/mutation_baseline.txt the others; tests/mutation/survivors.p
     python tests/tools/mutants.py --changed main               those of lines changed since then
     python tests/tools/mutants.py --json found.json --jobs 4   all numbers, on four cores
     python tests/tools/mutants.py --resume log.jsonl           goes on where it was stopped
-    python tests/tools/mutants.py --only "any/*" --write-baseline    writes what it found out
+    python tests/tools/mutants.py --only "rowwise/*" --write-baseline    writes what it found out
 
 With --write-baseline the survivors that are no gap are added to the baseline, and mutants that were
 killed or exist no longer are dropped from it. The exit status is 1 where one survived that neither

@@ -12,8 +12,7 @@ import numpy as np
 
 from ...arrays.cuda_device import OLDEST_CAPABILITY
 from ...errors import ArgumentError
-from . import any as all_hardware
-from . import simt, sm80, sm80_f64, sm90, sm90_decode, sm90_fp8
+from . import rowwise, simt, sm80, sm80_f64, sm90, sm90_decode, sm90_fp8
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
@@ -22,20 +21,14 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward_codes": (sm90_fp8.FORWARD,),
     "decode": (sm80.DECODE, sm90_decode.DECODE, simt.DECODE),  # the first two: for other heads
     "shared": (sm80.SHARED,),
-    "join": (all_hardware.DECODE_COMBINE,),
-    "delta": (all_hardware.DELTA,),
-    "sink": (all_hardware.SINK,),
+    "join": (rowwise.DECODE_COMBINE,),
+    "delta": (rowwise.DELTA,),
+    "sink": (rowwise.SINK,),
     "dkdv": (sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),
     "dq": (sm80.DQ, sm80_f64.DQ, simt.DQ),
-    "dq_rows": (all_hardware.DQ_ROWS,),
+    "dq_rows": (rowwise.DQ_ROWS,),
     "bias": (sm90.BIAS, sm80.BIAS, simt.BIAS),
-    "combine": (all_hardware.COMBINE,),
-    "append": (all_hardware.APPEND,),
-    "rope": (all_hardware.ROPE,),
-    "quantize": (all_hardware.QUANTIZE,),
-    "dequantize": (all_hardware.DEQUANTIZE,),
-    "hadamard": (all_hardware.HADAMARD,),
-    "checksum": (all_hardware.CHECKSUM,),
+    **{spec.part: (spec,) for spec in rowwise.OPERATIONS},
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}
 

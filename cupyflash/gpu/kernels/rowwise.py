@@ -1,4 +1,4 @@
-"""The kernels that are the same for all hardware, and work on rows of results: their specs."""
+"""The kernels that work on rows, the same for all hardware: their specs."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
 
 
 def hadamard_tiles(columns: int, itemsize: int) -> Tiles:
-    """Return a block of as many rows as have room; kernels_cu/any/hadamard.cu says where they are.
+    """Return a block of as many rows as have room.
 
-    Behind every 64 elements are 8 that are unused, and behind all of them words with the signs of 4
-    columns. `itemsize` is the accumulator's.
+    Their layout is in kernels_cu/rowwise/hadamard.cu: after every 64 elements are 8 that are
+    unused, and after all of them words with the signs of 4 columns. `itemsize` is the
+    accumulator's.
     """
     rows = max(1, TRANSFORMED // columns)
     last = rows * columns - 1
@@ -68,7 +69,7 @@ def hadamard_tiles(columns: int, itemsize: int) -> Tiles:
 
 
 DELTA = KernelSpec(
-    source="any/backward_delta.cu",
+    source="rowwise/backward_delta.cu",
     part="delta",
     computes="delta = rowsum(do * out)",
     method=_METHOD,
@@ -79,7 +80,7 @@ DELTA = KernelSpec(
     sizes=("d_v",),
 )
 SINK = KernelSpec(
-    source="any/backward_sink.cu",
+    source="rowwise/backward_sink.cu",
     part="sink",
     computes="dsink",
     method=_METHOD,
@@ -90,7 +91,7 @@ SINK = KernelSpec(
     sizes=("d_v",),
 )
 DQ_ROWS = KernelSpec(
-    source="any/backward_dq_rows.cu",
+    source="rowwise/backward_dq_rows.cu",
     part="dq_rows",
     computes="dq out of its sums",
     method=_METHOD,
@@ -103,7 +104,7 @@ DQ_ROWS = KernelSpec(
     sizes=("d",),
 )
 COMBINE = KernelSpec(
-    source="any/combine.cu",
+    source="rowwise/combine.cu",
     part="combine",
     computes="out and log-sum-exp of several",
     method=_METHOD,
@@ -114,7 +115,7 @@ COMBINE = KernelSpec(
     sizes=(),
 )
 DECODE_COMBINE = KernelSpec(
-    source="any/decode_combine.cu",
+    source="rowwise/decode_combine.cu",
     part="join",
     computes="out and log-sum-exp of few queries out of pieces",
     method=_METHOD,
@@ -128,7 +129,7 @@ DECODE_COMBINE = KernelSpec(
     overlaps=True,
 )
 APPEND = KernelSpec(
-    source="any/append.cu",
+    source="rowwise/append.cu",
     part="append",
     computes="new keys and values in a cache",
     method="rotates in {accumulator}",
@@ -140,7 +141,7 @@ APPEND = KernelSpec(
     overlaps=True,
 )
 ROPE = KernelSpec(
-    source="any/rope.cu",
+    source="rowwise/rope.cu",
     part="rope",
     computes="rows, rotated by their positions",
     method="rotates in {accumulator}",
@@ -151,7 +152,7 @@ ROPE = KernelSpec(
     sizes=(),
 )
 QUANTIZE = KernelSpec(
-    source="any/quantize.cu",
+    source="rowwise/quantize.cu",
     part="quantize",
     computes="codes of 8 and 4 bits, with their scales",
     method="rounds in {accumulator}",
@@ -162,7 +163,7 @@ QUANTIZE = KernelSpec(
     sizes=(),
 )
 DEQUANTIZE = KernelSpec(
-    source="any/dequantize.cu",
+    source="rowwise/dequantize.cu",
     part="dequantize",
     computes="numbers, from codes of float8 and their scales",
     method="multiplies in float32",
@@ -173,7 +174,7 @@ DEQUANTIZE = KernelSpec(
     sizes=(),
 )
 HADAMARD = KernelSpec(
-    source="any/hadamard.cu",
+    source="rowwise/hadamard.cu",
     part="hadamard",
     computes="rows, spread over their columns",
     method="sums in {accumulator}",
@@ -186,7 +187,7 @@ HADAMARD = KernelSpec(
     sizes=("d",),
 )
 CHECKSUM = KernelSpec(
-    source="any/checksum.cu",
+    source="rowwise/checksum.cu",
     part="checksum",
     computes="sums that tell whether arrays have changed",
     method="sums in integers",
@@ -196,3 +197,4 @@ CHECKSUM = KernelSpec(
     scores=False,
     sizes=(),
 )
+OPERATIONS = COMBINE, APPEND, ROPE, QUANTIZE, DEQUANTIZE, HADAMARD, CHECKSUM  # no part of attention
