@@ -150,7 +150,9 @@ def _of_widened(
         launch = rowwise.widen(getattr(call, name), codes.scales[scale], codes.form, x)
         launch = _with_names(launch, {"codes": name, "scale": scale, "x": held})
         reason = partial(_words_of_rows, launch, target)
-        steps.append(step_of(launch, scratch, reason, f"numbers of the codes of {name}"))
+        step = step_of(launch, scratch, reason)
+        computes = f"numbers of the codes of {name}"
+        steps.append(replace(step, part="numbers", computes=computes))
         if x.size:
             scratch[held], names[name] = ArraySpec(x.shape, dtype), held
     for each in main.steps:
