@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from .arguments import KeyRanges
-from .cache import Scales, cache_of
+from .cache import Scales, cache_of, products_of
 from .calls import Bound
 from .decode import decode as decode_kernel
-from .decode import decode_scratch, decode_sizes
+from .decode_scratch import decode_scratch, decode_sizes
 from .decode_tasks import LEAF, MOST_ROWS, Schedule, schedule
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
@@ -59,10 +59,12 @@ def decode(
     """
     number = problem.accumulator
     called = called_kernels(problem, programs, False)
-    prepare([*called.values(), (merge, number), (decode_kernel, number)])
-    pointers = pointers_to(called)
     layout, scratch = Layout(problem, MOST_ROWS, LEAF), Scratch()
     shape = layout.shape
+    cache = cache_of(k, v, table, page_size, problem.lead, layout.lanes, scales, shared)
+    own = [(kernel, number) for kernel in (merge, *products_of(cache), decode_kernel)]
+    prepare([*called.values(), *own])
+    pointers = pointers_to(called)
     if not shape.heads:
         return 0
     q_read = layout.operand(q, scratch, whole_vectors=False)
@@ -70,9 +72,6 @@ def decode(
     lse_made = layout.result(lse[..., None], scratch)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     changes = changes_of(layout, programs, pointers, careful=False)
-    cache = cache_of(
-        k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales, shared
-    )
     plan = _planned(layout, changes.ranges, shared)
     kept = np.empty(plan.kept, number)
     counters = np.zeros(1 + len(plan.tasks), np.int64)
@@ -92,7 +91,7 @@ def decode(
             plan.top,
             shape,
             changes,
-            pointer_of(merge, number),
+            *(pointer_of(*each) for each in own[:-1]),
             cache,
             q_rows,
             sinks_of(layout, sink),
