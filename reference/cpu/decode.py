@@ -105,7 +105,8 @@ def next_leaf(
 ):  # fmt: skip
     """Return the first leaf from `n` to `end` that lies in no EMPTY node, or `end`.
 
-    Large nodes are tried first, so that the keys between two ranges cost next to nothing.
+    Return also where a FULL node ends that begins there, or 0. Large nodes are tried first, so that
+    the keys between two ranges cost next to nothing, and those within a range little.
     """
     b = tasks[members[first_member, 0], 0]
     shift, found = 0, False
@@ -119,17 +120,19 @@ def next_leaf(
             break
         j0 = n << LOG_LEAF
         keys = min(LEAF << shift, shape.len_k[b] - j0)
-        looked_at, _ = classes_of_leaf(
+        looked_at, partial = classes_of_leaf(
             shape, changes, symbols, tasks, members, first_member, several, head, heads, queries,
             j0, keys, edges, ri, rf, classes,
         )  # fmt: skip
+        if not partial:
+            return n, n + (1 << shift)
         found = looked_at > 0
         if found:
             shift -= LOG_CHILDREN
         else:
             n += 1 << shift
             shift = 0
-    return n
+    return n, 0
 
 
 @helper
@@ -236,6 +239,8 @@ def decode(
     c = shape.log2_e
     loaded = -1
     leaves = 0
+    # Where a mask lets queries see one range of keys, units have no others.
+    may_hide = changes.pointers.classify != 0 and changes.ranges.low.shape[0] == 0
 
     while leaves < (last - first) * most_leaves:
         unit = arrive(first_address(counters))
@@ -262,19 +267,25 @@ def decode(
         filled[:] = 0
         before, prepared = none, none
         leaves += max(leaf_end - leaf_begin, 1) * several
-        n = leaf_begin
+        n, full_end, searches = leaf_begin, np.int64(0), may_hide
         while n < leaf_end:
+            if searches:
+                searches = False
+                n, full_end = next_leaf(
+                    shape, changes, symbols, tasks, members, first_member, several, head, heads,
+                    queries, n, leaf_end, edges, scratch.tile_ri, scratch.tile_rf, classes,
+                )  # fmt: skip
+                continue
             j0 = n * LEAF
             keys = min(LEAF, shape.len_k[b] - j0)
-            looked_at, partial = classes_of_leaf(
-                shape, changes, symbols, tasks, members, first_member, several, head, heads,
-                queries, j0, keys, edges, scratch.tile_ri, scratch.tile_rf, classes,
-            )  # fmt: skip
-            if looked_at == 0:
-                n = next_leaf(
+            looked_at, partial = several, False
+            if n >= full_end:
+                looked_at, partial = classes_of_leaf(
                     shape, changes, symbols, tasks, members, first_member, several, head, heads,
-                    queries, n + 1, leaf_end, edges, scratch.tile_ri, scratch.tile_rf, classes,
+                    queries, j0, keys, edges, scratch.tile_ri, scratch.tile_rf, classes,
                 )  # fmt: skip
+            if looked_at == 0:
+                n, searches = n + 1, may_hide
                 continue
             visited[unit] += looked_at
             if before >= 0:
@@ -371,6 +382,7 @@ def decode(
             if joins:
                 add_to_node(merge, nodes, size, lowest, leaf, start, rows, columns, c, filled)
             n += 1
+            searches = may_hide and n >= full_end and n >> LOG_CHILDREN << LOG_CHILDREN == n
         if before >= 0:
             close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, level)
         else:

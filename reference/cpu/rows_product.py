@@ -112,10 +112,11 @@ class _Emitter(Emitter):
         made = known or ir.Function(self.builder.module, kind, name)
 
         def line(n: Any, values: list[Any]) -> list[Any]:
+            # A loop whose steps LLVM could count would be unrolled, and rows spill.
+            offset = self.opaque(self.builder.mul(n, INT(LINE)))
             for row in range(count):
                 place = self.load(self.builder.add(places, INT(8 * row)), INT)
-                place = self.builder.add(place, self.builder.mul(n, INT(LINE)))
-                pointer = self.builder.inttoptr(place, byte)
+                pointer = self.builder.inttoptr(self.builder.add(place, offset), byte)
                 self.builder.call(made, (pointer, LANE(0), LANE(3), LANE(1)))
             return values
 
@@ -270,8 +271,8 @@ def _make_keys(kind: int, name: str) -> Kernel:
 def _make_values(kind: int, name: str) -> Kernel:
     """Make the kernel that multiplies weights by values that are stored in some way."""
     wide, middle, narrow = (_value_block(kind, ROWS, vectors) for vectors in (4, 2, 1))
-    row_wide, row_half, row_middle, row_narrow = (
-        _value_block(kind, 1, vectors) for vectors in (8, 4, 2, 1)
+    row_of_8, row_of_4, row_of_3, row_of_2, row_of_1 = (
+        _value_block(kind, 1, vectors) for vectors in (8, 4, 3, 2, 1)
     )
     most, vector_bytes = ROWS, VECTOR_BYTES
 
@@ -299,16 +300,19 @@ def _make_values(kind: int, name: str) -> Kernel:
                         narrow(same, x, first, y, load, like)
                         n += 1
                 elif left >= 8:
-                    row_wide(same, x, first, y, load, like)
+                    row_of_8(same, x, first, y, load, like)
                     n += 8
                 elif left >= 4:
-                    row_half(same, x, first, y, load, like)
+                    row_of_4(same, x, first, y, load, like)
                     n += 4
-                elif left >= 2:
-                    row_middle(same, x, first, y, load, like)
+                elif left == 3:
+                    row_of_3(same, x, first, y, load, like)
+                    n += 3
+                elif left == 2:
+                    row_of_2(same, x, first, y, load, like)
                     n += 2
                 else:
-                    row_narrow(same, x, first, y, load, like)
+                    row_of_1(same, x, first, y, load, like)
                     n += 1
                 load = 0
             r += most if several else 1
