@@ -14,14 +14,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .arguments import CHANGES, shape_of
-from .cache import CACHE, find_rows, groups_of, lines_of, load_rows
+from .cache import find_rows, groups_of, lines_of, load_rows
 from .decode_nodes import add_to_node, close_nodes, keep_rows
 from .decode_scratch import decode_scratch_of
 from .decode_tasks import LEAF, LOG_CHILDREN, LOG_LEAF
+from .decode_work import decode_work_of
 from .elementary import exp2
-from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, first_address, load, row_address, store
+from .jit import INT, helper, kernel, takes
+from .memory import first_address, load, row_address, store
 from .merge import clear, fma, state_size
 from .microkernel import padded
 from .rows_product import VECTOR_BYTES, call_keys, call_values, is_finite, softmax_of_leaf
@@ -199,26 +199,19 @@ def decode_combine(
     finish_task(shape, b, head, heads, i0, queries, nodes, size * top, columns, sink, out, lse)
 
 
-@takes(
-    lambda number: (
-        INT, INT, INT, INTS, TABLE, INTS, TABLE, TABLE, INT, shape_of(number), CHANGES, INT, INT, INT, CACHE,
-        ROWS, vector(number), vector(number), ROWS, ROWS, INTS, decode_scratch_of(number),
-    )
-)  # fmt: skip
+@takes(lambda number: (INT, INT, decode_work_of(number), decode_scratch_of(number)))
 @kernel
-def decode(
-    first, last, most_leaves, counters, tasks, parts, units, members, top, shape, changes, merge,
-    multiply_keys, multiply_values, cache, q, sink, kept, out, lse, visited, scratch,
-):  # fmt: skip
+def decode(first, last, work, scratch):
     """Compute units that nobody has taken, until none is left.
 
     A call returns early when ``(last - first) * most_leaves`` leaves are done. Who finishes a
-    task's last part finishes the task. `tasks`, `parts`, `units` and `members` are what
-    `decode_tasks` makes, and a node of level `top` has all keys. `merge`, `multiply_keys` and `multiply_values`
-    are addresses of kernels. ``kept`` has a place for each part. ``counters[0]`` counts the units that were taken,
-    ``counters[1 + n]`` the finished parts of task n, and ``visited[n]`` the leaves of unit n that
-    were not EMPTY, for each of its tasks.
+    task's last part finishes the task. A node of level `top` has all keys. ``counters[0]`` counts
+    the units that were taken, and ``counters[1 + n]`` the finished parts of task n.
     """
+    shape, changes, cache, sink = work.shape, work.changes, work.cache, work.sink
+    tasks, parts, units, members = work.tasks, work.parts, work.units, work.members
+    counters, visited, kept, top = work.counters, work.visited, work.kept, work.top
+    q, out, lse, merge = work.q, work.out, work.lse, work.merge
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
     width, columns = padded(shape.d, lanes), padded(shape.d_v, lanes)
@@ -242,7 +235,7 @@ def decode(
     # Where a mask lets queries see one range of keys, units have no others.
     may_hide = changes.pointers.classify != 0 and changes.ranges.low.shape[0] == 0
 
-    while leaves < (last - first) * most_leaves:
+    while leaves < (last - first) * work.most_leaves:
         unit = arrive(first_address(counters))
         if unit >= units.shape[0]:
             break
@@ -307,7 +300,7 @@ def decode(
                 k_places = first_address(scratch.k_tile_rows)
             v_places = first_address(v_rows) + 8 * here
             call_keys(
-                multiply_keys,
+                work.multiply_keys,
                 (
                     shape.scale, first_address(panel), width, k_places,
                     first_address(k_scales) + 8 * here, first_address(s), LEAF, rows, keys, groups,
@@ -371,7 +364,7 @@ def decode(
                 multiply_seen(s, seen, v_tile, rows, keys, columns, states, at + 2 * rows)
             else:
                 call_values(
-                    multiply_values,
+                    work.multiply_values,
                     (
                         like, first_address(s), LEAF, v_places, first_address(v_scales) + 8 * here,
                         max(v.group, 1), v.scale_group, state + 2 * rows * itemsize, columns, rows,

@@ -10,6 +10,7 @@ from .calls import Bound
 from .decode import decode as decode_kernel
 from .decode_scratch import decode_scratch, decode_sizes
 from .decode_tasks import LEAF, MOST_ROWS, Schedule, schedule
+from .decode_work import DecodeWork
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
@@ -82,23 +83,25 @@ def decode(
         Bound(
             decode_kernel,
             number,
-            most_leaves,
-            counters,
-            plan.tasks,
-            plan.parts,
-            plan.units,
-            plan.members,
-            plan.top,
-            shape,
-            changes,
-            *(pointer_of(*each) for each in own[:-1]),
-            cache,
-            q_rows,
-            sinks_of(layout, sink),
-            kept,
-            out_rows,
-            lse_rows,
-            visited,
+            DecodeWork(
+                most_leaves,
+                counters,
+                plan.tasks,
+                plan.parts,
+                plan.units,
+                plan.members,
+                plan.top,
+                shape,
+                changes,
+                *(pointer_of(*each) for each in own[:-1]),
+                cache,
+                q_rows,
+                sinks_of(layout, sink),
+                kept,
+                out_rows,
+                lse_rows,
+                visited,
+            ),
             scratch=lambda: (decode_scratch(sizes, number),),
             sizes=sizes,
         ),

@@ -1,0 +1,50 @@
+"""The arguments of the kernel for few queries, in one structure: a call has one address to pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from .arguments import CHANGES, Changes, Shape, shape_of
+from .cache import CACHE, Cache
+from .jit import INT, INTS, TABLE, vector
+from .memory import ROWS, Rows
+from .structs import Struct
+
+Array = np.ndarray[Any, Any]
+
+
+class DecodeWork(NamedTuple):
+    """A call over a cache; `tasks`, `parts`, `units`, `members` and `top` are of its `Schedule`."""
+
+    most_leaves: int  # after so many for each of its items, a call of the kernel returns
+    counters: Array  # the units that were taken, and for each task its finished parts
+    tasks: Array
+    parts: Array
+    units: Array
+    members: Array
+    top: int
+    shape: Shape
+    changes: Changes
+    merge: int  # addresses of kernels
+    multiply_keys: int
+    multiply_values: int
+    cache: Cache
+    q: Rows
+    sink: Array  # a logit for each head, of the accumulator's type
+    kept: Array  # a place for the result of each part
+    out: Rows
+    lse: Rows
+    visited: Array  # for each unit, the leaves that were not EMPTY for each of its tasks
+
+
+def decode_work_of(number: types.Type) -> Struct:
+    """Return the type of `DecodeWork`, given the accumulator's."""
+    members = {
+        "counters": INTS, "tasks": TABLE, "parts": INTS, "units": TABLE, "members": TABLE,
+        "shape": shape_of(number), "changes": CHANGES, "cache": CACHE, "q": ROWS,
+        "sink": vector(number), "kept": vector(number), "out": ROWS, "lse": ROWS, "visited": INTS,
+    }  # fmt: skip
+    return Struct(DecodeWork, tuple(members.get(name, INT) for name in DecodeWork._fields))
