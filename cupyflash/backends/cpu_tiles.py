@@ -15,7 +15,7 @@ TILES = ((128, (192, 128)), (512, (64, 64)))
 
 # Up to these, the kernel of a cache is faster on dense arrays: it reads a key once for all heads of
 # its group, where the tiled kernel computes whole vectors of queries of one head.
-MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
+MOST_QUERIES, MOST_ROWS = 8, 32
 LEAF = 64  # keys, of that kernel
 
 
@@ -27,8 +27,8 @@ def choose(problem: Problem) -> Plan:
         kernel="reference.decode",
         block_q=MOST_ROWS,
         block_kv=LEAF,
-        reason=f"a key head has at most {MOST_ROWS} rows of queries and there are {FEWEST_KEYS} "
-        f"keys or more, so the Numba kernel for few queries reads them in leaves of {LEAF} in "
+        reason=f"there are at most {MOST_QUERIES} queries, and at most {MOST_ROWS} rows of them share "
+        f"a key head, so the Numba kernel for few queries reads keys in leaves of {LEAF} in "
         f"{problem.accumulator}",
     )
 
@@ -47,12 +47,12 @@ def cached(call: Call) -> Plan:
 
 
 def has_few_queries(problem: Problem) -> bool:
-    """Return whether few queries read many keys. It does not depend on the batch size."""
+    """Return whether few queries read each key. It does not depend on the batch size."""
     if problem.packed or problem.dropout > 0 or problem.whole:
         return False
     queries, heads = int(problem.len_q), problem.heads_kv
     few = heads > 0 and queries <= MOST_QUERIES and problem.heads // heads * queries <= MOST_ROWS
-    return few and queries > 0 and int(problem.len_k) >= FEWEST_KEYS
+    return few and queries > 0 and int(problem.len_k) > 0
 
 
 def tiled(problem: Problem) -> Plan:

@@ -352,11 +352,11 @@ def test_a_plan_does_not_hang_on_the_batch():
             return getattr(self._problem, name)
 
     for d in (1, 64, 128, 129, 512):
-        x = filled(2, 4, 3, d)
+        x = filled(2, 4, 9, d)
         problem = validate.call(x, x, x).problem
         assert cpu_tiles.choose(NoBatch(problem)) == plan(x, x, x)
         assert plan(x, x, x) == plan(x[:0], x[:0], x[:0]) == plan(x[0], x[0], x[0])
-        assert plan(x, x, x) == plan(*(x[0],) * 3, offsets_q=[0, 1, 3], offsets_k=[0, 3, 3])
+        assert plan(x, x, x) == plan(*(x[0],) * 3, offsets_q=[0, 1, 9], offsets_k=[0, 9, 9])
 
 
 def test_a_plan_computes_nothing():
