@@ -27,8 +27,8 @@ def choose(problem: Problem) -> Plan:
         kernel="reference.decode",
         block_q=MOST_ROWS,
         block_kv=LEAF,
-        reason=f"there are at most {MOST_QUERIES} queries, and at most {MOST_ROWS} rows of them share "
-        f"a key head, so the Numba kernel for few queries reads keys in leaves of {LEAF} in "
+        reason=f"there are at most {MOST_QUERIES} queries and a key head has at most {MOST_ROWS} "
+        f"rows of them, so the Numba kernel for few queries reads keys in leaves of {LEAF} in "
         f"{problem.accumulator}",
     )
 

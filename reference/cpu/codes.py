@@ -28,8 +28,8 @@ _SPECIAL = {E4M3: 0x7F, E5M2: 0x7C}  # from this magnitude on, codes are not fin
 def emit_code(builder: Any, kind: int, stored: Any, lanes: int) -> Any:
     """Emit the numbers of float32 that stored codes mean, whose scale is 1.
 
-    `stored` is a byte, or a vector of bytes; `lanes` numbers are returned. One code in a byte of two
-    is the one in its lower half.
+    `stored` is a byte, or a vector of bytes; `lanes` numbers are returned. A single code of two in
+    a byte is that of the lower half.
     """
     bits, single = ir.IntType(32), ir.FloatType()
 

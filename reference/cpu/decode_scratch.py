@@ -119,11 +119,20 @@ def decode_scratch(sizes: DecodeSizes, number: np.dtype[Any]) -> DecodeScratch:
         ),
         number,
     )
+    panel, s, leaf, nodes = aligned(
+        (rows * width, rows * LEAF, state, state * (sizes.top + 1)), number
+    )
     place = np.arange(LEAF, dtype=np.int64) * number.itemsize
     return DecodeScratch(
-        *aligned((rows * width, rows * LEAF, state, state * (sizes.top + 1)), number),
+        panel,
+        s,
+        leaf,
+        nodes,
         np.empty(sizes.top + 2, np.int64),
-        *np.empty((4, 2 * LEAF), np.int64),
+        np.empty(2 * LEAF, np.int64),
+        np.empty(2 * LEAF, np.int64),
+        np.empty(2 * LEAF, np.int64),
+        np.empty(2 * LEAF, np.int64),
         k_tile,
         v_tile,
         address(k_tile) + place * width,

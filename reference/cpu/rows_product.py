@@ -328,10 +328,11 @@ class RowProducts(NamedTuple):
     keys : Kernel
         s[r, j] = scale * sum over d of q[r, d] * key j's element d. Takes the scale, the addresses
         of `q`, `places`, `scales` and `s`, as below, where `places`, `scales` and the rows of `s`
-        are padded to a multiple of `MOST_KEYS`. A row has `groups` groups of `vectors` vectors, each
-        of which has a scale if it has codes; these scales are `step` bytes apart.
+        are padded to a multiple of `MOST_KEYS`. A row has `groups` groups of `vectors` vectors; a
+        group of codes has a scale, and these are `step` bytes apart.
     values : Kernel
-        o[r, d] = sum over j < keys of p[r, j] * value j's element d. `group` columns have one scale.
+        o[r, d] = sum over j < keys of p[r, j] * value j's element d. A scale is that of `group`
+        columns.
 
     Both begin to load `lines` lines of each row of `ahead` meanwhile.
     """
