@@ -390,8 +390,10 @@ def test_only_leaves_that_are_seen_are_visited(monkeypatch):
     ],
     ids=["window and prefix", "many ranges", "whole nodes"],
 )
-def test_nodes_that_a_mask_shows_or_hides_change_no_bit(mask, sees):
+@pytest.mark.parametrize("most_units", [1, 64])
+def test_nodes_that_a_mask_shows_or_hides_change_no_bit(monkeypatch, mask, sees, most_units):
     """Nodes of 8 and 64 leaves, EMPTY and FULL ones and others, against an array of all pairs."""
+    monkeypatch.setattr(decode_tasks, "MOST_UNITS", most_units)
     lengths = [9300, 33000]
     case = Case(np.random.default_rng(18), FLOAT32, lengths, group=2, len_q=2, d=8, d_v=8)
     ours = case.with_options(mask).run()
