@@ -16,9 +16,11 @@ from numba.extending import intrinsic
 
 from .addresses import address
 from .codes import FIRST, INT4, load_codes
-from .jit import INT, INTS, helper
+from .decode_tasks import LEAF
+from .jit import INT, INTS, Kernel, helper
 from .layout import places_of
-from .memory import first_address, load, store
+from .memory import LINE, first_address, load, store
+from .rows_product import PRODUCTS
 from .structs import WORD, Packed, Struct
 from .widen import BFLOAT16, FLOAT16, NATIVE, WIDENED, kind_of, widen, widen_several
 
@@ -36,7 +38,7 @@ class Source(NamedTuple):
     row: int
     column: int
     columns: int
-    in_place: int  # whether products can read rows in place
+    in_place: int  # whether products read rows in place
     # Of codes: their scales, bytes between these, and how many columns share one.
     scale: int
     scale_page: int
@@ -74,32 +76,31 @@ class Scales(NamedTuple):
     steps: tuple[int, int, int, int]  # bytes between scales of pages, heads, rows and groups
 
 
-def source_of(
-    array: np.ndarray[Any, Any], itemsize: int, lanes: int, scales: Scales | None
-) -> Source:
-    """Describe keys or values, (..., H, rows, D), for an accumulator of this many bytes."""
+def source_of(array: np.ndarray[Any, Any], lanes: int, scales: Scales | None) -> Source:
+    """Describe keys or values, (..., H, rows, D), for vectors of so many numbers."""
     if scales is not None:
-        return _source_of_codes(array, scales)
+        return _source_of_codes(array, lanes, scales)
     kind = kind_of(array.dtype)
     head, row, column = array.strides[-3:]
     columns = array.shape[-1]
-    whole = column == itemsize and columns % lanes == 0 and array.flags.aligned
-    in_place = kind == NATIVE and whole
+    in_place = column == array.itemsize and columns % lanes == 0
     return Source(
         address(array), kind, array.strides[0] if array.ndim > 3 else 0, head, row, column,
         columns, int(in_place), 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
 
 
-def _source_of_codes(array: np.ndarray[Any, Any], scales: Scales) -> Source:
+def _source_of_codes(array: np.ndarray[Any, Any], lanes: int, scales: Scales) -> Source:
     kind = FIRST + scales.form
     columns = array.shape[-1] * (2 if kind == INT4 else 1)
     groups = scales.array.shape[-1] if scales.array.ndim else 1
     page, head, row, column = array.strides
     of_page, of_head, of_row, of_group = scales.steps
+    group = columns // max(groups, 1)
+    in_place = column == 1 and group % lanes == 0 and columns > 0
     return Source(
-        address(array), kind, page, head, row, column, columns, 0, address(scales.array), of_page,
-        of_head, of_row, of_group, columns // max(groups, 1),
+        address(array), kind, page, head, row, column, columns, int(in_place),
+        address(scales.array), of_page, of_head, of_row, of_group, group,
     )  # fmt: skip
 
 
@@ -109,14 +110,13 @@ def cache_of(
     table: np.ndarray[Any, Any] | None,
     page_size: int,
     lead: tuple[int, ...],
-    itemsize: int,
     lanes: int,
     scales: tuple[Scales | None, Scales | None] | None = None,
     shared: int = 0,
 ) -> Cache:
     """Describe a cache. Without a table, the leading axes of k and of v broadcast to `lead`."""
     of_k, of_v = scales or (None, None)
-    keys, values = source_of(k, itemsize, lanes, of_k), source_of(v, itemsize, lanes, of_v)
+    keys, values = source_of(k, lanes, of_k), source_of(v, lanes, of_v)
     if table is None:
         k_places, v_places = (places_of(lead, x.shape[:-3], x.strides[:-3]) for x in (k, v))
         return Cache(keys, values, k_places, v_places, page_size, 0, 0, 0, 0, 0, shared)
@@ -164,11 +164,24 @@ _K_PLACE, _V_PLACE, _TABLE_PLACE = (CACHE.offsets[name] // WORD for name in ("k"
 _SCALE_PLACE, _STRIDES = (_SOURCE.offsets[name] // WORD for name in ("scale", "page"))
 
 
+def products_of(cache: Cache) -> tuple[Kernel, Kernel]:
+    """Return the kernels that multiply by the cache's keys and by its values."""
+    k, v = (each.kind if each.in_place else NATIVE for each in (cache.k, cache.v))
+    return PRODUCTS[k].keys, PRODUCTS[v].values
+
+
 @helper
-def row_size(source):
-    """Return the bytes of a row, 0 where its elements lie far apart."""
+def lines_of(source):
+    """Return how many cache lines a row takes, 0 where its elements lie far apart."""
     elements = source.columns // 2 if source.kind == INT4 else source.columns
-    return elements * source.column if 0 < source.column <= FAR else 0
+    size = elements * source.column if 0 < source.column <= FAR else 0
+    return (size + LINE - 1) // LINE
+
+
+@helper
+def groups_of(source):
+    """Return how many groups of columns a row has, each of which has a scale if it has codes."""
+    return source.columns // source.group if source.in_place and source.group else 1
 
 
 @helper
@@ -180,8 +193,11 @@ def page_of(cache, b, number):
 
 
 @helper
-def find_rows(cache, b, h, first, keys, k_rows, v_rows, k_scales, v_scales):
-    """Write the addresses of the rows of positions from `first` on, and of their scales."""
+def find_rows(cache, b, h, first, keys, at, k_rows, v_rows, k_scales, v_scales):
+    """Write the addresses of the rows of positions from `first` on, and of their scales.
+
+    They go to the elements from `at` on, and those of the last row to what is left of a leaf.
+    """
     k, v = cache.k, cache.v
     j = 0
     while j < keys:
@@ -199,18 +215,23 @@ def find_rows(cache, b, h, first, keys, k_rows, v_rows, k_scales, v_scales):
             k_place, v_place = page * k.page, page * v.page
         k_row = k.address + k_place + h * k.head + row * k.row
         v_row = v.address + v_place + h * v.head + row * v.row
+        place, j = at + j, j + count
         for n in range(count):
-            k_rows[j + n] = k_row + n * k.row
-            v_rows[j + n] = v_row + n * v.row
+            k_rows[place + n] = k_row + n * k.row
+            v_rows[place + n] = v_row + n * v.row
         if k.kind >= FIRST:
             k_scale = k.scale + page * k.scale_page + h * k.scale_head + row * k.scale_row
             for n in range(count):
-                k_scales[j + n] = k_scale + n * k.scale_row
+                k_scales[place + n] = k_scale + n * k.scale_row
         if v.kind >= FIRST:
             v_scale = v.scale + page * v.scale_page + h * v.scale_head + row * v.scale_row
             for n in range(count):
-                v_scales[j + n] = v_scale + n * v.scale_row
-        j += count
+                v_scales[place + n] = v_scale + n * v.scale_row
+    if 0 < keys < LEAF:
+        last = at + keys - 1
+        for n in range(last + 1, at + LEAF):
+            k_rows[n], v_rows[n] = k_rows[last], v_rows[last]
+            k_scales[n], v_scales[n] = k_scales[last], v_scales[last]
 
 
 @intrinsic
@@ -229,7 +250,7 @@ def move(typingctx, source, target, like):
 
 @helper
 def load_rows(source, rows, scales, keys, width, itemsize, tile):
-    """Copy rows to `tile`, 0 from their last column to `width`, and let `rows` say so."""
+    """Copy rows to `tile`, 0 from their last column to `width`."""
     zero = tile.dtype.type(0)
     bfloat = source.kind == BFLOAT16
     packed = source.kind in (FLOAT16, BFLOAT16) and source.column == 2
@@ -249,4 +270,3 @@ def load_rows(source, rows, scales, keys, width, itemsize, tile):
                 widen(place + d * source.column, bfloat, target + d * itemsize, zero)
         for d in range(source.columns, width):
             store(target + d * itemsize, zero)
-        rows[j] = target

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from .jit import helper
 from .memory import load
-from .widen import WIDENED
+from .widen import HAS_HALF, WIDENED
 
 # How elements are stored: numbers of a format, as in `quantize`, after the kinds of `widen`.
 FIRST = 3
@@ -23,6 +23,56 @@ INT8, E4M3, E5M2, INT4 = range(FIRST, FIRST + 4)
 _FRACTION = {E4M3: 3, E5M2: 2}
 _BIAS = {E4M3: 7, E5M2: 15}
 _SPECIAL = {E4M3: 0x7F, E5M2: 0x7C}  # from this magnitude on, codes are not finite
+
+
+def emit_code(builder: Any, kind: int, stored: Any, lanes: int) -> Any:
+    """Emit the numbers of float32 that stored codes mean, whose scale is 1.
+
+    `stored` is a byte, or a vector of bytes; `lanes` numbers are returned. A single code of two in
+    a byte is that of the lower half.
+    """
+    bits, single = ir.IntType(32), ir.FloatType()
+
+    def of(scalar: Any) -> Any:
+        return scalar if lanes == 1 else ir.VectorType(scalar, lanes)
+
+    def constant(value: float, scalar: Any = bits) -> Any:
+        return ir.Constant(of(scalar), value if lanes == 1 else [value] * lanes)
+
+    if kind == INT4:
+        count = 1 if lanes == 1 else lanes // 2
+        four = ir.Constant(stored.type, 4 if lanes == 1 else [4] * count)
+        low = builder.ashr(builder.shl(stored, four), four)
+        if lanes > 1:
+            order = [n // 2 + n % 2 * count for n in range(lanes)]
+            mask = ir.Constant(ir.VectorType(bits, lanes), order)
+            low = builder.shuffle_vector(low, builder.ashr(stored, four), mask)
+        stored = low
+    if kind in (INT8, INT4):
+        return builder.sitofp(stored, of(single))
+    if not HAS_HALF:
+        code = builder.zext(stored, of(bits))
+        magnitude = builder.and_(code, constant(0x7F))
+        moved = builder.shl(magnitude, constant(23 - _FRACTION[kind]))
+        power = constant(2.0 ** (127 - _BIAS[kind]), single)
+        finite = builder.fmul(builder.bitcast(moved, of(single)), power)
+        special = builder.or_(moved, constant(0x7F800000))
+        is_finite = builder.icmp_unsigned("<", magnitude, constant(_SPECIAL[kind]))
+        word = builder.select(is_finite, builder.bitcast(finite, of(bits)), special)
+        sign = builder.shl(builder.and_(code, constant(0x80)), constant(24))
+        return builder.bitcast(builder.or_(word, sign), of(single))
+    # A number of float16 has its exponent in 5 bits: that of E5M2, and that of E4M3 and a 0 before
+    # it. The latter is smaller by a power of two then, and its NaN a number.
+    half = ir.IntType(16)
+    moved = builder.shl(builder.zext(stored, of(half)), constant(8, half))
+    if kind == E5M2:
+        return builder.fpext(builder.bitcast(moved, of(ir.HalfType())), of(single))
+    moved = builder.and_(builder.ashr(moved, constant(1, half)), constant(0xBFFF - 2**16, half))
+    magnitude = builder.and_(moved, constant(0x7FFF, half))
+    is_nan = builder.icmp_unsigned("==", magnitude, constant(_SPECIAL[kind] << 7, half))
+    moved = builder.or_(moved, builder.sext(is_nan, of(half)))
+    value = builder.fpext(builder.bitcast(moved, of(ir.HalfType())), of(single))
+    return builder.fmul(value, constant(2.0 ** (15 - _BIAS[kind]), single))
 
 
 def _widener(kind: int, lanes: int) -> Callable[..., Any]:
@@ -36,46 +86,22 @@ def _widener(kind: int, lanes: int) -> Callable[..., Any]:
         def codegen(context, builder, sig, args):
             source, high, scale, target, _ = args
             number = context.get_value_type(sig.args[4])
-            bits, single = ir.IntType(32), ir.FloatType()
+            single, byte = ir.FloatType(), ir.IntType(8)
 
             def of(scalar, count=lanes):
                 return scalar if count == 1 else ir.VectorType(scalar, count)
 
-            def constant(value, scalar=bits):
-                return ir.Constant(of(scalar), value if lanes == 1 else [value] * lanes)
-
-            count = lanes // 2 if kind == INT4 and lanes > 1 else lanes
-            byte = of(ir.IntType(8), count)
-            stored = builder.load(builder.inttoptr(source, byte.as_pointer()))
+            kept = of(byte, lanes // 2 if kind == INT4 and lanes > 1 else lanes)
+            stored = builder.load(builder.inttoptr(source, kept.as_pointer()))
             stored.align = 1
-            if kind == INT4:
-                four = ir.Constant(byte, 4 if count == 1 else [4] * count)
-                low = builder.ashr(builder.shl(stored, four), four)
-                upper = builder.ashr(stored, four)
-                if lanes == 1:
-                    is_high = builder.icmp_signed("!=", high, ir.Constant(high.type, 0))
-                    stored = builder.select(is_high, upper, low)
-                else:
-                    order = [n // 2 + n % 2 * count for n in range(lanes)]
-                    mask = ir.Constant(ir.VectorType(bits, lanes), order)
-                    stored = builder.shuffle_vector(low, upper, mask)
-            if kind in (INT8, INT4):
-                value = builder.sitofp(stored, of(single))
-            else:
-                code = builder.zext(stored, of(bits))
-                magnitude = builder.and_(code, constant(0x7F))
-                moved = builder.shl(magnitude, constant(23 - _FRACTION[kind]))
-                power = constant(2.0 ** (127 - _BIAS[kind]), single)
-                finite = builder.fmul(builder.bitcast(moved, of(single)), power)
-                special = builder.or_(moved, constant(0x7F800000))
-                is_finite = builder.icmp_unsigned("<", magnitude, constant(_SPECIAL[kind]))
-                word = builder.select(is_finite, builder.bitcast(finite, of(bits)), special)
-                sign = builder.shl(builder.and_(code, constant(0x80)), constant(24))
-                value = builder.bitcast(builder.or_(word, sign), of(single))
+            if kind == INT4 and lanes == 1:
+                is_high = builder.icmp_signed("!=", high, ir.Constant(high.type, 0))
+                stored = builder.select(is_high, builder.lshr(stored, byte(4)), stored)
+            value = emit_code(builder, kind, stored, lanes)
             if lanes > 1:
                 empty = ir.Constant(of(single), ir.Undefined)
-                first = builder.insert_element(empty, scale, bits(0))
-                zeros = ir.Constant(ir.VectorType(bits, lanes), [0] * lanes)
+                first = builder.insert_element(empty, scale, ir.IntType(32)(0))
+                zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
                 scale = builder.shuffle_vector(first, empty, zeros)
             value = builder.fmul(value, scale)
             if isinstance(number, ir.DoubleType):

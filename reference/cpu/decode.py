@@ -8,156 +8,33 @@ all heads that share it, and for the queries of several entries that share it.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .arguments import CHANGES, Changes, Registers, Shape, registers_of, shape_of
-from .cache import CACHE, Cache, find_rows, load_rows, row_size
+from .cache import find_rows, groups_of, lines_of, load_rows
 from .decode_nodes import add_to_node, close_nodes, keep_rows
-from .decode_tasks import LEAF
+from .decode_scratch import decode_scratch_of
+from .decode_tasks import LEAF, LOG_CHILDREN, LOG_LEAF
+from .decode_work import decode_work_of
 from .elementary import exp2
-from .jit import INT, INTS, TABLE, helper, kernel, takes, vector, whole_rows
-from .memory import ROWS, first_address, load, row_address, store
-from .merge import clear, fma, size_of_state, state_size
-from .microkernel import padded, round_up
-from .rows_product import multiply_keys, multiply_values
-from .structs import Struct
+from .jit import INT, helper, kernel, takes
+from .memory import first_address, load, row_address, store
+from .merge import clear, fma, state_size
+from .microkernel import padded
+from .rows_product import VECTOR_BYTES, call_keys, call_values, is_finite, softmax_of_leaf
 from .tile import (
     EMPTY,
     FULL,
     PARTIAL,
-    SYMBOL_COUNT,
     apply_mask,
     apply_score,
     class_of_tile,
     describe_tile,
     look_at_all,
-    make_registers,
 )
-
-Array = np.ndarray[Any, Any]
-
-PARTS = 16  # sums and maxima of a leaf that stand side by side
-
-
-class DecodeSizes(NamedTuple):
-    """What a thread's scratch depends on. Calls that have it in common share scratch."""
-
-    rows: int
-    d: int
-    d_v: int
-    lanes_per_vector: int
-    top: int  # levels above the leaves
-    k_in_place: int
-    v_in_place: int
-    changes: bool  # whether scores are changed or masked
-    score: Registers
-    mask: Registers
-    tile: Registers
-
-
-def decode_sizes(shape: Shape, changes: Changes, cache: Cache, top: int) -> DecodeSizes:
-    """Return the sizes of a call whose tree has `top` levels above the leaves."""
-    return DecodeSizes(
-        shape.block_q,
-        shape.d,
-        shape.d_v,
-        shape.lanes_per_vector,
-        top,
-        cache.k.in_place,
-        cache.v.in_place,
-        len(changes.score.code) > 0 or changes.pointers.classify != 0,
-        registers_of(changes.score),
-        registers_of(changes.mask),
-        registers_of(changes.tile),
-    )
-
-
-class DecodeScratch(NamedTuple):
-    """What one thread needs to work on units; rows are those of a task's heads and queries."""
-
-    panel: Array  # queries, (rows, width); rows are those of all tasks of a unit
-    s: Array  # scores of a leaf, then weights, (rows, LEAF)
-    leaf: Array  # the state of a leaf
-    nodes: Array  # a state for each level
-    filled: Array  # whether a level's state has keys
-    part: Array
-    k_rows: Array  # addresses of a leaf's keys and values, and of the next leaf's keys
-    v_rows: Array
-    next_rows: Array
-    k_scales: Array  # addresses of their scales, if they are codes
-    v_scales: Array
-    k_tile: Array  # keys and values that products cannot read where they lie
-    v_tile: Array
-    seen: Array  # which pairs take part, (rows, LEAF)
-    turned: Array  # scores of a head as [key, query]
-    symbols: Array
-    edges: Array  # of a leaf's keys, see `tile.FIRST`
-    classes: Array  # of a leaf, for each task of a unit
-    score_ri: Array
-    score_rf: Array
-    mask_ri: Array
-    mask_rf: Array
-    tile_ri: Array
-    tile_rf: Array
-
-
-def decode_scratch_of(number: types.Type) -> Struct:
-    """Return the type of `DecodeScratch`, given the accumulator's."""
-    tile, of_mask = vector(number), whole_rows(types.float32)
-    return Struct(
-        DecodeScratch,
-        (
-            *(tile,) * 4,
-            INTS,
-            tile,
-            *(INTS,) * 5,
-            tile,
-            tile,
-            vector(types.boolean),
-            tile,
-            INTS,
-            INTS,
-            INTS,
-        )
-        + (TABLE, whole_rows(number))
-        + (TABLE, of_mask) * 2,
-    )
-
-
-def decode_scratch(sizes: DecodeSizes, number: np.dtype[Any]) -> DecodeScratch:
-    """Allocate a thread's scratch."""
-    rows, lanes = sizes.rows, sizes.lanes_per_vector
-    width, columns = round_up(sizes.d, lanes), round_up(sizes.d_v, lanes)
-    across, state = round_up(rows, lanes), size_of_state(rows, columns)
-    changed = sizes.changes
-    return DecodeScratch(
-        np.empty(rows * width, number),
-        np.empty(rows * LEAF, number),
-        np.empty(state, number),
-        np.empty(state * (sizes.top + 1), number),
-        np.empty(sizes.top + 2, np.int64),
-        np.empty(PARTS, number),
-        np.empty(LEAF, np.int64),
-        np.empty(LEAF, np.int64),
-        np.empty(LEAF, np.int64),
-        np.empty(LEAF, np.int64),
-        np.empty(LEAF, np.int64),
-        np.empty(0 if sizes.k_in_place else LEAF * width, number),
-        np.empty(0 if sizes.v_in_place else LEAF * columns, number),
-        np.empty(rows * LEAF if changed else 0, np.bool_),
-        np.empty(across * LEAF if changed else 0, number),
-        np.empty(SYMBOL_COUNT, np.int64),
-        np.empty(4, np.int64),
-        np.empty(rows, np.int64),
-        *make_registers(sizes.score, across, number),
-        *make_registers(sizes.mask, across, np.dtype(np.float32)),
-        *make_registers(sizes.tile, 1, np.dtype(np.float32)),
-    )
 
 
 @intrinsic
@@ -201,47 +78,66 @@ def class_of_leaf(shape, changes, symbols, b, head, heads, i0, queries, j0, keys
 
 
 @helper
-def softmax_of_leaf(s, first, part, log2_e):
-    """Make a row of scores into weights; return its maximum and its sum."""
-    minus_infinity = s.dtype.type(-math.inf)
-    # Lengths that only the run knows: loops of constant length are unrolled instead of vectorised.
-    row, parts = s[first : first + LEAF], part.size
-    for n in range(parts):
-        part[n] = minus_infinity
-    for j in range(0, row.size, parts):
-        for n in range(parts):
-            part[n] = row[j + n] if row[j + n] > part[n] else part[n]
-    m = minus_infinity
-    for n in range(parts):
-        m = part[n] if part[n] > m else m
-    safe = m if m != minus_infinity else s.dtype.type(0)
-    for n in range(row.size):
-        row[n] = exp2((row[n] - safe) * log2_e)
-    for n in range(parts):
-        part[n] = 0
-    for j in range(0, row.size, parts):
-        for n in range(parts):
-            part[n] += row[j + n]
-    l = s.dtype.type(0)
-    for n in range(parts):
-        l += part[n]
-    return m, l
+def classes_of_leaf(
+    shape, changes, symbols, tasks, members, first_member, several, head, heads, queries, j0, keys,
+    edges, ri, rf, classes,
+):  # fmt: skip
+    """Write the class of keys for each task of a unit.
+
+    Return for how many it is not EMPTY, and whether it is not FULL for any.
+    """
+    looked_at, partial = 0, False
+    for x in range(several):
+        task = members[first_member + x, 0]
+        classes[x] = class_of_leaf(
+            shape, changes, symbols, tasks[task, 0], head, heads, tasks[task, 4], queries, j0, keys,
+            edges, ri, rf,
+        )  # fmt: skip
+        looked_at += classes[x] != EMPTY
+        partial |= classes[x] != FULL
+    return looked_at, partial
 
 
 @helper
-def is_finite(rows, keys, columns, itemsize, like):
-    """Whether all elements of rows are finite."""
-    found = 0
-    for j in range(keys):
-        for d in range(columns):
-            value = load(rows[j] + d * itemsize, like)
-            found += value - value != 0
-    return found == 0
+def next_leaf(
+    shape, changes, symbols, tasks, members, first_member, several, head, heads, queries, n, end,
+    edges, ri, rf, classes,
+):  # fmt: skip
+    """Return the first leaf from `n` to `end` that lies in no EMPTY node, or `end`.
+
+    Return also where a FULL node ends that begins there, or 0. Large nodes are tried first, so that
+    the keys between two ranges cost next to nothing, and those within a range little.
+    """
+    b = tasks[members[first_member, 0], 0]
+    shift, found = 0, False
+    while n < end:
+        while not found:  # a larger node that begins here and ends in time
+            larger = shift + LOG_CHILDREN
+            if n >> larger << larger != n or n + (1 << larger) > end:
+                break
+            shift = larger
+        if shift == 0:
+            break
+        j0 = n << LOG_LEAF
+        keys = min(LEAF << shift, shape.len_k[b] - j0)
+        looked_at, partial = classes_of_leaf(
+            shape, changes, symbols, tasks, members, first_member, several, head, heads, queries,
+            j0, keys, edges, ri, rf, classes,
+        )  # fmt: skip
+        if not partial:
+            return n, n + (1 << shift)
+        found = looked_at > 0
+        if found:
+            shift -= LOG_CHILDREN
+        else:
+            n += 1 << shift
+            shift = 0
+    return n, 0
 
 
 @helper
-def multiply_seen(s, seen, rows, count, keys, columns, itemsize, states, first):
-    """Compute `multiply_values` pair by pair, leaving out those that take no part."""
+def multiply_seen(s, seen, values, count, keys, columns, states, first):
+    """Multiply weights by a tile of values pair by pair, leaving out those that take no part."""
     zero = s.dtype.type(0)
     for r in range(count):
         o = states[first + r * columns : first + (r + 1) * columns]
@@ -250,7 +146,7 @@ def multiply_seen(s, seen, rows, count, keys, columns, itemsize, states, first):
         for j in range(keys):
             if seen[r * LEAF + j]:
                 for d in range(columns):
-                    o[d] = fma(s[r * LEAF + j], load(rows[j] + d * itemsize, zero), o[d])
+                    o[d] = fma(s[r * LEAF + j], values[j * columns + d], o[d])
 
 
 @helper
@@ -303,45 +199,43 @@ def decode_combine(
     finish_task(shape, b, head, heads, i0, queries, nodes, size * top, columns, sink, out, lse)
 
 
-@takes(
-    lambda number: (
-        INT, INT, INT, INTS, TABLE, INTS, TABLE, TABLE, INT, shape_of(number), CHANGES, INT, CACHE,
-        ROWS, vector(number), vector(number), ROWS, ROWS, INTS, decode_scratch_of(number),
-    )
-)  # fmt: skip
+@takes(lambda number: (INT, INT, decode_work_of(number), decode_scratch_of(number)))
 @kernel
-def decode(
-    first, last, most_leaves, counters, tasks, parts, units, members, top, shape, changes, merge,
-    cache, q, sink, kept, out, lse, visited, scratch,
-):  # fmt: skip
+def decode(first, last, work, scratch):
     """Compute units that nobody has taken, until none is left.
 
     A call returns early when ``(last - first) * most_leaves`` leaves are done. Who finishes a
-    task's last part finishes the task. `tasks`, `parts`, `units` and `members` are what
-    `decode_tasks` makes, and a node of level `top` has all keys. `merge` is the kernel's address.
-    ``kept`` has a place for each part. ``counters[0]`` counts the units that were taken,
-    ``counters[1 + n]`` the finished parts of task n, and ``visited[n]`` the leaves of unit n that
-    were not EMPTY, for each of its tasks.
+    task's last part finishes the task. A node of level `top` has all keys. ``counters[0]`` counts
+    the units that were taken, and ``counters[1 + n]`` the finished parts of task n.
     """
+    shape, changes, cache, sink = work.shape, work.changes, work.cache, work.sink
+    tasks, parts, units, members = work.tasks, work.parts, work.units, work.members
+    counters, visited, kept, top = work.counters, work.visited, work.kept, work.top
+    q, out, lse, merge = work.q, work.out, work.lse, work.merge
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
-    key_size, value_size = row_size(cache.k), row_size(cache.v)
     width, columns = padded(shape.d, lanes), padded(shape.d_v, lanes)
     across = padded(shape.block_q, lanes)
     panel, s, leaf, nodes = scratch.panel, scratch.s, scratch.leaf, scratch.nodes
-    filled, part, symbols = scratch.filled, scratch.part, scratch.symbols
+    filled, symbols = scratch.filled, scratch.symbols
     edges, classes = scratch.edges, scratch.classes
-    k_rows, v_rows, next_rows = scratch.k_rows, scratch.v_rows, scratch.next_rows
+    k_rows, v_rows = scratch.k_rows, scratch.v_rows
     k_scales, v_scales = scratch.k_scales, scratch.v_scales
     seen, turned = scratch.seen, scratch.turned
     has_score = changes.score.code.shape[0] > 0
+    k, v = cache.k, cache.v
+    k_lines, v_lines = lines_of(k), lines_of(v)
+    groups = groups_of(k)
+    vectors = width * itemsize // VECTOR_BYTES // groups
     # Variables, because helpers are compiled anew for every constant that they get.
-    start, leaf_level, none = np.int64(0), np.int64(0), np.int64(-1)
+    start, lowest, none = np.int64(0), np.int64(1), np.int64(-1)
     c = shape.log2_e
     loaded = -1
     leaves = 0
+    # Where a mask lets queries see one range of keys, units have no others.
+    may_hide = changes.pointers.classify != 0 and changes.ranges.low.shape[0] == 0
 
-    while leaves < (last - first) * most_leaves:
+    while leaves < (last - first) * work.most_leaves:
         unit = arrive(first_address(counters))
         if unit >= units.shape[0]:
             break
@@ -364,38 +258,54 @@ def decode(
                 )  # fmt: skip
             loaded = task if several == 1 else -1
         filled[:] = 0
-        before = none
+        before, prepared = none, none
         leaves += max(leaf_end - leaf_begin, 1) * several
-        for n in range(leaf_begin, leaf_end):
+        n, full_end, searches = leaf_begin, np.int64(0), may_hide
+        while n < leaf_end:
+            if searches:
+                searches = False
+                n, full_end = next_leaf(
+                    shape, changes, symbols, tasks, members, first_member, several, head, heads,
+                    queries, n, leaf_end, edges, scratch.tile_ri, scratch.tile_rf, classes,
+                )  # fmt: skip
+                continue
             j0 = n * LEAF
             keys = min(LEAF, shape.len_k[b] - j0)
-            looked_at, partial = 0, False
-            for x in range(several):
-                task = members[first_member + x, 0]
-                classes[x] = class_of_leaf(
-                    shape, changes, symbols, tasks[task, 0], head, heads, tasks[task, 4], queries,
-                    j0, keys, edges, scratch.tile_ri, scratch.tile_rf,
+            looked_at, partial = several, False
+            if n >= full_end:
+                looked_at, partial = classes_of_leaf(
+                    shape, changes, symbols, tasks, members, first_member, several, head, heads,
+                    queries, j0, keys, edges, scratch.tile_ri, scratch.tile_rf, classes,
                 )  # fmt: skip
-                looked_at += classes[x] != EMPTY
-                partial |= classes[x] != FULL
             if looked_at == 0:
+                n, searches = n + 1, may_hide
                 continue
             visited[unit] += looked_at
             if before >= 0:
                 close_nodes(merge, nodes, size, rows, columns, c, filled, before, n, level)
-            before = np.int64(n)
+            before = n
 
             # 2 scores
+            here, ahead = (n & 1) * LEAF, LEAF - (n & 1) * LEAF
+            if prepared != n:
+                find_rows(cache, b, h_kv, j0, keys, here, k_rows, v_rows, k_scales, v_scales)
             next_keys = max(min(LEAF, shape.len_k[b] - j0 - LEAF), 0)
-            find_rows(cache, b, h_kv, j0 + LEAF, next_keys, next_rows, v_rows, k_scales, v_scales)
-            find_rows(cache, b, h_kv, j0, keys, k_rows, v_rows, k_scales, v_scales)
-            if not cache.k.in_place:
-                load_rows(cache.k, k_rows, k_scales, keys, width, itemsize, scratch.k_tile)
-            for j in range(keys, LEAF):
-                k_rows[j] = k_rows[keys - 1]
-            multiply_keys(
-                shape.scale, first_address(panel), width, first_address(k_rows), first_address(s),
-                LEAF, rows, keys, width, itemsize, first_address(v_rows), value_size,
+            find_rows(
+                cache, b, h_kv, j0 + LEAF, next_keys, ahead, k_rows, v_rows, k_scales, v_scales
+            )
+            prepared = n + 1
+            k_places = first_address(k_rows) + 8 * here
+            if not k.in_place:
+                load_rows(k, k_rows[here:], k_scales[here:], keys, width, itemsize, scratch.k_tile)
+                k_places = first_address(scratch.k_tile_rows)
+            v_places = first_address(v_rows) + 8 * here
+            call_keys(
+                work.multiply_keys,
+                (
+                    shape.scale, first_address(panel), width, k_places,
+                    first_address(k_scales) + 8 * here, first_address(s), LEAF, rows, keys, groups,
+                    vectors, k.scale_group, itemsize, v_places, v_lines,
+                ),
             )  # fmt: skip
             if has_score or partial:
                 look_at_all(edges, keys)
@@ -427,35 +337,56 @@ def decode(
                     for i in range(queries):
                         for j in range(keys):
                             block[i * LEAF + j] = turned[j * across + i]
-            for r in range(rows):
-                for j in range(keys, LEAF):
-                    s[r * LEAF + j] = -math.inf
             hidden = 0
             if has_score or partial:
                 for r in range(rows):
                     for j in range(keys):
                         seen[r * LEAF + j] = s[r * LEAF + j] != -math.inf
                         hidden += not seen[r * LEAF + j]
+            # The first leaf of a node is its state, and others join it: merges stand for step 6.
+            joins = filled[lowest]
+            filled[lowest] = 1
+            states, at = (leaf, start) if joins else (nodes, size)
+            state = first_address(states) + at * itemsize
             # 5 row max
             for r in range(rows):
-                leaf[r], leaf[rows + r] = softmax_of_leaf(s, r * LEAF, part, shape.log2_e)
+                place = state + r * itemsize
+                softmax_of_leaf(
+                    first_address(s) + r * LEAF * itemsize, keys, place, place + rows * itemsize, c
+                )
             # 7 accumulate p v
-            if not cache.v.in_place:
-                load_rows(cache.v, v_rows, v_scales, keys, columns, itemsize, scratch.v_tile)
-            if hidden and not is_finite(v_rows, keys, columns, itemsize, like):
-                multiply_seen(s, seen, v_rows, rows, keys, columns, itemsize, leaf, 2 * rows)
+            v_tile = scratch.v_tile
+            if hidden or not v.in_place:
+                load_rows(v, v_rows[here:], v_scales[here:], keys, columns, itemsize, v_tile)
+            if not v.in_place:
+                v_places = first_address(scratch.v_tile_rows)
+            if hidden and not is_finite(first_address(v_tile), keys * columns, like):
+                multiply_seen(s, seen, v_tile, rows, keys, columns, states, at + 2 * rows)
             else:
-                multiply_values(
-                    like, first_address(s), LEAF, first_address(v_rows),
-                    first_address(leaf) + 2 * rows * itemsize, columns, rows, keys, columns,
-                    itemsize, first_address(next_rows), next_keys, key_size,
+                call_values(
+                    work.multiply_values,
+                    (
+                        like, first_address(s), LEAF, v_places, first_address(v_scales) + 8 * here,
+                        max(v.group, 1), v.scale_group, state + 2 * rows * itemsize, columns, rows,
+                        keys, columns, itemsize, first_address(k_rows) + 8 * ahead,
+                        k_lines if next_keys else 0,
+                    ),
                 )  # fmt: skip
-            # The leaf joins its node: merges stand for step 6.
-            add_to_node(merge, nodes, size, leaf_level + 1, leaf, start, rows, columns, c, filled)
+            if joins:
+                add_to_node(merge, nodes, size, lowest, leaf, start, rows, columns, c, filled)
+            n += 1
+            searches = may_hide and n >= full_end and n >> LOG_CHILDREN << LOG_CHILDREN == n
         if before >= 0:
             close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, level)
         else:
             clear(nodes, size * level, rows)
+        task = members[first_member, 0]
+        if several == 1 and tasks[task, 7] == 1:  # this is all of it
+            finish_task(
+                shape, b, head, heads, tasks[task, 4], queries, nodes, size * level, columns, sink,
+                out, lse,
+            )  # fmt: skip
+            continue
         # Whoever finishes a task needs the scratch, so all parts are kept before.
         own_size = state_size(own, columns)
         for x in range(several):

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from .arguments import CHANGES, KeyRanges
-from .cache import PackedCache, Scales, cache_of
+from .arguments import KeyRanges
+from .cache import PackedCache, Scales, cache_of, products_of
 from .calls import Bound
 from .decode import decode as decode_kernel
-from .decode import decode_scratch, decode_sizes
+from .decode_scratch import decode_scratch, decode_sizes
 from .decode_tasks import LEAF, MOST_ROWS, Schedule, schedule
+from .decode_work import DecodeWork, PackedWork
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
@@ -25,10 +26,8 @@ from .prepared import (
     PAIR,
     PRODUCTS_PER_SECOND,
     changes_of,
-    packed_shape,
     sinks_of,
 )
-from .structs import Packed
 from .thread_limits import num_threads
 from .threads import parallel, workers_for
 
@@ -73,24 +72,23 @@ class DecodeCall:
         num_threads()  # a wrong number of threads is an error of the first call
         number = problem.accumulator
         called = called_kernels(problem, programs, False)
-        prepare([*called.values(), (merge, number), (decode_kernel, number)])
         self._programs, scratch, self._shared = programs, Scratch(), shared
         self._layout = layout = Layout(problem, MOST_ROWS, LEAF)
+        cache = cache_of(k, v, table, page_size, problem.lead, layout.lanes, scales, shared)
+        own = [(kernel, number) for kernel in (merge, *products_of(cache), decode_kernel)]
+        prepare([*called.values(), *own])
+        self._pointers = [pointer_of(*each) for each in own[:-1]]
         self._q = Operand(layout, q, scratch, whole_vectors=False)
         self._out = Result(layout, out, scratch)
         self._lse = Result(layout, lse[..., None], scratch)
         self._sinks = sinks_of(layout, sink)
-        self.shape = packed_shape(layout)
         self._ranges = layout.key_ranges(programs.ranges)
         changes = changes_of(layout, programs, pointers_to(called), self._ranges)
         if programs.ranges is not None:
             shape = programs.ranges[0].shape
             self._range_views = [x.reshape(shape) for x in (self._ranges.low, self._ranges.high)]
-        cache = cache_of(
-            k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales, shared
-        )
-        self._cache = PackedCache(cache)
-        self._packed_changes = Packed(CHANGES, changes)
+        self._described, self._cache = cache, PackedCache(cache)
+        self._changes = changes
         self._sizes = lambda top: decode_sizes(layout.shape, changes, cache, top)
         shape = layout.shape
         products = LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)
@@ -145,6 +143,7 @@ class DecodeCall:
         plan = _planned(layout, self._ranges, self._shared)
         if plan is not self._plan:
             self._plan, self._kernel = plan, self._bound(plan)
+        self._work.move_to(self._q.rows, self._cache.packed, self._out.rows, self._lse.rows)
         self._counters[...] = 0
         self._visited[...] = 0
         chunks = -(-plan.leaves // self._most_leaves)
@@ -169,9 +168,9 @@ class DecodeCall:
         self._counters = np.zeros(1 + len(plan.tasks), np.int64)
         self._visited = np.zeros(len(plan.units), np.int64)
         sizes = self._sizes(plan.top)
-        return Bound(
-            decode_kernel,
-            number,
+        layout = self._layout
+        q, out, lse = (x.rows.values for x in (self._q, self._out, self._lse))
+        work = DecodeWork(
             self._most_leaves,
             self._counters,
             plan.tasks,
@@ -179,16 +178,22 @@ class DecodeCall:
             plan.units,
             plan.members,
             plan.top,
-            self.shape,
-            self._packed_changes,
-            pointer_of(merge, number),
-            self._cache.packed,
-            self._q.rows,
+            layout.shape,
+            self._changes,
+            *self._pointers,
+            self._described,
+            q,
             self._sinks,
             np.empty(plan.kept, number),
-            self._out.rows,
-            self._lse.rows,
+            out,
+            lse,
             self._visited,
+        )
+        self._work = PackedWork(work, number)
+        return Bound(
+            decode_kernel,
+            number,
+            self._work.packed,
             scratch=lambda: (decode_scratch(sizes, number),),
             sizes=sizes,
         )

@@ -20,9 +20,8 @@ def close_nodes(pointer, states, size, rows, columns, c, filled, before, now, to
         shift = LOG_CHILDREN * n
         if now >= 0 and before >> shift == now >> shift:
             return
-        if filled[n]:
-            add_to_node(pointer, states, size, n + 1, states, size * n, rows, columns, c, filled)
-            filled[n] = 0
+        add_to_node(pointer, states, size, n + 1, states, size * n, rows, columns, c, filled)
+        filled[n] = 0
 
 
 @helper

@@ -29,6 +29,7 @@ from .microkernel import product
 from .narrow import narrow_rows
 from .program import run
 from .quantize import quantize
+from .rows_product import PRODUCTS
 from .tile import (
     classify_by_program,
     classify_by_ranges,
@@ -43,12 +44,13 @@ _FLOAT32 = np.dtype(np.float32)
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
 _OF_INTEGERS = (*_CLASSES, checksum)
 _BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
+_BY_ROWS = tuple(each for products in PRODUCTS.values() for each in products)
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, sum_bias_parts, combine,
     product, accumulate_product, run, score_by_program, add_bias, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
     narrow_rows,
-    *_OF_INTEGERS, *_BY_TILES,
+    *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
 

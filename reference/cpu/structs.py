@@ -114,6 +114,11 @@ class Packed:
         struct.pack_into("=" + kind.format, self.words, 0, *leaves)
         self.address = ctypes.addressof(self.words)
 
+    @property
+    def values(self) -> Any:
+        """The structure that it was last made of."""
+        return self._held[""]
+
     def move_to(self, address: int) -> None:
         """Change the first field, an address. Who calls this holds what lies there."""
         self.words[0] = address

@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
 from .jit import caller, helper, kernel, takes
 from .memory import first_address, row_address, store
-from .vectors import INT, emit_widened
+from .vectors import INT, LANE, emit_widened
 
 NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
 WIDENED = 16  # elements that are widened at a time
+# Whether the CPU has an instruction that widens float16.
+HAS_HALF = bool(
+    binding.get_host_cpu_features().get("f16c") or platform.machine() in ("aarch64", "arm64")
+)
 
 
 @functools.cache
 def kind_of(dtype: np.dtype[Any]) -> int:
     """Return how elements of a type are stored."""
     return {"float16": FLOAT16, "bfloat16": BFLOAT16}.get(dtype.name, NATIVE)
+
+
+def emit_half(builder: Any, stored: Any, single: Any) -> Any:
+    """Emit the numbers of float32, a type like `single`, of bits that are those of float16."""
+    is_vector = isinstance(single, ir.VectorType)
+
+    def of(scalar: Any) -> Any:
+        return ir.VectorType(scalar, single.count) if is_vector else scalar
+
+    def constant(value: float, scalar: Any = LANE) -> Any:
+        return ir.Constant(of(scalar), [value] * single.count if is_vector else value)
+
+    if HAS_HALF:
+        return builder.fpext(builder.bitcast(stored, of(ir.HalfType())), single)
+    # Exponents are 112 smaller, also those of subnormal numbers.
+    bits = builder.zext(stored, of(LANE))
+    magnitude = builder.and_(bits, constant(0x7FFF))
+    moved = builder.shl(magnitude, constant(13))
+    scaled = builder.fmul(builder.bitcast(moved, single), constant(2.0**112, ir.FloatType()))
+    nonfinite = builder.or_(moved, constant(0x7F800000))
+    is_finite = builder.icmp_unsigned("<", magnitude, constant(0x7C00))
+    sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
+    chosen = builder.select(is_finite, builder.bitcast(scaled, of(LANE)), nonfinite)
+    return builder.bitcast(builder.or_(chosen, sign), single)
 
 
 def _widener(lanes: int) -> Callable[..., Any]:
@@ -37,7 +66,8 @@ def _widener(lanes: int) -> Callable[..., Any]:
             )
             stored = builder.load(builder.inttoptr(args[0], half.as_pointer()))
             stored.align = 1
-            as_bfloat, as_half = (emit_widened(builder, stored, bfloat) for bfloat in (True, False))
+            as_bfloat = emit_widened(builder, stored, True)
+            as_half = emit_half(builder, stored, as_bfloat.type)
             is_bfloat = builder.icmp_signed("!=", args[1], INT(0))
             value = builder.select(is_bfloat, as_bfloat, as_half)
             if isinstance(number, ir.DoubleType):

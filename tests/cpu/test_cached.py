@@ -12,7 +12,10 @@ from strategies import DTYPES
 
 import cupyflash
 from cupyflash import attention_cached, masks, scores
+from cupyflash.backends import cpu
+from cupyflash.problem import cached as cached_calls
 from cupyflash.problem import replay
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import decode_launch, decode_tasks
 from cupyflash.testing import Precision, forward_bound, rho
 
@@ -295,8 +298,10 @@ def test_drafts_in_one_call_are_single_steps(dtype, length, mask):
         assert same(step, (out[:, :, i : i + 1], lse[:, :, i : i + 1]))
 
 
-def test_nonfinite_drafts_change_no_bit_of_those_before_them():
-    case = Case(np.random.default_rng(8), FLOAT32, [300], group=2, len_q=4)
+@BY_DTYPE
+@pytest.mark.parametrize("d", [16, 33])
+def test_nonfinite_drafts_change_no_bit_of_those_before_them(dtype, d):
+    case = Case(np.random.default_rng(8), dtype, [300], group=2, len_q=4, d=d, d_v=d)
     case.with_options(masks.causal())
     expected = [x[:, :, :3].copy() for x in case.run()]
     case.k[:, :, -1], case.v[:, :, -1] = np.inf, np.nan
@@ -342,6 +347,18 @@ def test_keys_behind_the_window_may_be_dropped():
     assert same(case.run(**pages), expected)
 
 
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=str)
+def test_the_keys_of_one_row_occupy_all_threads(monkeypatch, mask):
+    monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "4")
+    for n in (2048, 32768):
+        x = np.ones((1, 1, n, 8), np.float32)
+        call = cached_calls.call(x[:, :, :1], x, x, [n], None, None, Options(mask=mask))
+        problem = call.problem.sized(len_k=np.array([n]))
+        units = decode_launch.planned(problem, cpu._programs(call, problem.len_k), 0).units
+        assert len(units) >= 4
+        assert (units[:, 3] - units[:, 2]).max() <= n // 64 // 4
+
+
 def test_only_leaves_that_are_seen_are_visited(monkeypatch):
     found = []
     original = decode_launch.decode
@@ -353,6 +370,61 @@ def test_only_leaves_that_are_seen_are_visited(monkeypatch):
     case.with_options(masks.blocks(np.arange(16)[None] % 4 == 1, 2, 64)).run()
     case.with_options().run()
     assert [call.visited for call in found] == [2, 4, 16]
+
+
+@pytest.mark.parametrize(
+    ("mask", "sees"),
+    [
+        (
+            masks.window(1000, 0) | masks.prefix(70),
+            lambda h, i, j: (j <= i) & (j >= i - 1000) | (j < 70),
+        ),
+        (
+            masks.mask(lambda b, h, i, j: (j < 700) | (j >= 9000) & (j % 5000 < 4700)),
+            lambda h, i, j: (j < 700) | (j >= 9000) & (j % 5000 < 4700),
+        ),
+        (
+            masks.mask(lambda b, h, i, j: (j >= 4096) & (j < 8192 + h)),
+            lambda h, i, j: (j >= 4096) & (j < 8192 + h),
+        ),
+    ],
+    ids=["window and prefix", "many ranges", "whole nodes"],
+)
+@pytest.mark.parametrize("most_units", [1, 64])
+def test_nodes_that_a_mask_shows_or_hides_change_no_bit(monkeypatch, mask, sees, most_units):
+    """Nodes of 8 and 64 leaves, EMPTY and FULL ones and others, against an array of all pairs."""
+    monkeypatch.setattr(decode_tasks, "MOST_UNITS", most_units)
+    lengths = [9300, 33000]
+    case = Case(np.random.default_rng(18), FLOAT32, lengths, group=2, len_q=2, d=8, d_v=8)
+    ours = case.with_options(mask).run()
+    case.check(*ours)
+    last = np.reshape(lengths, (2, 1, 1, 1)) - 1
+    h, i, j = np.arange(2)[:, None, None], np.arange(2)[:, None] + last - 1, np.arange(33000)
+    dense = np.broadcast_to(sees(h, i, j), (2, 2, 2, 33000))
+    assert same(case.run(mask=np.ascontiguousarray(dense)), ours)
+
+
+@pytest.mark.parametrize("group", [1, 3, 7])
+@BY_DTYPE
+def test_rows_have_the_same_bits_however_they_are_stored_and_shared(dtype, group):
+    """In place and in tiles, alone and with the other heads of their group, widened before or not.
+
+    Head sizes of 1 to 15 vectors are cut into blocks of all sizes.
+    """
+    for d, d_v in ((48, 112), (80, 240), (160, 16)):
+        case = Case(np.random.default_rng(d), dtype, [150, 64], group=group, d=d, d_v=d_v)
+        out, lse = case.with_options().run()
+        for h in range(group):
+            assert same(case.run(q=case.q[:, h : h + 1]), (out[:, h : h + 1], lse[:, h : h + 1]))
+        apart = {}
+        for name in ("k", "v"):  # every second column, which products cannot read in place
+            x = getattr(case, name)
+            apart[name] = np.stack([x, x], axis=-1).reshape(*x.shape[:-1], -1)[..., ::2]
+        assert same(case.run(**apart), (out, lse))
+        if dtype.itemsize == 2:
+            wide = {name: getattr(case, name).astype(np.float32) for name in ("q", "k", "v")}
+            wide_out, wide_lse = case.run(**wide)
+            assert same((wide_out.astype(dtype), wide_lse), (out, lse))
 
 
 def test_one_cache_for_all_entries():
@@ -394,16 +466,17 @@ def test_attention_with_few_queries_has_the_bits_of_a_full_cache(lead_q, lead_k,
         assert same_bits(got.reshape(want.shape), want)
 
 
-def test_attention_with_more_queries_fewer_keys_or_dropout_is_tiled():
+def test_attention_with_more_queries_or_dropout_is_tiled():
     def kernel(queries, keys, heads=2, **options):
         q, k = np.ones((1, heads, queries, 8), np.float32), np.ones((1, 2, keys, 8), np.float32)
         return cupyflash.plan(q, k, k, **options).kernel
 
+    assert kernel(8, 511) == "reference.forward"
     assert kernel(8, 512) == kernel(8, 512, heads=8) == "reference.decode"
     x = np.ones((1, 2, 512, 8), np.float32)
     plan = cupyflash.plan(x[..., :1, :], x, x)
     assert (plan.block_q, plan.block_kv) == (decode_tasks.MOST_ROWS, decode_tasks.LEAF)
-    for kernel_of in (kernel(9, 512), kernel(8, 511), kernel(8, 512, heads=10)):
+    for kernel_of in (kernel(9, 512), kernel(8, 512, heads=10)):
         assert kernel_of == "reference.forward"
     assert kernel(8, 512, dropout=0.5, seed=1) == "reference.forward"
 

@@ -90,6 +90,15 @@ def test_attention_has_the_bits_of_numbers_in_float32(form):
     same(attend(q, held, mask=masks.causal()), attention_cached(q, k, v, LENGTHS, **options))
 
 
+def test_groups_of_columns_have_their_scales():
+    """Several groups of a row, read in place, and beside each other in one block of values."""
+    held = cache("int4", d=96, d_v=160)
+    k, v = (x.astype(np.float32) for x in held.numbers)
+    for heads in (2, 10):
+        (q,) = draw((3, heads, 1, 96), seed=1)
+        same(attend(q, held), attention_cached(q, k, v, LENGTHS, return_lse=True))
+
+
 def test_rows_of_int4_may_have_one_scale():
     held = cache("int4", whole_rows=True)
     assert held.k_scale.shape[-1] == 1

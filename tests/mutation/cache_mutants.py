@@ -325,11 +325,13 @@ ON_A_GPU = {
     ),
 }
 
-DECODE_CPU, MERGE_CPU, CACHE_CPU, APPEND_CPU, ROPE_CPU, TASKS_CPU = (
-    f"reference/cpu/{x}.py" for x in ("decode", "merge", "cache", "append", "rope", "decode_tasks")
+DECODE_CPU, MERGE_CPU, CACHE_CPU, APPEND_CPU, ROPE_CPU, TASKS_CPU, ROWS_CPU = (
+    f"reference/cpu/{x}.py"
+    for x in ("decode", "merge", "cache", "append", "rope", "decode_tasks", "rows_product")
 )
 CACHED, STEPS = "cpu/test_cached.py::test_", "frontend/test_append.py::test_"
 PAGED = CACHED + "pages_change_no_bit"
+HIDDEN = CACHED + "nodes_that_a_mask_shows_or_hides_change_no_bit"
 BOUND, BITS = CACHED + "out_and_lse_are_within_the_bound", CACHED + "the_schedule_changes_no_bit"
 
 ON_A_CPU = {
@@ -380,11 +382,9 @@ ON_A_CPU = {
         "float32",
     ),
     "missing keys count": Fault(
-        DECODE_CPU,
-        """                for j in range(keys, LEAF):
-                    s[r * LEAF + j] = -math.inf
-""",
-        "                pass\n",
+        ROWS_CPU,
+        'builder.icmp_signed("<", numbers, held)',
+        'builder.icmp_signed("<=", numbers, held)',
         BOUND,
         "float32",
     ),
@@ -395,11 +395,12 @@ ON_A_CPU = {
         BOUND,
         "float32",
     ),
-    "the fold runs backwards": Fault(
+    "the first leaf of a unit is left out": Fault(
         DECODE_CPU,
-        "for n in range(leaf_begin, leaf_end):",
-        "for n in range(leaf_end - 1, leaf_begin - 1, -1):",
-        BITS,
+        "n, full_end, searches = leaf_begin,",
+        "n, full_end, searches = leaf_begin + 1,",
+        BOUND,
+        "float32",
     ),
     "the last fold runs backwards": Fault(
         DECODE_CPU,
@@ -408,6 +409,25 @@ ON_A_CPU = {
         """    for n in range(count - 1, -1, -1):
         leaf = parts""",
         BITS,
+    ),
+    "a node that is seen in part is FULL": Fault(
+        DECODE_CPU,
+        "        if not partial:\n            return n, n",
+        "        if looked_at:\n            return n, n",
+        HIDDEN,
+    ),
+    "an EMPTY node is as long as two": Fault(
+        DECODE_CPU, "            n += 1 << shift\n", "            n += 2 << shift\n", HIDDEN
+    ),
+    "rows of the leaf that follows the last one": Fault(
+        DECODE_CPU, "if prepared != n:", "if prepared < 0:", HIDDEN
+    ),
+    "sums of some lanes are those of another key": Fault(
+        ROWS_CPU,
+        "keep = [n + self.lanes * bool(n & apart) for n in lanes]",
+        "keep = [n + self.lanes * bool(n & 1) for n in lanes]",
+        BOUND,
+        "float32",
     ),
     "nodes are never closed": Fault(
         "reference/cpu/decode_nodes.py",

@@ -16,7 +16,10 @@ DECODE, LEAVES, PRODUCTS = (
 )
 APPEND = "kernels_cu/rowwise/append.cu"
 PAGES, NEW = "pages_and_drafts_and_packed_queries", "new_rows_have_the_codes_of_quantize"
-CACHE_CPU, CODES_CPU, APPEND_CPU = (f"reference/cpu/{x}.py" for x in ("cache", "codes", "append"))
+CACHE_CPU, CODES_CPU, APPEND_CPU, ROWS_CPU = (
+    f"reference/cpu/{x}.py" for x in ("cache", "codes", "append", "rows_product")
+)
+GROUPS = "groups_of_columns_have_their_scales"
 
 ON_A_GPU = {
     "the scales of another head": Fault(
@@ -138,8 +141,8 @@ ON_A_CPU = {
     ),
     "the scale of the next row": Fault(
         CACHE_CPU,
-        "v_scales[j + n] = v_scale + n * v.scale_row",
-        "v_scales[j + n] = v_scale + (n + 1) * v.scale_row",
+        "v_scales[place + n] = v_scale + n * v.scale_row",
+        "v_scales[place + n] = v_scale + (n + 1) * v.scale_row",
         ON_CPU + MEANING,
         "int8",
     ),
@@ -172,6 +175,25 @@ ON_A_CPU = {
         "0 * source.scale_group",
         ON_CPU + MEANING,
         "int4",
+    ),
+    "no scale where codes are read in place": Fault(
+        ROWS_CPU,
+        "builder.fmul(emit_code(builder, kind, held, self.lanes), scale)",
+        "emit_code(builder, kind, held, self.lanes)",
+        ON_CPU + MEANING,
+        "int8",
+    ),
+    "keys in place have the scale of the first group": Fault(
+        ROWS_CPU,
+        "offset = builder.mul(n, step)",
+        "offset = builder.mul(INT(0), step)",
+        ON_CPU + GROUPS,
+    ),
+    "values in place have the scale of the first group": Fault(
+        ROWS_CPU,
+        "builder.mul(builder.sdiv(column, group), step)",
+        "builder.mul(INT(0), step)",
+        ON_CPU + GROUPS,
     ),
     "a code that is not finite is a number": Fault(
         CODES_CPU, "{E4M3: 0x7F, E5M2: 0x7C}", "{E4M3: 0x80, E5M2: 0x80}", ON_CPU + EVERY, "float8"

@@ -56,7 +56,7 @@ ON_A_CPU = {
         BITS,
     ),
     "a node that is closed stays filled": Fault(
-        NODES_CPU, "            filled[n] = 0\n", "            filled[n] = 1\n", BITS
+        NODES_CPU, "        filled[n] = 0\n", "        filled[n] = 1\n", BITS
     ),
     "parts of a task are one node": Fault(
         TASKS_CPU,
