@@ -74,7 +74,6 @@ WITHOUT_CASE: dict[tuple[str, str], str] = {
     ("torch/tensors.py", ".as_subclass(torch.Tensor)"): SUBCLASSES,
     ("torch/tensors.py", "torch.as_tensor"): TORCH,
     ("torch/tensors.py", "torch.Tensor"): NOT_DONE,
-    ("torch/recipes.py", "torch.compile"): NOT_DONE,
     ("arrays/interop.py", "torch.Tensor"): NOT_DONE,
     ("arrays/interop.py", "cupy.asarray"): GPU,
     ("jax/arguments.py", "jnp.asarray"): JAX,
