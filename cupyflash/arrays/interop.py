@@ -342,20 +342,31 @@ def floats(value: Any, name: str) -> Array:
     """Return an argument as an array of one of the four float dtypes."""
     result = array(value, name)
     if result.dtype.name not in FLOATS or not result.dtype.isnative:
-        codes = " Codes of 8 bits are for cupyflash.attention and cupyflash.attention_varlen, "
-        codes += "with their scales; "
-        codes += "keep copies of 16 bits for gradients." if name in ("q", "k", "v") else ""
         # A tensor of PyTorch has no .astype.
         convert = ".astype" if hasattr(value, "astype") or not hasattr(value, "to") else ".to"
-        remedy = f"Convert it with {convert}(...)."
+        of_codes = _remedy_of_codes(name, result.dtype.name)
+        remedy = f"{of_codes}Convert {'numbers' if of_codes else 'it'} with {convert}(...)."
         if name == "bias" and result.dtype == np.bool_:  # .astype would add 1 and 0 to the scores
             remedy = "Pass it as mask= (True = attend)."
         raise ArgumentTypeError(
             f"{name}: got dtype {result.dtype}; expected {WORDS} (bfloat16 is the type of "
             f"ml_dtypes) in native byte order. {remedy}"
-            + (codes if result.dtype.name.startswith("float8") else "")
         )
     return result
+
+
+def _remedy_of_codes(name: str, dtype: str) -> str:
+    """Return what to do with q, k or v, or arrays like them, if they may be codes."""
+    if dtype.startswith("float8"):
+        said = "Codes of 8 bits are"
+    elif name in ("q", "k", "v") and dtype == "uint8":
+        said = "Bytes that are codes of float8, with qkv_dtype='float8_e4m3fn', are"
+    elif name in ("k", "v") and dtype == "int8":
+        return "Codes of int8 are for cupyflash.attention_cached, with their scales. "
+    else:
+        return ""
+    said += " for cupyflash.attention and cupyflash.attention_varlen, with their scales; "
+    return said + "keep copies of 16 bits for gradients. " * (name in ("q", "k", "v"))
 
 
 def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[str, Array]) -> None:

@@ -126,6 +126,12 @@ class Expr:
     def __rmod__(self, other: Operand) -> Expr:
         return operation("remainder", other, self)
 
+    def __divmod__(self, other: Operand) -> tuple[Expr, Expr]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Operand) -> tuple[Expr, Expr]:
+        return other // self, other % self
+
     def __lshift__(self, other: Operand) -> Expr:
         return operation("left_shift", self, other)
 
@@ -138,7 +144,9 @@ class Expr:
     def __rrshift__(self, other: Operand) -> Expr:
         return operation("right_shift", other, self)
 
-    def __pow__(self, exponent: Operand) -> Expr:
+    def __pow__(self, exponent: Operand, modulus: object = None) -> Expr:
+        if modulus is not None:
+            raise TraceError("pow: got a modulus, too; expected two numbers. Write x ** y % n.")
         return _power(self, exponent)
 
     def __rpow__(self, base: Operand) -> Expr:

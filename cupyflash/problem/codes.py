@@ -231,10 +231,13 @@ def _format_of(
     )
 
 
+EXAMPLE = "int4"  # of what bytes may be: codes of 8 bits often have a type that says it
+
+
 def _kv_dtype_of(held: dict[str, Array], kv_dtype: Any) -> str:
     """Return a `kv_dtype` that says what bytes are, if need be as an example, and nothing else."""
     words = [
-        None if x.dtype != np.uint8 else "int8" if each is None else name_of(each)
+        None if x.dtype != np.uint8 else EXAMPLE if each is None else name_of(each)
         for x, each in zip(held.values(), types_said(kv_dtype), strict=True)
     ]
     return repr(words[0] if words[0] == words[1] else tuple(words))
@@ -243,6 +246,13 @@ def _kv_dtype_of(held: dict[str, Array], kv_dtype: Any) -> str:
 def _is_number(value: Any) -> bool:
     """Whether one scale came as a number."""
     return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
+
+
+def _no_array(value: Any) -> bool:
+    """Whether a value is neither a number nor an array of any library."""
+    return not _is_number(value) and not any(
+        hasattr(value, name) for name in ("__array__", "__dlpack__")
+    )
 
 
 def scales_at(value: Any, name: str, like: Array) -> Any:
@@ -284,6 +294,10 @@ def scale_of(value: Any, name: str, x: Array, form: Format, name_of_x: str) -> A
         raise ArgumentTypeError(
             f"{name}: got {type(value).__name__}; expected a number, or an array of {wanted()}. "
             f"{converted()}"
+        )
+    if isinstance(value, (str, bytes, complex, np.complexfloating)) or _no_array(value):
+        raise ArgumentTypeError(
+            f"{name}: got {value!r}; expected a number, or an array of {wanted()}. {_HOW}."
         )
     scale = array(value, name)
     if scale.dtype != np.float32 or not scale.dtype.isnative:

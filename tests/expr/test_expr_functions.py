@@ -18,7 +18,7 @@ from expressions import (
 
 import cupyflash
 from cupyflash import lookup, masks, scores
-from cupyflash.errors import ArgumentError
+from cupyflash.errors import ArgumentError, TraceError
 from cupyflash.expr import cos, erf, exp, exp2, floor, log, sigmoid, sin, sqrt, where
 from cupyflash.expr.bind import bind
 from cupyflash.expr.derivative import derivative
@@ -52,6 +52,10 @@ apart = i_values - j_values
         ((I < J) << 2, (apart < 0) * 4, "int"),
         ((I < 0) << (J + 62), 0, "int"),
         ((I + 1) ** -1, 1 / (i_values + 1), "float"),
+        (divmod(I - J, 3)[0], apart // 3, "int"),
+        (divmod(I - J, 3)[1], apart % 3, "int"),
+        (divmod(7, J + 1)[0], 7 // (j_values + 1), "int"),
+        (divmod(7, J + 1)[1], 7 % (j_values + 1), "int"),
         (I**0.5, i_values**0.5, "float"),
         (I**2.0, i_values**2.0, "float"),
         (2**J, 2.0**j_values, "float"),
@@ -393,3 +397,9 @@ def test_numpys_sigmoid():
     wanted = [0, 0, math.exp(-40), 0.5, 1, 1, 1, np.nan]
     with np.errstate(under="ignore"):
         np.testing.assert_allclose(numpys_sigmoid(x), wanted, rtol=1e-15)
+
+
+def test_a_modulus_of_pow_has_a_remedy():
+    with pytest.raises(TraceError, match=r"pow: .*Write x \*\* y % n\."):
+        pow(I, 2, 3)
+    assert repr(I**2 % 3) == repr(pow(I, 2) % 3)

@@ -73,7 +73,7 @@ REFUSED = {
         ("kv_dtype: got 'int8' with k of float32", "Leave kv_dtype out"),
     ),
     "bytes without a type": (
-        BYTES, A, ("kv_dtype: got None with k of uint8", "float8_e4m3fn", "Say kv_dtype='int8'"),
+        BYTES, A, ("kv_dtype: got None with k of uint8", "float8_e4m3fn", "Say kv_dtype='int4'"),
     ),
     "a type that is not the array's": (
         {"kv_dtype": "float8_e5m2"}, T,
@@ -91,11 +91,13 @@ REFUSED = {
         ("kv_dtype: got 'int8' with k of float32", "expected None for k", "(None, 'int8')"),
     ),
     "bytes beside a type": (
-        {"v": BYTES["v"]}, A, ("kv_dtype: got None with v of uint8", "Say kv_dtype=(None, 'int8')"),
+        {"v": BYTES["v"]}, A, ("kv_dtype: got None with v of uint8", "Say kv_dtype=(None, 'int4')"),
     ),
     "three types": (
         {"kv_dtype": ("int8", "int8", None)}, A, ("expected one type, or two", "('int8', 'int4')"),
     ),
+    "scales that are text": ({"k_scale": "a"}, T, ("k_scale: got 'a'; expected a number",)),
+    "complex scales": ({"v_scale": 1j}, T, ("v_scale: got 1j; expected a number", "quantize")),
     "scales of another type": (
         {"k_scale": ones(2, 2, 10, 1, dtype=np.float16)}, T,
         ("k_scale: got dtype float16", "float32 that broadcasts to (2, 2, 10)", "np.asarray("),

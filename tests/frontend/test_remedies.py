@@ -30,7 +30,7 @@ CODE = re.compile(
 
 # Errors with code that have no case above: the fragment, and why, or the test that applies it.
 GPU = "a GPU computes, or a CUDA graph is being captured"
-RANKS = "several ranks call"
+RANKS = "../distributed/test_rank_remedies.py::test_"
 NOT_DONE = "it says what holds, and not what to write"
 INSTALL = "a package is installed"
 WORKS = "test_the_remedy_of_an_error_works_as_it_is_written"
@@ -41,13 +41,13 @@ WITHOUT_CASE: dict[tuple[str, str], str] = {
     ("arrays/device_arrays.py", "cupy.asarray([[{}]], cupy.float32)"): GPU,
     ("arrays/interop.py", ".as_subclass(torch.Tensor)"): SUBCLASSES,
     ("arrays/interop.py", ".detach()"): TORCH,
-    ("distributed/plans.py", 'scheme="rounds"'): RANKS,
-    ("distributed/layouts.py", "axis=."): RANKS,
-    ("distributed/sharded.py", "layout.take(whole array, axis=-1)"): RANKS,
-    ("distributed/steps.py", "communicator(MPI.COMM_WORLD)"): RANKS,
-    ("distributed/steps.py", "communicator(ranks, device=...)"): RANKS,
-    ("distributed/steps.py", "layout(comm, length, mask=mask)"): RANKS,
-    ("distributed/steps.py", "layout.take(whole array)"): RANKS,
+    ("distributed/plans.py", 'scheme="rounds"'): RANKS + "another_scheme",
+    ("distributed/layouts.py", "axis=."): RANKS + "another_axis",
+    ("distributed/sharded.py", "layout.take(whole array, axis=-1)"): RANKS + "a_sharded_array",
+    ("distributed/steps.py", "communicator(MPI.COMM_WORLD)"): RANKS + "a_communicator_of_mpi",
+    ("distributed/steps.py", "communicator(ranks, device=...)"): GPU,
+    ("distributed/steps.py", "layout(comm, length, mask=mask)"): RANKS + "a_layout",
+    ("distributed/steps.py", "layout.take(whole array)"): RANKS + "rows_of_the_rank",
     ("expr/sharded.py", "distributed.sharded(...)"): NOT_DONE,
     ("explanation/dense.py", "dtype='"): NOT_DONE,
     ("gpu/launch.py", "cupy.empty({}, cupy.uint8)"): GPU,

@@ -143,6 +143,13 @@ CASES = (
         lambda code: attention(run(f"x{code}(np.float32)", x=X.astype(np.int32)), X, X),
     ),
     Case(
+        "arrays/interop.py",
+        "qkv_dtype='float8_e4m3fn'",
+        lambda: attention(*[quantize(X, "float8_e4m3fn")[0].view(np.uint8)] * 3),
+        r"qkv_dtype='float8_e4m3fn'",
+        lambda code: coded(lambda q: q.view(np.uint8), **keywords(code)),
+    ),
+    Case(
         "problem/codes.py",
         ".astype(...)",
         lambda: attention(X.astype(np.float64), X, X),
