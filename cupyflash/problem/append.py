@@ -75,7 +75,7 @@ def append(
 ) -> Append:
     """Validate a call of `append`."""
     named = {"k_new": k_new, "v_new": v_new}
-    k, v, encoding = codes.codes_of(k, v, given)
+    k, v, encoding = codes.codes_of(k, v, given, k_new)
     if q is not None:
         named["q"] = q
     arrays = {name: floats(x, name) for name, x in named.items()}

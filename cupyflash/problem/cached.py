@@ -42,7 +42,7 @@ def call(
 ) -> Call:
     """Validate a call over a cache."""
     q = floats(q, "q")
-    k, v, encoding = codes.codes_of(k, v, given)
+    k, v, encoding = codes.codes_of(k, v, given, q)
     numbers = {"q": q, **codes.numbers_of(k, v, encoding)}
     dtype = codes.same_dtype(numbers)
     encoding.check_queries(dtype, "q")

@@ -94,13 +94,16 @@ class Shaped(NamedTuple):
         return len(self.shape)
 
 
-def codes_of(k: Any, v: Any, given: CacheCodes | NoCodes) -> tuple[Array, Array, Encoding]:
+def codes_of(
+    k: Any, v: Any, given: CacheCodes | NoCodes, rows: Any = None
+) -> tuple[Array, Array, Encoding]:
     """Return keys, values and what they mean if they are codes, or one of them is.
 
-    Lengths of axes other than the last are not compared yet.
+    Lengths of axes other than the last are not compared yet. `rows` are queries or new keys, whose
+    columns say how many codes a byte has.
     """
     held = {"k": array(k, "k"), "v": array(v, "v")}
-    k_form, v_form = _formats_of(held, given.kv_dtype)
+    k_form, v_form = _formats_of(held, given.kv_dtype, rows)
     scales = {
         "k_scale": _scales_of(given.k_scale, held["k"], "k", k_form),
         "v_scale": _scales_of(given.v_scale, held["v"], "v", v_form),
@@ -176,13 +179,13 @@ def _scales_of(scale: Any, x: Array, name: str, form: Format | None) -> Array | 
     return None
 
 
-def _formats_of(held: dict[str, Array], kv_dtype: Any) -> Forms:
+def _formats_of(held: dict[str, Array], kv_dtype: Any, rows: Any) -> Forms:
     """Return the formats of keys and values, which their types or `kv_dtype` say."""
     # NumPy's names take longer to make than sizes.
     if kv_dtype is None and all(x.dtype.itemsize > 1 for x in held.values()):
         return None, None
     pairs = zip(held.items(), types_said(kv_dtype), strict=True)
-    k_form, v_form = (_format_of(name, x, said, held, kv_dtype) for (name, x), said in pairs)
+    k_form, v_form = (_format_of(name, x, said, held, kv_dtype, rows) for (name, x), said in pairs)
     return k_form, v_form
 
 
@@ -199,7 +202,7 @@ def types_said(kv_dtype: Any) -> tuple[Any, Any]:
 
 
 def _format_of(
-    name: str, x: Array, said: Any, held: dict[str, Array], kv_dtype: Any
+    name: str, x: Array, said: Any, held: dict[str, Array], kv_dtype: Any, rows: Any
 ) -> Format | None:
     """Return the format of keys or values, of which `kv_dtype` says `said`."""
     came = x.dtype.name
@@ -208,7 +211,7 @@ def _format_of(
             raise ArgumentError(
                 f"kv_dtype: got {kv_dtype!r} with {name} of uint8, whose bytes may be any codes; "
                 f"expected what they are: one of {', '.join(FORMATS)}. Say "
-                f"kv_dtype={_kv_dtype_of(held, kv_dtype)}, for example."
+                f"kv_dtype={_kv_dtype_of(held, kv_dtype, rows)}, for example."
             )
         return FORMATS[came] if came in _TYPES else None
     if came == "uint8":
@@ -216,7 +219,7 @@ def _format_of(
     word = name_of(said)
     if word == came:
         return FORMATS.get(came)
-    remedy = f"Say kv_dtype={_kv_dtype_of(held, kv_dtype)}"
+    remedy = f"Say kv_dtype={_kv_dtype_of(held, kv_dtype, rows)}"
     if all(each.dtype != np.uint8 for each in held.values()):
         remedy = "Leave kv_dtype out"
     if came not in _TYPES:
@@ -231,13 +234,16 @@ def _format_of(
     )
 
 
-EXAMPLE = "int4"  # of what bytes may be: codes of 8 bits often have a type that says it
-
-
-def _kv_dtype_of(held: dict[str, Array], kv_dtype: Any) -> str:
+def _kv_dtype_of(held: dict[str, Array], kv_dtype: Any, rows: Any) -> str:
     """Return a `kv_dtype` that says what bytes are, if need be as an example, and nothing else."""
+    columns = getattr(rows, "shape", (0,))[-1:]
+
+    def example(x: Array) -> str:
+        halved = tuple(2 * n for n in x.shape[-1:])
+        return "int4" if halved == columns else "int8"
+
     words = [
-        None if x.dtype != np.uint8 else EXAMPLE if each is None else name_of(each)
+        None if x.dtype != np.uint8 else example(x) if each is None else name_of(each)
         for x, each in zip(held.values(), types_said(kv_dtype), strict=True)
     ]
     return repr(words[0] if words[0] == words[1] else tuple(words))
@@ -250,8 +256,10 @@ def _is_number(value: Any) -> bool:
 
 def _no_array(value: Any) -> bool:
     """Whether a value is neither a number nor an array of any library."""
-    return not _is_number(value) and not any(
-        hasattr(value, name) for name in ("__array__", "__dlpack__")
+    return (
+        not _is_number(value)
+        and not is_device_array(value)
+        and not any(hasattr(value, name) for name in ("__array__", "__dlpack__"))
     )
 
 

@@ -75,6 +75,9 @@ REFUSED = {
     "bytes without a type": (
         BYTES, A, ("kv_dtype: got None with k of uint8", "float8_e4m3fn", "Say kv_dtype='int4'"),
     ),
+    "bytes of one code without a type": (
+        {name: np.zeros((2, 2, 10, 64), np.uint8) for name in "kv"}, A, ("Say kv_dtype='int8'",),
+    ),
     "a type that is not the array's": (
         {"kv_dtype": "float8_e5m2"}, T,
         ("kv_dtype: got float8_e5m2 with k of int8", "view(np.uint8)"),
