@@ -237,13 +237,10 @@ def _format_of(
 def _kv_dtype_of(held: dict[str, Array], kv_dtype: Any, rows: Any) -> str:
     """Return a `kv_dtype` that says what bytes are, if need be as an example, and nothing else."""
     columns = getattr(rows, "shape", (0,))[-1:]
-
-    def example(x: Array) -> str:
-        halved = tuple(2 * n for n in x.shape[-1:])
-        return "int4" if halved == columns else "int8"
-
+    of_bytes = next((x for x in held.values() if x.dtype == np.uint8), held["k"])
+    example = "int4" if tuple(2 * n for n in of_bytes.shape[-1:]) == columns else "int8"
     words = [
-        None if x.dtype != np.uint8 else example(x) if each is None else name_of(each)
+        None if x.dtype != np.uint8 else example if each is None else name_of(each)
         for x, each in zip(held.values(), types_said(kv_dtype), strict=True)
     ]
     return repr(words[0] if words[0] == words[1] else tuple(words))

@@ -73,10 +73,10 @@ REFUSED = {
         ("kv_dtype: got 'int8' with k of float32", "Leave kv_dtype out"),
     ),
     "bytes without a type": (
-        BYTES, A, ("kv_dtype: got None with k of uint8", "float8_e4m3fn", "Say kv_dtype='int4'"),
+        BYTES, A, ("kv_dtype: got None with k of uint8", "float8_e4m3fn", "Say kv_dtype='int8'"),
     ),
-    "bytes of one code without a type": (
-        {name: np.zeros((2, 2, 10, 64), np.uint8) for name in "kv"}, A, ("Say kv_dtype='int8'",),
+    "bytes of two codes without a type": (
+        {name: np.zeros((2, 2, 10, 32), np.uint8) for name in "kv"}, A, ("Say kv_dtype='int4'",),
     ),
     "a type that is not the array's": (
         {"kv_dtype": "float8_e5m2"}, T,

@@ -224,6 +224,7 @@ def pushed(q):
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # PyTorch's own, of its compiler
+@pytest.mark.filterwarnings("default:.*torch.jit.script:FutureWarning")  # and from 2.14 on
 @pytest.mark.parametrize(
     ("derivative", "words"),
     [

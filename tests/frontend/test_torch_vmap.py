@@ -152,6 +152,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.filterwarnings("default:There is a performance drop")  # of PyTorch's own function
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_compositions_are_those_of_pytorch(name):
     close(*(TRANSFORMS[name](f) for f in (scaled_dot_product_attention, pytorch)))
