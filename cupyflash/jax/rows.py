@@ -58,6 +58,7 @@ def append(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     kv_dtype: Any = None,
+    shared: int = 0,
 ) -> Appended:
     """Return a cache with new keys and values, and rotate keys and queries.
 
@@ -94,6 +95,9 @@ def append(
         The scales of a cache of codes, one for each row or, in int4, for each 32 columns.
     kv_dtype : str or dtype_like, optional
         Which codes `k` and `v` hold if they are uint8.
+    shared : int
+        Entries may write the same row of a page for the same position if this is below `shared`.
+        Their new rows must be equal there.
 
     Returns
     -------
@@ -128,8 +132,9 @@ def append(
         for name, x in named.items()
         if x is not None or name == "lengths"
     }
-    where = _Places(new, held, rotary, kv_dtype)
-    page, row, position = where.of_rows(places)
+    where = _Places(new, held, rotary, kv_dtype, arguments.number("shared", shared))
+    rows = {name: jax.lax.stop_gradient(x) for name, x in new.items()} if shared else {}
+    page, row, position = where.of_rows(places, rows)
     if rotary is not None:
         position = jnp.asarray(places.get("positions", position))
     if "k_scale" in held or "v_scale" in held:
@@ -148,33 +153,45 @@ class _Places:
     ----------
     new, held : dict
         New rows and the arrays of the cache, by name.
-    rotary, kv_dtype
+    rotary, kv_dtype, shared
         As in `append`.
     """
 
     def __init__(
-        self, new: dict[str, Any], held: dict[str, Any], rotary: Rotary | None, kv_dtype: Any
+        self,
+        new: dict[str, Any],
+        held: dict[str, Any],
+        rotary: Rotary | None,
+        kv_dtype: Any,
+        shared: Any,
     ) -> None:
         self._new = {name: arguments.like(x) for name, x in new.items()}
         self._held = {name: (x.shape, x.dtype) for name, x in held.items()}
-        self._rotary, self._kv_dtype = rotary, kv_dtype
+        self._rotary, self._kv_dtype, self._shared = rotary, kv_dtype, shared
 
-    def of_rows(self, places: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return entry or page, row and position of each new row: (B, n), or packed (total,)."""
+    def of_rows(
+        self, places: dict[str, Any], new: dict[str, Any]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return entry or page, row and position of each new row: (B, n), or packed (total,).
+
+        `new` has the rows if what they hold is compared.
+        """
         shape = self._check(*self._known_or_alike(places))[0].shape
         results = [jax.ShapeDtypeStruct(shape, np.int32)] * 3
 
-        def run(places: dict[str, Any]) -> list[Any]:
-            return [x.astype(np.int32) for x in self._check(places)]
+        def run(places: dict[str, Any], new: dict[str, Any]) -> list[Any]:
+            return [x.astype(np.int32) for x in self._check(places, new=new)]
 
         operands = {name: jnp.asarray(x) for name, x in places.items()}
-        page, row, position = host.call(run, results, "sequential", operands)
+        page, row, position = host.call(run, results, "sequential", operands, new)
         return page, row, position
 
-    def _check(self, places: dict[str, Any], pages: int = 0) -> list[Any]:
+    def _check(
+        self, places: dict[str, Any], pages: int = 0, new: dict[str, Any] | None = None
+    ) -> list[Any]:
         """Return entry or page, row and position of each new row.
 
-        The cache has at least so many `pages`.
+        The cache has at least so many `pages`. `new` are rows in place of those that are like them.
         """
         # What is written must not overlap, so each array has memory of its own; nobody touches it.
         held = {
@@ -183,8 +200,11 @@ class _Places:
         }
         given = CacheCodes(held.pop("k_scale", None), held.pop("v_scale", None), self._kv_dtype)
         optional = dict.fromkeys(("table", "offsets", "positions"))
-        arrays = {"q": None, **self._new, **held, **optional, **places}
-        checked = problem.append(**arrays, rotary=self._rotary, out=None, given=given)
+        rows = {name: np.asarray(x) for name, x in (new or {}).items()}
+        arrays = {"q": None, **self._new, **rows, **held, **optional, **places}
+        checked = problem.append(
+            **arrays, rotary=self._rotary, out=None, given=given, shared=self._shared
+        )
         lengths = np.broadcast_to(checked.cache.lengths, (checked.batch,))
         if checked.offsets is None:
             count = checked.k_new.shape[-2]

@@ -7,17 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import dispatch, execute
-from ..expr.bind import Alignment, Axis, aligned
-from ..expr.functions import POSITIONS, SCORE, where
 from ..problem.arguments import DENSE, Dense, Packed
 from ..problem.call import Gradients
 from ..problem.options import Options
 from ..request import Request
-from ..scores import Score, chain
 from . import recognised, tensors
 from .tensors import array_of, tensor_of
-
-_, _H, _I, _J = POSITIONS
 
 
 class Settings(NamedTuple):
@@ -63,16 +58,11 @@ class Operands(NamedTuple):
     offsets_k: torch.Tensor | None = None
 
 
-def _request(settings: Settings, x: Operands, bias_is_score: bool = False) -> Request:
-    bias, score_mod = array_of(x.bias), settings.score_mod
-    if bias_is_score:
-        change = _added(bias)
-        before = chain(score_mod)
-        bias, score_mod = None, change if before is None else before.then(change)
+def _request(settings: Settings, x: Operands) -> Request:
     options = Options.of(
         mask=settings.mask if x.mask is None else array_of(x.mask),
-        score_mod=score_mod,
-        bias=bias,
+        score_mod=settings.score_mod,
+        bias=array_of(x.bias),
         sink=array_of(x.sink),
         scale=settings.scale,
         dropout=settings.dropout,
@@ -91,14 +81,6 @@ def _seed(x: Operands) -> Any:
     if x.seed.is_cuda and x.q.is_cuda:
         return array_of(x.seed.view(torch.uint64))
     return int(x.seed) % 2**64
-
-
-def _added(bias: Any) -> Score:
-    """Return the score change that adds a bias without a gradient."""
-    axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
-    number = aligned(Alignment(bias, "bias", axes))
-    hidden = float("-inf")
-    return Score(where(number == hidden, hidden, SCORE + number))
 
 
 def shapes(x: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -160,20 +142,19 @@ def backward(
     out, lse = results
     if do is None:
         do = torch.zeros_like(out)
-    bias_is_score = x.bias is not None and not wants_bias
     on_gpu = x.q.is_cuda
     if on_gpu:
         kind = "deterministic backward" if settings.deterministic else "backward"
-        kind += ", bias without gradient" if bias_is_score else ""
+        kind += "" if wants_bias else " without dbias"
         read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
         seen = _signature(kind, settings, x, read)
         made = recognised.launch(seen, x.q)
         if made is not None:
             return made
-    request = _request(settings, x, bias_is_score)
+    request = _request(settings, x)
     arrays = array_of(do), array_of(out), array_of(lse), array_of(dlse)
     if not place and not on_gpu:
-        host = execute.backward(request, *arrays, settings.deterministic, None, None)
+        host = execute.backward(request, *arrays, settings.deterministic, None, None, wants_bias)
         return [tensor_of(each) for each in host if each is not None]
     gradients = empty_gradients(x, wants_bias)
     names = [*_QKV, *(["dbias"] if wants_bias else []), *([] if x.sink is None else ["dsink"])]
@@ -182,13 +163,13 @@ def backward(
     rest = *arrays, settings.deterministic, targets
     with tensors.stream_of(x.q.device):
         if not on_gpu:
-            execute.backward(request, *rest, None)
+            execute.backward(request, *rest, None, wants_bias)
             return gradients
         call = request.call
         size = dispatch.backend_of(call.q).workspace_size(call)
         scratch = array_of(x.q.new_empty(size, dtype=torch.uint8))
-        execute.backward(request, *rest, scratch)
-    recognised.keep(seen, execute.backward_signature(request, *rest, scratch), named)
+        execute.backward(request, *rest, scratch, wants_bias)
+    recognised.keep(seen, execute.backward_signature(request, *rest, scratch, wants_bias), named)
     return gradients
 
 

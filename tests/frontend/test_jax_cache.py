@@ -362,3 +362,23 @@ def test_traced_numbers_are_not_refused_for_what_they_may_be():
         *map(np.asarray, (q, K, K)), 6, offsets_q=[0, 4, 5], bias=np.asarray(bias)
     )
     same(found(jnp.array([0, 4, 5])), wanted)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_entries_may_write_the_same_rows_of_shared_pages(jit):
+    prompt = np.repeat(draw(1, HEADS_KV, 6, D), 2, 0)
+    table = np.array([[0, 1], [0, 1]], np.int32)
+    k = np.zeros((3, HEADS_KV, 4, D), np.float32)
+    v, lengths = k.copy(), np.array([6, 6])
+    call = partial(append, shared=6)
+    found = (jax.jit(call) if jit else call)(prompt, prompt, k + 0, v + 0, lengths, table=table)
+    cupyflash.append(prompt, prompt, k, v, lengths, table=table, shared=6)
+    same(found.k, k)
+    same(found.v, v)
+    for shared in (0, 5):
+        with pytest.raises(ArgumentError, match="are both row"):
+            append(prompt, prompt, k, v, lengths, table=table, shared=shared)
+    prompt[1] += 1
+    function = jax.jit(call) if jit else call
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="different new rows"):
+        jax.block_until_ready(function(prompt, prompt, k + 0, v + 0, lengths, table=table))
