@@ -18,6 +18,7 @@ from . import elsewhere
 from .arrays.integers import integer
 from .arrays.typed import Booleans
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr import arguments
 from .expr.arguments import (
     ArrayLike,
     Bound,
@@ -91,6 +92,7 @@ class Mask(Structured):
         return Mask(~self.expr)
 
     def _join(self, other: Any, how: Callable[[Expr, Expr], Expr]) -> Mask:
+        other = arguments.meant(other)
         if not isinstance(other, Mask):
             raise ArgumentTypeError(
                 f"got {type(other).__name__} joined with a mask; expected another mask. Wrap an "

@@ -19,6 +19,7 @@ from .arrays.dtypes import DTYPES
 from .arrays.integers import integer
 from .arrays.typed import FloatArray
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr import arguments
 from .expr.arguments import ArrayLike, Indices, as_array, remembered, traced, untraced
 from .expr.bind import Alignment, Axis, aligned, bind
 from .expr.derivative import derivative
@@ -61,6 +62,7 @@ class Score(Structured):
 
     def then(self, other: Score) -> Score:
         """Return the change that applies this one first and `other` to its result."""
+        other = arguments.meant(other)
         if not isinstance(other, Score):
             raise ArgumentTypeError(
                 f"then: got {type(other).__name__}; expected a score change of cupyflash.scores."

@@ -37,6 +37,14 @@ def _call(make: Callable[..., Any], args: Any, keywords: Any) -> Any:
 call: Callable[..., Any] = _call
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
+# Returns the mask or score that a compiler's constant stands for, and anything else as it is.
+meant: Callable[[Any], Any] = _same
+
+
 def untraced(make: _Make) -> _Make:
     """Let a function that reads arrays run outside of the graphs of a compiler."""
 

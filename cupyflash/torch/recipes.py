@@ -49,6 +49,8 @@ arguments.call = torch.compiler.disable(
     reason="a mask or a score reads an array; make it outside of the compiled function",
 )
 
+arguments.meant = made
+
 
 def _numbers(name: str, *args: Any) -> Any:
     for value in args:

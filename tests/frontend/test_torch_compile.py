@@ -101,6 +101,9 @@ READERS = {
     "dense": lambda n: {"mask": masks.dense((torch.arange(8) < n[:, None])[:, None, None])},
     "a function": lambda n: {"mask": own(n)},
     "slopes": lambda n: {"score_mod": scores.alibi(n.float()[None, :1])},
+    "slopes and a cap": lambda n: {
+        "score_mod": scores.alibi(n.float()[None, :1]).then(scores.softcap(2.0))
+    },
     "distances": lambda n: {"score_mod": scores.relative_bias(torch.cat([n, n, n])[1:].float())},
 }
 
