@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from .. import api, execute, varlen
 from ..errors import ArgumentError
@@ -133,14 +134,23 @@ def computed(
         out, lse = host.call(run, out_and_lse, method, operands)
         return out, lse
 
-    def with_residuals(operands: dict[str, Any]) -> tuple[Any, Any]:
+    def with_residuals(primals: dict[str, Any]) -> tuple[Any, Any]:
+        operands = {name: x.value for name, x in primals.items()}
+        # Names without an array: a program's constants.
+        unwanted = {
+            name: () for name in ("bias",) if name in primals and not primals[name].perturbed
+        }
         out, lse = forward(operands)
-        return (out, lse), (operands, out, lse)
+        return (out, lse), (operands, out, lse, unwanted)
 
     def backward(residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:
-        operands, out, lse = residuals
+        operands, out, lse, unwanted = residuals
+        cotangents = [
+            jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+        ]
+        how = {**constants, "bias_gradient": False} if unwanted else constants
         rows = dict(zip(("do", "dlse", "out", "lse"), (*cotangents, out, lse), strict=True))
-        inputs = [name for name in _WITH_GRADIENTS if name in operands]
+        inputs = [name for name in _WITH_GRADIENTS if name in operands and name not in unwanted]
         results = [jax.ShapeDtypeStruct(operands[n].shape, operands[n].dtype) for n in inputs]
 
         def run(arrays: dict[str, Any], rows: dict[str, Any]) -> list[Any]:
@@ -149,7 +159,7 @@ def computed(
                 mapped = host.mapped_axes(arrays | rows, extra)
                 arrays = {name: host.with_axes(x, mapped) for name, x in arrays.items()}
                 rows = {name: host.with_axes(x, mapped) for name, x in rows.items()}
-            made = functions.backward(**rows, **_of_host(arrays), **constants)
+            made = functions.backward(**rows, **_of_host(arrays), **how)
             return [x for x in made if x is not None]
 
         @jax.custom_jvp
@@ -159,12 +169,14 @@ def computed(
 
         gradients.defjvp(_no_second)
         made = dict(zip(inputs, gradients(operands, rows), strict=True))
+        for name in unwanted:
+            made[name] = jnp.zeros(operands[name].shape, operands[name].dtype)
         for name in operands:  # masks, seeds and offsets have none
             if name not in made:
                 made[name] = np.zeros(operands[name].shape, jax.dtypes.float0)
         return (made,)
 
-    forward.defvjp(with_residuals, backward)
+    forward.defvjp(with_residuals, backward, symbolic_zeros=True)
     out, lse = forward(operands)
     return (out[0], lse[0]) if call.matrices else (out, lse)
 

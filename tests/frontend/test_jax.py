@@ -23,6 +23,7 @@ from cupyflash.jax import (  # noqa: E402 (after the skip)
     attention,
     attention_cached,
     attention_varlen,
+    compute,
     rope,
 )
 
@@ -238,3 +239,29 @@ def test_results_have_types():
 def test_forward_mode_is_refused_by_jax():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: attention(x, x, x), (X,), (X,))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_bias_whose_gradient_nobody_wants_costs_none(jit, monkeypatch):
+    q, bias = draw(1, 2, 5, 8), draw(2, 5, 5)
+    asked = []
+
+    def backward(*args, **options):
+        asked.append(options.get("bias_gradient", True))
+        return cupyflash.attention_backward(*args, **options)
+
+    functions = compute.Functions(cupyflash.attention, backward)
+    monkeypatch.setattr(compute, "DENSE", functions)
+
+    def loss(q, bias):
+        return (attention(q, q, q, bias=bias) ** 2).sum()
+
+    one, both = jax.grad(loss), jax.grad(loss, (0, 1))
+    if jit:
+        one, both = jax.jit(one), jax.jit(both)
+    wanted, dbias = both(q, bias)
+    assert jnp.abs(dbias).max() > 0
+    assert (one(q, bias) == wanted).all()
+    assert asked == [True, False]
+    mapped = jax.vmap(jax.grad(loss), (None, 0))(q, jnp.stack([bias, bias]))
+    assert jnp.allclose(mapped, wanted, atol=1e-5)
