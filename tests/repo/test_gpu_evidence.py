@@ -1,0 +1,114 @@
+"""tests/tools/gpu_evidence.py: its records say what passed, failed, was skipped, or did not end."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import gpu_evidence
+import gpu_machine
+import pytest
+from host_cupy import HostCupy
+
+from cupyflash.arrays import cuda_device
+
+FILE = """
+import time
+import pytest
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("word", ["a b", "[c]", "PASSED"])
+def test_good(word):
+    pass
+
+def test_bad():
+    print("tests/x.py::nothing")
+    assert 1 == 2
+
+def test_left_out():
+    pytest.skip("no such GPU")
+
+@pytest.mark.xfail(strict=True, reason="it is known")
+def test_known():
+    assert 1 == 2
+"""
+SLOW = """
+def test_slow():
+    time.sleep(600)
+
+def test_behind():
+    pass
+"""
+
+
+def short(name):
+    """Return the name of a test without its folder."""
+    return name.rpartition("/")[2]
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Run the tool, and return its exit status and its record."""
+    cupy = HostCupy()
+    cupy.cuda.runtime.driverGetVersion = lambda: 13000
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cuda_device.of.cache_clear()
+
+    def record(*words):
+        words = [str(x) for x in ("--commit", "0123abc", "--folder", tmp_path / "made", *words)]
+        status = gpu_evidence.main(words)
+        (path,) = (tmp_path / "made").iterdir()
+        assert path.name.endswith("_0123abc.json")
+        return status, json.loads(path.read_text())
+
+    yield record
+    cuda_device.of.cache_clear()
+
+
+def test_the_record_of_tests_names_what_failed(tmp_path, record):
+    (tmp_path / "test_few.py").write_text(FILE)
+    status, made = record("--jobs", 1, "tests", tmp_path / "test_few.py")
+    assert status == 1
+    counts = {"failed": 1, "passed": 3, "skipped": 1, "xfailed": 1}
+    assert {short(file): x for file, x in made["files"].items()} == {"test_few.py": counts}
+    assert [short(x) for x in made["failed"]] == ["test_few.py::test_bad"]
+    assert list(made["skips"]) == ["no such GPU"]
+    assert (made["selected"], made["left"], made["not_ended"]) == (6, 0, [])
+    assert made["commit"] == "0123abc"
+    assert "H200" in made["card"]
+    assert made["versions"].keys() >= {"python", "numpy", "numba"}
+
+
+def test_what_did_not_end_in_time_is_named_and_counted(tmp_path, record):
+    (tmp_path / "test_slow.py").write_text(FILE.replace("1 == 2", "True") + SLOW)
+    status, made = record("--jobs", 1, "--minutes", 0.15, "tests", tmp_path / "test_slow.py")
+    assert status == 1
+    assert made["statuses"] == [None]
+    assert [short(x) for x in made["not_ended"]] == ["test_slow.py::test_slow"]
+    assert (made["selected"], made["left"]) == (8, 2)
+
+
+def test_the_record_of_the_fuzz_has_seed_and_problems(record):
+    status, made = record("--jobs", 1, "fuzz", "--device", "cpu", "--problems", 2, "--seed", 5)
+    assert status == 0
+    assert (made["seed"], made["problems"], made["asked"], made["wrong"]) == (5, 2, 2, [])
+
+
+def test_the_record_of_the_fuzz_has_what_was_wrong():
+    command = "python tests/tools/fuzz.py --seed 7 --only 41 --device gpu"
+    log = f"{command}\n    dq is off\n500 of 1000 problems, 1 wrong, 9 s\n"
+    wrong = [{"command": command, "found": "dq is off"}]
+    assert gpu_evidence.fuzzed(log) == {"problems": 500, "wrong": wrong}
+    log += "1000 problems of seed 7, 1 wrong\n"
+    assert gpu_evidence.fuzzed(log)["problems"] == 1000
+
+
+def test_every_file_with_gpu_tests_is_run():
+    files = gpu_evidence.gpu_files()
+    assert "tests/gpu/test_gpu_changes.py" in files
+    assert len([x for x in files if x.startswith("tests/gpu/")]) > 15
+
+
+def test_a_commit_is_that_of_the_checkout():
+    made = gpu_machine.commit_of()
+    assert made.rstrip("+")

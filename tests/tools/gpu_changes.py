@@ -1,0 +1,133 @@
+"""What it costs to notice changed arrays on a GPU: forward and backward, with `check` and without.
+
+    python tests/tools/gpu_changes.py                  the table, and a record in tests/data/gpu
+    python tests/tools/gpu_changes.py --folder DIR     the record goes elsewhere
+
+Each shape is timed in turns: without; as it is by default behind the first calls; with every call
+checked. Times are medians: of the device, between events; of the host, until the calls return; and
+of the launch that sums, alone, with the bytes that it reads in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu_machine
+import numpy as np
+from gpu_machine import RECORDS
+
+import cupyflash
+from cupyflash import masks
+from cupyflash.gpu import checksum_launches
+
+# Batch, heads, length, head size, type, causal.
+SHAPES = [
+    (2, 16, 8192, 128, "float16", False),
+    (2, 16, 8192, 128, "float16", True),
+    (1, 16, 32768, 128, "float16", True),
+    (4, 16, 2048, 128, "float16", True),
+    (1, 8, 2048, 64, "float16", False),
+    (8, 12, 128, 64, "float16", False),
+    (1, 1, 16, 64, "float32", False),
+]
+EVERY, DEFAULT = 2**62, checksum_launches.FIRST
+TARGET = 0.3  # seconds of a turn
+TURNS = 9
+
+
+def timed(cupy: Any, call: Callable[[], Any], count: int) -> tuple[float, float]:
+    """Return the seconds of a call on the device, and on the host."""
+    stream = cupy.cuda.get_current_stream()
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    stream.synchronize()
+    begin.record(stream)
+    before = time.perf_counter()
+    for _ in range(count):
+        call()
+    host = time.perf_counter() - before
+    end.record(stream)
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(begin, end) / 1e3 / count, host / count
+
+
+def host_alone(cupy: Any, call: Callable[[], Any]) -> float:
+    """Return the seconds until a call returns, while the device has nothing else to do."""
+    found = []
+    for _ in range(40):
+        cupy.cuda.get_current_stream().synchronize()
+        before = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - before)
+    return statistics.median(found)
+
+
+def measure(cupy: Any, shape: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the times of one shape, in milliseconds and microseconds."""
+    *sizes, dtype, causal = shape
+    rng = cupy.random.default_rng(0)
+    q, k, v, do = (rng.standard_normal(sizes, np.float32).astype(dtype) for _ in range(4))
+    options: dict[str, Any] = {"mask": masks.causal()} if causal else {}
+
+    def call(**more: Any) -> Callable[[], Any]:
+        return lambda: cupyflash.attention_vjp(q, k, v, **options, **more)[1](do)
+
+    ways = {"without": (DEFAULT, call(check=False)), "default": (DEFAULT, call())}
+    ways["every call"] = EVERY, call()
+    for first, work in ways.values():  # everything is compiled, and the first calls are over
+        checksum_launches.FIRST = first
+        for _ in range(DEFAULT + 2):
+            work()
+    count = max(3, min(2000, int(TARGET / timed(cupy, ways["without"][1], 3)[0])))
+    device: dict[str, list[float]] = {name: [] for name in ways}
+    host: dict[str, list[float]] = {name: [] for name in ways}
+    for _, (name, (first, work)) in itertools.product(range(TURNS), ways.items()):
+        checksum_launches.FIRST = first
+        device[name].append(timed(cupy, work, count)[0])
+        host[name].append(host_alone(cupy, work))
+    ms = {name: round(1e3 * statistics.median(x), 4) for name, x in device.items()}
+    us = {name: round(1e6 * statistics.median(x), 1) for name, x in host.items()}
+    out, lse, vjp = cupyflash.attention_vjp(q, k, v, return_lse=True, **options)
+    summing = None
+    if vjp.sums is not None:
+        nbytes = sum(x.nbytes for x in (q, k, v, out, lse))
+        sums = vjp.sums
+        alone = timed(cupy, lambda: sums._kind.sums.forward(sums._addresses), count)[0]
+        summing = {"ms": round(1e3 * alone, 4), "GB/s": round(nbytes / alone / 1e9)}
+    checksum_launches.FIRST = DEFAULT
+    return {
+        "shape": sizes, "dtype": dtype, "causal": causal,
+        "ms": ms, "host_us": us, "sums": summing,
+        "default_more": round(ms["default"] / ms["without"] - 1, 4),
+        "every_call_more": round(ms["every call"] / ms["without"] - 1, 4),
+        "one_of": vjp.sums._kind._every if vjp.sums is not None else None,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--commit", default="", help="where there is no git")
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="where the record goes")
+    asked = parser.parse_args()
+    facts = gpu_machine.facts(asked.commit)
+    import cupy
+
+    checksum_launches.FIRST = DEFAULT
+    rows = []
+    for shape in SHAPES:
+        rows.append(measure(cupy, shape))
+        print(rows[-1], flush=True)
+    gpu_machine.write(facts | {"rows": rows}, "changes", asked.folder)
+    worst = max(row["default_more"] for row in rows)
+    print(f"by default, at most {100 * worst:.1f} % more")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
