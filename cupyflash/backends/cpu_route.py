@@ -23,7 +23,7 @@ COMPUTES = {
     "delta": "delta = rowsum(do * out)",
     "dkdv": "dk and dv",
     "dq": "dq",
-    "dequantize": "numbers of the codes of q, k and v",
+    "numbers": "numbers of the codes of q, k and v",
 }
 
 
@@ -73,7 +73,7 @@ def of(call: Call) -> CpuRoute:
     # A narrower result is computed in the type of the numbers, and rounded.
     wide = problem.dtype.itemsize * _queries(numbers) * problem.d_v
     nbytes = sum(x.nbytes for x in arrays.values()) + wide * (call.problem.dtype.itemsize < 4)
-    first = _step("numpy", "dequantize", (0, 0), choice.plan.reason, lambda: 1, lambda: nbytes)
+    first = _step("numpy", "numbers", (0, 0), choice.plan.reason, lambda: 1, lambda: nbytes)
     return CpuRoute(numbers, (first, _main(numbers, choice)))
 
 

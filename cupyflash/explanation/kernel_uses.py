@@ -87,7 +87,7 @@ class Use:
 def uses_of(route: Route) -> list[Use]:
     """Return the kernels of a route that run, and its main kernel."""
     steps = [step for step in route.steps if step.grid or step is route.main]
-    widening = [step for step in steps if step.part == "dequantize"]
+    widening = [step for step in steps if step.part == "numbers"]
     uses = [Use(step, step.grid, step.computes) for step in steps if step not in widening]
     if widening:  # the same kernel for q, k and v
         uses.insert(0, Use(widening[0], sum(step.grid for step in widening), OF_CODES))

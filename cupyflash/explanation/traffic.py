@@ -130,7 +130,7 @@ class Sizes:
         if part == "delta":
             rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
             return rows, rows
-        if part == "dequantize":
+        if part == "numbers":
             rows = made(self.codes, {"q": self.q, "k": self.k, "v": self.v})
             return rows, rows
         if part == "dq_rows":
@@ -210,6 +210,6 @@ def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":
         return 2 * pairs * (2 * d + d_v)
-    if part in ("delta", "dq_rows", "join", "dequantize"):
+    if part in ("delta", "dq_rows", "join", "numbers"):
         return 0
     return 2 * pairs * (d + d_v)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,12 +14,14 @@ from .kernels import decode, registry
 from .kernels.registry import Choice
 from .kernels.spec import Extent, Request
 from .workspace import ArraySpec
-from .writer import KernelRoute, Writer, group_of, keys_of
+from .writer import KernelRoute, Writer, group_of, keys_of, request_of
 
 
-def choice_of(request: Request) -> Choice | None:
+def choice_of(call: Call, target: Target, arrays: Mapping[str, tuple[Any, int]]) -> Choice | None:
     """Return the kernel for few queries and many keys if it serves a call on dense arrays."""
-    return registry.find("decode", request) if decode.wanted(request.problem) else None
+    if not decode.wanted(call.problem):
+        return None
+    return registry.find("decode", request_of(call, target, arrays))
 
 
 def forward(
@@ -39,56 +42,92 @@ def forward(
     entries of the other.
     """
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
-    arrays |= {"out": (out, 3), "lse": (lse, 2)}
-    writer = Writer(call, target, arrays)
+    writer = Writer(call, target, arrays | {"out": (out, 3), "lse": (lse, 2)})
     if not wants_lse:
         writer.named.remove("lse")
-    request = writer.request
-    for_many = registry.find("forward", request) if choice is None else None
-    few, many = _entries_by_rows(call, for_many is not None)
-    many = many or not few  # without any entry, a forward kernel has no blocks
-    writer.told["few_rows"] = 2**31 - 1 if for_many is None else decode.MOST_CACHED_ROWS
-    shared, others = decode.NOT_SHARED, ""
-    if few and many:
-        assert for_many is not None
-        others = (
-            f"; {for_many.spec.name} serves entries whose heads that share keys have more than "
-            f"{decode.MOST_CACHED_ROWS} queries"
-        )
-    if few:
-        choice = choice or registry.select("decode", request)
-        shared_by = registry.shares(request, choice) if _may_share(call) else None
-        shared = _shared(call, shared_by)
-        _add_decode(writer, choice, shared_by, shared, first, others)
-    if many:
+    kernels = _kernels(call, writer.request, choice)
+    few, many = kernels.few, kernels.many
+    writer.told["few_rows"] = decode.MOST_CACHED_ROWS if kernels.prefills else 2**31 - 1
+    words = _words_of_shared(call, kernels.shared)
+    if few is not None:
+        writer.scratch |= scratch_of(call, target, kernels)
+        others = ""
+        if many is not None:
+            others = (
+                f"; {many.spec.name} serves entries whose heads that share keys have more than "
+                f"{decode.MOST_CACHED_ROWS} queries"
+            )
+        _add_decode(writer, few, kernels, first, others + words)
+    if many is not None:
         extent = writer.extent(writer.lead.sizes)._replace(differ=call.rows.differ)
-        after = "" if few else _words_of_shared(call, shared)
-        writer.add("forward", extent, choice=for_many, after=after)
-    return writer.route(call, shared)
+        writer.add("forward", extent, choice=many, after=words if few is None else "")
+    return writer.route(call, kernels.shared)
 
 
-def _add_decode(
-    writer: Writer,
-    choice: Choice,
-    shared_by: Choice | None,
-    shared: decode.Shared,
-    before: str,
-    after: str,
-) -> None:
-    """Add the kernels of few queries, and the one that joins what they leave in a workspace."""
-    call, named = writer.call, ("workspace",)
-    extent, tiles = _extent_of_tasks(call, writer.target), choice.tiles
-    grid = choice.spec.grid(extent, tiles)
+class Kernels(NamedTuple):
+    """The kernels of a call with few queries, or over a cache.
+
+    Attributes
+    ----------
+    few, many : Choice or None
+        The kernels of entries with few queries, and of those with many, if there may be some.
+    prefills : bool
+        Whether a kernel of entries with many queries serves the call, had it such entries.
+    sharing : Choice or None
+        The kernel of keys that entries share.
+    shared : Shared
+        What that reads.
+    """
+
+    few: Choice | None
+    many: Choice | None
+    prefills: bool
+    sharing: Choice | None
+    shared: decode.Shared
+
+
+def _kernels(call: Call, request: Request, choice: Choice | None = None) -> Kernels:
+    """Return the kernels that serve a call; `choice` is that of few queries if it is known."""
+    many = registry.find("forward", request) if choice is None else None
+    prefills = many is not None
+    if many is not None:
+        rows = group_of(call.problem) * np.asarray(call.problem.len_q)
+        is_few = rows <= decode.MOST_CACHED_ROWS
+        if is_few.size and is_few.all():
+            many = None
+        elif not is_few.any():
+            return Kernels(None, many, prefills, None, decode.NOT_SHARED)
+    choice = choice or registry.select("decode", request)
+    sharing = registry.shares(request, choice) if _may_share(call) else None
+    shared = decode.NOT_SHARED if sharing is None else _shared(call, sharing)
+    return Kernels(choice, many, prefills, sharing, shared)
+
+
+def scratch_of(call: Call, target: Target, kernels: Kernels | None = None) -> dict[str, ArraySpec]:
+    """Return the scratch memory of a call with few queries, or over a cache."""
+    if kernels is None:
+        arrays = {name: (getattr(call, name), 3) for name in "qkv"}
+        kernels = _kernels(call, request_of(call, target, arrays))
+    if kernels.few is None:
+        return {}
+    tiles = kernels.few.tiles
+    grid = kernels.few.spec.grid(_extent_of_tasks(call, target), tiles)
     # All numbers of packed queries have the same workspace.
     rows = decode.most_rows(group_of(call.problem), tiles.block_q, int(call.q.shape[-2]))
     sizes = rows, call.problem.d_v, call.problem.accumulator.itemsize, keys_of(call)
-    nbytes = decode.nbytes(grid, tiles, *sizes, shared.nodes)
-    writer.scratch["workspace"] = ArraySpec((nbytes,), np.dtype(np.uint8))
+    nbytes = decode.nbytes(grid, tiles, *sizes, kernels.shared.nodes)
+    return {"workspace": ArraySpec((nbytes,), np.dtype(np.uint8))}
+
+
+def _add_decode(writer: Writer, choice: Choice, kernels: Kernels, before: str, after: str) -> None:
+    """Add the kernels of few queries, and the one that joins what they leave in a workspace."""
+    call, named, shared = writer.call, ("workspace",), kernels.shared
+    extent, tiles = _extent_of_tasks(call, writer.target), choice.tiles
+    grid = choice.spec.grid(extent, tiles)
     fields = dict(decode.fields(grid, tiles, keys_of(call), shared.nodes))
     is_shared = shared.nodes > 0
     if is_shared:
-        writer.add("shared", extent, fields, named, team=shared.team, choice=shared_by)
-    after += _words_of_shared(call, shared)
+        writer.add("shared", extent, fields, named, team=shared.team, choice=kernels.sharing)
     writer.add(
         "decode", extent, fields, named, shared=is_shared, choice=choice, before=before, after=after
     )
@@ -107,28 +146,25 @@ def _may_share(call: Call) -> bool:
     return problem.heads_kv > 0 and 0 < problem.rows.known_q < UNKNOWN
 
 
-def _shared(call: Call, shared_by: Choice | None) -> decode.Shared:
+def _shared(call: Call, sharing: Choice) -> decode.Shared:
     """Return what a kernel reads once for all entries of a call over a cache.
 
-    No bit depends on it. Where the kernel of the other keys has other arithmetic, or where little
-    is saved, each entry reads all of its keys.
+    No bit depends on it. Where little is saved, each entry reads all of its keys.
     """
     problem = call.problem
-    if shared_by is None:
-        return decode.NOT_SHARED
     nodes = problem.rows.shared // decode.NODE
     keys = problem.heads_kv * nodes * decode.NODE
     saved = (problem.batch - 1) * keys * sum(x.shape[-1] * x.itemsize for x in (call.k, call.v))
     if saved < decode.FEWEST_SHARED_BYTES:
         return decode.NOT_SHARED
     group, queries = group_of(problem), int(problem.len_q)
-    tiles = shared_by.tiles
+    tiles = sharing.tiles
     heads, most = decode.rows_of_task(group, tiles.block_q)
     entries = tiles.block_q // decode.most_rows(group, tiles.block_q, queries)
     warps = -(-problem.batch // entries) * -(-group // heads) * -(-queries // most)
     team = decode.team_of(tiles, warps)
     return decode.Shared(
-        shared_by.spec.name, nodes, team, -(-warps // team), warps * tiles.block_q * keys
+        sharing.spec.name, nodes, team, -(-warps // team), warps * tiles.block_q * keys
     )
 
 
@@ -140,15 +176,6 @@ def _words_of_shared(call: Call, shared: decode.Shared) -> str:
         most = shared.nodes * decode.NODE
         return f"; {shared.kernel} reads the first {most} positions once for all entries"
     return f"; each entry reads the first {call.rows.shared} positions by itself"
-
-
-def _entries_by_rows(call: Call, has_forward: bool) -> tuple[bool, bool]:
-    """Return whether a call may have entries for a decode kernel, and for a forward kernel."""
-    if not has_forward:
-        return True, False
-    rows = group_of(call.problem) * np.asarray(call.problem.len_q)
-    is_few = rows <= decode.MOST_CACHED_ROWS
-    return bool(is_few.any()), not is_few.all()
 
 
 def _extent_of_tasks(call: Call, target: Target) -> Extent:

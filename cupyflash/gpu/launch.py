@@ -19,7 +19,7 @@ from ..errors import ArgumentError
 from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
-from . import driver, route, tma
+from . import decode_route, driver, route, tma
 from . import jit as compiler
 from .params import MAX_PARTS
 from .workspace import ArraySpec
@@ -375,7 +375,7 @@ def backward_addresses(
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
     # What a deterministic one needs is part of what others do.
-    parts = dict(route.of_gradients(call, cuda_device.of(_device(call))).recipe.scratch)
+    parts, _ = route.scratch_of_gradients(call, cuda_device.of(_device(call)))
     if call.sink is not None:  # whose gradient may have to be computed there
         parts["dsink"] = ArraySpec(call.sink.shape, call.sink.dtype)
     return ALIGNMENT + _size_of(parts)
@@ -383,7 +383,7 @@ def workspace_size(call: Call) -> int:
 
 def workspace_size_cached(call: Call) -> int:
     """Return the bytes of workspace that a call over a cache needs."""
-    size = _size_of(route.of(call, cuda_device.of(_device(call))).recipe.scratch)
+    size = _size_of(decode_route.scratch_of(call, cuda_device.of(_device(call))))
     return ALIGNMENT + size if size else 0
 
 

@@ -94,7 +94,7 @@ def _of_numbers(
     rows = _rows_of(call, out, lse)
     is_whole = call.problem.whole is None and before is None and out.dtype == call.problem.dtype
     if is_whole and plan is None and not count_tiles:
-        choice = decode_route.choice_of(request_of(call, target, _arrays(call, out, rows)))
+        choice = decode_route.choice_of(call, target, _arrays(call, out, rows))
         if choice is not None:
             wants_lse = lse is not None
             return decode_route.forward(call, target, out, rows, wants_lse, choice, first)
@@ -152,13 +152,14 @@ def _of_widened(
         held, scale = f"{name}_numbers", f"{name}_scale"
         launch = rows_recipe.numbers(getattr(call, name), codes.scales[scale], codes.form, x)
         launch = _with_names(launch, {"codes": name, "scale": scale, "x": held})
-        why, computes = partial(_words_of_rows, launch, target), f"numbers of the codes of {name}"
-        steps.append(step_of(launch, scratch, why, computes))
+        step = step_of(launch, scratch, partial(_words_of_rows, launch, target))
+        computes = f"numbers of the codes of {name}"
+        steps.append(replace(step, part="numbers", computes=computes))
         if x.size:
             scratch[held], names[name] = ArraySpec(x.shape, dtype), held
-    for step in main.steps:
-        assert isinstance(step, KernelStep)
-        steps.append(replace(step, launch=_with_names(step.launch, names), arrays=scratch))
+    for each in main.steps:
+        assert isinstance(each, KernelStep)
+        steps.append(replace(each, launch=_with_names(each.launch, names), arrays=scratch))
     launches = tuple(step.launch for step in steps if step.grid)
     recipe = replace(main.recipe, launches=launches, scratch=scratch)
     return replace(main, steps=tuple(steps), recipe=recipe)
@@ -197,9 +198,7 @@ def backward(
     if not problem.batch or not problem.heads:
         return KernelRoute(call, (), Recipe(all_zero=True))
     dq, dk, dv, dbias, dsink = gradients
-    blocks = None if plan is None else (plan.block_q, plan.block_kv)
-    atomic_dq = registry.adds_dq(Request(problem, target, blocks=blocks), deterministic)
-    scratch = scratch_of(call, atomic_dq)
+    scratch, atomic_dq = scratch_of_gradients(call, target, plan, deterministic)
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch["dsink"] = ArraySpec(dsink.shape, dsink.dtype)
     made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
@@ -238,6 +237,15 @@ def backward(
     if dbias is not None:
         _bias_gradient(writer, dbias)
     return writer.route(call, adds_dq=atomic_dq)
+
+
+def scratch_of_gradients(
+    call: Call, target: Target, plan: Plan | None = None, deterministic: bool = False
+) -> tuple[dict[str, ArraySpec], bool]:
+    """Return the scratch memory of a backward, and whether dq is added to memory in any order."""
+    blocks = None if plan is None else (plan.block_q, plan.block_kv)
+    atomic_dq = registry.adds_dq(Request(call.problem, target, blocks=blocks), deterministic)
+    return scratch_of(call, atomic_dq), atomic_dq
 
 
 def _bias_gradient(writer: Writer, dbias: Array) -> None:

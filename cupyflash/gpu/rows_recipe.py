@@ -1,6 +1,6 @@
 """The launches that work on rows, as data: of append, rope, quantize and its inverse, hadamard.
 
-As in `recipe`, nothing here touches CuPy or an array's elements.
+As in `route`, nothing here touches CuPy or an array's elements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The writer of the launches of a call, to which recipes add kernels.
+"""The writer of the steps of a route, to which routes add kernels.
 
-A recipe depends on shapes, strides, numbers and the facts of a device. Addresses are filled in
+A step depends on shapes, strides, numbers and the facts of a device. Addresses are filled in
 later. Nothing here uses CuPy or reads elements of arrays.
 """
 
@@ -156,15 +156,12 @@ class KernelRoute(Route):
         return sum(spec.nbytes for spec in self.recipe.scratch.values())
 
 
-def step_of(
-    launch: Launch, scratch: Mapping[str, ArraySpec], why: Callable[[], str], computes: str = ""
-) -> KernelStep:
-    """Return the step of a launch, which `computes` what its spec says by default."""
+def step_of(launch: Launch, scratch: Mapping[str, ArraySpec], why: Callable[[], str]) -> KernelStep:
+    """Return the step of a launch."""
     spec, tiles = launch.special.spec, launch.special.tiles
     # The tiles of a call are those of its main kernel, which include what entries share.
     blocks = (tiles.block_q, tiles.block_kv) if tiles.block_kv and spec.part != "shared" else (0, 0)
-    computes = computes or spec.computes
-    return KernelStep(spec.name, spec.part, computes, *blocks, why, launch, scratch)
+    return KernelStep(spec.name, spec.part, spec.computes, *blocks, why, launch, scratch)
 
 
 def request_of(

@@ -120,6 +120,8 @@ def test_a_gpu_runs_the_route_of_gradients(gpu, kind, deterministic):
             )  # fmt: skip
             assert launched(gpu) == launches_of(route)
         assert route.scratch <= size
+        if not deterministic:  # parts begin at multiples of 256 bytes; dsink may be one
+            assert size <= route.scratch + 256 * 8
 
     check()
 
@@ -164,7 +166,7 @@ def test_the_cpu_runs_what_the_plan_says(kind):
             call.run()
         assert found == [(plan.kernel, plan.block_q, plan.block_kv)]
         before = [(step.kernel, step.part) for step in route.steps if step is not route.main]
-        assert before == ([("numpy", "dequantize")] if kind == "codes" else [])
+        assert before == ([("numpy", "numbers")] if kind == "codes" else [])
 
     check()
 

@@ -148,8 +148,8 @@ ON_A_CPU = {
     ),
     "values have the format of keys": Fault(
         "cupyflash/backends/cpu.py",
-        "(codes.v_form, codes.v_scale)",
-        "(codes.k_form, codes.v_scale)",
+        "(encoding.v_form, encoding.v_scale)",
+        "(encoding.k_form, encoding.v_scale)",
         ON_CPU + MEANING,
         "int8-int4",
     ),
