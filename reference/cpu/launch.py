@@ -147,7 +147,8 @@ def backward(
 ) -> int:
     """Write every gradient; return how many tiles `backward_dkdv` visited."""
     layout, scratch = Layout(problem, block_q, block_kv), Scratch(workspace)
-    if not layout.batch:  # an array that was broadcast to no batch entry still has a gradient
+    # An array that was broadcast to no batch entry, or to no head, still has a gradient.
+    if not layout.batch or not problem.heads:
         for gradient in (dq, dk, dv, dbias, dsink):
             if gradient is not None:
                 gradient[...] = 0
