@@ -67,7 +67,9 @@ class BackwardCall:
         self._layout = layout = Layout(problem, block_q, block_kv)
         self._visited: list[Array] = []
         self.nbytes = 0
-        if not layout.batch:
+        # An array that was broadcast to no batch entry, or to no head, still has a gradient.
+        self._is_empty = not layout.batch or not problem.heads
+        if self._is_empty:
             return
         kernels = [backward_delta, backward_panels, backward_dkdv]
         if dbias is not None:
@@ -135,7 +137,7 @@ class BackwardCall:
 
     def seed(self, seed: int) -> None:
         """Set the generator's key."""
-        if self._layout.batch:
+        if not self._is_empty:
             self.shape.change("seed", signed(seed))
 
     @property
@@ -149,7 +151,7 @@ class BackwardCall:
         dbias: Array | None, dsink: Array | None,
     ) -> None:  # fmt: skip
         """Write every gradient."""
-        if not self._layout.batch:  # an array that was broadcast to no batch entry still has one
+        if self._is_empty:
             for gradient in (dq, dk, dv, dbias, dsink):
                 if gradient is not None:
                     gradient[...] = 0

@@ -133,9 +133,9 @@ def bias_parts(
     blocks = -(-int(layout.len_k.max(initial=1)) // layout.block_kv)
     rows = blocks if keys == 1 else keys
     size = columns * rows * width
-    each = max(units.size // (families * (problem.heads_kv if by_head else 1) or 1), 1)
+    each = units.size // (families * (problem.heads_kv if by_head else 1))
     bytes_of_part = entries // families * heads * size * layout.itemsize
-    wanted = min(_MOST_PARTS // (problem.heads_kv or 1 if by_head else 1), each)
+    wanted = min(_MOST_PARTS // (problem.heads_kv if by_head else 1), each)
     count = max(1, min(wanted, _MOST_BYTES // max(bytes_of_part, 1)))
     order = np.argsort(units.reshape(-1), kind="stable")
     parts: Array = np.empty(units.size, np.int64)

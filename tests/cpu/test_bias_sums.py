@@ -176,6 +176,19 @@ def test_nan_beyond_a_short_sequence_stays_there():
     assert np.isfinite(found.reshape(HEADS, -1)[:, 1:]).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 5, 7), (2, 0, 5, 7), (2, 4, 0, 7), (2, 4, 5, 0)], ids=str)
+def test_an_axis_without_elements_gives_zeros(shape):
+    batch, heads, queries, keys = shape
+    q = np.ones((batch, heads, queries, 4), np.float32)
+    k = np.ones((batch, heads, keys, 4), np.float32)
+    for axes in itertools.product(*({size, 1} for size in shape)):
+        bias = np.ones(axes, np.float32)
+        out, lse = cupyflash.attention(q, k, k, bias=bias, return_lse=True)
+        found = cupyflash.attention_backward(out, q, k, k, out, lse, bias=bias).dbias
+        assert found.shape == axes
+        assert not found.any()
+
+
 @pytest.mark.thorough("the same, of drawn sizes")
 def test_drawn_sizes(monkeypatch):
     rng = np.random.default_rng(7)
