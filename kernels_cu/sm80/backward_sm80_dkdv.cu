@@ -20,9 +20,9 @@
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, the
 // head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
-#include "fragment_backward.cuh"
-#include "fragment_product.cuh"
-#include "fragment_tile.cuh"
+#include "../warp/fragment_backward.cuh"
+#include "../warp/fragment_product.cuh"
+#include "../warp/fragment_tile.cuh"
 
 namespace {
 

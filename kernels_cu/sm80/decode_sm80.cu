@@ -10,7 +10,7 @@
 // Shared memory: the tasks of all warps; of every warp its stages and its queries. What counts
 // units lies where the stages are, and is done before these are filled. BLOCK_Q is 16, BLOCK_KV 64.
 #include "../common/params.cuh"
-#include "decode_leaf.cuh"
+#include "../warp/decode_leaf.cuh"
 
 namespace {
 

@@ -12,7 +12,7 @@
 // Shared memory: the stages of all warps, and their queries. BLOCK_Q is 16, BLOCK_KV 64.
 #include "../common/params.cuh"
 #include "../decode/shared.cuh"
-#include "decode_leaf.cuh"
+#include "../warp/decode_leaf.cuh"
 #include "../ptx/barrier.cuh"
 
 namespace {

@@ -14,11 +14,11 @@
 // Shared memory: the queries, the stages, SharedStorage. BLOCK_Q is 16 or 32 times the warps,
 // BLOCK_KV a multiple of 16.
 #include "../common/params.cuh"
-#include "fragment.cuh"
-#include "fragment_pages.cuh"
-#include "fragment_softmax.cuh"
-#include "fragment_tile.cuh"
-#include "fragment_wide.cuh"
+#include "../warp/fragment.cuh"
+#include "../warp/fragment_pages.cuh"
+#include "../warp/fragment_softmax.cuh"
+#include "../warp/fragment_tile.cuh"
+#include "../warp/fragment_wide.cuh"
 
 namespace {
 

@@ -2,7 +2,7 @@
 // block's keys and values, stages of q, do, dS and P, and the spans of tiles of queries that the
 // block computes. What the roles need to know lies here, because the sums fill the registers.
 #pragma once
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_tile.cuh"
 #include "../common/layout.cuh"
 #include "warpgroup.cuh"
 

@@ -20,8 +20,8 @@
 // Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. Behind the
 // parameters comes the tensor map of keys; it is one of no use where tma_rows is 0.
 #include "../common/params.cuh"
-#include "../sm80/decode_scores.cuh"
-#include "../sm80/fragment_softmax.cuh"
+#include "../warp/decode_scores.cuh"
+#include "../warp/fragment_softmax.cuh"
 #include "decode_producer.cuh"
 #include "warpgroup_rows.cuh"
 

@@ -20,8 +20,8 @@
 // parameters come the tensor maps of q, k, v and, where TMA_STORE, out.
 #include "../common/params.cuh"
 #include "../ptx/reciprocal.cuh"
-#include "../sm80/fragment_softmax.cuh"
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_softmax.cuh"
+#include "../warp/fragment_tile.cuh"
 #include "forward_storage.cuh"
 #include "warpgroup_rows.cuh"
 

@@ -3,32 +3,32 @@
 //
 // A persistent, warp-specialised kernel as forward_sm90.cu, with these differences. Two warps of
 // the producer transpose values, because wgmma takes codes only with rows along the depth
-// (warpgroup_codes.cuh). Weights are rounded to e4m3. wgmma's sums of codes keep fewer bits than
+// (warpgroup_fp8.cuh). Weights are rounded to e4m3. wgmma's sums of codes keep fewer bits than
 // float32, so the product of a tile's weights and values is a sum of its own, which is then added
 // to the output in float32; this also rescales the output (`absorb`). In its turn, a consumer
 // multiplies its weights by v and issues its next scores, while the scores of the others become
 // weights; without turns, all would wait for products at the same time.
 //
-// Scales: those of heads and of queries are factors of the logits (codes_softmax.cuh). With
+// Scales: those of heads and of queries are factors of the logits (fp8_softmax.cuh). With
 // K_SCALE_ROWS scores are multiplied by those of their keys, and with V_SCALE_ROWS weights by those
 // of their values before they are rounded; without, the result is multiplied by its head's.
 //
 // Grid: no more blocks than work tiles, of which there are prod(own_size) * heads * blocks, with
-// own_size = lead_size; packed: heads * blocks. Shared memory: SharedMemory in codes_storage.cuh.
-// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma_codes.cuh. Behind the
+// own_size = lead_size; packed: heads * blocks. Shared memory: SharedMemory in fp8_storage.cuh.
+// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma_fp8.cuh. Behind the
 // parameters come the tensor maps of q, k, v and, where TMA_STORE, out.
 #include "../common/params.cuh"
 #include "../ptx/reciprocal.cuh"
-#include "../sm80/fragment_tile.cuh"
-#include "codes_producer.cuh"
-#include "codes_softmax.cuh"
-#include "codes_storage.cuh"
-#include "warpgroup_codes.cuh"
+#include "../warp/fragment_tile.cuh"
+#include "fp8_producer.cuh"
+#include "fp8_softmax.cuh"
+#include "fp8_storage.cuh"
+#include "warpgroup_fp8.cuh"
 #include "warpgroup_rows.cuh"
 
 namespace {
 
-using namespace codes_storage;
+using namespace fp8_storage;
 
 constexpr int COLUMNS = BLOCK_KV / 4;                 // scores of a thread in each of its two rows
 constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
@@ -148,13 +148,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
     // s = q k^T.
     const auto issue_qk = [&](int n) {
-      warpgroup_codes::multiply<D, BLOCK_KV>(s, q,
-                                             k + KvPipeline::stage_of(n) * (K_TILE_BYTES / 16));
+      warpgroup_fp8::multiply<D, BLOCK_KV>(s, q, k + KvPipeline::stage_of(n) * (K_TILE_BYTES / 16));
       ptx::wgmma_commit();
     };
     // part = weights v, for some of the columns.
     const auto issue_pv = [&](int n, int x) {
-      warpgroup_codes::multiply_weights(
+      warpgroup_fp8::multiply_weights(
           part[x % BUFFERS], weights,
           v + (KvPipeline::stage_of(n) * TRANSPOSED_BYTES + x * PART_ROWS * LINE) / 16);
       ptx::wgmma_commit();
@@ -235,8 +234,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
     // Turns the scores of a tile into weights.
     const auto weigh = [&](int n, int tile, bool masked, bool hides) {
-      codes_softmax::raise_max(s, m, l, alpha, c);
-      codes_softmax::exponentiate(s, m, l, c, hides);
+      fp8_softmax::raise_max(s, m, l, alpha, c);
+      fp8_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
       if constexpr (V_SCALE_ROWS) {
         const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
@@ -253,7 +252,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           unit_v[0] = unit_v[1] = shared.v_unit[KvPipeline::stage_of(n)];
         }
       }
-      warpgroup_codes::narrow(s, weights);
+      warpgroup_fp8::narrow(s, weights);
     };
     // If a masked tile has NaN or infinities, which is rare, adds their products to the output one
     // by one, without pairs that take no part, and sets them to 0 in v.
@@ -267,9 +266,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         if constexpr (HAS_MASK) return (mask[r] >> column & 1) != 0;
         return fragment_tile::Pairs::key_of(column) < keys;
       };
-      warpgroup_codes::add_nonfinite(acc, weights, tile_smem, takes_part);
+      warpgroup_fp8::add_nonfinite(acc, weights, tile_smem, takes_part);
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, read as it came
-      warpgroup_codes::clear_nonfinite<BLOCK_KV, V_ROWS, CONSUMER_THREADS>(tile_smem, threadIdx.x);
+      warpgroup_fp8::clear_nonfinite<BLOCK_KV, V_ROWS, CONSUMER_THREADS>(tile_smem, threadIdx.x);
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
     };
@@ -350,7 +349,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (direct && m[r] != -number::infinity()) m[r] *= factors[8 * r];
-      l[r] *= codes_softmax::UNSHIFTED;
+      l[r] *= fp8_softmax::UNSHIFTED;
     }
     float weight[2];
     fragment_softmax::join_sink(m, l, weight, 1.0f,
@@ -358,7 +357,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                     ? -number::infinity()
                                     : number::load<float>(p.sink, p.kind_sink, work.head));
     // 8 normalise
-    float common = codes_softmax::UNSHIFTED;
+    float common = fp8_softmax::UNSHIFTED;
     if constexpr (HAS_DROPOUT) common *= static_cast<float>(p.keep_scale);
     if (!V_SCALE_ROWS && work.rows > 0) common *= work_scales.result;
 #pragma unroll
@@ -426,11 +425,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
     if (warp == 1) {
-      codes_producer::publish_work_tiles(p, *smem.storage);
+      fp8_producer::publish_work_tiles(p, *smem.storage);
     } else if (warp > 1) {
-      codes_producer::transposer_warps(smem, warp - 2);
+      fp8_producer::transposer_warps(smem, warp - 2);
     } else {
-      codes_producer::producer(p, smem, q_map, k_map, v_map);
+      fp8_producer::producer(p, smem, q_map, k_map, v_map);
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();

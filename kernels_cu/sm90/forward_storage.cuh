@@ -1,7 +1,7 @@
 // The shared memory of a block of forward_sm90.cu, and the constants that it depends on: tiles of
 // q, k and v in their stages, the output on its way to the array, work tiles, and their barriers.
 #pragma once
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_tile.cuh"
 #include "warpgroup.cuh"
 #include "tile_scheduler.cuh"
 

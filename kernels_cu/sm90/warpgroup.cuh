@@ -12,7 +12,7 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/warp.cuh"
 #include "../ptx/wgmma.cuh"
-#include "../sm80/fragment.cuh"
+#include "../warp/fragment.cuh"
 
 namespace warpgroup {
 

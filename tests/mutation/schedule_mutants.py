@@ -8,7 +8,7 @@ from __future__ import annotations
 from .cache_mutants import DECODED, GRID, JOIN, TASKS, Fault
 
 TENSOR = "kernels_cu/sm80/decode_sm80.cu"
-CURSOR, ROWS = "kernels_cu/decode/cursor.cuh", "kernels_cu/sm80/decode_rows.cuh"
+CURSOR, ROWS = "kernels_cu/decode/cursor.cuh", "kernels_cu/warp/decode_rows.cuh"
 FORWARD, SCHEDULER = "kernels_cu/sm90/forward_sm90.cu", "kernels_cu/sm90/tile_scheduler.cuh"
 SHORTER = "cuda/test_forward_sm90_masks.py::test_tiles_end_with_the_last_query_under_a_causal_mask"
 LATE = DECODED + "what_the_grid_ahead_writes_at_its_end_is_read"

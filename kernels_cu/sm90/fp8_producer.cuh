@@ -1,12 +1,12 @@
 // What the producer warpgroup of forward_sm90_fp8.cu does in addition to the tile scheduler: it
 // loads tiles and the scales of their rows, and transposes values.
 #pragma once
-#include "codes_storage.cuh"
-#include "warpgroup_codes.cuh"
+#include "fp8_storage.cuh"
+#include "warpgroup_fp8.cuh"
 
-namespace codes_producer {
+namespace fp8_producer {
 
-using namespace codes_storage;
+using namespace fp8_storage;
 
 __device__ __forceinline__ float scale_at(const Operand& scale, long long offset) {
   return reinterpret_cast<const float*>(scale.data)[offset];
@@ -110,9 +110,9 @@ __device__ __forceinline__ void transposer_warps(const SharedMemory& smem, int w
       const bool checks = CHECK_FINITE && (HAS_SCORE || work.is_masked(tile));
       bool found = false;
       if (checks) {
-        found = warpgroup_codes::transpose<true, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
+        found = warpgroup_fp8::transpose<true, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
       } else {
-        warpgroup_codes::transpose<false, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
+        warpgroup_fp8::transpose<false, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
       }
       warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
       if (checks) {
@@ -198,4 +198,4 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
   }
 }
 
-}  // namespace codes_producer
+}  // namespace fp8_producer

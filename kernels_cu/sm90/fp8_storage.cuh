@@ -5,11 +5,11 @@
 // A tile of codes is a sequence of slabs of 128 columns, whose rows have 128 bytes in wgmma's
 // swizzle. Tensor maps describe pairs of codes as elements of 16 bits.
 #pragma once
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_tile.cuh"
 #include "warpgroup.cuh"
 #include "tile_scheduler.cuh"
 
-namespace codes_storage {
+namespace fp8_storage {
 
 using tile_scheduler::ScheduledTile;
 using tile_scheduler::TileScheduler;
@@ -150,4 +150,4 @@ static_assert(SHARED_BYTES == TILES_BYTES + OUT_BYTES + SHARED_STORAGE_BYTES ||
                   (SHARED_BYTES == TILES_BYTES + SHARED_STORAGE_BYTES && !TMA_STORE),
               "SHARED_BYTES");
 
-}  // namespace codes_storage
+}  // namespace fp8_storage
