@@ -55,10 +55,11 @@ constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, to s
 // Limited by registers.
 constexpr int UNROLL = HAS_SCORE || (D <= 64 && !P_IN_REGISTERS) ? 2 : D > 64 && D <= 128 ? 8 : 4;
 
-// A tile that is not EMPTY is one integer, to save registers: 4 times its index, plus its class.
-constexpr int NO_TILE = -1;
-__device__ __forceinline__ long long first_row(int tile) {
-  return static_cast<long long>(tile / 4) * BLOCK_Q;
+using gradient_tile::TileRef;
+__device__ __forceinline__ int index_of(TileRef tile) { return static_cast<int>(tile) / 4; }
+__device__ __forceinline__ int class_of(TileRef tile) { return static_cast<int>(tile) % 4; }
+__device__ __forceinline__ long long first_query(TileRef tile) {
+  return static_cast<long long>(static_cast<int>(tile) / 4) * BLOCK_Q;
 }
 
 // A copy in registers, so that shared memory is read once.
@@ -130,13 +131,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncthreads();  // the new head, written by thread 0
       fragment_gradient::RowStatistics statistics;
       const int tiles = static_cast<int>((head_smem->entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
-      const auto rows_of = [&](int tile) {
-        return tile / 4 + 1 < tiles ? BLOCK_Q
-                                    : static_cast<int>(head_smem->entry.len_q - first_row(tile));
+      const auto rows_of = [&](TileRef tile) {
+        return index_of(tile) + 1 < tiles
+                   ? BLOCK_Q
+                   : static_cast<int>(head_smem->entry.len_q - first_query(tile));
       };
-      const auto load_tile = [&](int tile, int stage) {
+      const auto load_tile = [&](TileRef tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        const long long first = first_row(tile);
+        const long long first = first_query(tile);
         const int rows = rows_of(tile);
         const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
         fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, first, rows);
@@ -147,23 +149,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
       const auto next_from = [&](int number) {
-        if constexpr (!HAS_MASK) return number < tiles ? 4 * number + FULL : NO_TILE;
+        if constexpr (!HAS_MASK) {
+          return number < tiles ? TileRef{4 * number + FULL} : TileRef::NONE;
+        }
         const fragment_tile::Tile tile = fragment_tile::next_tile<BLOCK_Q>(
-            p, head_smem->classes, first_row(4 * number), head_smem->entry.len_q, describe);
+            p, head_smem->classes, first_query(TileRef{4 * number}), head_smem->entry.len_q,
+            describe);
         const int index = static_cast<int>(tile.first / BLOCK_Q);
-        return tile.rows > 0 ? 4 * index + tile.tile_class : NO_TILE;
+        return tile.rows > 0 ? TileRef{4 * index + tile.tile_class} : TileRef::NONE;
       };
-      int now = next_from(0);
-      if (now == NO_TILE) continue;
+      TileRef now = next_from(0);
+      if (now == TileRef::NONE) continue;
       load_tile(now, 0);
       statistics.store(lse_smem, lse_smem + BLOCK_Q);
       int stage = 0;
 #pragma unroll 1
-      while (now != NO_TILE) {
+      while (now != TileRef::NONE) {
         // The weight of a missing query is 0 (lse = inf), unless the score mod made its logit
         // infinite.
         const bool ends = HAS_SCORE && rows_of(now) < BLOCK_Q;
-        const bool masked = now % 4 == PARTIAL || nj < BLOCK_KV || ends;
+        const bool masked = class_of(now) == PARTIAL || nj < BLOCK_KV || ends;
         const bool may_mask = HAS_SCORE || (HAS_MASK && masked);
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
@@ -181,8 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         } else {
           __syncthreads();  // as above
         }
-        const int next = next_from(now / 4 + 1);
-        if (STAGES == 2 && next != NO_TILE) load_tile(next, 1 - stage);
+        const TileRef next = next_from(index_of(now) + 1);
+        if (STAGES == 2 && next != TileRef::NONE) load_tile(next, 1 - stage);
 
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
@@ -194,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 2 scores
           fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
                                                 q_smem + query * K_BYTES);
-          const TileBox box = describe(first_row(now), rows_of(now));
+          const TileBox box = describe(first_query(now), rows_of(now));
           unsigned int kept[ROWS];
           if constexpr (HAS_DROPOUT)
             fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
@@ -203,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 5 probabilities and the gradient of the output's weights
           const bool has_masked =
               fragment_gradient::recompute_probabilities<true, P_IN_REGISTERS ? 0 : P_BYTES>(
-                  p, box, now % 4, masked, s, corner, lane_lse_smem, kept, weights, p_smem);
+                  p, box, class_of(now), masked, s, corner, lane_lse_smem, kept, weights, p_smem);
           if (P_IN_REGISTERS && has_nonfinite) {
             fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
           }
@@ -267,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const char* const p_rows = p_smem + warp_key * P_BYTES;
         const char* const ds_rows = ds_smem + warp_key * P_BYTES;
         const auto dq_gmem = [&] {
-          return head_smem->dq + first_row(now) * fragment::whole_columns(D);
+          return head_smem->dq + first_query(now) * fragment::whole_columns(D);
         };
         if (has_nonfinite) {
           if constexpr (ATOMIC_DQ) {
@@ -333,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
               });
         }
-        if (next != NO_TILE) {
+        if (next != TileRef::NONE) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, read by all warps
             load_tile(next, 0);

@@ -6,10 +6,12 @@
 namespace backward_producer {
 
 using backward_storage::first_query;
+using backward_storage::index_of;
 using backward_storage::Pipeline;
 using backward_storage::SharedMemory;
 using backward_storage::SharedStorage;
 using backward_storage::Span;
+using backward_storage::TileRef;
 
 // Visits every tile of queries that is not EMPTY, with its number: the use of the pipelines.
 template <class Visit>
@@ -20,8 +22,8 @@ __device__ __forceinline__ void for_each_tile(SharedStorage& shared, const Visit
     shared.span_pipeline.wait_full(n);
     const Span& span = shared.span[Pipeline::stage_of(n)];
 #pragma unroll 1
-    for (int tile = span.next_tile(span.first); tile != backward_storage::NO_TILE;
-         tile = span.next_tile(backward_storage::index_of(tile) + 1), ++tile_number) {
+    for (TileRef tile = span.next_tile(span.first); tile != TileRef::NONE;
+         tile = span.next_tile(index_of(tile) + 1), ++tile_number) {
       visit(span, tile, tile_number);
     }
     ptx::mbarrier_arrive(shared.span_pipeline.empty_barrier(n));
@@ -67,7 +69,7 @@ __device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::Te
   SharedStorage& shared = *smem.storage;
   const unsigned int q_address = ptx::shared_address(smem.q);
   const unsigned int do_address = ptx::shared_address(smem.d_out);
-  for_each_tile(shared, [&](const Span& span, int tile, unsigned int n) {
+  for_each_tile(shared, [&](const Span& span, TileRef tile, unsigned int n) {
     const long long first = span.entry.start_q + first_query(tile);
     const int stage = Pipeline::stage_of(n);
     shared.q_pipeline.wait_empty(n);
@@ -98,7 +100,7 @@ struct TileStatistics {
   static constexpr int EACH = BLOCK_Q / ptx::WARP_SIZE;
   float lse[EACH], delta[EACH];
 
-  __device__ __forceinline__ void load(const Span& span, int tile) {
+  __device__ __forceinline__ void load(const Span& span, TileRef tile) {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const long long i = first_query(tile) + n * ptx::WARP_SIZE + ptx::lane_index();
@@ -137,7 +139,7 @@ struct TileStatistics {
 __device__ __forceinline__ void statistics_warp(const SharedMemory& smem) {
   SharedStorage& shared = *smem.storage;
   TileStatistics statistics;
-  for_each_tile(shared, [&](const Span& span, int tile, unsigned int n) {
+  for_each_tile(shared, [&](const Span& span, TileRef tile, unsigned int n) {
     statistics.load(span, tile);
     shared.q_pipeline.wait_empty(n);
     const int stage = Pipeline::stage_of(n);

@@ -159,10 +159,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     shared.span_pipeline.wait_full(n);
     const Span& span = shared.span[Pipeline::stage_of(n)];
     const HeadConstants head_constants =
-        tile::head_constants_of(p, span.box_of(0, shared.j0, shared.nj));
+        tile::head_constants_of(p, span.box_of(tile_ref(0, 0), shared.j0, shared.nj));
     // From this index on tiles miss queries. If the block misses keys, all tiles count.
     const int whole = shared.nj < BLOCK_KV ? 0 : span.whole;
-    const auto step = [&](int tile, auto may_have_masked) {
+    const auto step = [&](TileRef tile, auto may_have_masked) {
       // Whether pairs of the tile may be masked or missing, and whether any may be masked.
       constexpr bool MAY_HAVE_MASKED = decltype(may_have_masked)::value;
       constexpr bool MASKS = MAY_MASK && MAY_HAVE_MASKED;
@@ -404,15 +404,15 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // The index of the last tile of the current run of FULL ones: within it no class is looked up.
     int last = HAS_MASK ? -1 : span.end - 1;
     const auto next_tile = [&](int next) {
-      if ((HAS_EDGES || !HAS_MASK) && next <= last) return 4 * next + FULL;
-      const int tile = span.next_tile(next);
-      if (HAS_EDGES && tile != NO_TILE && class_of(tile) == FULL) {
+      if ((HAS_EDGES || !HAS_MASK) && next <= last) return tile_ref(next, FULL);
+      const TileRef tile = span.next_tile(next);
+      if (HAS_EDGES && tile != TileRef::NONE && class_of(tile) == FULL) {
         last = span.last_of_full(index_of(tile));
       }
       return tile;
     };
 #pragma unroll 1
-    for (int tile = next_tile(span.first); tile != NO_TILE;
+    for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
          tile = next_tile(index_of(tile) + 1), ++tile_number) {
       if (SPLIT_FULL_TILES && class_of(tile) == FULL && index_of(tile) < whole) {
         step(tile, warpgroup::Bool<false>());

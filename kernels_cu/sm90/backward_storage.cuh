@@ -3,6 +3,7 @@
 // block computes. What the roles need to know lies here, because the sums fill the registers.
 #pragma once
 #include "../warp/fragment_tile.cuh"
+#include "../common/gradient_tile.cuh"
 #include "../common/layout.cuh"
 #include "warpgroup.cuh"
 
@@ -42,11 +43,13 @@ using Pipeline = warpgroup::Pipeline<STAGES, unsigned int>;
 
 // -- tiles of queries -----------------------------------------------------------------------------
 
-// The code of a tile that is not EMPTY: 4 times its index in the head, plus its class.
-constexpr int NO_TILE = -1;
-__device__ __forceinline__ int index_of(int tile) { return tile >> 2; }
-__device__ __forceinline__ int class_of(int tile) { return tile & 3; }
-__device__ __forceinline__ long long first_query(int tile) {
+using gradient_tile::TileRef;
+__device__ __forceinline__ TileRef tile_ref(int index, int tile_class) {
+  return TileRef{4 * index + tile_class};
+}
+__device__ __forceinline__ int index_of(TileRef tile) { return static_cast<int>(tile) >> 2; }
+__device__ __forceinline__ int class_of(TileRef tile) { return static_cast<int>(tile) & 3; }
+__device__ __forceinline__ long long first_query(TileRef tile) {
   return static_cast<long long>(index_of(tile)) * BLOCK_Q;
 }
 
@@ -63,10 +66,10 @@ struct Span {
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
   unsigned int full[CONSUMER_WARPS];
 
-  __device__ __forceinline__ int rows_of(int tile) const {
+  __device__ __forceinline__ int rows_of(TileRef tile) const {
     return tile::rows_from(first_query(tile), entry.len_q, BLOCK_Q);
   }
-  __device__ __forceinline__ TileBox box_of(int tile, long long j0, int nj) const {
+  __device__ __forceinline__ TileBox box_of(TileRef tile, long long j0, int nj) const {
     return tile::describe_tile(entry, h, first_query(tile), rows_of(tile), j0, nj);
   }
 
@@ -75,7 +78,8 @@ struct Span {
     // Threads beyond the last tile classify the last one again: generated code runs for whole
     // warps.
     const int index = first + static_cast<int>(threadIdx.x);
-    int tile_class = tile::classify_tile(p, box_of(4 * (index < end ? index : end - 1), j0, nj));
+    const TileRef tile = tile_ref(index < end ? index : end - 1, 0);
+    int tile_class = tile::classify_tile(p, box_of(tile, j0, nj));
     if (index >= end) tile_class = EMPTY;
     const unsigned int warp_nonempty = ptx::ballot(tile_class != EMPTY);
     const unsigned int warp_full = ptx::ballot(tile_class == FULL);
@@ -86,8 +90,8 @@ struct Span {
   }
 
   // The first tile from index `index` on that is not EMPTY.
-  __device__ __forceinline__ int next_tile(int index) const {
-    if constexpr (!HAS_MASK) return index < end ? 4 * index + FULL : NO_TILE;
+  __device__ __forceinline__ TileRef next_tile(int index) const {
+    if constexpr (!HAS_MASK) return index < end ? TileRef{4 * index + FULL} : TileRef::NONE;
 #pragma unroll 1
     while (index < end) {
       const int n = index - first;
@@ -98,9 +102,9 @@ struct Span {
       }
       const int skipped = __ffs(static_cast<int>(left)) - 1;
       const bool is_full = (full[n / 32] >> (n % 32 + skipped) & 1) != 0;
-      return 4 * (index + skipped) + (is_full ? FULL : PARTIAL);
+      return TileRef{4 * (index + skipped) + (is_full ? FULL : PARTIAL)};
     }
-    return NO_TILE;
+    return TileRef::NONE;
   }
 
   // The index of the last tile of the run of FULL tiles that begins at index `index`.

@@ -199,14 +199,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   for (int w = 0; more_work; ++w) {
     shared.work_pipeline.wait_full(w);
     const ScheduledTile& work = shared.work_tile(w);
-    // The code of the next tile; where that is FULL and the mask has edges, the first tile of its
-    // run. Shuffles tell the compiler that lanes agree; without them it serialises the products.
-    int next_code = ptx::shuffle(work.first_code, 0), run = ptx::shuffle(work.first_run, 0);
+    // The next tile; where that is FULL and the mask has edges, the first tile of its run.
+    TileRef next = uniform(work.first_tile);
+    int run = ptx::shuffle(work.first_run, 0);
     const auto advance = [&](int tile) {
-      next_code = work.code_of(work.tile_before(tile));
-      if constexpr (HAS_MASK) next_code = ptx::shuffle(next_code, 0);
-      if (HAS_EDGES && next_code >= 0 && next_code % 2 == 0) {
-        run = ptx::shuffle(work.run_from(next_code / 2), 0);
+      next = work.ref_of(work.tile_before(tile));
+      if constexpr (HAS_MASK) next = uniform(next);
+      if (HAS_EDGES && next > TileRef::NONE && kind_of(next) == UNMASKED) {
+        run = ptx::shuffle(work.run_from(index_of(next)), 0);
       }
     };
     const int q_slot = index + (Q_STAGES == 1 ? 0 : ptx::shuffle(first_q_slot(q_uses), 0));
@@ -278,7 +278,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
 
     const int first_kv_use = kv_uses;
-    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next_code >= 0;
+    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next > TileRef::NONE;
     if (has_tiles) {
       warpgroup::mbarrier_wait(shared.q_full_barrier(q_slot), q_phase_of(q_uses));
       ++q_uses;
@@ -300,10 +300,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       shared.k_pipeline.wait_full(kv_uses);
       ptx::wgmma_fence();
       issue_qk(kv_uses);
-      const int first = next_code / 2;
-      const bool first_masked = HAS_MASK ? next_code % 2 != 0 : work.is_masked(first);
+      const int first = index_of(next);
+      const bool first_masked = HAS_MASK ? kind_of(next) != UNMASKED : work.is_masked(first);
       if (HAS_MASK && kv_uses == first_kv_use) {
-        next_code = ptx::shuffle(work.second_code, 0);
+        next = uniform(work.second_tile);
         if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
       } else {
         advance(first);
@@ -316,7 +316,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
       warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
-      if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
+      if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
       if (sees) {
         // 3 score mod
         // 4 mask
@@ -343,10 +343,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // The other tiles: the scores of each are issued with the output of the tile before, which
       // the tensor cores multiply while the scores become weights.
 #pragma unroll 1
-      for (; next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0); ++kv_uses) {
+      for (; next > TileRef::NONE && !(HAS_EDGES && kind_of(next) != UNMASKED); ++kv_uses) {
         const int n = kv_uses;
-        const int tile = next_code / 2;
-        const bool masked = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
+        const int tile = index_of(next);
+        const bool masked = !HAS_EDGES && MAY_MASK && kind_of(next) != UNMASKED;
         shared.k_pipeline.wait_full(n);
         ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
         ptx::wgmma_fence();
@@ -357,7 +357,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         issue_pv(n - 1);
         ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
         if (HAS_EDGES && tile > run) {
-          next_code -= 2;
+          next = tile_before(next);
         } else {
           advance(tile);
         }
@@ -365,7 +365,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         ptx::wgmma_wait<1>();  // the scores
         ptx::fence_accumulator(s);
         warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
-        if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
+        if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
         const bool hides = change_scores(tile, masked, warpgroup::Bool<false>());
         const bool grew = row_max() || ALWAYS_RESCALE;
         if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
@@ -385,7 +385,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(acc);
       warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
-      more_tiles = HAS_EDGES && next_code >= 0;
+      more_tiles = HAS_EDGES && next > TileRef::NONE;
     }
 
     fragment_softmax::row_sum(l);

@@ -113,14 +113,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     shared.work_pipeline.wait_full(w);
     const ScheduledTile& work = shared.work_tile(w);
     const WorkScales& work_scales = shared.work_scales[WorkPipeline::stage_of(w)];
-    // The code of the next tile; where that is FULL and the mask has edges, the first tile of its
-    // run. Shuffles tell the compiler that lanes agree; without them it serialises the products.
-    int next_code = ptx::shuffle(work.first_code, 0), run = ptx::shuffle(work.first_run, 0);
+    // The next tile; where that is FULL and the mask has edges, the first tile of its run.
+    TileRef next = uniform(work.first_tile);
+    int run = ptx::shuffle(work.first_run, 0);
     const auto advance = [&](int tile) {
-      next_code = work.code_of(work.tile_before(tile));
-      if constexpr (HAS_MASK) next_code = ptx::shuffle(next_code, 0);
-      if (HAS_EDGES && next_code >= 0 && next_code % 2 == 0) {
-        run = ptx::shuffle(work.run_from(next_code / 2), 0);
+      next = work.ref_of(work.tile_before(tile));
+      if constexpr (HAS_MASK) next = uniform(next);
+      if (HAS_EDGES && next > TileRef::NONE && kind_of(next) == UNMASKED) {
+        run = ptx::shuffle(work.run_from(index_of(next)), 0);
       }
     };
     const HeadConstants head_constants = tile::head_constants_of(p, work.box_of(0));
@@ -274,7 +274,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
 
     const int first_kv_use = kv_uses;
-    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next_code >= 0;
+    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next > TileRef::NONE;
     if (has_tiles) {
       warpgroup::mbarrier_wait(shared.q_full_barrier(index), q_uses % 2);
       ++q_uses;
@@ -292,7 +292,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
       warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
-      if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
+      if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
       if (!SKIP_EMPTY_WARPS || !decltype(first)::value || sees) {
         // 3 score mod
         // 4 mask
@@ -318,11 +318,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll 1
     while (more_tiles) {
       // The first tile, and with a mask that has edges each PARTIAL one.
-      const int begin = next_code / 2;
-      const bool masked = HAS_MASK ? next_code % 2 != 0 : work.is_masked(begin);
+      const int begin = index_of(next);
+      const bool masked = HAS_MASK ? kind_of(next) != UNMASKED : work.is_masked(begin);
       compute_tile(begin, masked, warpgroup::Bool<true>(), [&] {
         if (HAS_MASK && kv_uses == first_kv_use) {
-          next_code = ptx::shuffle(work.second_code, 0);
+          next = uniform(work.second_tile);
           if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
         } else {
           advance(begin);
@@ -330,18 +330,18 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       });
       // The others.
 #pragma unroll 1
-      while (next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0)) {
-        const int tile = next_code / 2;
-        const bool partial = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
+      while (next > TileRef::NONE && !(HAS_EDGES && kind_of(next) != UNMASKED)) {
+        const int tile = index_of(next);
+        const bool partial = !HAS_EDGES && MAY_MASK && kind_of(next) != UNMASKED;
         compute_tile(tile, partial, warpgroup::Bool<false>(), [&] {
           if (HAS_EDGES && tile > run) {
-            next_code -= 2;
+            next = tile_before(next);
           } else {
             advance(tile);
           }
         });
       }
-      more_tiles = HAS_EDGES && next_code >= 0;
+      more_tiles = HAS_EDGES && next > TileRef::NONE;
     }
     if (has_tiles) pass_turn();
 

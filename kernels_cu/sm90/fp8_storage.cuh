@@ -12,7 +12,10 @@
 namespace fp8_storage {
 
 using tile_scheduler::ScheduledTile;
+using tile_scheduler::TileRef;
 using tile_scheduler::TileScheduler;
+using tile_scheduler::uniform;
+using tile_scheduler::UNMASKED;
 
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::WARPGROUP_ROWS;  // warpgroups of 64 queries each
 constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::WARPGROUP_SIZE;

@@ -105,7 +105,7 @@ def nvrtc(kernel: Kernel, arch: str, *more: str) -> tuple[str, bytes, str]:
 
     _, program = api.nvrtcCreateProgram(kernel.text.encode(), b"kernel.cu", 0, [], [])
     try:
-        options = ["-std=c++17", "-ftz=true", f"-arch={arch}", *more]
+        options = ["-std=c++17", "-ftz=true", "-w", f"-arch={arch}", *more]
         checked(api.nvrtcCompileProgram(program, len(options), [x.encode() for x in options]))
         cubin = b""
         if arch.startswith("sm_"):
