@@ -132,7 +132,7 @@ class Specialisation:
             "dropout": self.dropout,
             "count": self.count_tiles,
             "dq": self.atomic_dq,
-            "boxes": self.tma_store,
+            "tma": self.tma_store,
             "origins": self.origins,
             "wide": self.wide_result,
             "resumes": self.resumes,
@@ -189,7 +189,7 @@ def prelude(special: Specialisation) -> str:
         },
         "bool": {
             "HAS_SCORE": has.has_score,
-            "HAS_DSCORE": has.has_slope,
+            "HAS_DSCORE": has.has_dscore,
             "SCORE_READS": has.score_reads,
             "HAS_MASK": has.has_mask,
             "HAS_RANGE": has.has_range,

@@ -225,7 +225,7 @@ class Writer:
             self.call,
             self.arrays,
             self.lead,
-            slope=functions.has_slope,
+            slope=functions.has_dscore,
             params_bytes=_size(functions),
             blocks=blocks or self.blocks,
         )
@@ -238,7 +238,7 @@ class Writer:
         told = self.told | {"blocks": grid.blocks}
         addresses = [*self.named, *named]
         if spec.scores:
-            functions = replace(functions, has_slope=functions.has_slope and spec.slope)
+            functions = replace(functions, has_dscore=functions.has_dscore and spec.slope)
         else:
             functions = NONE
             told |= {"ints": (), "floats": (), "tables": ()}

@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `logit_scale` times a score; scores are negated if the scale is negative.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
-  const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
+  const accum_t c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
 
   decode::Leaf now = cursor.next(), next = now;
   const auto task_of = [&](const decode::Leaf& leaf) -> const decode::Task& {

@@ -117,7 +117,7 @@ struct TileStatistics {
     for (int n = 0; n < EACH; ++n) {
       const int i = n * ptx::WARP_SIZE + ptx::lane_index();
       const float row_lse = lse[n] == -number::infinity() ? number::infinity() : lse[n];
-      lse_smem[i] = FUSE_SCORE_EXP ? row_lse : row_lse * tile::LOG2_E;
+      lse_smem[i] = FUSE_SCORE_EXP ? row_lse : row_lse * number::LOG2_E<float>;
       delta_smem[i] = delta[n];
     }
   }

@@ -226,7 +226,7 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   shared.spans_per_head = HAS_MASK ? (tiles + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
   shared.spans =
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
-  shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * tile::LOG2_E;
+  shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
 }
 
 // Writes span n, if there is one. All consumer threads call it together.

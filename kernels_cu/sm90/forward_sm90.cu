@@ -175,10 +175,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   SharedStorage& shared = *smem.storage;
   const int index = warpgroup::index();
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
-  // Logits are `unit` times a score; the sign of a negative scale goes to the queries, and so does
-  // a scale of 0, lest it meets a score of -inf.
-  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = unit == 0 ? 1.0f : fmin(unit * tile::LOG2_E, number::largest_float());
+  // Logits are `logit_scale` times a score; the sign of a negative scale goes to the queries, and
+  // so does a scale of 0, lest it meets a score of -inf.
+  const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
+  const float c =
+      logit_scale == 0 ? 1.0f : fmin(logit_scale * number::LOG2_E<float>, number::largest_float());
   const warpgroup::SmemDesc q = warpgroup::make_smem_desc(ptx::shared_address(smem.q), 0);
   const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem.k), 0);
   const warpgroup::SmemDesc v =
@@ -390,7 +391,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 
     fragment_softmax::row_sum(l);
     float weight[2];
-    fragment_softmax::join_sink(m, l, weight, unit,
+    fragment_softmax::join_sink(m, l, weight, logit_scale,
                                 p.sink == nullptr
                                     ? -number::infinity()
                                     : number::load<float>(p.sink, p.kind_sink, work.head));

@@ -136,10 +136,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     for (int r = 0; r < 2; ++r) {
       const float factor = work.rows > 0 ? factors[8 * r] : 1.0f;
       direct = direct && factor >= LEAST_FACTOR && factor <= LARGEST_FACTOR;
-      c[r] = factor * tile::LOG2_E;
+      c[r] = factor * number::LOG2_E<float>;
     }
     direct = !ptx::any_lane(!direct);
-    if (!direct) c[0] = c[1] = tile::LOG2_E;
+    if (!direct) c[0] = c[1] = number::LOG2_E<float>;
 
     float alpha[2];            // the factor of the output when the weights are multiplied
     float unit_v[2] = {1, 1};  // of the weights: their values' scales were divided by it

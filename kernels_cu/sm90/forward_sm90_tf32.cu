@@ -73,9 +73,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const memory::Rows k = memory::rows(p.k, work.entry, h_kv, true);
   const memory::Rows v = memory::rows(p.v, work.entry, h_kv, true);
   const float scale = static_cast<float>(p.scale);
-  // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
-  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = fmin(unit * fragment_softmax::LOG2_E, number::largest());
+  // Logits are `logit_scale` times a score; the sign of a negative scale goes to the queries.
+  const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
+  const float c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
   int visited = 0;  // tiles
 
   // 1 load q
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment_softmax::row_sum(l);
   float weight[2];
   fragment_softmax::join_sink(
-      m, l, weight, unit,
+      m, l, weight, logit_scale,
       p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
   // 8 normalise
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;

@@ -140,9 +140,9 @@ __device__ __forceinline__ bool recompute_p(const Params& p, const HeadConstants
     // 5 probabilities and the gradient of the output's weights
     const fragment_gradient::PerQuery<false, ROWS, COLUMNS> lse(lse_smem);
     if (hides) {
-      fragment_gradient::exponentiate<true>(s, lse, tile::LOG2_E, allowed);
+      fragment_gradient::exponentiate<true>(s, lse, number::LOG2_E<float>, allowed);
     } else {
-      fragment_gradient::exponentiate<false>(s, lse, tile::LOG2_E, allowed);
+      fragment_gradient::exponentiate<false>(s, lse, number::LOG2_E<float>, allowed);
     }
     return hides;
   }

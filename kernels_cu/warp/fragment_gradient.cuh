@@ -204,7 +204,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
   for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const float offset = lse.of(r, n) * tile::LOG2_E;
+      const float offset = lse.of(r, n) * number::LOG2_E<float>;
       const float x = ptx::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
       s[r][n] = !MASKED || (mask[r] >> n & 1) != 0 ? x : matmul::masked_weight();
     }
@@ -295,10 +295,12 @@ __device__ __forceinline__ bool recompute_modified(
           const float score = s[r][n + x] * scale;
           float logit = score_mod(p, constants, score, at);
           if (masked && (mask[r] >> (column + n + x) & 1) == 0) logit = -number::infinity();
-          const float offset = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + n + x)] * tile::LOG2_E;
+          const float offset =
+              lse_smem[query_of<KEYS_ARE_ROWS>(r, column + n + x)] * number::LOG2_E<float>;
           const bool unmasked = logit != -number::infinity();
           has_masked = has_masked || !unmasked;
-          float p_ij = ptx::exp2(gradient_tile::at_most_zero(fma(logit, tile::LOG2_E, -offset)));
+          float p_ij =
+              ptx::exp2(gradient_tile::at_most_zero(fma(logit, number::LOG2_E<float>, -offset)));
           p_ij = weight[x] = unmasked ? p_ij : matmul::masked_weight();
           if (HAS_DROPOUT && (kept[r] >> (column + n + x) & 1) == 0) weight[x] *= 0.0f;
           if constexpr (HAS_DSCORE) {
@@ -343,7 +345,7 @@ __device__ __forceinline__ bool recompute_probabilities(
     return masked || has_masked;
   }
   const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
-  const float c = static_cast<float>(p.scale) * tile::LOG2_E;
+  const float c = static_cast<float>(p.scale) * number::LOG2_E<float>;
   if (masked) {
     exponentiate<true>(s, lse, c, mask);
   } else {

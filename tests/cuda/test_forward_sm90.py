@@ -198,7 +198,7 @@ def test_when_results_are_stored_by_boxes(d_v, columns, len_k, packed, stores):
     (launch,) = recipe.forward(call, target_of("sm_90"), out, None).launches
     assert launch.special.kernel == "forward_sm90"
     assert launch.special.tma_store == stores
-    assert launch.special.name.endswith("boxes__q192_kv128") == (stores and d == 64)
+    assert launch.special.name.endswith("tma__q192_kv128") == (stores and d == 64)
     assert [made.name for made in launch.maps] == ["q", "k", "v", "out" if stores else "q"]
 
 

@@ -44,7 +44,7 @@ def test_codes_are_recognised(cupy, maps, monkeypatch):
             monkeypatch.setattr(validate, "call", None)
     assert [x.by_driver for x in cupy.launches] == [False, True, True]
     for (arrays, options, out), launch in zip(held, cupy.launches, strict=True):
-        assert launch.kernel.startswith("forward_sm90_fp8__bf16_d64_dv64__boxes_float8_e4m3fn")
+        assert launch.kernel.startswith("forward_sm90_fp8__bf16_d64_dv64__tma_float8_e4m3fn")
         found = fields(launch, params.params(0, 0, 0))
         assert out.dtype.name == "bfloat16"
         assert found["out"]["data"] == out.data.ptr
