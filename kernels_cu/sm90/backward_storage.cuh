@@ -151,17 +151,13 @@ struct SharedStorage {
   // Gives each mbarrier but kv_full the number of arrivals that complete its phase; called by one
   // thread.
   __device__ __forceinline__ void init_barriers() const {
+    // The consumers read spans, and so do the producer, one thread, and the statistics warp.
+    span_pipeline.init(CONSUMER_THREADS, CONSUMER_THREADS + 1 + ptx::WARP_SIZE);
+    q_pipeline.init(1 + ptx::WARP_SIZE, CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP);
+    ds_pipeline.init(CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP,
+                     warpgroup::ARRIVALS_OF_WARPGROUP);
 #pragma unroll
-    for (int n = 0; n < STAGES; ++n) {
-      // The consumers read spans, and so do the producer, one thread, and the statistics warp.
-      ptx::mbarrier_init(span_pipeline.full_barrier(n), CONSUMER_THREADS);
-      ptx::mbarrier_init(span_pipeline.empty_barrier(n), CONSUMER_THREADS + 1 + ptx::WARP_SIZE);
-      ptx::mbarrier_init(q_pipeline.full_barrier(n), 1 + ptx::WARP_SIZE);
-      ptx::mbarrier_init(do_full_barrier(n), 1);
-      ptx::mbarrier_init(q_pipeline.empty_barrier(n), CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP);
-      ptx::mbarrier_init(ds_pipeline.full_barrier(n), CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP);
-      ptx::mbarrier_init(ds_pipeline.empty_barrier(n), warpgroup::ARRIVALS_OF_WARPGROUP);
-    }
+    for (int n = 0; n < STAGES; ++n) ptx::mbarrier_init(do_full_barrier(n), 1);
     ptx::fence_mbarrier_init();
   }
 };

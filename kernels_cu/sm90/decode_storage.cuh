@@ -68,7 +68,7 @@ struct SharedStorage {
   }
 
   // Gives each mbarrier the number of arrivals that complete its phase; called by one thread.
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init_barriers() const {
     pipeline.init(WARPS_OF_STAGE * warpgroup::ARRIVALS_OF_WARP,
                   BOTH_CONSUMERS / ptx::WARP_SIZE * warpgroup::ARRIVALS_OF_WARP);
 #pragma unroll

@@ -65,8 +65,8 @@ __device__ __forceinline__ void finite_check_warps(const SharedMemory& smem, int
     for (int tile = work.last_tile(); tile >= 0; ++n, tile = work.tile_before(tile)) {
       shared.v_pipeline.wait_full(n);
       if (HAS_SCORE || work.is_masked(tile)) {
-        const bool finite = warpgroup_rows::finite_rows<V_TILE_BYTES, CHECKERS>(
-            smem.v + KvPipeline::stage_of(n) * V_TILE_BYTES, thread);
+        const bool finite = warpgroup_rows::finite_rows<VTiles::BYTES, CHECKERS>(
+            smem.v.stage(KvPipeline::stage_of(n)), thread);
         const bool has_nonfinite = ptx::any_lane(!finite);
         if (ptx::lane_index() == 0) {
           shared.has_nonfinite[KvPipeline::stage_of(checks)][warp - 2] = has_nonfinite ? 1 : 0;
@@ -121,9 +121,6 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
                                          const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                          const ptx::TensorMap& v_map) {
   SharedStorage& shared = *smem.storage;
-  const unsigned int q_address = ptx::shared_address(smem.q);
-  const unsigned int k_address = ptx::shared_address(smem.k);
-  const unsigned int v_address = ptx::shared_address(smem.v);
   const bool leads = !PAGED || ptx::lane_index() == 0;
   // One lane expects the bytes that all lanes load, perhaps after the first of them came.
   const auto expect = [&](unsigned int barrier, int bytes) {
@@ -140,26 +137,26 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
       const int first_row = work.first_row_k + tile * BLOCK_KV;
       const PagePiece piece(p, work, tile);
       shared.k_pipeline.wait_empty(n);
-      expect(shared.k_pipeline.full_barrier(n), K_TILE_BYTES);
-      load_keys<BLOCK_KV, D>(k_address + KvPipeline::stage_of(n) * K_TILE_BYTES, k_map, work.k,
-                             first_row, piece, shared.k_pipeline.full_barrier(n));
+      expect(shared.k_pipeline.full_barrier(n), KTiles::BYTES);
+      load_keys<BLOCK_KV, D>(smem.k.address(KvPipeline::stage_of(n)), k_map, work.k, first_row,
+                             piece, shared.k_pipeline.full_barrier(n));
       if (tile == last && leads) {
         // 1 load q
 #pragma unroll 1
         for (int c = 0; c < CONSUMERS; ++c) {
           const int q_slot = first_q_slot(q_uses) + c;
           warpgroup::mbarrier_wait(shared.q_empty_barrier(q_slot), q_phase_of(q_uses) ^ 1);
-          ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(q_slot), Q_TILE_BYTES);
+          ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(q_slot), QTiles::BYTES);
           warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, D>(
-              q_address + q_slot * Q_TILE_BYTES, q_map, work.q,
+              smem.q.address(q_slot), q_map, work.q,
               work.first_row_q + c * warpgroup::WARPGROUP_ROWS, shared.q_full_barrier(q_slot));
         }
         ++q_uses;
       }
       shared.v_pipeline.wait_empty(n);
-      expect(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
-      load_keys<BLOCK_KV, D_V>(v_address + KvPipeline::stage_of(n) * V_TILE_BYTES, v_map, work.v,
-                               first_row, piece, shared.v_pipeline.full_barrier(n));
+      expect(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
+      load_keys<BLOCK_KV, D_V>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v, first_row,
+                               piece, shared.v_pipeline.full_barrier(n));
     }
     if constexpr (PAGED) __syncwarp();  // the work tile, read by all lanes
     if (leads) ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
@@ -180,10 +177,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
   const float c =
       logit_scale == 0 ? 1.0f : fmin(logit_scale * number::LOG2_E<float>, number::largest_float());
-  const warpgroup::SmemDesc q = warpgroup::make_smem_desc(ptx::shared_address(smem.q), 0);
-  const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem.k), 0);
-  const warpgroup::SmemDesc v =
-      warpgroup::make_smem_desc(ptx::shared_address(smem.v), BLOCK_KV * warpgroup::SLAB_ROW_BYTES);
   const unsigned int out_address =  // of the warp's 16 rows
       ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * V_ROW_BYTES;
   const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
@@ -218,14 +211,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
     // s = q k^T.
     const auto issue_qk = [&](int n) {
-      warpgroup::multiply<D, BLOCK_KV>(s, q + q_slot * (Q_TILE_BYTES / 16),
-                                       k + KvPipeline::stage_of(n) * (K_TILE_BYTES / 16));
+      warpgroup::multiply<D, BLOCK_KV>(s, smem.q.desc(q_slot),
+                                       smem.k.desc(KvPipeline::stage_of(n)));
       ptx::wgmma_commit();
     };
     // acc += weights v.
     const auto issue_pv = [&](int n) {
-      warpgroup::multiply_add<BLOCK_KV>(acc, weights,
-                                        v + KvPipeline::stage_of(n) * (V_TILE_BYTES / 16));
+      warpgroup::multiply_add<BLOCK_KV>(acc, weights, smem.v.column_desc(KvPipeline::stage_of(n)));
       ptx::wgmma_commit();
     };
     // Evaluates the mask of a masked tile. Returns whether any pair of the warp takes part.
@@ -264,7 +256,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(checks)];
       ++checks;
       if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return;
-      char* const tile_smem = smem.v + KvPipeline::stage_of(n) * V_TILE_BYTES;
+      char* const tile_smem = smem.v.stage(KvPipeline::stage_of(n));
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, storage_t weight) {
         if constexpr (HAS_SCORE) return weight != 0x8000;
@@ -273,7 +265,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       };
       warpgroup_rows::add_nonfinite(acc, weights, tile_smem, takes_part);
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, read as it came
-      warpgroup_rows::clear_nonfinite<V_TILE_BYTES, CONSUMER_THREADS>(tile_smem, threadIdx.x);
+      warpgroup_rows::clear_nonfinite<VTiles::BYTES, CONSUMER_THREADS>(tile_smem, threadIdx.x);
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
     };
@@ -284,8 +276,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       warpgroup::mbarrier_wait(shared.q_full_barrier(q_slot), q_phase_of(q_uses));
       ++q_uses;
       if (!HAS_SCORE && !(scale > 0)) {
-        warpgroup_rows::apply_sign<Q_TILE_BYTES, warpgroup::WARPGROUP_SIZE>(
-            smem.q + q_slot * Q_TILE_BYTES, threadIdx.x % warpgroup::WARPGROUP_SIZE, scale);
+        warpgroup_rows::apply_sign<QTiles::BYTES, warpgroup::WARPGROUP_SIZE>(
+            smem.q.stage(q_slot), threadIdx.x % warpgroup::WARPGROUP_SIZE, scale);
         ptx::fence_proxy_async();
         ptx::named_barrier_sync(
             CONSUMER_Q + index,

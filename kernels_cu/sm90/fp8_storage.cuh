@@ -107,7 +107,7 @@ struct SharedStorage {
   }
 
   // Gives each mbarrier the number of arrivals that complete its phase; called by one thread.
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init_barriers() const {
     constexpr int OF_CONSUMERS = CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP;
     constexpr int OF_TRANSPOSERS = TRANSPOSERS * warpgroup::ARRIVALS_OF_WARP;
     k_pipeline.init(1 + (SCALE_ROWS ? warpgroup::ARRIVALS_OF_WARP : 0), OF_CONSUMERS);
