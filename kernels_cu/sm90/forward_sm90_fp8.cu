@@ -91,10 +91,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   SharedStorage& shared = *smem.storage;
   const int index = warpgroup::index();
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
-  const warpgroup::SmemDesc q =
-      warpgroup::make_smem_desc(ptx::shared_address(smem.q) + index * Q_TILE_BYTES, 0);
-  const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem.k), 0);
-  const warpgroup::SmemDesc v = warpgroup::make_smem_desc(ptx::shared_address(smem.transposed), 0);
+  const warpgroup::SmemDesc q = warpgroup::make_smem_desc(smem.q.address(index), 0);
   const unsigned int out_address =  // of the warp's 16 rows
       ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * OUT_ROW_BYTES;
   const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
@@ -148,14 +145,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
     // s = q k^T.
     const auto issue_qk = [&](int n) {
-      warpgroup_fp8::multiply<D, BLOCK_KV>(s, q, k + KvPipeline::stage_of(n) * (K_TILE_BYTES / 16));
+      warpgroup_fp8::multiply<D, BLOCK_KV>(s, q, smem.k.desc(KvPipeline::stage_of(n)));
       ptx::wgmma_commit();
     };
     // part = weights v, for some of the columns.
     const auto issue_pv = [&](int n, int x) {
       warpgroup_fp8::multiply_weights(
           part[x % BUFFERS], weights,
-          v + (KvPipeline::stage_of(n) * TRANSPOSED_BYTES + x * PART_ROWS * LINE) / 16);
+          smem.transposed.desc(KvPipeline::stage_of(n)) + x * (PART_ROWS * LINE / 16));
       ptx::wgmma_commit();
     };
     // acc = alpha acc + part.
@@ -259,7 +256,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     const auto repair_nonfinite = [&](int n, int tile) {
       const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(n)];
       if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return;
-      char* const tile_smem = smem.transposed + KvPipeline::stage_of(n) * TRANSPOSED_BYTES;
+      char* const tile_smem = smem.transposed.stage(KvPipeline::stage_of(n));
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, unsigned int weight) {
         if constexpr (HAS_SCORE) return weight != 0x80;

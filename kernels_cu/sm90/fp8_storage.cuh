@@ -32,13 +32,17 @@ constexpr bool SCALE_ROWS = K_SCALE_ROWS || V_SCALE_ROWS;
 
 constexpr int LINE = warpgroup::SLAB_ROW_BYTES;  // codes
 constexpr int D_LINES = (D + LINE - 1) / LINE, V_LINES = (D_V + LINE - 1) / LINE;
-constexpr int V_ROWS = matmul::round_up(D_V, 64);                         // of transposed values
-constexpr int Q_TILE_BYTES = warpgroup::WARPGROUP_ROWS * D_LINES * LINE;  // of one consumer
-constexpr int K_TILE_BYTES = BLOCK_KV * D_LINES * LINE, V_TILE_BYTES = BLOCK_KV * V_LINES * LINE;
-constexpr int TRANSPOSED_BYTES = V_ROWS * LINE;  // a line for the keys of a column
+constexpr int V_ROWS = matmul::round_up(D_V, 64);  // of transposed values
+using QTiles =                                     // of one consumer each
+    warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, D_LINES * LINE, CONSUMERS>;
+using KTiles = warpgroup::SmemTile<BLOCK_KV, D_LINES * LINE, KV_STAGES>;
+using VTiles = warpgroup::SmemTile<BLOCK_KV, V_LINES * LINE, V_STAGES>;
+using TransposedTiles =  // a line for the keys of a column
+    warpgroup::SmemTile<V_ROWS, LINE, KV_STAGES>;
 constexpr int OUT_ROW_BYTES = fragment::row_bytes(D_V), OUT_BYTES = BLOCK_Q * OUT_ROW_BYTES;
-constexpr int TILES_BYTES = CONSUMERS * Q_TILE_BYTES +
-                            KV_STAGES * (K_TILE_BYTES + TRANSPOSED_BYTES) + V_STAGES * V_TILE_BYTES;
+constexpr int TILES_BYTES = CONSUMERS * QTiles::BYTES +
+                            KV_STAGES * (KTiles::BYTES + TransposedTiles::BYTES) +
+                            V_STAGES * VTiles::BYTES;
 
 // Named barriers. PING_PONG + c: the turn of consumer c to issue products; the consumer before it
 // arrives. ALL_CONSUMERS: all of their threads, for a tile of v with non-finite values.
@@ -127,15 +131,19 @@ constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
 // Where the tiles of q, k, v and the output lie, and the storage behind them.
 struct SharedMemory {
-  char *q, *k, *v, *transposed, *out;
+  QTiles q;
+  KTiles k;
+  VTiles v;
+  TransposedTiles transposed;
+  char* out;
   SharedStorage* storage;
 
   __device__ __forceinline__ explicit SharedMemory(char* begin)
-      : q(begin),
-        k(q + CONSUMERS * Q_TILE_BYTES),
-        v(k + KV_STAGES * K_TILE_BYTES),
-        transposed(v + V_STAGES * V_TILE_BYTES),
-        out(transposed + KV_STAGES * TRANSPOSED_BYTES),
+      : q{begin},
+        k{q.end()},
+        v{k.end()},
+        transposed{v.end()},
+        out(transposed.end()),
         storage(reinterpret_cast<SharedStorage*>(out + (TMA_STORE ? OUT_BYTES : 0))) {}
 };
 
