@@ -24,19 +24,21 @@ constexpr bool ALTERNATE_DQ = !SHARE_KEYS && fragment::row_bytes(D) == warpgroup
 constexpr bool DEFER_DQ =
     ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !HAS_SCORE && !(HAS_MASK && HAS_DROPOUT);
 
-// Bytes of a tile: of 64 keys or their values, of a tile's q or do, and of its dS or P.
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
-constexpr int K_TILE_BYTES = warpgroup::WARPGROUP_ROWS * K_ROW_BYTES;
-constexpr int V_TILE_BYTES = warpgroup::WARPGROUP_ROWS * V_ROW_BYTES;
-constexpr int Q_TILE_BYTES = BLOCK_Q * K_ROW_BYTES, DO_TILE_BYTES = BLOCK_Q * V_ROW_BYTES;
-constexpr int DS_TILE_BYTES = BLOCK_KV * warpgroup::SLAB_ROW_BYTES;
 
 constexpr int STAGES = 2;  // of tiles of q and do, of dS, and of spans
-// P goes through shared memory where the consumers share keys. A copy of the keys without
-// non-finite values is made where dq may be deferred.
+// P goes through shared memory where the consumers share keys, in stages behind those of dS.
 constexpr int P_STAGES = SHARE_KEYS ? STAGES : 0;
-constexpr int FINITE_K_BYTES = SHARE_KEYS || ALTERNATE_DQ ? 0 : KEY_TILES * K_TILE_BYTES;
+
+// 64 keys or their values, a tile's q or do, and its dS or P.
+using KTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, K_ROW_BYTES, KEY_TILES>;
+using VTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, V_ROW_BYTES, KEY_TILES>;
+using QTiles = warpgroup::SmemTile<BLOCK_Q, K_ROW_BYTES, STAGES>;
+using DoTiles = warpgroup::SmemTile<BLOCK_Q, V_ROW_BYTES, STAGES>;
+using DsTiles = warpgroup::SmemTile<BLOCK_KV, warpgroup::SLAB_ROW_BYTES, STAGES + P_STAGES>;
+// A copy of the keys without non-finite values is made where dq may be deferred.
+constexpr int FINITE_K_BYTES = SHARE_KEYS || ALTERNATE_DQ ? 0 : KEY_TILES * KTiles::BYTES;
 
 // Uses of a pipeline are counted without a sign, which divides by two with one instruction.
 using Pipeline = warpgroup::Pipeline<STAGES, unsigned int>;
@@ -165,16 +167,21 @@ constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
 // Where the tiles lie, and the storage behind them.
 struct SharedMemory {
-  char *k, *v, *q, *d_out, *ds, *finite_k;
+  KTiles k;
+  VTiles v;
+  QTiles q;
+  DoTiles d_out;
+  DsTiles ds;
+  char* finite_k;
   SharedStorage* storage;
 
   __device__ __forceinline__ explicit SharedMemory(char* begin)
-      : k(begin),
-        v(k + KEY_TILES * K_TILE_BYTES),
-        q(v + KEY_TILES * V_TILE_BYTES),
-        d_out(q + STAGES * Q_TILE_BYTES),
-        ds(d_out + STAGES * DO_TILE_BYTES),
-        finite_k(ds + (STAGES + P_STAGES) * DS_TILE_BYTES),
+      : k{begin},
+        v{k.end()},
+        q{v.end()},
+        d_out{q.end()},
+        ds{d_out.end()},
+        finite_k(ds.end()),
         storage(reinterpret_cast<SharedStorage*>(finite_k + FINITE_K_BYTES)) {}
 };
 
@@ -186,9 +193,9 @@ struct alignas(1024) Aligned {
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
-static_assert(SHARED_BYTES == KEY_TILES * (K_TILE_BYTES + V_TILE_BYTES) +
-                                  STAGES * (Q_TILE_BYTES + DO_TILE_BYTES) +
-                                  (STAGES + P_STAGES) * DS_TILE_BYTES + FINITE_K_BYTES +
+static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
+                                  STAGES * (QTiles::BYTES + DoTiles::BYTES) +
+                                  (STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
                                   SHARED_STORAGE_BYTES,
               "SHARED_BYTES");
 
