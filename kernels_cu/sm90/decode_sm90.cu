@@ -111,7 +111,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   // Logits are `logit_scale` times a score; scores are negated if the scale is negative.
   const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
   const float c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
-  const warpgroup::SmemDesc q = warpgroup::make_smem_desc(ptx::shared_address(smem.q), 0);
+  const warpgroup::SmemDesc q = smem.q.desc(0);
   const int first_value = index * (SLABS_V / CONSUMERS) * SLAB_BYTES;
 
   float m[2], l[2], o[2][COLUMNS_O];
