@@ -45,7 +45,7 @@ _FAULTS = {
     ),
     "keys of pages that are no more": Fault(
         TENSOR,
-        "if (guessed && entries.differ(found)) {",
+        "if (guessed && early.entries.differ(found)) {",
         "if (false) {",
         LATE,
         "sm80 and 16 and table",
