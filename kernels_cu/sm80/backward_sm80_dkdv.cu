@@ -82,6 +82,78 @@ static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
 
+using Dk = float[ROWS][ShareK::COLUMNS];
+using Dv = float[ROWS][ShareV::COLUMNS];
+using Dq = float[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
+
+// -- roles ----------------------------------------------------------------------------------------
+
+// All warps: agree on a scale of dS that the largest |dS| of any allows. `part` parts of the tile
+// already have dS in shared memory, which then are brought to the new scale.
+__device__ __forceinline__ void rescale_ds(const float (&ds)[ROWS][COLUMNS], Dk& dk, int part,
+                                           int warp_key, int warp_query, float* largest_smem,
+                                           char* ds_smem, fragment_gradient::DsScale& ds_scale) {
+  const float of_warp = fragment_gradient::largest_finite(ds);
+  if (ptx::lane_index() == 0) largest_smem[threadIdx.x / ptx::WARP_SIZE] = of_warp;
+  __syncthreads();  // the warps' largest |dS|
+  float largest = 0;
+#pragma unroll
+  for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
+  const float before = ds_scale.inverse();
+  if (largest > ds_scale.largest) ds_scale.rescale(largest, dk);
+  for (int n = 0; n < part; ++n) {
+    const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
+    fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(other, before * ds_scale.factor,
+                                                               ds_smem);
+  }
+}
+
+// All warps: add the products of q and do that are not finite to dv and dk one by one, and set them
+// to 0 in shared memory for the tensor cores.
+__device__ __forceinline__ void repair_nonfinite(Dk& dk, Dv& dv, const ShareK& share_k,
+                                                 const ShareV& share_v, const char* p_rows,
+                                                 const char* ds_rows, char* q_smem, char* do_smem) {
+  fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem, share_v);
+  fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem, share_k);
+  __syncthreads();  // the tile, read by all warps as it was copied
+  fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
+  fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
+  __syncthreads();  // the tile, made finite by all threads
+}
+
+// Multiplies dS and the keys for a part of the columns of a warp's share of dq.
+__device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_smem,
+                                            const char* k_smem, bool has_nonfinite,
+                                            const fragment_gradient::DsScale& ds_scale) {
+  const int warp = threadIdx.x / ptx::WARP_SIZE;
+  const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
+  const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
+  matmul::clear(dq);
+  if (has_nonfinite) {
+    fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(dq, ds_smem, first,
+                                                                             k_smem, share);
+  } else {
+    fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
+        dq, ds_smem, first, k_smem, share);
+  }
+  if constexpr (fragment::Mma::SCALES_DS) matmul::scale(dq, ds_scale.inverse());
+}
+
+// Writes dk and dv in place of the keys and values, and from there to global memory.
+__device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
+                                              const ShareK& share_k, const ShareV& share_v,
+                                              int warp_key, int h_kv, int nj, const Head* head_smem,
+                                              char* k_smem, char* v_smem) {
+  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
+                                         p.kind_dk != number::STORAGE_KIND,
+                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
+                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
+  fragment_product::store_rows<BLOCK_KV>(
+      dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
+      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
+      HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
@@ -110,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
   fragment_backward::load_keys_and_values<K_BYTES, V_BYTES>(p, work, h_kv, j0, nj, k_smem, v_smem,
                                                             head_smem);
-  float dk[ROWS][ShareK::COLUMNS], dv[ROWS][ShareV::COLUMNS];
+  Dk dk;
+  Dv dv;
   matmul::clear(dk);
   matmul::clear(dv);
   fragment_gradient::DsScale ds_scale;
@@ -229,19 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             if (ptx::barrier_or(exceeds || (!P_IN_REGISTERS && has_nonfinite))) {
               if constexpr (!P_IN_REGISTERS)
                 has_nonfinite = may_mask;  // the vote does not say which
-              const float of_warp = fragment_gradient::largest_finite(s);
-              if (ptx::lane_index() == 0) largest_smem[warp] = of_warp;
-              __syncthreads();  // the warps' largest |dS|
-              float largest = 0;
-#pragma unroll
-              for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
-              const float before = ds_scale.inverse();
-              if (largest > ds_scale.largest) ds_scale.rescale(largest, dk);
-              for (int n = 0; n < part; ++n) {
-                const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
-                fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(
-                    other, before * ds_scale.factor, ds_smem);
-              }
+              rescale_ds(s, dk, part, warp_key, warp_query, largest_smem, ds_smem, ds_scale);
               if constexpr (!P_IN_REGISTERS) {
                 store();
                 __syncthreads();  // dS, written again by all warps
@@ -279,30 +340,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
                 ds_smem, p_smem, k_smem, dq_gmem(), rows_of(now), ds_scale.inverse());
           }
-          fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
-                                                                 share_v);
-          fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
-                                                               share_k);
-          __syncthreads();  // the tile, read by all warps as it was copied
-          fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
-          fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
-          __syncthreads();  // the tile, made finite by all threads
+          repair_nonfinite(dk, dv, share_k, share_v, p_rows, ds_rows, q_smem, do_smem);
         }
         // Additions to dq are slow to return, so they alternate with steps of other products.
-        float dq[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
-        const auto multiply_dq = [&](int part) {
-          const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
-          const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
-          matmul::clear(dq);
-          if (has_nonfinite) {
-            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
-                dq, ds_smem, first, k_smem, share);
-          } else {
-            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
-                dq, ds_smem, first, k_smem, share);
-          }
-          if constexpr (fragment::Mma::SCALES_DS) matmul::scale(dq, ds_scale.inverse());
-        };
+        Dq dq;
         const auto add_dq = [&](int part, int step, int steps) {
           const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
           const int first = warp / DQ_SHARERS * DQ_QUERIES;
@@ -322,17 +363,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           if constexpr (ATOMIC_DQ) {
 #pragma unroll
             for (int part = 0; part < DQ_PARTS; ++part) {
-              multiply_dq(part);
+              multiply_dq(dq, part, ds_smem, k_smem, has_nonfinite, ds_scale);
               add_dq(part, 0, 1);
             }
           }
         } else {
           constexpr int STEPS = BLOCK_Q / 16;
-          multiply_dq(0);
+          multiply_dq(dq, 0, ds_smem, k_smem, has_nonfinite, ds_scale);
           fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
               dv, p_rows, do_smem, share_v,
               [&](int step) { add_dq(0, step, 2 * STEPS / DQ_PARTS); });
-          if constexpr (DQ_PARTS == 2) multiply_dq(1);
+          if constexpr (DQ_PARTS == 2) multiply_dq(dq, 1, ds_smem, k_smem, has_nonfinite, ds_scale);
           fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
               dk, ds_rows, q_smem, share_k, [&](int step) {
                 add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
@@ -357,13 +398,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::cp_async_wait_all();
   __syncthreads();  // the keys and values, read by all warps: the results take their memory
   matmul::scale(dk, ds_scale.inverse());
-  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
-                                         p.kind_dk != number::STORAGE_KIND,
-                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
-                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
-  fragment_product::store_rows<BLOCK_KV>(
-      dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
-      HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+  store_results(p, dk, dv, share_k, share_v, warp_key, h_kv, nj, head_smem, k_smem, v_smem);
   tile::count_tiles(p, visited);
 }
