@@ -1,8 +1,8 @@
 // What an editor needs to read these files; no kernel includes it, and nothing is compiled with it.
 //
-// A kernel is compiled behind a prelude that cupyflash/gpu/source.py generates for each
+// A kernel is compiled after a prelude that cupyflash/gpu/source.py generates for each
 // specialisation. This is one with the same names, which a test compares, and with the values of
-// one specialisation, and behind it what CUDA's compiler has built in. Assertions about the values
+// one specialisation, and after it what CUDA's compiler has built in. Assertions about the values
 // are for real ones: they are not checked here.
 #pragma once
 

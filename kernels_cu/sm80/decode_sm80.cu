@@ -6,7 +6,7 @@
 // keys are the 16 rows of one matrix instruction. Each warp has its own pipeline of STAGES stages
 // in shared memory, and meets no other one before its keys are done.
 //
-// Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
+// Grid: a share of all units for each block; decode_combine.cu joins their partial results.
 // Shared memory: the tasks of all warps; of every warp its stages and its queries. The scratch that
 // counts units aliases the stages; it is dead before the first copy. BLOCK_Q is 16, BLOCK_KV 64.
 #include "../common/params.cuh"
@@ -48,7 +48,7 @@ struct EarlyStart {
 
 // The producer of a warp's pipeline: walks over its leaves, looks up where their rows are, and
 // copies their keys and values step by step. The leaf `now` is computed, and `next` is the one
-// behind it.
+// after it.
 struct LeafStream {
   const Params& p;
   decode::Cursor& cursor;
@@ -86,7 +86,7 @@ struct LeafStream {
     return looked;
   }
 
-  // Begins to copy step N of the leaf `now`, of 2 STEPS, or of the one behind it, to the stage
+  // Begins to copy step N of the leaf `now`, of 2 STEPS, or of the one after it, to the stage
   // `ahead` of the next one.
   template <int N>
   __device__ __forceinline__ void copy(int ahead) const {

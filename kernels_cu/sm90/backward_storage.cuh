@@ -28,7 +28,7 @@ constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
 constexpr int STAGES = 2;  // of tiles of q and do, of dS, and of spans
-// P goes through shared memory where the consumers share keys, in stages behind those of dS.
+// P goes through shared memory where the consumers share keys, in stages after those of dS.
 constexpr int P_STAGES = SHARE_KEYS ? STAGES : 0;
 
 // 64 keys or their values, a tile's q or do, and its dS or P.
@@ -165,7 +165,7 @@ struct SharedStorage {
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
-// Where the tiles lie, and the storage behind them.
+// The tiles, and the storage after them.
 struct SharedMemory {
   KTiles k;
   VTiles v;

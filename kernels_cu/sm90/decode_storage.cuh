@@ -1,5 +1,5 @@
 // The shared memory of a block of decode_sm90.cu: queries, tiles of keys in their stages, what the
-// producers tell of these, and what consumers tell each other.
+// producers publish about these, and what the consumers exchange.
 #pragma once
 #include "../decode/cursor.cuh"
 #include "warpgroup.cuh"
@@ -83,7 +83,7 @@ struct SharedStorage {
   }
 };
 
-// Where queries and stages lie, and the storage behind them.
+// The queries and the stages of keys, and the storage after them.
 struct SharedMemory {
   QTile q;
   KTiles k;

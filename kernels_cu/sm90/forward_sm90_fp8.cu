@@ -15,7 +15,7 @@
 //
 // Grid: no more blocks than work tiles, of which there are prod(own_size) * heads * blocks, with
 // own_size = lead_size; packed: heads * blocks. Shared memory: SharedMemory in fp8_storage.cuh.
-// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma_fp8.cuh. Behind the
+// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma_fp8.cuh. After the
 // parameters come the tensor maps of q, k, v and, where TMA_STORE, out.
 #include "../common/params.cuh"
 #include "../ptx/reciprocal.cuh"

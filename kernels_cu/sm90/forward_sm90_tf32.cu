@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const memory::Rows k = memory::rows(p.k, work.entry, h_kv, true);
   const memory::Rows v = memory::rows(p.v, work.entry, h_kv, true);
   const float scale = static_cast<float>(p.scale);
-  // Logits are `logit_scale` times a score; the sign of a negative scale goes to the queries.
+  // Logits are `logit_scale` times a score. A negative scale flips the sign of q.
   const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
   const float c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
   int visited = 0;  // tiles

@@ -26,7 +26,7 @@ constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and t
 
 // Whether sequences may end within the memory of k and v, and have no keys at all.
 constexpr bool ENDS_ON_DEVICE = PACKED || CACHED;
-// Keys that take no part although they are in the tile, in PARTIAL tiles and behind the end of such
+// Keys that take no part although they are in the tile, in PARTIAL tiles and after the end of such
 // a sequence, have weight 0, and their values may be anything: 0 * NaN must not reach the sum.
 constexpr bool CHECK_FINITE = MAY_MASK || ENDS_ON_DEVICE;
 constexpr int CHECKER_WARPS = CHECK_FINITE ? 2 : 0;
@@ -106,7 +106,7 @@ struct SharedStorage {
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
-// Where the tiles of q, k, v and the output lie, and the storage behind them.
+// The tiles of q, k, v and the output, and the storage after them.
 struct SharedMemory {
   QTiles q;
   KTiles k;

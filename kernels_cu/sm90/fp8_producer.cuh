@@ -149,7 +149,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     for (int tile = last; tile >= 0; ++n, tile = work.tile_before(tile)) {
       const int first_row = work.first_row_k + tile * BLOCK_KV;
       const int stage = KvPipeline::stage_of(n);
-      // Loaded before the stage is waited for, lest their latency follows the wait.
+      // Loaded before the wait for the stage, which hides their latency.
       LaneScales k_scale, v_scale;
       const int rows = work.rows_in(tile);
       if constexpr (K_SCALE_ROWS) k_scale.load(k_scales, p.k_scale.row, tile, rows);

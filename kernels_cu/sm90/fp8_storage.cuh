@@ -129,7 +129,7 @@ struct SharedStorage {
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
-// Where the tiles of q, k, v and the output lie, and the storage behind them.
+// The tiles of q, k, v and the output, and the storage after them.
 struct SharedMemory {
   QTiles q;
   KTiles k;

@@ -79,7 +79,7 @@ struct ScheduledTile {
 // that their keys and values stay in L2. Codes are half as large: if two blocks share a head's keys
 // and values, memory is fast enough for them, and larger groups are dealt more evenly; not so codes
 // of heads beyond 128. Every other round is dealt in reverse, and the first block is another one
-// from time to time, lest the same blocks get long tiles again.
+// from time to time, so that the same blocks do not get long tiles again.
 //
 // Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on.
 struct TileScheduler {

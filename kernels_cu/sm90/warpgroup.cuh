@@ -106,7 +106,7 @@ __device__ __forceinline__ SmemDesc make_smem_desc(unsigned int address, int sla
   return address / 16 | static_cast<unsigned int>(slab / 16) << 16;
 }
 
-// STAGES tiles of ROWS rows, one behind the other, whose rows have ROW_BYTES bytes in all slabs.
+// STAGES tiles of ROWS rows, one after the other, whose rows have ROW_BYTES bytes in all slabs.
 template <int ROWS, int ROW_BYTES, int STAGES>
 struct SmemTile {
   static constexpr int BYTES = ROWS * ROW_BYTES;
@@ -169,7 +169,8 @@ __device__ __forceinline__ ptx::SmemDesc wgmma_desc(SmemDesc operand) {
 }
 
 // Issues c = a b^T, or c += where `add`, for 64 rows of a and KEYS rows of b, WIDTH columns each.
-// The caller fences, commits and waits. `beside(n)` runs after step n was issued.
+// The caller fences, commits and waits. `beside(n)` runs after step n was issued, and overlaps with
+// it.
 template <int WIDTH, int KEYS, int COLUMNS, class Beside>
 __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
                                          const Beside& beside, bool add = false) {
@@ -229,7 +230,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], SmemDesc a,
 }
 
 // Issues c = a^T b for DEPTH rows of a, 64 columns wide, and of b. Each 64 rows of b are a tile,
-// `stride` bytes behind the one before. The caller fences, commits and waits.
+// `stride` bytes after the one before. The caller fences, commits and waits.
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_transposed(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
                                                     int stride) {

@@ -32,7 +32,7 @@ __device__ constexpr int columns_of(int width) { return matmul::round_up(width, 
 // -- tiles to shared memory -----------------------------------------------------------------------
 
 // Splits 8 numbers along the sum and writes them to a row, at byte `piece` and one piece further.
-// The small parts lie `stride` bytes behind. `nonfinite` becomes NaN if one of them cannot be
+// The small parts follow `stride` bytes later. `nonfinite` becomes NaN if one of them cannot be
 // split.
 __device__ __forceinline__ void put_unit(const float (&x)[8], char* row_smem, int piece, int stride,
                                          float& nonfinite) {
