@@ -21,6 +21,7 @@
 // head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
 #include "../warp/fragment_backward.cuh"
+#include "../warp/fragment_gradient_ds.cuh"
 #include "../warp/fragment_product.cuh"
 #include "../warp/fragment_tile.cuh"
 

@@ -14,6 +14,7 @@
 // is 16 or 32 times the warps, BLOCK_KV a multiple of 16.
 #include "../common/params.cuh"
 #include "../warp/fragment_backward.cuh"
+#include "../warp/fragment_gradient_ds.cuh"
 #include "../warp/fragment_product.cuh"
 #include "../warp/fragment_tile.cuh"
 
