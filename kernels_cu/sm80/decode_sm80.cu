@@ -26,158 +26,21 @@ static_assert(BLOCK_Q == 16 && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
 static_assert(sizeof(decode::ScheduleStorage) <= decode::WARPS * WARP_BYTES, "SHARED_BYTES");
 static_assert(2 <= STAGES && STAGES - 1 <= 2 * STEPS, "a stage belongs to this leaf or the next");
 
-// What the page table says of a warp's first leaf before the grids ahead have ended, whether or not
-// that still holds when they have.
-struct EarlyStart {
-  decode_rows::LeafEntries entries;
-  decode_rows::LeafPlaces places;
-  bool guessed;  // the first leaf, as it is after the wait
-
-  // Looks a leaf up, and brings its keys to the L2 cache.
-  __device__ __forceinline__ void prefetch(const Params& p, const decode::Task& task, int leaf) {
-    const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
-    entries.look_up<true>(p, first, keys, task.b);
-    places = decode_rows::LeafPlaces(p, entries);
-    decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
-  }
-  // Whether it is the leaf that was looked up: a mask may skip the first one.
-  __device__ __forceinline__ bool has(const decode::Leaf& leaf) const {
-    return PAGED && guessed && leaf.exists && leaf.index * LEAF == entries.first;
-  }
-};
-
-// The producer of a warp's pipeline: walks over its leaves, looks up where their rows are, and
-// copies their keys and values step by step. The leaf `now` is computed, and `next` is the one
-// after it.
-struct LeafStream {
+// A leaf's keys and values, step by step: the producer of a warp's pipeline.
+struct Producer {
   const Params& p;
-  decode::Cursor& cursor;
-  const decode::WarpTasks& tasks_smem;
   char* stages_smem;
-  char* q_smem;
-  int stage;   // of the next step to be consumed
-  int loaded;  // the number of the task whose queries are loaded
-  decode::Leaf now, next;
-  decode_rows::LeafPlaces places, next_places;
-  decode_rows::LeafEntries next_entries;  // the table's answers, which are still to be waited for
-  Scales scales, next_scales;
+  int stage;  // of the next step to be consumed
 
-  __device__ __forceinline__ LeafStream(const Params& p, decode::Cursor& cursor,
-                                        const decode::WarpTasks& tasks_smem, char* stages_smem,
-                                        char* q_smem)
-      : p(p),
-        cursor(cursor),
-        tasks_smem(tasks_smem),
-        stages_smem(stages_smem),
-        q_smem(q_smem),
-        stage(0),
-        loaded(-1),
-        now(cursor.next()),
-        next(now),
-        next_places{},
-        next_scales{} {}
-
-  __device__ __forceinline__ const decode::Task& task_of(const decode::Leaf& leaf) const {
-    return tasks_smem.task[leaf.place];
-  }
-  __device__ __forceinline__ decode_rows::LeafEntries look_up(const decode::Leaf& leaf) const {
-    decode_rows::LeafEntries looked{};
-    if (leaf.exists) looked.look_up<SHARED>(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
-    return looked;
-  }
-
-  // Begins to copy step N of the leaf `now`, of 2 STEPS, or of the one after it, to the stage
-  // `ahead` of the next one.
-  template <int N>
-  __device__ __forceinline__ void copy(int ahead) const {
-    if constexpr (N < 2 * STEPS) {
-      copy_of<N>(now, places, ahead);
-    } else {
-      copy_of<N - 2 * STEPS>(next, next_places, ahead);
-    }
-  }
-
-  // Fills the pipeline. The first keys are on their way as early as possible; the queries are in
-  // their group.
-  __device__ __forceinline__ void begin(const EarlyStart& early) {
-    decode_rows::LeafEntries found{};
-    const bool guessed = early.has(now);
-    if (guessed) {
-      places = early.places;
-      found = early.entries.look_again(p);  // waited for when keys are on their way
-    } else {
-      places = decode_rows::LeafPlaces(p, look_up(now));
-    }
-    for_steps<0, STAGES - 1>([&](auto step) {
-      copy<decltype(step)::value>(decltype(step)::value);
-      if (decltype(step)::value == 0 && now.exists) {
-        loaded = task_of(now).number;
-        decode_rows::begin_queries(p, task_of(now), q_smem);
-      }
-      ptx::cp_async_commit();
-    });
-    if (guessed && early.entries.differ(found)) {
-      places = decode_rows::LeafPlaces(p, found);
-      ptx::cp_async_wait_all();
-      __syncwarp();  // the stages, copied by all lanes before they are copied again
-      for_steps<0, STAGES - 1>([&](auto step) {
-        copy<decltype(step)::value>(decltype(step)::value);
-        ptx::cp_async_commit();
-      });
-    }
-    if (now.exists) next = cursor.next();
-    next_entries = look_up(next);
-    scales = load_scales(p, now, task_of(now), places);
-  }
-
-  // Waits for the stage of step N, and starts the copy of the step that takes the one before.
-  template <int N>
-  __device__ __forceinline__ char* wait_for_step() {
-    ptx::cp_async_wait<STAGES - 2>();
-    __syncwarp();  // the stage, copied by all lanes, and the one before, read by all
-    copy<N + STAGES - 1>(STAGES - 1);
-    ptx::cp_async_commit();
-    char* const stage_smem = at(0);
-    stage = stage + 1 < STAGES ? stage + 1 : 0;
-    return stage_smem;
-  }
-
-  // Waits for what the table says of the next leaf.
-  __device__ __forceinline__ void find_next() {
-    next_places = decode_rows::LeafPlaces(p, next_entries);
-    next_scales = load_scales(p, next, task_of(next), next_places);
-  }
-
-  // Loads the queries of a task, unless they are there.
-  __device__ __forceinline__ void load_queries(const decode::Task& task) {
-    if (loaded != task.number) {
-      loaded = task.number;
-      decode_rows::begin_queries(p, task, q_smem);
-      ptx::cp_async_wait_all();
-      __syncwarp();  // the queries, copied by all lanes
-    }
-  }
-
-  __device__ __forceinline__ void advance() {
-    now = next;
-    places = next_places;
-    scales = next_scales;
-    if (now.exists) {
-      next = cursor.next();
-      next_entries = look_up(next);
-    }
-  }
-
- private:
   __device__ __forceinline__ char* at(int ahead) const {
     const int n = stage + ahead;
     return stages_smem + (n < STAGES ? n : n - STAGES) * STAGE_BYTES;
   }
+  // Begins to copy step N of a leaf, of 2 STEPS, to the stage `ahead` of the next one.
   template <int N>
-  __device__ __forceinline__ void copy_of(const decode::Leaf& leaf,
-                                          const decode_rows::LeafPlaces& places, int ahead) const {
+  __device__ __forceinline__ void copy(const decode::Leaf& leaf, const decode::Task& task,
+                                       const decode_rows::LeafPlaces& places, int ahead) const {
     if (leaf.exists) {
-      const decode::Task& task = task_of(leaf);
       if constexpr (N < STEPS) {
         const decode_rows::Source k{task.k, p.k_page, p.k.row, p.k.col};
         decode_rows::begin_copy<KEY_CODES, N * STEP_KEYS, STEP_KEYS, D>(at(ahead), k, places,
@@ -191,55 +54,52 @@ struct LeafStream {
   }
 };
 
-// The table's answers are waited for when the first keys of the next leaf are copied.
-constexpr bool NEXT_BEHIND_KEYS = STAGES - 1 <= STEPS;
+// What the page table says of a warp's first leaf before the grids ahead have ended.
+struct EarlyStart {
+  decode_rows::LeafEntries entries;
 
-// Computes the leaf `now`: its weights, and their product with its values.
-__device__ __forceinline__ void compute_leaf(const Params& p, LeafStream& stream,
-                                             const fragment::Left<D, false>& q, accum_t scale,
-                                             accum_t c, State& leaf) {
-  const decode::Leaf& now = stream.now;
-  const decode::Task& task = stream.task_of(now);
-  const bool has_second = task.rows > BLOCK_Q / 2;  // rows of a thread
-  bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
-  unsigned int mask[ROWS];
-  if (MAY_MASK && masked) decode_scores::evaluate_mask(p, task, now, fragment::lane_row(), mask);
-  // 2 scores
-  accum_t s[ROWS][COLUMNS];
-  for_steps<0, STEPS>([&](auto step) {
-    constexpr int FIRST = decltype(step)::value * STEP_KEYS / 4;
-    accum_t part[ROWS][STEP_KEYS / 4];
-    const char* const k_smem = stream.wait_for_step<decltype(step)::value>();
-    if constexpr (K_CODES) {
-      fragment_codes::multiply<D, 4 * FIRST>(part, q, stream.q_smem, k_smem, stream.scales.k,
-                                             has_second);
-    } else {
-      fragment::multiply(part, q, k_smem);
-    }
-    place_scores<FIRST>(s, part);
-  });
-  if (!HAS_SCORE && scale < 0) negate(s);
+  // Looks a leaf up, and brings its keys to the L2 cache.
+  __device__ __forceinline__ void prefetch(const Params& p, const decode::Task& task, int leaf,
+                                           decode_rows::LeafPlaces& places) {
+    const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
+    entries.look_up<true>(p, first, keys, task.b);
+    places = decode_rows::LeafPlaces(p, entries);
+    decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
+  }
+};
+
+using Scores = accum_t[ROWS][COLUMNS];
+
+// Changes and masks the scores of a leaf. Returns whether the weights have to mark pairs.
+__device__ __forceinline__ bool change_scores(const Params& p, const decode::Task& task,
+                                              const decode::Leaf& leaf, accum_t scale, bool masked,
+                                              const unsigned int (&mask)[ROWS], Scores& s) {
   // 3 score mod
   bool has_masked = masked;
   if constexpr (HAS_SCORE) {
     has_masked =
-        decode_scores::apply_score_mod(p, task, now, fragment::lane_row(), s, scale) || masked;
+        decode_scores::apply_score_mod(p, task, leaf, fragment::lane_row(), s, scale) || masked;
   }
   // 4 mask
   if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);
-  if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.keys);
-  // 5 row max
-  weigh(s, leaf.row, c, has_masked, has_second);
-  const Weights<> p_of_leaf(s);
-  if constexpr (NEXT_BEHIND_KEYS) stream.find_next();
-  // 7 accumulate p v
-  matmul::clear(leaf.o);
-  for_steps<STEPS, 2 * STEPS>([&](auto step) {
-    constexpr int FIRST = (decltype(step)::value - STEPS) * STEP_KEYS;
-    char* const v_smem = stream.wait_for_step<decltype(step)::value>();
-    accumulate<FIRST>(leaf.o, p_of_leaf, v_smem, stream.scales.v, MAY_MASK && has_masked, true,
-                      has_second, [] { __syncwarp(); });
-  });
+  if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, leaf.keys);
+  return has_masked;
+}
+
+// A leaf joins its node: merges stand for step 6. `next` is the leaf after it.
+__device__ __forceinline__ void join_node(State& node, State& leaf, decode_slots::Nodes& nodes,
+                                          const decode::Leaf& now, const decode::Leaf& next,
+                                          const decode::Task& task, accum_t c, bool has_second) {
+  if constexpr (IN_REGISTERS) {
+    decode_slots::merge_leaf(node, leaf, c, has_second);
+    if (!now.shares_node(next, 1)) {
+      nodes.add(node, 2, now, next, task.rows, c);
+      decode_slots::clear(node);
+    }
+  } else {
+    decode_slots::apply_unit(leaf);
+    nodes.add(leaf, 1, now, next, task.rows, c);
+  }
 }
 
 }  // namespace
@@ -257,13 +117,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   decode::WarpTasks& tasks_smem = reinterpret_cast<decode::WarpTasks*>(shared_smem)[warp];
   decode::Cursor cursor(p, workspace, tasks_smem);
   EarlyStart early{};
+  decode_rows::LeafPlaces places{};
+  bool guessed = false;
   if constexpr (SHARED) {
     // The grid ahead, of shared keys, has waited for those before it, and writes nothing of this.
     schedule.count_units();
     cursor.begin(schedule);
   } else {
-    early.guessed = cursor.begin_early(
-        schedule, [&](const decode::Task& task, int leaf) { early.prefetch(p, task, leaf); });
+    guessed = cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
+      early.prefetch(p, task, leaf, places);
+    });
   }
   ptx::launch_dependents();
   if constexpr (!decode::EQUAL_TASKS) {
@@ -271,37 +134,134 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   const accum_t scale = static_cast<accum_t>(p.scale);
-  // A negative scale flips the sign of scores; logits are `logit_scale` times what they become.
+  // Logits are `logit_scale` times a score; a negative scale flips the sign of the scores.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
   const accum_t c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
 
-  LeafStream stream(p, cursor, tasks_smem, warp_smem, q_smem);
-  stream.begin(early);
+  decode::Leaf now = cursor.next(), next = now;
+  const auto task_of = [&](const decode::Leaf& leaf) -> const decode::Task& {
+    return tasks_smem.task[leaf.place];
+  };
+  const auto look_up = [&](const decode::Leaf& leaf) {
+    decode_rows::LeafEntries looked{};
+    if (leaf.exists) looked.look_up<SHARED>(p, leaf.index * LEAF, leaf.keys, task_of(leaf).b);
+    return looked;
+  };
+  decode_rows::LeafPlaces next_places{};
+  decode_rows::LeafEntries found{};
+  // A mask may skip the first leaf.
+  guessed = PAGED && guessed && now.exists && now.index * LEAF == early.entries.first;
+  if (guessed) {
+    found = early.entries.look_again(p);  // the answers are waited for when keys are on their way
+  } else {
+    places = decode_rows::LeafPlaces(p, look_up(now));
+  }
+  Producer producer{p, warp_smem, 0};
+  // Starts step N of the leaf `now`, or of the one after it.
+  const auto copy_step = [&](auto step, int ahead) {
+    constexpr int N = decltype(step)::value;
+    if constexpr (N < 2 * STEPS) {
+      producer.copy<N>(now, task_of(now), places, ahead);
+    } else {
+      producer.copy<N - 2 * STEPS>(next, task_of(next), next_places, ahead);
+    }
+  };
+  // The first keys are on their way as early as possible; the queries are in their group.
+  int loaded = -1;  // the number of the task whose queries are loaded
+  for_steps<0, STAGES - 1>([&](auto step) {
+    copy_step(step, decltype(step)::value);
+    if (decltype(step)::value == 0 && now.exists) {
+      loaded = task_of(now).number;
+      decode_rows::begin_queries(p, task_of(now), q_smem);
+    }
+    ptx::cp_async_commit();
+  });
+  if (guessed && early.entries.differ(found)) {
+    places = decode_rows::LeafPlaces(p, found);
+    ptx::cp_async_wait_all();
+    __syncwarp();  // the stages, copied by all lanes before they are copied again
+    for_steps<0, STAGES - 1>([&](auto step) {
+      copy_step(step, decltype(step)::value);
+      ptx::cp_async_commit();
+    });
+  }
+  if (now.exists) next = cursor.next();
+  decode_rows::LeafEntries next_entries = look_up(next);
+  // Waits for the stage of step N, and starts the copy of the step that takes the one before.
+  const auto wait_for_step = [&](auto step) {
+    ptx::cp_async_wait<STAGES - 2>();
+    __syncwarp();  // the stage, copied by all lanes, and the one before, read by all
+    copy_step(Step<decltype(step)::value + STAGES - 1>(), STAGES - 1);
+    ptx::cp_async_commit();
+    char* const stage_smem = producer.at(0);
+    producer.stage = producer.stage + 1 < STAGES ? producer.stage + 1 : 0;
+    return stage_smem;
+  };
+
   const fragment::Left<D, false> q(q_smem);
   State node;  // of level 1, if it is in registers
   decode_slots::clear(node);
+  Scales scales = load_scales(p, now, task_of(now), places);
+  Scales next_scales{};
+  // The table's answers are waited for when the first keys of the next leaf are copied.
+  constexpr bool NEXT_BEHIND_KEYS = STAGES - 1 <= STEPS;
+  const auto find_next = [&] {
+    next_places = decode_rows::LeafPlaces(p, next_entries);
+    next_scales = load_scales(p, next, task_of(next), next_places);
+  };
   decode_slots::Nodes nodes{p, workspace, schedule.level, ~0u};
 
 #pragma unroll 1
-  while (stream.now.exists) {
-    const decode::Task& task = stream.task_of(stream.now);
-    if constexpr (!NEXT_BEHIND_KEYS) stream.find_next();
+  while (now.exists) {
+    const decode::Task& task = task_of(now);
+    if constexpr (!NEXT_BEHIND_KEYS) find_next();
     // 1 load q
-    stream.load_queries(task);
-    State leaf;
-    compute_leaf(p, stream, q, scale, c, leaf);
-    // The leaf joins its node: merges stand for step 6.
-    if constexpr (IN_REGISTERS) {
-      decode_slots::merge_leaf(node, leaf, c, task.rows > BLOCK_Q / 2);
-      if (!stream.now.shares_node(stream.next, 1)) {
-        nodes.add(node, 2, stream.now, stream.next, task.rows, c);
-        decode_slots::clear(node);
-      }
-    } else {
-      decode_slots::apply_unit(leaf);
-      nodes.add(leaf, 1, stream.now, stream.next, task.rows, c);
+    if (loaded != task.number) {
+      loaded = task.number;
+      decode_rows::begin_queries(p, task, q_smem);
+      ptx::cp_async_wait_all();
+      __syncwarp();  // the queries, copied by all lanes
     }
-    stream.advance();
+    const bool has_second = task.rows > BLOCK_Q / 2;  // rows of a thread
+    bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
+    unsigned int mask[ROWS];
+    if (MAY_MASK && masked) decode_scores::evaluate_mask(p, task, now, fragment::lane_row(), mask);
+    // 2 scores
+    Scores s;
+    for_steps<0, STEPS>([&](auto step) {
+      constexpr int FIRST = decltype(step)::value * STEP_KEYS / 4;
+      accum_t part[ROWS][STEP_KEYS / 4];
+      const char* const k_smem = wait_for_step(step);
+      if constexpr (K_CODES) {
+        fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k, has_second);
+      } else {
+        fragment::multiply(part, q, k_smem);
+      }
+      place_scores<FIRST>(s, part);
+    });
+    if (!HAS_SCORE && scale < 0) negate(s);
+    const bool has_masked = change_scores(p, task, now, scale, masked, mask, s);
+    // 5 row max
+    State leaf;
+    weigh(s, leaf.row, c, has_masked, has_second);
+    const Weights<> p_of_leaf(s);
+    if constexpr (NEXT_BEHIND_KEYS) find_next();
+    // 7 accumulate p v
+    matmul::clear(leaf.o);
+    for_steps<STEPS, 2 * STEPS>([&](auto step) {
+      constexpr int FIRST = (decltype(step)::value - STEPS) * STEP_KEYS;
+      char* const v_smem = wait_for_step(step);
+      accumulate<FIRST>(leaf.o, p_of_leaf, v_smem, scales.v, MAY_MASK && has_masked, true,
+                        has_second, [] { __syncwarp(); });
+    });
+    join_node(node, leaf, nodes, now, next, task, c, has_second);
+    now = next;
+    places = next_places;
+    scales = next_scales;
+    if (now.exists) {
+      next = cursor.next();
+      next_entries = look_up(next);
+    }
   }
   if constexpr (SHARED) ptx::wait_for_grids();  // for the next grid, which waits for this one
 }

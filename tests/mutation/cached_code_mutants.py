@@ -88,7 +88,7 @@ ON_A_GPU = {
         LEAVES, "    factors.other *= VALUE_UNIT;\n", "", ON_GPU + MEANING, "int8"
     ),
     "wide values of int8 are parts of codes": Fault(
-        DECODE, "      decode_slots::apply_unit(leaf);\n", "", ON_GPU + SIZES, "int8 and 256"
+        DECODE, "    decode_slots::apply_unit(leaf);\n", "", ON_GPU + SIZES, "int8 and 256"
     ),
     "scores of int8 are parts of codes": Fault(
         PRODUCTS,

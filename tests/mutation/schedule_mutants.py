@@ -111,7 +111,7 @@ _FAULTS = {
     ),
     "a node begins with what the one before was": Fault(
         TENSOR,
-        "        decode_slots::clear(node);\n",
+        "      decode_slots::clear(node);\n",
         "",
         GRID,
         "sm80 and 3",
