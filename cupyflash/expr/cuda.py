@@ -196,7 +196,7 @@ def generate(
         num_tables=len(parameters.arrays),
         has_mask=allowed is not None,
         has_score=changed is not None,
-        has_slope=slope is not None,
+        has_dscore=slope is not None,
         has_range=keys is not None,
         has_edges=allowed is not None and has_edges(allowed),
         mask_steps=mask_steps,

@@ -16,7 +16,7 @@ class Functions:
         CUDA C++, the same for every call whose expressions have the same structure.
     num_ints, num_floats, num_tables : int
         How many constants and looked-up arrays they read at run time.
-    has_mask, has_score, has_slope, has_range : bool
+    has_mask, has_score, has_dscore, has_range : bool
         Which functions are defined; the last one is for the range of keys.
     has_edges : bool
         Whether the mask has edges: see `edges.has_edges`.
@@ -35,7 +35,7 @@ class Functions:
     num_tables: int = 0
     has_mask: bool = False
     has_score: bool = False
-    has_slope: bool = False
+    has_dscore: bool = False
     has_range: bool = False
     has_edges: bool = False
     mask_steps: int = 0

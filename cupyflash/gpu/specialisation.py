@@ -219,7 +219,7 @@ class Specialisation:
             _is(
                 "HAS_DSCORE",
                 "Whether the derivative of changed scores is evaluated.",
-                "functions.has_slope",
+                "functions.has_dscore",
             ),
             _is(
                 "SCORE_READS",

@@ -210,7 +210,7 @@ class Writer:
         )
         functions = self.generated.functions
         _check_size(functions)
-        self.request = replace(request, slope=functions.has_slope, params_bytes=_size(functions))
+        self.request = replace(request, slope=functions.has_dscore, params_bytes=_size(functions))
         assert self.request.lead is not None
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []
@@ -319,7 +319,7 @@ class Writer:
         told = self.told | {"blocks": grid.blocks}
         addresses = [*self.named, *named]
         if spec.scores:
-            functions = replace(functions, has_slope=functions.has_slope and spec.slope)
+            functions = replace(functions, has_dscore=functions.has_dscore and spec.slope)
         else:
             functions = NONE
             told |= {"ints": (), "floats": (), "tables": ()}

@@ -23,14 +23,14 @@ __device__ __forceinline__ double multiply_rounded(double x, double y) { return 
 // relative error; further out, 1 - 2 / (e^2x + 1). Either is within 7 units in the last place of
 // float32.
 __device__ __forceinline__ float tanh_of(float x) {
-  constexpr float EDGE = 0.65f, TWO_LOG2_E = 2.8853900817779268f;
+  constexpr float EDGE = 0.65f;
   constexpr float COEFFICIENTS[] = {0x1.e43210p-7f, -0x1.a734a4p-5f, 0x1.106ea0p-3f,
                                     -0x1.5551e0p-2f};
   const float square = x * x;
   float y = COEFFICIENTS[0];
 #pragma unroll
   for (int n = 1; n <= 3; ++n) y = fma(y, square, COEFFICIENTS[n]);
-  const float power = ptx::exp2(fabs(x) * TWO_LOG2_E);
+  const float power = ptx::exp2(fabs(x) * (2 * number::LOG2_E<float>));
   const float beyond = fma(ptx::reciprocal(power + 1.0f), -2.0f, 1.0f);
   return fabs(x) < EDGE ? fma(y * square, x, x) : copysign(beyond, x);
 }

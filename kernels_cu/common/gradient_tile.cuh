@@ -11,6 +11,11 @@
 
 namespace gradient_tile {
 
+// A tile of queries that is not EMPTY, or none, in one register: 4 times its index, plus its class.
+// The kernels take it apart by shifts or by divisions, whichever needs fewer registers. It is no
+// struct, because that changes the allocation of registers.
+enum class TileRef : int { NONE = -1 };
+
 // A block's tiles in shared memory, with lse and delta of the tile's queries.
 struct Scratch {
   accum_t* tile_smem;     // scores, then probabilities, then dS

@@ -109,6 +109,10 @@ __device__ __forceinline__ accum_t infinity() {
   return static_cast<accum_t>(bits_to_float(0x7f800000u));
 }
 
+// By which exponents to the base e become exponents to the base 2.
+template <typename T>
+constexpr T LOG2_E = static_cast<T>(1.4426950408889634);
+
 __device__ __forceinline__ float largest_float() { return bits_to_float(0x7f7fffffu); }
 
 // The largest finite number of a type.

@@ -11,7 +11,9 @@
 namespace softmax {
 
 // e^x.
-__device__ __forceinline__ float exponential(float x) { return ptx::exp2(x * tile::LOG2_E); }
+__device__ __forceinline__ float exponential(float x) {
+  return ptx::exp2(x * number::LOG2_E<float>);
+}
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
 // The initial state: no key, or the sink, which is one key of that logit with value 0.

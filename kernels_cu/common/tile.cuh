@@ -46,8 +46,6 @@ __device__ accum_t score_mod_derivative(const Params& p, const HeadConstants& co
 
 namespace tile {
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
 __device__ __forceinline__ int smaller(long long x, int limit) {
   return x < limit ? static_cast<int>(x) : limit;
 }

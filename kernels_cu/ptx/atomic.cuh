@@ -8,7 +8,7 @@
 namespace ptx {
 
 // Orders this thread's accesses to memory before the fence, and what they come after, before those
-// behind it, as all threads of the GPU see them.
+// after it, as all threads of the GPU see them.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Replaces what lies at an 8-byte boundary of global memory, if that is what is expected, in one

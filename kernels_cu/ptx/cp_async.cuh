@@ -22,7 +22,7 @@ __device__ __forceinline__ void cp_async(void* to_smem, const void* from_gmem, b
 }
 
 // Issues a copy of the first `bytes` of 16 bytes to an address in shared memory, and of zeros
-// behind them. Since compute capability 8.0.
+// after them. Since compute capability 8.0.
 __device__ __forceinline__ void cp_async_partial(unsigned int address, const void* from_gmem,
                                                  int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address),

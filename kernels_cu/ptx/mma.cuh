@@ -1,5 +1,5 @@
 // mma.sync, ldmatrix and stmatrix: products of small matrices by the 32 lanes of a warp together,
-// since compute capability 8.0: one PTX instruction per function. sm80/fragment_rows.cuh says which
+// since compute capability 8.0: one PTX instruction per function. warp/fragment_rows.cuh says which
 // lane holds what.
 #pragma once
 

@@ -195,8 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::launch_dependents();
   const int place = threadIdx.x / SHARE, warp = threadIdx.x % SHARE / ptx::WARP_SIZE;
   const accum_t scale = static_cast<accum_t>(p.scale);
-  constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
-  const accum_t c = fmin(scale * LOG2_E, number::largest());
+  const accum_t c = fmin(scale * number::LOG2_E<accum_t>, number::largest());
   const decode::Workspace workspace(p);
   const unsigned int index = blockIdx.x * BLOCK_ROWS + place, rows = workspace.rows_of_slot;
   const int number = static_cast<int>(index / rows), row = static_cast<int>(index % rows);

@@ -22,7 +22,7 @@ constexpr bool FUSED = POWER >= RADIX;     // the first steps are done in regist
 constexpr int SIGNS = (D + 3) / 4;         // groups of columns whose signs are drawn at a time
 static_assert(D == FACTOR * POWER && FACTOR <= MAX_FACTOR, "there is no transform of this size");
 
-// Where element e of the rows is: 8 elements behind every 64 are unused, so that threads that are
+// Where element e of the rows is: 8 elements after every 64 are unused, so that threads that are
 // 64 apart have other banks.
 __host__ __device__ constexpr int place(int e) { return e + e / 64 * 8; }
 static_assert(SHARED_BYTES >=

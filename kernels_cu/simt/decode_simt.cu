@@ -5,7 +5,7 @@
 // the columns of the output. Every product is a scalar multiply-add in the accumulator's type.
 // Nodes are merged in the slots of the workspace.
 //
-// Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
+// Grid: a share of all units for each block; decode_combine.cu joins their partial results.
 // Shared memory: SharedStorage. BLOCK_KV is 64.
 #include "../common/params.cuh"
 #include "../common/cache_row.cuh"

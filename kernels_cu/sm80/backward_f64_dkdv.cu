@@ -23,10 +23,10 @@
 // Shared memory: the keys, the values, P, dS, a tile of queries and do, lse and delta, the head.
 // What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
-#include "fragment_backward.cuh"
-#include "fragment_f64.cuh"
-#include "fragment_f64_gradient.cuh"
-#include "fragment_tile.cuh"
+#include "../warp/fragment_backward.cuh"
+#include "../warp/fragment_f64.cuh"
+#include "../warp/fragment_f64_gradient.cuh"
+#include "../warp/fragment_tile.cuh"
 
 namespace {
 

@@ -18,10 +18,10 @@
 // Shared memory: the queries, do, dS, the keys and values of a tile, lse and delta, the entry. What
 // BLOCK_Q and BLOCK_KV may be is asserted below.
 #include "../common/params.cuh"
-#include "fragment_backward.cuh"
-#include "fragment_f64.cuh"
-#include "fragment_f64_gradient.cuh"
-#include "fragment_tile.cuh"
+#include "../warp/fragment_backward.cuh"
+#include "../warp/fragment_f64.cuh"
+#include "../warp/fragment_f64_gradient.cuh"
+#include "../warp/fragment_tile.cuh"
 
 namespace {
 

@@ -11,8 +11,8 @@
 // Shared memory: q, k, do and v of one tile of scores, in whose place the sums go at the end, and
 // fragment_bias::SharedStorage. A warp has 16 or 32 queries and a multiple of 16 keys of a tile.
 #include "../common/params.cuh"
-#include "fragment_bias.cuh"
-#include "fragment_product.cuh"
+#include "../warp/fragment_bias.cuh"
+#include "../warp/fragment_product.cuh"
 
 namespace {
 

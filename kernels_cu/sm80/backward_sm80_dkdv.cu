@@ -20,9 +20,10 @@
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, the
 // head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
-#include "fragment_backward.cuh"
-#include "fragment_product.cuh"
-#include "fragment_tile.cuh"
+#include "../warp/fragment_backward.cuh"
+#include "../warp/fragment_gradient_ds.cuh"
+#include "../warp/fragment_product.cuh"
+#include "../warp/fragment_tile.cuh"
 
 namespace {
 
@@ -55,10 +56,11 @@ constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, to s
 // Limited by registers.
 constexpr int UNROLL = HAS_SCORE || (D <= 64 && !P_IN_REGISTERS) ? 2 : D > 64 && D <= 128 ? 8 : 4;
 
-// A tile that is not EMPTY is one integer, to save registers: 4 times its index, plus its class.
-constexpr int NO_TILE = -1;
-__device__ __forceinline__ long long first_row(int tile) {
-  return static_cast<long long>(tile / 4) * BLOCK_Q;
+using gradient_tile::TileRef;
+__device__ __forceinline__ int index_of(TileRef tile) { return static_cast<int>(tile) / 4; }
+__device__ __forceinline__ int class_of(TileRef tile) { return static_cast<int>(tile) % 4; }
+__device__ __forceinline__ long long first_query(TileRef tile) {
+  return static_cast<long long>(static_cast<int>(tile) / 4) * BLOCK_Q;
 }
 
 // A copy in registers, so that shared memory is read once.
@@ -80,6 +82,78 @@ static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOC
 static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
+
+using Dk = float[ROWS][ShareK::COLUMNS];
+using Dv = float[ROWS][ShareV::COLUMNS];
+using Dq = float[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
+
+// -- roles ----------------------------------------------------------------------------------------
+
+// All warps: agree on a scale of dS that the largest |dS| of any allows. `part` parts of the tile
+// already have dS in shared memory, which then are brought to the new scale.
+__device__ __forceinline__ void rescale_ds(const float (&ds)[ROWS][COLUMNS], Dk& dk, int part,
+                                           int warp_key, int warp_query, float* largest_smem,
+                                           char* ds_smem, fragment_gradient::DsScale& ds_scale) {
+  const float of_warp = fragment_gradient::largest_finite(ds);
+  if (ptx::lane_index() == 0) largest_smem[threadIdx.x / ptx::WARP_SIZE] = of_warp;
+  __syncthreads();  // the warps' largest |dS|
+  float largest = 0;
+#pragma unroll
+  for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
+  const float before = ds_scale.inverse();
+  if (largest > ds_scale.largest) ds_scale.rescale(largest, dk);
+  for (int n = 0; n < part; ++n) {
+    const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
+    fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(other, before * ds_scale.factor,
+                                                               ds_smem);
+  }
+}
+
+// All warps: add the products of q and do that are not finite to dv and dk one by one, and set them
+// to 0 in shared memory for the tensor cores.
+__device__ __forceinline__ void repair_nonfinite(Dk& dk, Dv& dv, const ShareK& share_k,
+                                                 const ShareV& share_v, const char* p_rows,
+                                                 const char* ds_rows, char* q_smem, char* do_smem) {
+  fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem, share_v);
+  fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem, share_k);
+  __syncthreads();  // the tile, read by all warps as it was copied
+  fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
+  fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
+  __syncthreads();  // the tile, made finite by all threads
+}
+
+// Multiplies dS and the keys for a part of the columns of a warp's share of dq.
+__device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_smem,
+                                            const char* k_smem, bool has_nonfinite,
+                                            const fragment_gradient::DsScale& ds_scale) {
+  const int warp = threadIdx.x / ptx::WARP_SIZE;
+  const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
+  const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
+  matmul::clear(dq);
+  if (has_nonfinite) {
+    fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(dq, ds_smem, first,
+                                                                             k_smem, share);
+  } else {
+    fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
+        dq, ds_smem, first, k_smem, share);
+  }
+  if constexpr (fragment::Mma::SCALES_DS) matmul::scale(dq, ds_scale.inverse());
+}
+
+// Writes dk and dv in place of the keys and values, and from there to global memory.
+__device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
+                                              const ShareK& share_k, const ShareV& share_v,
+                                              int warp_key, int h_kv, int nj, const Head* head_smem,
+                                              char* k_smem, char* v_smem) {
+  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
+                                         p.kind_dk != number::STORAGE_KIND,
+                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
+                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
+  fragment_product::store_rows<BLOCK_KV>(
+      dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
+      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
+      HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+}
 
 }  // namespace
 
@@ -109,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
   fragment_backward::load_keys_and_values<K_BYTES, V_BYTES>(p, work, h_kv, j0, nj, k_smem, v_smem,
                                                             head_smem);
-  float dk[ROWS][ShareK::COLUMNS], dv[ROWS][ShareV::COLUMNS];
+  Dk dk;
+  Dv dv;
   matmul::clear(dk);
   matmul::clear(dv);
   fragment_gradient::DsScale ds_scale;
@@ -130,13 +205,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncthreads();  // the new head, written by thread 0
       fragment_gradient::RowStatistics statistics;
       const int tiles = static_cast<int>((head_smem->entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
-      const auto rows_of = [&](int tile) {
-        return tile / 4 + 1 < tiles ? BLOCK_Q
-                                    : static_cast<int>(head_smem->entry.len_q - first_row(tile));
+      const auto rows_of = [&](TileRef tile) {
+        return index_of(tile) + 1 < tiles
+                   ? BLOCK_Q
+                   : static_cast<int>(head_smem->entry.len_q - first_query(tile));
       };
-      const auto load_tile = [&](int tile, int stage) {
+      const auto load_tile = [&](TileRef tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        const long long first = first_row(tile);
+        const long long first = first_query(tile);
         const int rows = rows_of(tile);
         const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
         fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, first, rows);
@@ -147,23 +223,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
       const auto next_from = [&](int number) {
-        if constexpr (!HAS_MASK) return number < tiles ? 4 * number + FULL : NO_TILE;
+        if constexpr (!HAS_MASK) {
+          return number < tiles ? TileRef{4 * number + FULL} : TileRef::NONE;
+        }
         const fragment_tile::Tile tile = fragment_tile::next_tile<BLOCK_Q>(
-            p, head_smem->classes, first_row(4 * number), head_smem->entry.len_q, describe);
+            p, head_smem->classes, first_query(TileRef{4 * number}), head_smem->entry.len_q,
+            describe);
         const int index = static_cast<int>(tile.first / BLOCK_Q);
-        return tile.rows > 0 ? 4 * index + tile.tile_class : NO_TILE;
+        return tile.rows > 0 ? TileRef{4 * index + tile.tile_class} : TileRef::NONE;
       };
-      int now = next_from(0);
-      if (now == NO_TILE) continue;
+      TileRef now = next_from(0);
+      if (now == TileRef::NONE) continue;
       load_tile(now, 0);
       statistics.store(lse_smem, lse_smem + BLOCK_Q);
       int stage = 0;
 #pragma unroll 1
-      while (now != NO_TILE) {
+      while (now != TileRef::NONE) {
         // The weight of a missing query is 0 (lse = inf), unless the score mod made its logit
         // infinite.
         const bool ends = HAS_SCORE && rows_of(now) < BLOCK_Q;
-        const bool masked = now % 4 == PARTIAL || nj < BLOCK_KV || ends;
+        const bool masked = class_of(now) == PARTIAL || nj < BLOCK_KV || ends;
         const bool may_mask = HAS_SCORE || (HAS_MASK && masked);
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
@@ -181,8 +260,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         } else {
           __syncthreads();  // as above
         }
-        const int next = next_from(now / 4 + 1);
-        if (STAGES == 2 && next != NO_TILE) load_tile(next, 1 - stage);
+        const TileRef next = next_from(index_of(now) + 1);
+        if (STAGES == 2 && next != TileRef::NONE) load_tile(next, 1 - stage);
 
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
@@ -194,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 2 scores
           fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
                                                 q_smem + query * K_BYTES);
-          const TileBox box = describe(first_row(now), rows_of(now));
+          const TileBox box = describe(first_query(now), rows_of(now));
           unsigned int kept[ROWS];
           if constexpr (HAS_DROPOUT)
             fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
@@ -203,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 5 probabilities and the gradient of the output's weights
           const bool has_masked =
               fragment_gradient::recompute_probabilities<true, P_IN_REGISTERS ? 0 : P_BYTES>(
-                  p, box, now % 4, masked, s, corner, lane_lse_smem, kept, weights, p_smem);
+                  p, box, class_of(now), masked, s, corner, lane_lse_smem, kept, weights, p_smem);
           if (P_IN_REGISTERS && has_nonfinite) {
             fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
           }
@@ -224,19 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             if (ptx::barrier_or(exceeds || (!P_IN_REGISTERS && has_nonfinite))) {
               if constexpr (!P_IN_REGISTERS)
                 has_nonfinite = may_mask;  // the vote does not say which
-              const float of_warp = fragment_gradient::largest_finite(s);
-              if (ptx::lane_index() == 0) largest_smem[warp] = of_warp;
-              __syncthreads();  // the warps' largest |dS|
-              float largest = 0;
-#pragma unroll
-              for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
-              const float before = ds_scale.inverse();
-              if (largest > ds_scale.largest) ds_scale.rescale(largest, dk);
-              for (int n = 0; n < part; ++n) {
-                const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
-                fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(
-                    other, before * ds_scale.factor, ds_smem);
-              }
+              rescale_ds(s, dk, part, warp_key, warp_query, largest_smem, ds_smem, ds_scale);
               if constexpr (!P_IN_REGISTERS) {
                 store();
                 __syncthreads();  // dS, written again by all warps
@@ -267,37 +334,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const char* const p_rows = p_smem + warp_key * P_BYTES;
         const char* const ds_rows = ds_smem + warp_key * P_BYTES;
         const auto dq_gmem = [&] {
-          return head_smem->dq + first_row(now) * fragment::whole_columns(D);
+          return head_smem->dq + first_query(now) * fragment::whole_columns(D);
         };
         if (has_nonfinite) {
           if constexpr (ATOMIC_DQ) {
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
                 ds_smem, p_smem, k_smem, dq_gmem(), rows_of(now), ds_scale.inverse());
           }
-          fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
-                                                                 share_v);
-          fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
-                                                               share_k);
-          __syncthreads();  // the tile, read by all warps as it was copied
-          fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
-          fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
-          __syncthreads();  // the tile, made finite by all threads
+          repair_nonfinite(dk, dv, share_k, share_v, p_rows, ds_rows, q_smem, do_smem);
         }
         // Additions to dq are slow to return, so they alternate with steps of other products.
-        float dq[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
-        const auto multiply_dq = [&](int part) {
-          const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
-          const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
-          matmul::clear(dq);
-          if (has_nonfinite) {
-            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
-                dq, ds_smem, first, k_smem, share);
-          } else {
-            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
-                dq, ds_smem, first, k_smem, share);
-          }
-          if constexpr (fragment::Mma::SCALES_DS) matmul::scale(dq, ds_scale.inverse());
-        };
+        Dq dq;
         const auto add_dq = [&](int part, int step, int steps) {
           const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
           const int first = warp / DQ_SHARERS * DQ_QUERIES;
@@ -317,23 +364,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           if constexpr (ATOMIC_DQ) {
 #pragma unroll
             for (int part = 0; part < DQ_PARTS; ++part) {
-              multiply_dq(part);
+              multiply_dq(dq, part, ds_smem, k_smem, has_nonfinite, ds_scale);
               add_dq(part, 0, 1);
             }
           }
         } else {
           constexpr int STEPS = BLOCK_Q / 16;
-          multiply_dq(0);
+          multiply_dq(dq, 0, ds_smem, k_smem, has_nonfinite, ds_scale);
           fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
               dv, p_rows, do_smem, share_v,
               [&](int step) { add_dq(0, step, 2 * STEPS / DQ_PARTS); });
-          if constexpr (DQ_PARTS == 2) multiply_dq(1);
+          if constexpr (DQ_PARTS == 2) multiply_dq(dq, 1, ds_smem, k_smem, has_nonfinite, ds_scale);
           fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
               dk, ds_rows, q_smem, share_k, [&](int step) {
                 add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
               });
         }
-        if (next != NO_TILE) {
+        if (next != TileRef::NONE) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, read by all warps
             load_tile(next, 0);
@@ -352,13 +399,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::cp_async_wait_all();
   __syncthreads();  // the keys and values, read by all warps: the results take their memory
   matmul::scale(dk, ds_scale.inverse());
-  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
-                                         p.kind_dk != number::STORAGE_KIND,
-                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
-                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
-  fragment_product::store_rows<BLOCK_KV>(
-      dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
-      HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+  store_results(p, dk, dv, share_k, share_v, warp_key, h_kv, nj, head_smem, k_smem, v_smem);
   tile::count_tiles(p, visited);
 }

@@ -13,9 +13,10 @@
 // Shared memory: the queries, do, the stages of keys and values, lse and delta, the entry. BLOCK_Q
 // is 16 or 32 times the warps, BLOCK_KV a multiple of 16.
 #include "../common/params.cuh"
-#include "fragment_backward.cuh"
-#include "fragment_product.cuh"
-#include "fragment_tile.cuh"
+#include "../warp/fragment_backward.cuh"
+#include "../warp/fragment_gradient_ds.cuh"
+#include "../warp/fragment_product.cuh"
+#include "../warp/fragment_tile.cuh"
 
 namespace {
 

@@ -6,11 +6,11 @@
 // keys are the 16 rows of one matrix instruction. Each warp has its own pipeline of STAGES stages
 // in shared memory, and meets no other one before its keys are done.
 //
-// Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
-// Shared memory: the tasks of all warps; of every warp its stages and its queries. What counts
-// units lies where the stages are, and is done before these are filled. BLOCK_Q is 16, BLOCK_KV 64.
+// Grid: a share of all units for each block; decode_combine.cu joins their partial results.
+// Shared memory: the tasks of all warps; of every warp its stages and its queries. The scratch that
+// counts units aliases the stages; it is dead before the first copy. BLOCK_Q is 16, BLOCK_KV 64.
 #include "../common/params.cuh"
-#include "decode_leaf.cuh"
+#include "../warp/decode_leaf.cuh"
 
 namespace {
 
@@ -54,6 +54,54 @@ struct Producer {
   }
 };
 
+// What the page table says of a warp's first leaf before the grids ahead have ended.
+struct EarlyStart {
+  decode_rows::LeafEntries entries;
+
+  // Looks a leaf up, and brings its keys to the L2 cache.
+  __device__ __forceinline__ void prefetch(const Params& p, const decode::Task& task, int leaf,
+                                           decode_rows::LeafPlaces& places) {
+    const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
+    entries.look_up<true>(p, first, keys, task.b);
+    places = decode_rows::LeafPlaces(p, entries);
+    decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
+  }
+};
+
+using Scores = accum_t[ROWS][COLUMNS];
+
+// Changes and masks the scores of a leaf. Returns whether the weights have to mark pairs.
+__device__ __forceinline__ bool change_scores(const Params& p, const decode::Task& task,
+                                              const decode::Leaf& leaf, accum_t scale, bool masked,
+                                              const unsigned int (&mask)[ROWS], Scores& s) {
+  // 3 score mod
+  bool has_masked = masked;
+  if constexpr (HAS_SCORE) {
+    has_masked =
+        decode_scores::apply_score_mod(p, task, leaf, fragment::lane_row(), s, scale) || masked;
+  }
+  // 4 mask
+  if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);
+  if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, leaf.keys);
+  return has_masked;
+}
+
+// A leaf joins its node: merges stand for step 6. `next` is the leaf after it.
+__device__ __forceinline__ void join_node(State& node, State& leaf, decode_slots::Nodes& nodes,
+                                          const decode::Leaf& now, const decode::Leaf& next,
+                                          const decode::Task& task, accum_t c, bool has_second) {
+  if constexpr (IN_REGISTERS) {
+    decode_slots::merge_leaf(node, leaf, c, has_second);
+    if (!now.shares_node(next, 1)) {
+      nodes.add(node, 2, now, next, task.rows, c);
+      decode_slots::clear(node);
+    }
+  } else {
+    decode_slots::apply_unit(leaf);
+    nodes.add(leaf, 1, now, next, task.rows, c);
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
@@ -68,8 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = reinterpret_cast<decode::WarpTasks*>(shared_smem)[warp];
   decode::Cursor cursor(p, workspace, tasks_smem);
-  // What the table said of the first leaf before the grids ahead had ended.
-  decode_rows::LeafEntries entries{};
+  EarlyStart early{};
   decode_rows::LeafPlaces places{};
   bool guessed = false;
   if constexpr (SHARED) {
@@ -78,10 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     cursor.begin(schedule);
   } else {
     guessed = cursor.begin_early(schedule, [&](const decode::Task& task, int leaf) {
-      const int first = leaf * LEAF, keys = tile::rows_from(first, task.len_k, LEAF);
-      entries.look_up<true>(p, first, keys, task.b);
-      places = decode_rows::LeafPlaces(p, entries);
-      decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
+      early.prefetch(p, task, leaf, places);
     });
   }
   ptx::launch_dependents();
@@ -90,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   const accum_t scale = static_cast<accum_t>(p.scale);
-  // Logits are `logit_scale` times a score; scores are negated if the scale is negative.
+  // Logits are `logit_scale` times a score; a negative scale flips the sign of the scores.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
-  const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
+  const accum_t c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
 
   decode::Leaf now = cursor.next(), next = now;
   const auto task_of = [&](const decode::Leaf& leaf) -> const decode::Task& {
@@ -106,14 +150,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   decode_rows::LeafPlaces next_places{};
   decode_rows::LeafEntries found{};
   // A mask may skip the first leaf.
-  guessed = PAGED && guessed && now.exists && now.index * LEAF == entries.first;
+  guessed = PAGED && guessed && now.exists && now.index * LEAF == early.entries.first;
   if (guessed) {
-    found = entries.look_again(p);  // the answers are waited for when keys are on their way
+    found = early.entries.look_again(p);  // the answers are waited for when keys are on their way
   } else {
     places = decode_rows::LeafPlaces(p, look_up(now));
   }
   Producer producer{p, warp_smem, 0};
-  // Starts step N of the leaf `now`, or of the one behind it.
+  // Starts step N of the leaf `now`, or of the one after it.
   const auto copy_step = [&](auto step, int ahead) {
     constexpr int N = decltype(step)::value;
     if constexpr (N < 2 * STEPS) {
@@ -132,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     ptx::cp_async_commit();
   });
-  if (guessed && entries.differ(found)) {
+  if (guessed && early.entries.differ(found)) {
     places = decode_rows::LeafPlaces(p, found);
     ptx::cp_async_wait_all();
     __syncwarp();  // the stages, copied by all lanes before they are copied again
@@ -183,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     unsigned int mask[ROWS];
     if (MAY_MASK && masked) decode_scores::evaluate_mask(p, task, now, fragment::lane_row(), mask);
     // 2 scores
-    accum_t s[ROWS][COLUMNS];
+    Scores s;
     for_steps<0, STEPS>([&](auto step) {
       constexpr int FIRST = decltype(step)::value * STEP_KEYS / 4;
       accum_t part[ROWS][STEP_KEYS / 4];
@@ -196,15 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       place_scores<FIRST>(s, part);
     });
     if (!HAS_SCORE && scale < 0) negate(s);
-    // 3 score mod
-    bool has_masked = masked;
-    if constexpr (HAS_SCORE) {
-      has_masked =
-          decode_scores::apply_score_mod(p, task, now, fragment::lane_row(), s, scale) || masked;
-    }
-    // 4 mask
-    if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);
-    if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.keys);
+    const bool has_masked = change_scores(p, task, now, scale, masked, mask, s);
     // 5 row max
     State leaf;
     weigh(s, leaf.row, c, has_masked, has_second);
@@ -218,17 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       accumulate<FIRST>(leaf.o, p_of_leaf, v_smem, scales.v, MAY_MASK && has_masked, true,
                         has_second, [] { __syncwarp(); });
     });
-    // The leaf joins its node: merges stand for step 6.
-    if constexpr (IN_REGISTERS) {
-      decode_slots::merge_leaf(node, leaf, c, has_second);
-      if (!now.shares_node(next, 1)) {
-        nodes.add(node, 2, now, next, task.rows, c);
-        decode_slots::clear(node);
-      }
-    } else {
-      decode_slots::apply_unit(leaf);
-      nodes.add(leaf, 1, now, next, task.rows, c);
-    }
+    join_node(node, leaf, nodes, now, next, task, c, has_second);
     now = next;
     places = next_places;
     scales = next_scales;

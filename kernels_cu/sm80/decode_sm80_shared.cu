@@ -12,7 +12,7 @@
 // Shared memory: the stages of all warps, and their queries. BLOCK_Q is 16, BLOCK_KV 64.
 #include "../common/params.cuh"
 #include "../decode/shared.cuh"
-#include "decode_leaf.cuh"
+#include "../warp/decode_leaf.cuh"
 #include "../ptx/barrier.cuh"
 
 namespace {
@@ -38,7 +38,7 @@ struct Producer {
   int index, distance, units;
   int unit, leaf, stage;                  // of the next step
   decode_rows::LeafPlaces places;         // of its leaf
-  decode_rows::LeafEntries next_entries;  // of the leaf behind it
+  decode_rows::LeafEntries next_entries;  // of the leaf after it
   decode_rows::Source k, v;
 
   __device__ __forceinline__ Producer(const Params& p, char* stages_smem, int index, int unit,
@@ -120,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int first_unit = team * gridDim.x + blockIdx.x;
 
   const accum_t scale = static_cast<accum_t>(p.scale);
-  // Logits are `logit_scale` times a score; scores are negated if the scale is negative.
+  // Logits are `logit_scale` times a score; a negative scale flips the sign of the scores.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
-  const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
+  const accum_t c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
 
   Producer producer{p, stages_smem, index, first_unit, distance, units};
 #pragma unroll 1

@@ -14,11 +14,11 @@
 // Shared memory: the queries, the stages, SharedStorage. BLOCK_Q is 16 or 32 times the warps,
 // BLOCK_KV a multiple of 16.
 #include "../common/params.cuh"
-#include "fragment.cuh"
-#include "fragment_pages.cuh"
-#include "fragment_softmax.cuh"
-#include "fragment_tile.cuh"
-#include "fragment_wide.cuh"
+#include "../warp/fragment.cuh"
+#include "../warp/fragment_pages.cuh"
+#include "../warp/fragment_softmax.cuh"
+#include "../warp/fragment_tile.cuh"
+#include "../warp/fragment_wide.cuh"
 
 namespace {
 
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `logit_scale` times a score; queries are negated if the scale is negative.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
-  const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
+  const accum_t c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
   unsigned long long visited = 0;
 
   // 1 load q

@@ -6,10 +6,12 @@
 namespace backward_producer {
 
 using backward_storage::first_query;
+using backward_storage::index_of;
 using backward_storage::Pipeline;
 using backward_storage::SharedMemory;
 using backward_storage::SharedStorage;
 using backward_storage::Span;
+using backward_storage::TileRef;
 
 // Visits every tile of queries that is not EMPTY, with its number: the use of the pipelines.
 template <class Visit>
@@ -20,8 +22,8 @@ __device__ __forceinline__ void for_each_tile(SharedStorage& shared, const Visit
     shared.span_pipeline.wait_full(n);
     const Span& span = shared.span[Pipeline::stage_of(n)];
 #pragma unroll 1
-    for (int tile = span.next_tile(span.first); tile != backward_storage::NO_TILE;
-         tile = span.next_tile(backward_storage::index_of(tile) + 1), ++tile_number) {
+    for (TileRef tile = span.next_tile(span.first); tile != TileRef::NONE;
+         tile = span.next_tile(index_of(tile) + 1), ++tile_number) {
       visit(span, tile, tile_number);
     }
     ptx::mbarrier_arrive(shared.span_pipeline.empty_barrier(n));
@@ -53,11 +55,11 @@ __device__ __forceinline__ void load_keys_and_values(const Params& p, const layo
   const unsigned int kv_full = smem.storage->kv_full_barrier();
   ptx::mbarrier_init(kv_full, 1);
   ptx::fence_mbarrier_init();
-  ptx::mbarrier_arrive_expect_tx(kv_full, KEY_TILES * (K_TILE_BYTES + V_TILE_BYTES));
+  ptx::mbarrier_arrive_expect_tx(kv_full, KEY_TILES * (KTiles::BYTES + VTiles::BYTES));
   const warpgroup::TmaHead k(p.k, work.entry, work.head), v(p.v, work.entry, work.head);
   const long long first = work.entry.start_k + work.block * BLOCK_KV;
-  tma_load_keys<D>(ptx::shared_address(smem.k), k_map, k, first, kv_full);
-  tma_load_keys<D_V>(ptx::shared_address(smem.v), v_map, v, first, kv_full);
+  tma_load_keys<D>(smem.k.address(0), k_map, k, first, kv_full);
+  tma_load_keys<D_V>(smem.v.address(0), v_map, v, first, kv_full);
 }
 
 // One thread: issues the TMA loads of q and do of every tile.
@@ -65,18 +67,16 @@ __device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::Te
                                          const ptx::TensorMap& do_map) {
   using namespace backward_storage;
   SharedStorage& shared = *smem.storage;
-  const unsigned int q_address = ptx::shared_address(smem.q);
-  const unsigned int do_address = ptx::shared_address(smem.d_out);
-  for_each_tile(shared, [&](const Span& span, int tile, unsigned int n) {
+  for_each_tile(shared, [&](const Span& span, TileRef tile, unsigned int n) {
     const long long first = span.entry.start_q + first_query(tile);
     const int stage = Pipeline::stage_of(n);
     shared.q_pipeline.wait_empty(n);
-    ptx::mbarrier_arrive_expect_tx(shared.q_pipeline.full_barrier(n), Q_TILE_BYTES);
-    warpgroup::tma_load_tile<BLOCK_Q, D>(q_address + stage * Q_TILE_BYTES, q_map, span.q, first,
+    ptx::mbarrier_arrive_expect_tx(shared.q_pipeline.full_barrier(n), QTiles::BYTES);
+    warpgroup::tma_load_tile<BLOCK_Q, D>(smem.q.address(stage), q_map, span.q, first,
                                          shared.q_pipeline.full_barrier(n));
-    ptx::mbarrier_arrive_expect_tx(shared.do_full_barrier(n), DO_TILE_BYTES);
-    warpgroup::tma_load_tile<BLOCK_Q, D_V>(do_address + stage * DO_TILE_BYTES, do_map, span.d_out,
-                                           first, shared.do_full_barrier(n));
+    ptx::mbarrier_arrive_expect_tx(shared.do_full_barrier(n), DoTiles::BYTES);
+    warpgroup::tma_load_tile<BLOCK_Q, D_V>(smem.d_out.address(stage), do_map, span.d_out, first,
+                                           shared.do_full_barrier(n));
   });
 }
 
@@ -98,7 +98,7 @@ struct TileStatistics {
   static constexpr int EACH = BLOCK_Q / ptx::WARP_SIZE;
   float lse[EACH], delta[EACH];
 
-  __device__ __forceinline__ void load(const Span& span, int tile) {
+  __device__ __forceinline__ void load(const Span& span, TileRef tile) {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const long long i = first_query(tile) + n * ptx::WARP_SIZE + ptx::lane_index();
@@ -115,7 +115,7 @@ struct TileStatistics {
     for (int n = 0; n < EACH; ++n) {
       const int i = n * ptx::WARP_SIZE + ptx::lane_index();
       const float row_lse = lse[n] == -number::infinity() ? number::infinity() : lse[n];
-      lse_smem[i] = FUSE_SCORE_EXP ? row_lse : row_lse * tile::LOG2_E;
+      lse_smem[i] = FUSE_SCORE_EXP ? row_lse : row_lse * number::LOG2_E<float>;
       delta_smem[i] = delta[n];
     }
   }
@@ -137,7 +137,7 @@ struct TileStatistics {
 __device__ __forceinline__ void statistics_warp(const SharedMemory& smem) {
   SharedStorage& shared = *smem.storage;
   TileStatistics statistics;
-  for_each_tile(shared, [&](const Span& span, int tile, unsigned int n) {
+  for_each_tile(shared, [&](const Span& span, TileRef tile, unsigned int n) {
     statistics.load(span, tile);
     shared.q_pipeline.wait_empty(n);
     const int stage = Pipeline::stage_of(n);

@@ -11,7 +11,7 @@
 // fragment_bias::SharedStorage. BLOCK_Q is 64 times the warpgroups, BLOCK_KV one of the widths in
 // ptx/wgmma.cuh.
 #include "../common/params.cuh"
-#include "../sm80/fragment_bias.cuh"
+#include "../warp/fragment_bias.cuh"
 #include "warpgroup_rows.cuh"
 
 namespace {

@@ -22,10 +22,15 @@
 //
 // The consumer is one body. Split into functions over structs of its registers, the same steps took
 // up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
-// single steps change the machine code of some types and heads.
+// single steps change the machine code of some types and heads. This measures a change again,
+// before and after it, on a GPU of compute capability 9.0; so do the choices below that were
+// measured:
+//
+//     cupyflash bench --shape 4,32,4096,128 --shape 4,32,4096,64 --pass backward --variant full \
+//         --variant causal --only cupyflash
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: SharedMemory
-// in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q is 64. Behind the
+// in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q is 64. After the
 // parameters come the tensor maps of q, k, v, do and, where TMA_STORE, dk and dv.
 #include "../common/params.cuh"
 #include "backward_producer.cuh"
@@ -81,8 +86,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const fragment_gradient::Corner corner(SHARE_KEYS ? 16 * (warp % 4) : 16 * warp,
                                          SHARE_KEYS ? index * QUERIES : 0);
   const int key_tile = SHARE_KEYS ? 0 : index;
-  const unsigned int k_address = ptx::shared_address(smem.k) + key_tile * K_TILE_BYTES;
-  const unsigned int v_address = ptx::shared_address(smem.v) + key_tile * V_TILE_BYTES;
+  const unsigned int k_address = smem.k.address(key_tile);
+  const unsigned int v_address = smem.v.address(key_tile);
   const warpgroup::SmemDesc k = make_smem_desc(k_address, 0), v = make_smem_desc(v_address, 0);
   const int ds_offset = warpgroup_gradient::stmatrix_offset(corner);
   const ColumnShare<D> k_share(index);
@@ -96,17 +101,17 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 
   // The product for dq must not read non-finite keys. Where dq is deferred it reads a copy of the
   // keys without them; otherwise they are set to 0 for this product, and loaded again.
-  unsigned int dq_keys = ptx::shared_address(smem.k);
+  unsigned int dq_keys = smem.k.address(0);
   bool has_nonfinite_keys = false;
 
   const auto slab_desc = [](unsigned int tile_address, int slab) {
     return make_smem_desc(tile_address + slab * SLAB_BYTES, SLAB_BYTES);
   };
   const auto ds_desc = [&](int stage) {
-    return make_smem_desc(ptx::shared_address(smem.ds + stage * DS_TILE_BYTES), 0);
+    return make_smem_desc(ptx::shared_address(smem.ds.stage(stage)), 0);
   };
   const auto issue_dq = [&](float (&dq)[2][DQ_COLUMNS], warpgroup::SmemDesc ds, int slab) {
-    warpgroup::multiply_transposed<BLOCK_KV>(dq, ds, slab_desc(dq_keys, slab), K_TILE_BYTES);
+    warpgroup::multiply_transposed<BLOCK_KV>(dq, ds, slab_desc(dq_keys, slab), KTiles::BYTES);
     ptx::wgmma_commit();
   };
   // Where dq is deferred: the sums to which the dq of the tile before is to be added, if there is
@@ -119,8 +124,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     shared.ds_pipeline.wait_full(n);
     const int stage = Pipeline::stage_of(n);
     if constexpr (SCALE_BY_WARP) {
-      warp_scale.common = ds_scale::common_scale(shared.ds_scales[stage],
-                                                 smem.ds + stage * DS_TILE_BYTES, both_consumers);
+      warp_scale.common =
+          ds_scale::common_scale(shared.ds_scales[stage], smem.ds.stage(stage), both_consumers);
     }
 #pragma unroll 1
     for (int slab = first_slab; slab < end_slab; ++slab) {
@@ -144,12 +149,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const float c = shared.c;
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
   if (PACKED && shared.nj < BLOCK_KV) {
-    warpgroup_gradient::clear_missing_keys(smem.k, smem.v, shared.nj);
+    warpgroup_gradient::clear_missing_keys(smem.k.begin, smem.v.begin, shared.nj);
   }
   if constexpr (ATOMIC_DQ && MAY_MASK) {
-    has_nonfinite_keys = warpgroup_gradient::has_nonfinite_keys(smem.k);
+    has_nonfinite_keys = warpgroup_gradient::has_nonfinite_keys(smem.k.begin);
     if (DEFER_DQ && has_nonfinite_keys) {
-      warpgroup_gradient::copy_finite_keys(smem.k, smem.finite_k);
+      warpgroup_gradient::copy_finite_keys(smem.k.begin, smem.finite_k);
       dq_keys = ptx::shared_address(smem.finite_k);
     }
   }
@@ -159,10 +164,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     shared.span_pipeline.wait_full(n);
     const Span& span = shared.span[Pipeline::stage_of(n)];
     const HeadConstants head_constants =
-        tile::head_constants_of(p, span.box_of(0, shared.j0, shared.nj));
+        tile::head_constants_of(p, span.box_of(tile_ref(0, 0), shared.j0, shared.nj));
     // From this index on tiles miss queries. If the block misses keys, all tiles count.
     const int whole = shared.nj < BLOCK_KV ? 0 : span.whole;
-    const auto step = [&](int tile, auto may_have_masked) {
+    const auto step = [&](TileRef tile, auto may_have_masked) {
       // Whether pairs of the tile may be masked or missing, and whether any may be masked.
       constexpr bool MAY_HAVE_MASKED = decltype(may_have_masked)::value;
       constexpr bool MASKS = MAY_MASK && MAY_HAVE_MASKED;
@@ -178,11 +183,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const bool masked = MAY_HAVE_MASKED && (tile_class == PARTIAL || misses_rows);
       const bool may_mask = HAS_SCORE || masked;  // a score mod masks pairs by -inf
       ++visited;
-      char* const q_smem = smem.q + stage * Q_TILE_BYTES;
-      char* const do_smem = smem.d_out + stage * DO_TILE_BYTES;
-      const unsigned int q_address = ptx::shared_address(smem.q) + stage * Q_TILE_BYTES;
-      const unsigned int do_address = ptx::shared_address(smem.d_out) + stage * DO_TILE_BYTES;
-      // The consumer's first query, in bytes behind the tile's.
+      char* const q_smem = smem.q.stage(stage);
+      char* const do_smem = smem.d_out.stage(stage);
+      const unsigned int q_address = smem.q.address(stage);
+      const unsigned int do_address = smem.d_out.address(stage);
+      // The consumer's first query, in bytes from the tile's.
       const int first_row = SHARE_KEYS ? index * QUERIES * warpgroup::SLAB_ROW_BYTES : 0;
       const float* const lse_smem = shared.lse[stage] + corner.column;
       warpgroup_gradient::QueryStatistics<COLUMNS> lse;
@@ -200,10 +205,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
             p, box(), tile_class, corner, mask);
       };
       if (MASK_FIRST && masked) evaluate_mask();
-      // dP = v do^T, and beside it, if OVERLAP_DP_SOFTMAX, the probabilities.
+      // dP = v do^T, and meanwhile, if OVERLAP_DP_SOFTMAX, the probabilities.
       const auto issue_dp = [&] {
         constexpr int STEPS = fragment::whole_columns(D_V) / 16;
-        constexpr int EACH = (COLUMNS + STEPS - 1) / STEPS;  // columns of scores beside a step
+        constexpr int EACH =
+            (COLUMNS + STEPS - 1) / STEPS;  // columns of scores that overlap with a step
         warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
         if constexpr (HAS_SCORE || OVERLAP_DP_SOFTMAX) ptx::wgmma_fence();
         const warpgroup::SmemDesc d_out = make_smem_desc(do_address + first_row, 0);
@@ -277,10 +283,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if constexpr (!FUSE_SCORE_EXP) warpgroup_gradient::narrow_kept(s, kept, weights);
 
       // -- P and dS to shared memory, and the product for dv
-      char* const ds_smem = smem.ds + stage * DS_TILE_BYTES;
+      char* const ds_smem = smem.ds.stage(stage);
       // P goes to stages of its own where the consumers share keys. Otherwise it takes the place of
       // dS while non-finite values are added to dv.
-      char* const p_smem = ds_smem + (SHARE_KEYS ? STAGES * DS_TILE_BYTES : 0);
+      char* const p_smem = ds_smem + (SHARE_KEYS ? STAGES * DsTiles::BYTES : 0);
       const auto store_p = [&] {
         warpgroup_gradient::store_words(weights, ds_offset, ptx::shared_address(p_smem));
       };
@@ -310,8 +316,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem,
                                           do_smem + v_share.slab * SLAB_BYTES);
         consumers_sync();  // do, read as it came
-        warpgroup_gradient::clear_nonfinite(q_smem, Q_TILE_BYTES);
-        warpgroup_gradient::clear_nonfinite(do_smem, DO_TILE_BYTES);
+        warpgroup_gradient::clear_nonfinite(q_smem, QTiles::BYTES);
+        warpgroup_gradient::clear_nonfinite(do_smem, DoTiles::BYTES);
         ptx::fence_proxy_async();
         consumers_sync();  // q and do, now finite
       };
@@ -360,7 +366,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 
       // -- dq, and what is left of dv and dk
       const bool clears_keys = MASKS && !DEFER_DQ && has_nonfinite_keys;
-      if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k);
+      if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
       float* const dq_gmem = span.dq_accum + first_query(tile) * fragment::whole_columns(D);
       float dq[2][DQ_COLUMNS];
       const int dq_slab = SHARE_KEYS ? k_share.slab : ALTERNATE_DQ ? 0 : index;
@@ -398,21 +404,21 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(dv);
       ptx::fence_accumulator(dk);
-      if (clears_keys) warpgroup_gradient::reload_keys(p, shared, smem.k);
+      if (clears_keys) warpgroup_gradient::reload_keys(p, shared, smem.k.begin);
       warpgroup::arrive_warpgroup(shared.q_pipeline.empty_barrier(tile_number));
     };
     // The index of the last tile of the current run of FULL ones: within it no class is looked up.
     int last = HAS_MASK ? -1 : span.end - 1;
     const auto next_tile = [&](int next) {
-      if ((HAS_EDGES || !HAS_MASK) && next <= last) return 4 * next + FULL;
-      const int tile = span.next_tile(next);
-      if (HAS_EDGES && tile != NO_TILE && class_of(tile) == FULL) {
+      if ((HAS_EDGES || !HAS_MASK) && next <= last) return tile_ref(next, FULL);
+      const TileRef tile = span.next_tile(next);
+      if (HAS_EDGES && tile != TileRef::NONE && class_of(tile) == FULL) {
         last = span.last_of_full(index_of(tile));
       }
       return tile;
     };
 #pragma unroll 1
-    for (int tile = next_tile(span.first); tile != NO_TILE;
+    for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
          tile = next_tile(index_of(tile) + 1), ++tile_number) {
       if (SPLIT_FULL_TILES && class_of(tile) == FULL && index_of(tile) < whole) {
         step(tile, warpgroup::Bool<false>());
@@ -442,8 +448,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                           dk_map, warpgroup::TmaHead(p.dk, entry, h_kv), first);
     if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
   } else {
-    const warpgroup_gradient::ResultRows<D> dk_rows(p.dk, p.kind_dk, entry, h_kv, j0, nj, smem.k);
-    const warpgroup_gradient::ResultRows<D_V> dv_rows(p.dv, p.kind_dv, entry, h_kv, j0, nj, smem.v);
+    const warpgroup_gradient::ResultRows<D> dk_rows(p.dk, p.kind_dk, entry, h_kv, j0, nj,
+                                                    smem.k.begin);
+    const warpgroup_gradient::ResultRows<D_V> dv_rows(p.dv, p.kind_dv, entry, h_kv, j0, nj,
+                                                      smem.v.begin);
     consumers_sync();  // the keys and values, whose place the results take
     dk_rows.put(dk, corner.row, k_share, static_cast<float>(p.scale));
     dv_rows.put(dv, corner.row, v_share, keep_scale);

@@ -2,7 +2,8 @@
 // block's keys and values, stages of q, do, dS and P, and the spans of tiles of queries that the
 // block computes. What the roles need to know lies here, because the sums fill the registers.
 #pragma once
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_tile.cuh"
+#include "../common/gradient_tile.cuh"
 #include "../common/layout.cuh"
 #include "warpgroup.cuh"
 
@@ -23,30 +24,34 @@ constexpr bool ALTERNATE_DQ = !SHARE_KEYS && fragment::row_bytes(D) == warpgroup
 constexpr bool DEFER_DQ =
     ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !HAS_SCORE && !(HAS_MASK && HAS_DROPOUT);
 
-// Bytes of a tile: of 64 keys or their values, of a tile's q or do, and of its dS or P.
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
-constexpr int K_TILE_BYTES = warpgroup::WARPGROUP_ROWS * K_ROW_BYTES;
-constexpr int V_TILE_BYTES = warpgroup::WARPGROUP_ROWS * V_ROW_BYTES;
-constexpr int Q_TILE_BYTES = BLOCK_Q * K_ROW_BYTES, DO_TILE_BYTES = BLOCK_Q * V_ROW_BYTES;
-constexpr int DS_TILE_BYTES = BLOCK_KV * warpgroup::SLAB_ROW_BYTES;
 
 constexpr int STAGES = 2;  // of tiles of q and do, of dS, and of spans
-// P goes through shared memory where the consumers share keys. A copy of the keys without
-// non-finite values is made where dq may be deferred.
+// P goes through shared memory where the consumers share keys, in stages after those of dS.
 constexpr int P_STAGES = SHARE_KEYS ? STAGES : 0;
-constexpr int FINITE_K_BYTES = SHARE_KEYS || ALTERNATE_DQ ? 0 : KEY_TILES * K_TILE_BYTES;
+
+// 64 keys or their values, a tile's q or do, and its dS or P.
+using KTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, K_ROW_BYTES, KEY_TILES>;
+using VTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, V_ROW_BYTES, KEY_TILES>;
+using QTiles = warpgroup::SmemTile<BLOCK_Q, K_ROW_BYTES, STAGES>;
+using DoTiles = warpgroup::SmemTile<BLOCK_Q, V_ROW_BYTES, STAGES>;
+using DsTiles = warpgroup::SmemTile<BLOCK_KV, warpgroup::SLAB_ROW_BYTES, STAGES + P_STAGES>;
+// A copy of the keys without non-finite values is made where dq may be deferred.
+constexpr int FINITE_K_BYTES = SHARE_KEYS || ALTERNATE_DQ ? 0 : KEY_TILES * KTiles::BYTES;
 
 // Uses of a pipeline are counted without a sign, which divides by two with one instruction.
 using Pipeline = warpgroup::Pipeline<STAGES, unsigned int>;
 
 // -- tiles of queries -----------------------------------------------------------------------------
 
-// The code of a tile that is not EMPTY: 4 times its index in the head, plus its class.
-constexpr int NO_TILE = -1;
-__device__ __forceinline__ int index_of(int tile) { return tile >> 2; }
-__device__ __forceinline__ int class_of(int tile) { return tile & 3; }
-__device__ __forceinline__ long long first_query(int tile) {
+using gradient_tile::TileRef;
+__device__ __forceinline__ TileRef tile_ref(int index, int tile_class) {
+  return TileRef{4 * index + tile_class};
+}
+__device__ __forceinline__ int index_of(TileRef tile) { return static_cast<int>(tile) >> 2; }
+__device__ __forceinline__ int class_of(TileRef tile) { return static_cast<int>(tile) & 3; }
+__device__ __forceinline__ long long first_query(TileRef tile) {
   return static_cast<long long>(index_of(tile)) * BLOCK_Q;
 }
 
@@ -63,10 +68,10 @@ struct Span {
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
   unsigned int full[CONSUMER_WARPS];
 
-  __device__ __forceinline__ int rows_of(int tile) const {
+  __device__ __forceinline__ int rows_of(TileRef tile) const {
     return tile::rows_from(first_query(tile), entry.len_q, BLOCK_Q);
   }
-  __device__ __forceinline__ TileBox box_of(int tile, long long j0, int nj) const {
+  __device__ __forceinline__ TileBox box_of(TileRef tile, long long j0, int nj) const {
     return tile::describe_tile(entry, h, first_query(tile), rows_of(tile), j0, nj);
   }
 
@@ -75,7 +80,8 @@ struct Span {
     // Threads beyond the last tile classify the last one again: generated code runs for whole
     // warps.
     const int index = first + static_cast<int>(threadIdx.x);
-    int tile_class = tile::classify_tile(p, box_of(4 * (index < end ? index : end - 1), j0, nj));
+    const TileRef tile = tile_ref(index < end ? index : end - 1, 0);
+    int tile_class = tile::classify_tile(p, box_of(tile, j0, nj));
     if (index >= end) tile_class = EMPTY;
     const unsigned int warp_nonempty = ptx::ballot(tile_class != EMPTY);
     const unsigned int warp_full = ptx::ballot(tile_class == FULL);
@@ -86,8 +92,8 @@ struct Span {
   }
 
   // The first tile from index `index` on that is not EMPTY.
-  __device__ __forceinline__ int next_tile(int index) const {
-    if constexpr (!HAS_MASK) return index < end ? 4 * index + FULL : NO_TILE;
+  __device__ __forceinline__ TileRef next_tile(int index) const {
+    if constexpr (!HAS_MASK) return index < end ? TileRef{4 * index + FULL} : TileRef::NONE;
 #pragma unroll 1
     while (index < end) {
       const int n = index - first;
@@ -98,9 +104,9 @@ struct Span {
       }
       const int skipped = __ffs(static_cast<int>(left)) - 1;
       const bool is_full = (full[n / 32] >> (n % 32 + skipped) & 1) != 0;
-      return 4 * (index + skipped) + (is_full ? FULL : PARTIAL);
+      return TileRef{4 * (index + skipped) + (is_full ? FULL : PARTIAL)};
     }
-    return NO_TILE;
+    return TileRef::NONE;
   }
 
   // The index of the last tile of the run of FULL tiles that begins at index `index`.
@@ -147,34 +153,35 @@ struct SharedStorage {
   // Gives each mbarrier but kv_full the number of arrivals that complete its phase; called by one
   // thread.
   __device__ __forceinline__ void init_barriers() const {
+    // The consumers read spans, and so do the producer, one thread, and the statistics warp.
+    span_pipeline.init(CONSUMER_THREADS, CONSUMER_THREADS + 1 + ptx::WARP_SIZE);
+    q_pipeline.init(1 + ptx::WARP_SIZE, CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP);
+    ds_pipeline.init(CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP,
+                     warpgroup::ARRIVALS_OF_WARPGROUP);
 #pragma unroll
-    for (int n = 0; n < STAGES; ++n) {
-      // The consumers read spans, and so do the producer, one thread, and the statistics warp.
-      ptx::mbarrier_init(span_pipeline.full_barrier(n), CONSUMER_THREADS);
-      ptx::mbarrier_init(span_pipeline.empty_barrier(n), CONSUMER_THREADS + 1 + ptx::WARP_SIZE);
-      ptx::mbarrier_init(q_pipeline.full_barrier(n), 1 + ptx::WARP_SIZE);
-      ptx::mbarrier_init(do_full_barrier(n), 1);
-      ptx::mbarrier_init(q_pipeline.empty_barrier(n), CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP);
-      ptx::mbarrier_init(ds_pipeline.full_barrier(n), CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP);
-      ptx::mbarrier_init(ds_pipeline.empty_barrier(n), warpgroup::ARRIVALS_OF_WARPGROUP);
-    }
+    for (int n = 0; n < STAGES; ++n) ptx::mbarrier_init(do_full_barrier(n), 1);
     ptx::fence_mbarrier_init();
   }
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
-// Where the tiles lie, and the storage behind them.
+// The tiles, and the storage after them.
 struct SharedMemory {
-  char *k, *v, *q, *d_out, *ds, *finite_k;
+  KTiles k;
+  VTiles v;
+  QTiles q;
+  DoTiles d_out;
+  DsTiles ds;
+  char* finite_k;
   SharedStorage* storage;
 
   __device__ __forceinline__ explicit SharedMemory(char* begin)
-      : k(begin),
-        v(k + KEY_TILES * K_TILE_BYTES),
-        q(v + KEY_TILES * V_TILE_BYTES),
-        d_out(q + STAGES * Q_TILE_BYTES),
-        ds(d_out + STAGES * DO_TILE_BYTES),
-        finite_k(ds + (STAGES + P_STAGES) * DS_TILE_BYTES),
+      : k{begin},
+        v{k.end()},
+        q{v.end()},
+        d_out{q.end()},
+        ds{d_out.end()},
+        finite_k(ds.end()),
         storage(reinterpret_cast<SharedStorage*>(finite_k + FINITE_K_BYTES)) {}
 };
 
@@ -186,9 +193,9 @@ struct alignas(1024) Aligned {
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
-static_assert(SHARED_BYTES == KEY_TILES * (K_TILE_BYTES + V_TILE_BYTES) +
-                                  STAGES * (Q_TILE_BYTES + DO_TILE_BYTES) +
-                                  (STAGES + P_STAGES) * DS_TILE_BYTES + FINITE_K_BYTES +
+static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
+                                  STAGES * (QTiles::BYTES + DoTiles::BYTES) +
+                                  (STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
                                   SHARED_STORAGE_BYTES,
               "SHARED_BYTES");
 
@@ -222,7 +229,7 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   shared.spans_per_head = HAS_MASK ? (tiles + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
   shared.spans =
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
-  shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * tile::LOG2_E;
+  shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
 }
 
 // Writes span n, if there is one. All consumer threads call it together.

@@ -136,7 +136,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
         if (loaded != task.number) {
           // The queries before were multiplied with every tile before this one.
           if (n > 0) shared.pipeline.wait_released(n - 1);
-          copy_queries(p, task, smem.q, first_row);
+          copy_queries(p, task, smem.q.begin, first_row);
         }
         if (!by_tma) copy_keys(p, task, now, smem.stage(n), first_row);
       }

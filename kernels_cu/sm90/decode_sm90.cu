@@ -16,12 +16,12 @@
 // bit of it, and neither does it matter which consumer computes a leaf: m, and every lane's part of
 // l, pass from one to the other. Larger nodes are merged as everywhere.
 //
-// Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
-// Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. Behind the
-// parameters comes the tensor map of keys; it is one of no use where tma_rows is 0.
+// Grid: a share of all units for each block; decode_combine.cu joins their partial results.
+// Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. After the
+// parameters comes the tensor map of keys, which is not read where tma_rows is 0.
 #include "../common/params.cuh"
-#include "../sm80/decode_scores.cuh"
-#include "../sm80/fragment_softmax.cuh"
+#include "../warp/decode_scores.cuh"
+#include "../warp/fragment_softmax.cuh"
 #include "decode_producer.cuh"
 #include "warpgroup_rows.cuh"
 
@@ -36,7 +36,7 @@ constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 72, CONSUMER_REGS = HAS_MASK ? 208
 static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= 65536 / THREADS / 8 * 8 * 3,
               "more than the block was launched with");
 
-// The first row of a thread; the other one is 8 behind it.
+// The first row of a thread; the other one is 8 further.
 __device__ __forceinline__ int first_row() {
   const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
   return warp * fragment::WARP_ROWS + fragment::lane_row();
@@ -108,10 +108,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE;
   const decode::Workspace workspace(p);
   const float scale = static_cast<float>(p.scale);
-  // Logits are `logit_scale` times a score; scores are negated if the scale is negative.
+  // Logits are `logit_scale` times a score; a negative scale flips the sign of the scores.
   const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
-  const warpgroup::SmemDesc q = warpgroup::make_smem_desc(ptx::shared_address(smem.q), 0);
+  const float c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
+  const warpgroup::SmemDesc q = smem.q.desc(0);
   const int first_value = index * (SLABS_V / CONSUMERS) * SLAB_BYTES;
 
   float m[2], l[2], o[2][COLUMNS_O];

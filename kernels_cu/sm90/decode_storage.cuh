@@ -1,5 +1,5 @@
 // The shared memory of a block of decode_sm90.cu: queries, tiles of keys in their stages, what the
-// producers tell of these, and what consumers tell each other.
+// producers publish about these, and what the consumers exchange.
 #pragma once
 #include "../decode/cursor.cuh"
 #include "warpgroup.cuh"
@@ -14,7 +14,8 @@ constexpr int PRODUCER_WARPS = warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
 constexpr int WARPS_OF_STAGE = PRODUCER_WARPS / STAGES;
 constexpr int SLABS = D / warpgroup::SLAB_COLUMNS, SLABS_V = D_V / warpgroup::SLAB_COLUMNS;
 constexpr int SLAB_BYTES = LEAF * warpgroup::SLAB_ROW_BYTES;
-constexpr int TILE_BYTES = SLABS * SLAB_BYTES;  // of queries, and of keys
+using QTile = warpgroup::SmemTile<LEAF, SLABS * warpgroup::SLAB_ROW_BYTES, 1>;
+using KTiles = warpgroup::SmemTile<LEAF, SLABS * warpgroup::SLAB_ROW_BYTES, STAGES>;
 // Keys come in parts: scores are computed from the first one while the others are on their way.
 constexpr int PARTS = 3, PART_SLABS = SLABS / PARTS;
 
@@ -68,7 +69,7 @@ struct SharedStorage {
   }
 
   // Gives each mbarrier the number of arrivals that complete its phase; called by one thread.
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init_barriers() const {
     pipeline.init(WARPS_OF_STAGE * warpgroup::ARRIVALS_OF_WARP,
                   BOTH_CONSUMERS / ptx::WARP_SIZE * warpgroup::ARRIVALS_OF_WARP);
 #pragma unroll
@@ -82,17 +83,16 @@ struct SharedStorage {
   }
 };
 
-// Where queries and stages lie, and the storage behind them.
+// The queries and the stages of keys, and the storage after them.
 struct SharedMemory {
-  char *q, *stages;
+  QTile q;
+  KTiles k;
   SharedStorage* storage;
 
   __device__ __forceinline__ explicit SharedMemory(char* begin)
-      : q(begin),
-        stages(q + TILE_BYTES),
-        storage(reinterpret_cast<SharedStorage*>(stages + STAGES * TILE_BYTES)) {}
+      : q{begin}, k{q.end()}, storage(reinterpret_cast<SharedStorage*>(k.end())) {}
 
-  __device__ __forceinline__ char* stage(int n) const { return stages + n % STAGES * TILE_BYTES; }
+  __device__ __forceinline__ char* stage(int n) const { return k.stage(n % STAGES); }
 };
 
 // wgmma needs tiles that begin at multiples of 1024 bytes.
@@ -105,6 +105,7 @@ static_assert(PART_SLABS * PARTS == SLABS, "PARTS");
 static_assert(D == SLABS * warpgroup::SLAB_COLUMNS && D_V == 512, "D, D_V");
 static_assert(BLOCK_Q == warpgroup::WARPGROUP_ROWS && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
 static_assert(THREADS == BOTH_CONSUMERS + warpgroup::WARPGROUP_SIZE, "THREADS");
-static_assert(SHARED_BYTES == (1 + STAGES) * TILE_BYTES + sizeof(SharedStorage), "SHARED_BYTES");
+static_assert(SHARED_BYTES == QTile::BYTES + STAGES * KTiles::BYTES + sizeof(SharedStorage),
+              "SHARED_BYTES");
 
 }  // namespace decode_storage

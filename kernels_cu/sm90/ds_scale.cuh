@@ -1,7 +1,7 @@
 // The scales of dS in float16 in backward_sm90_dkdv.cu: each warp has a power of two, and a tile of
 // dS is brought to a common one for the product for dq.
 #pragma once
-#include "../sm80/fragment_gradient.cuh"
+#include "../warp/fragment_gradient_ds.cuh"
 #include "backward_storage.cuh"
 
 namespace ds_scale {

@@ -16,12 +16,12 @@
 //
 // Grid: no more blocks than work tiles, of which there are prod(own_size) * heads * blocks, with
 // own_size = lead_size; packed: heads * blocks. Shared memory: SharedMemory in forward_storage.cuh.
-// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma.cuh. Behind the
+// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma.cuh. After the
 // parameters come the tensor maps of q, k, v and, where TMA_STORE, out.
 #include "../common/params.cuh"
 #include "../ptx/reciprocal.cuh"
-#include "../sm80/fragment_softmax.cuh"
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_softmax.cuh"
+#include "../warp/fragment_tile.cuh"
 #include "forward_storage.cuh"
 #include "warpgroup_rows.cuh"
 
@@ -65,8 +65,8 @@ __device__ __forceinline__ void finite_check_warps(const SharedMemory& smem, int
     for (int tile = work.last_tile(); tile >= 0; ++n, tile = work.tile_before(tile)) {
       shared.v_pipeline.wait_full(n);
       if (HAS_SCORE || work.is_masked(tile)) {
-        const bool finite = warpgroup_rows::finite_rows<V_TILE_BYTES, CHECKERS>(
-            smem.v + KvPipeline::stage_of(n) * V_TILE_BYTES, thread);
+        const bool finite = warpgroup_rows::finite_rows<VTiles::BYTES, CHECKERS>(
+            smem.v.stage(KvPipeline::stage_of(n)), thread);
         const bool has_nonfinite = ptx::any_lane(!finite);
         if (ptx::lane_index() == 0) {
           shared.has_nonfinite[KvPipeline::stage_of(checks)][warp - 2] = has_nonfinite ? 1 : 0;
@@ -89,7 +89,7 @@ struct PagePiece {
     if constexpr (PAGED) {
       tile_row = ptx::lane_index() * p.tma_rows;
       const long long position = static_cast<long long>(tile) * BLOCK_KV + tile_row;
-      // What is not held is not looked up, and comes as 0 from behind the last page.
+      // Rows that do not exist are not looked up; TMA reads them after the last page, as 0.
       at = tile_row < BLOCK_KV && position < work.entry.len_k
                ? cache::place(p, work.entry.b, position)
                : cache::Place{static_cast<int>(p.pages), 0};
@@ -121,9 +121,6 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
                                          const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                          const ptx::TensorMap& v_map) {
   SharedStorage& shared = *smem.storage;
-  const unsigned int q_address = ptx::shared_address(smem.q);
-  const unsigned int k_address = ptx::shared_address(smem.k);
-  const unsigned int v_address = ptx::shared_address(smem.v);
   const bool leads = !PAGED || ptx::lane_index() == 0;
   // One lane expects the bytes that all lanes load, perhaps after the first of them came.
   const auto expect = [&](unsigned int barrier, int bytes) {
@@ -140,26 +137,26 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
       const int first_row = work.first_row_k + tile * BLOCK_KV;
       const PagePiece piece(p, work, tile);
       shared.k_pipeline.wait_empty(n);
-      expect(shared.k_pipeline.full_barrier(n), K_TILE_BYTES);
-      load_keys<BLOCK_KV, D>(k_address + KvPipeline::stage_of(n) * K_TILE_BYTES, k_map, work.k,
-                             first_row, piece, shared.k_pipeline.full_barrier(n));
+      expect(shared.k_pipeline.full_barrier(n), KTiles::BYTES);
+      load_keys<BLOCK_KV, D>(smem.k.address(KvPipeline::stage_of(n)), k_map, work.k, first_row,
+                             piece, shared.k_pipeline.full_barrier(n));
       if (tile == last && leads) {
         // 1 load q
 #pragma unroll 1
         for (int c = 0; c < CONSUMERS; ++c) {
           const int q_slot = first_q_slot(q_uses) + c;
           warpgroup::mbarrier_wait(shared.q_empty_barrier(q_slot), q_phase_of(q_uses) ^ 1);
-          ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(q_slot), Q_TILE_BYTES);
+          ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(q_slot), QTiles::BYTES);
           warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, D>(
-              q_address + q_slot * Q_TILE_BYTES, q_map, work.q,
+              smem.q.address(q_slot), q_map, work.q,
               work.first_row_q + c * warpgroup::WARPGROUP_ROWS, shared.q_full_barrier(q_slot));
         }
         ++q_uses;
       }
       shared.v_pipeline.wait_empty(n);
-      expect(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
-      load_keys<BLOCK_KV, D_V>(v_address + KvPipeline::stage_of(n) * V_TILE_BYTES, v_map, work.v,
-                               first_row, piece, shared.v_pipeline.full_barrier(n));
+      expect(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
+      load_keys<BLOCK_KV, D_V>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v, first_row,
+                               piece, shared.v_pipeline.full_barrier(n));
     }
     if constexpr (PAGED) __syncwarp();  // the work tile, read by all lanes
     if (leads) ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
@@ -169,20 +166,21 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
 // -- the role of a consumer warpgroup -------------------------------------------------------------
 
 // A warpgroup: computes 64 queries of every work tile. This is one body, with lambdas for its
-// parts, because as functions that share structs the same steps were 1 to 4 % slower.
+// parts: as functions that share structs, the same steps took 1 to 4 % longer. On a GPU of compute
+// capability 9.0, this measures a change again, before and after it:
+//
+//     cupyflash bench --shape 4,32,4096,128 --shape 2,32,8192,64 --pass forward --variant full \
+//         --variant causal --only cupyflash
 __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& smem,
                                          const ptx::TensorMap& out_map) {
   SharedStorage& shared = *smem.storage;
   const int index = warpgroup::index();
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
-  // Logits are `unit` times a score; the sign of a negative scale goes to the queries, and so does
-  // a scale of 0, lest it meets a score of -inf.
-  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = unit == 0 ? 1.0f : fmin(unit * tile::LOG2_E, number::largest_float());
-  const warpgroup::SmemDesc q = warpgroup::make_smem_desc(ptx::shared_address(smem.q), 0);
-  const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem.k), 0);
-  const warpgroup::SmemDesc v =
-      warpgroup::make_smem_desc(ptx::shared_address(smem.v), BLOCK_KV * warpgroup::SLAB_ROW_BYTES);
+  // Logits are `logit_scale` times a score. A negative scale flips the sign of q; a zero scale
+  // zeroes q, so that 0 * inf cannot occur.
+  const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
+  const float c =
+      logit_scale == 0 ? 1.0f : fmin(logit_scale * number::LOG2_E<float>, number::largest_float());
   const unsigned int out_address =  // of the warp's 16 rows
       ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * V_ROW_BYTES;
   const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
@@ -199,14 +197,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   for (int w = 0; more_work; ++w) {
     shared.work_pipeline.wait_full(w);
     const ScheduledTile& work = shared.work_tile(w);
-    // The code of the next tile; where that is FULL and the mask has edges, the first tile of its
-    // run. Shuffles tell the compiler that lanes agree; without them it serialises the products.
-    int next_code = ptx::shuffle(work.first_code, 0), run = ptx::shuffle(work.first_run, 0);
+    // The next tile; where that is FULL and the mask has edges, the first tile of its run.
+    TileRef next = uniform(work.first_tile);
+    int run = ptx::shuffle(work.first_run, 0);
     const auto advance = [&](int tile) {
-      next_code = work.code_of(work.tile_before(tile));
-      if constexpr (HAS_MASK) next_code = ptx::shuffle(next_code, 0);
-      if (HAS_EDGES && next_code >= 0 && next_code % 2 == 0) {
-        run = ptx::shuffle(work.run_from(next_code / 2), 0);
+      next = work.ref_of(work.tile_before(tile));
+      if constexpr (HAS_MASK) next = uniform(next);
+      if (HAS_EDGES && next > TileRef::NONE && kind_of(next) == UNMASKED) {
+        run = ptx::shuffle(work.run_from(index_of(next)), 0);
       }
     };
     const int q_slot = index + (Q_STAGES == 1 ? 0 : ptx::shuffle(first_q_slot(q_uses), 0));
@@ -217,14 +215,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
     // s = q k^T.
     const auto issue_qk = [&](int n) {
-      warpgroup::multiply<D, BLOCK_KV>(s, q + q_slot * (Q_TILE_BYTES / 16),
-                                       k + KvPipeline::stage_of(n) * (K_TILE_BYTES / 16));
+      warpgroup::multiply<D, BLOCK_KV>(s, smem.q.desc(q_slot),
+                                       smem.k.desc(KvPipeline::stage_of(n)));
       ptx::wgmma_commit();
     };
     // acc += weights v.
     const auto issue_pv = [&](int n) {
-      warpgroup::multiply_add<BLOCK_KV>(acc, weights,
-                                        v + KvPipeline::stage_of(n) * (V_TILE_BYTES / 16));
+      warpgroup::multiply_add<BLOCK_KV>(acc, weights, smem.v.column_desc(KvPipeline::stage_of(n)));
       ptx::wgmma_commit();
     };
     // Evaluates the mask of a masked tile. Returns whether any pair of the warp takes part.
@@ -263,7 +260,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(checks)];
       ++checks;
       if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return;
-      char* const tile_smem = smem.v + KvPipeline::stage_of(n) * V_TILE_BYTES;
+      char* const tile_smem = smem.v.stage(KvPipeline::stage_of(n));
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, storage_t weight) {
         if constexpr (HAS_SCORE) return weight != 0x8000;
@@ -272,19 +269,19 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       };
       warpgroup_rows::add_nonfinite(acc, weights, tile_smem, takes_part);
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, read as it came
-      warpgroup_rows::clear_nonfinite<V_TILE_BYTES, CONSUMER_THREADS>(tile_smem, threadIdx.x);
+      warpgroup_rows::clear_nonfinite<VTiles::BYTES, CONSUMER_THREADS>(tile_smem, threadIdx.x);
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
     };
 
     const int first_kv_use = kv_uses;
-    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next_code >= 0;
+    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next > TileRef::NONE;
     if (has_tiles) {
       warpgroup::mbarrier_wait(shared.q_full_barrier(q_slot), q_phase_of(q_uses));
       ++q_uses;
       if (!HAS_SCORE && !(scale > 0)) {
-        warpgroup_rows::apply_sign<Q_TILE_BYTES, warpgroup::WARPGROUP_SIZE>(
-            smem.q + q_slot * Q_TILE_BYTES, threadIdx.x % warpgroup::WARPGROUP_SIZE, scale);
+        warpgroup_rows::apply_sign<QTiles::BYTES, warpgroup::WARPGROUP_SIZE>(
+            smem.q.stage(q_slot), threadIdx.x % warpgroup::WARPGROUP_SIZE, scale);
         ptx::fence_proxy_async();
         ptx::named_barrier_sync(
             CONSUMER_Q + index,
@@ -300,10 +297,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       shared.k_pipeline.wait_full(kv_uses);
       ptx::wgmma_fence();
       issue_qk(kv_uses);
-      const int first = next_code / 2;
-      const bool first_masked = HAS_MASK ? next_code % 2 != 0 : work.is_masked(first);
+      const int first = index_of(next);
+      const bool first_masked = HAS_MASK ? kind_of(next) != UNMASKED : work.is_masked(first);
       if (HAS_MASK && kv_uses == first_kv_use) {
-        next_code = ptx::shuffle(work.second_code, 0);
+        next = uniform(work.second_tile);
         if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
       } else {
         advance(first);
@@ -316,7 +313,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
       warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
-      if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
+      if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
       if (sees) {
         // 3 score mod
         // 4 mask
@@ -343,21 +340,21 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // The other tiles: the scores of each are issued with the output of the tile before, which
       // the tensor cores multiply while the scores become weights.
 #pragma unroll 1
-      for (; next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0); ++kv_uses) {
+      for (; next > TileRef::NONE && !(HAS_EDGES && kind_of(next) != UNMASKED); ++kv_uses) {
         const int n = kv_uses;
-        const int tile = next_code / 2;
-        const bool masked = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
+        const int tile = index_of(next);
+        const bool masked = !HAS_EDGES && MAY_MASK && kind_of(next) != UNMASKED;
         shared.k_pipeline.wait_full(n);
         ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
         ptx::wgmma_fence();
         issue_qk(n);
         // 7 accumulate p v
         shared.v_pipeline.wait_full(n - 1);
-        ptx::wgmma_fence();  // again: the compiler sees a branch behind the first
+        ptx::wgmma_fence();  // again: the compiler sees a branch after the first
         issue_pv(n - 1);
         ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
         if (HAS_EDGES && tile > run) {
-          next_code -= 2;
+          next = tile_before(next);
         } else {
           advance(tile);
         }
@@ -365,7 +362,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         ptx::wgmma_wait<1>();  // the scores
         ptx::fence_accumulator(s);
         warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
-        if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
+        if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
         const bool hides = change_scores(tile, masked, warpgroup::Bool<false>());
         const bool grew = row_max() || ALWAYS_RESCALE;
         if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
@@ -385,12 +382,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(acc);
       warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
-      more_tiles = HAS_EDGES && next_code >= 0;
+      more_tiles = HAS_EDGES && next > TileRef::NONE;
     }
 
     fragment_softmax::row_sum(l);
     float weight[2];
-    fragment_softmax::join_sink(m, l, weight, unit,
+    fragment_softmax::join_sink(m, l, weight, logit_scale,
                                 p.sink == nullptr
                                     ? -number::infinity()
                                     : number::load<float>(p.sink, p.kind_sink, work.head));

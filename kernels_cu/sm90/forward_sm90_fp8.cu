@@ -3,32 +3,32 @@
 //
 // A persistent, warp-specialised kernel as forward_sm90.cu, with these differences. Two warps of
 // the producer transpose values, because wgmma takes codes only with rows along the depth
-// (warpgroup_codes.cuh). Weights are rounded to e4m3. wgmma's sums of codes keep fewer bits than
+// (warpgroup_fp8.cuh). Weights are rounded to e4m3. wgmma's sums of codes keep fewer bits than
 // float32, so the product of a tile's weights and values is a sum of its own, which is then added
 // to the output in float32; this also rescales the output (`absorb`). In its turn, a consumer
 // multiplies its weights by v and issues its next scores, while the scores of the others become
 // weights; without turns, all would wait for products at the same time.
 //
-// Scales: those of heads and of queries are factors of the logits (codes_softmax.cuh). With
+// Scales: those of heads and of queries are factors of the logits (fp8_softmax.cuh). With
 // K_SCALE_ROWS scores are multiplied by those of their keys, and with V_SCALE_ROWS weights by those
 // of their values before they are rounded; without, the result is multiplied by its head's.
 //
 // Grid: no more blocks than work tiles, of which there are prod(own_size) * heads * blocks, with
-// own_size = lead_size; packed: heads * blocks. Shared memory: SharedMemory in codes_storage.cuh.
-// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma_codes.cuh. Behind the
+// own_size = lead_size; packed: heads * blocks. Shared memory: SharedMemory in fp8_storage.cuh.
+// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma_fp8.cuh. After the
 // parameters come the tensor maps of q, k, v and, where TMA_STORE, out.
 #include "../common/params.cuh"
 #include "../ptx/reciprocal.cuh"
-#include "../sm80/fragment_tile.cuh"
-#include "codes_producer.cuh"
-#include "codes_softmax.cuh"
-#include "codes_storage.cuh"
-#include "warpgroup_codes.cuh"
+#include "../warp/fragment_tile.cuh"
+#include "fp8_producer.cuh"
+#include "fp8_softmax.cuh"
+#include "fp8_storage.cuh"
+#include "warpgroup_fp8.cuh"
 #include "warpgroup_rows.cuh"
 
 namespace {
 
-using namespace codes_storage;
+using namespace fp8_storage;
 
 constexpr int COLUMNS = BLOCK_KV / 4;                 // scores of a thread in each of its two rows
 constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
@@ -91,10 +91,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   SharedStorage& shared = *smem.storage;
   const int index = warpgroup::index();
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
-  const warpgroup::SmemDesc q =
-      warpgroup::make_smem_desc(ptx::shared_address(smem.q) + index * Q_TILE_BYTES, 0);
-  const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem.k), 0);
-  const warpgroup::SmemDesc v = warpgroup::make_smem_desc(ptx::shared_address(smem.transposed), 0);
+  const warpgroup::SmemDesc q = warpgroup::make_smem_desc(smem.q.address(index), 0);
   const unsigned int out_address =  // of the warp's 16 rows
       ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * OUT_ROW_BYTES;
   const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
@@ -113,14 +110,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     shared.work_pipeline.wait_full(w);
     const ScheduledTile& work = shared.work_tile(w);
     const WorkScales& work_scales = shared.work_scales[WorkPipeline::stage_of(w)];
-    // The code of the next tile; where that is FULL and the mask has edges, the first tile of its
-    // run. Shuffles tell the compiler that lanes agree; without them it serialises the products.
-    int next_code = ptx::shuffle(work.first_code, 0), run = ptx::shuffle(work.first_run, 0);
+    // The next tile; where that is FULL and the mask has edges, the first tile of its run.
+    TileRef next = uniform(work.first_tile);
+    int run = ptx::shuffle(work.first_run, 0);
     const auto advance = [&](int tile) {
-      next_code = work.code_of(work.tile_before(tile));
-      if constexpr (HAS_MASK) next_code = ptx::shuffle(next_code, 0);
-      if (HAS_EDGES && next_code >= 0 && next_code % 2 == 0) {
-        run = ptx::shuffle(work.run_from(next_code / 2), 0);
+      next = work.ref_of(work.tile_before(tile));
+      if constexpr (HAS_MASK) next = uniform(next);
+      if (HAS_EDGES && next > TileRef::NONE && kind_of(next) == UNMASKED) {
+        run = ptx::shuffle(work.run_from(index_of(next)), 0);
       }
     };
     const HeadConstants head_constants = tile::head_constants_of(p, work.box_of(0));
@@ -136,10 +133,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     for (int r = 0; r < 2; ++r) {
       const float factor = work.rows > 0 ? factors[8 * r] : 1.0f;
       direct = direct && factor >= LEAST_FACTOR && factor <= LARGEST_FACTOR;
-      c[r] = factor * tile::LOG2_E;
+      c[r] = factor * number::LOG2_E<float>;
     }
     direct = !ptx::any_lane(!direct);
-    if (!direct) c[0] = c[1] = tile::LOG2_E;
+    if (!direct) c[0] = c[1] = number::LOG2_E<float>;
 
     float alpha[2];            // the factor of the output when the weights are multiplied
     float unit_v[2] = {1, 1};  // of the weights: their values' scales were divided by it
@@ -148,15 +145,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
     // s = q k^T.
     const auto issue_qk = [&](int n) {
-      warpgroup_codes::multiply<D, BLOCK_KV>(s, q,
-                                             k + KvPipeline::stage_of(n) * (K_TILE_BYTES / 16));
+      warpgroup_fp8::multiply<D, BLOCK_KV>(s, q, smem.k.desc(KvPipeline::stage_of(n)));
       ptx::wgmma_commit();
     };
     // part = weights v, for some of the columns.
     const auto issue_pv = [&](int n, int x) {
-      warpgroup_codes::multiply_weights(
+      warpgroup_fp8::multiply_weights(
           part[x % BUFFERS], weights,
-          v + (KvPipeline::stage_of(n) * TRANSPOSED_BYTES + x * PART_ROWS * LINE) / 16);
+          smem.transposed.desc(KvPipeline::stage_of(n)) + x * (PART_ROWS * LINE / 16));
       ptx::wgmma_commit();
     };
     // acc = alpha acc + part.
@@ -235,8 +231,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
     // Turns the scores of a tile into weights.
     const auto weigh = [&](int n, int tile, bool masked, bool hides) {
-      codes_softmax::raise_max(s, m, l, alpha, c);
-      codes_softmax::exponentiate(s, m, l, c, hides);
+      fp8_softmax::raise_max(s, m, l, alpha, c);
+      fp8_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
       if constexpr (V_SCALE_ROWS) {
         const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
@@ -253,29 +249,29 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           unit_v[0] = unit_v[1] = shared.v_unit[KvPipeline::stage_of(n)];
         }
       }
-      warpgroup_codes::narrow(s, weights);
+      warpgroup_fp8::narrow(s, weights);
     };
     // If a masked tile has NaN or infinities, which is rare, adds their products to the output one
     // by one, without pairs that take no part, and sets them to 0 in v.
     const auto repair_nonfinite = [&](int n, int tile) {
       const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(n)];
       if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return;
-      char* const tile_smem = smem.transposed + KvPipeline::stage_of(n) * TRANSPOSED_BYTES;
+      char* const tile_smem = smem.transposed.stage(KvPipeline::stage_of(n));
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, unsigned int weight) {
         if constexpr (HAS_SCORE) return weight != 0x80;
         if constexpr (HAS_MASK) return (mask[r] >> column & 1) != 0;
         return fragment_tile::Pairs::key_of(column) < keys;
       };
-      warpgroup_codes::add_nonfinite(acc, weights, tile_smem, takes_part);
+      warpgroup_fp8::add_nonfinite(acc, weights, tile_smem, takes_part);
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, read as it came
-      warpgroup_codes::clear_nonfinite<BLOCK_KV, V_ROWS, CONSUMER_THREADS>(tile_smem, threadIdx.x);
+      warpgroup_fp8::clear_nonfinite<BLOCK_KV, V_ROWS, CONSUMER_THREADS>(tile_smem, threadIdx.x);
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
     };
 
     const int first_kv_use = kv_uses;
-    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next_code >= 0;
+    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next > TileRef::NONE;
     if (has_tiles) {
       warpgroup::mbarrier_wait(shared.q_full_barrier(index), q_uses % 2);
       ++q_uses;
@@ -293,7 +289,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
       warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
-      if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
+      if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
       if (!SKIP_EMPTY_WARPS || !decltype(first)::value || sees) {
         // 3 score mod
         // 4 mask
@@ -319,11 +315,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll 1
     while (more_tiles) {
       // The first tile, and with a mask that has edges each PARTIAL one.
-      const int begin = next_code / 2;
-      const bool masked = HAS_MASK ? next_code % 2 != 0 : work.is_masked(begin);
+      const int begin = index_of(next);
+      const bool masked = HAS_MASK ? kind_of(next) != UNMASKED : work.is_masked(begin);
       compute_tile(begin, masked, warpgroup::Bool<true>(), [&] {
         if (HAS_MASK && kv_uses == first_kv_use) {
-          next_code = ptx::shuffle(work.second_code, 0);
+          next = uniform(work.second_tile);
           if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
         } else {
           advance(begin);
@@ -331,18 +327,18 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       });
       // The others.
 #pragma unroll 1
-      while (next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0)) {
-        const int tile = next_code / 2;
-        const bool partial = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
+      while (next > TileRef::NONE && !(HAS_EDGES && kind_of(next) != UNMASKED)) {
+        const int tile = index_of(next);
+        const bool partial = !HAS_EDGES && MAY_MASK && kind_of(next) != UNMASKED;
         compute_tile(tile, partial, warpgroup::Bool<false>(), [&] {
           if (HAS_EDGES && tile > run) {
-            next_code -= 2;
+            next = tile_before(next);
           } else {
             advance(tile);
           }
         });
       }
-      more_tiles = HAS_EDGES && next_code >= 0;
+      more_tiles = HAS_EDGES && next > TileRef::NONE;
     }
     if (has_tiles) pass_turn();
 
@@ -350,7 +346,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (direct && m[r] != -number::infinity()) m[r] *= factors[8 * r];
-      l[r] *= codes_softmax::UNSHIFTED;
+      l[r] *= fp8_softmax::UNSHIFTED;
     }
     float weight[2];
     fragment_softmax::join_sink(m, l, weight, 1.0f,
@@ -358,7 +354,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                     ? -number::infinity()
                                     : number::load<float>(p.sink, p.kind_sink, work.head));
     // 8 normalise
-    float common = codes_softmax::UNSHIFTED;
+    float common = fp8_softmax::UNSHIFTED;
     if constexpr (HAS_DROPOUT) common *= static_cast<float>(p.keep_scale);
     if (!V_SCALE_ROWS && work.rows > 0) common *= work_scales.result;
 #pragma unroll
@@ -426,11 +422,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
     if (warp == 1) {
-      codes_producer::publish_work_tiles(p, *smem.storage);
+      fp8_producer::publish_work_tiles(p, *smem.storage);
     } else if (warp > 1) {
-      codes_producer::transposer_warps(smem, warp - 2);
+      fp8_producer::transposer_warps(smem, warp - 2);
     } else {
-      codes_producer::producer(p, smem, q_map, k_map, v_map);
+      fp8_producer::producer(p, smem, q_map, k_map, v_map);
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();

@@ -11,24 +11,24 @@
 // memory: the queries, and in their place the output at the end; k, v; SharedStorage. BLOCK_Q is 64
 // times the warpgroups, BLOCK_KV one of the widths in ptx/wgmma.cuh.
 #include "../common/params.cuh"
-#include "../sm80/fragment_softmax.cuh"
-#include "../sm80/fragment_tile.cuh"
-#include "warpgroup_split.cuh"
+#include "../warp/fragment_softmax.cuh"
+#include "../warp/fragment_tile.cuh"
+#include "warpgroup_tf32x3.cuh"
 
 namespace {
 
 constexpr int COLUMNS = BLOCK_KV / 4;
-constexpr int COLUMNS_V = warpgroup_split::columns_of(D_V) / 4;
+constexpr int COLUMNS_V = warpgroup_tf32x3::columns_of(D_V) / 4;
 // Columns of scores that generated code changes together.
 constexpr int SCORE_COLUMNS = fragment_tile::columns_at_once(COLUMNS);
 constexpr int Q_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 constexpr int Q_OR_OUT_BYTES = BLOCK_Q * matmul::larger(Q_ROW_BYTES, V_ROW_BYTES);
 
-using Keys = warpgroup_split::Keys<BLOCK_KV, D>;
-using Values = warpgroup_split::Values<BLOCK_KV, D_V>;
+using Keys = warpgroup_tf32x3::Keys<BLOCK_KV, D>;
+using Values = warpgroup_tf32x3::Values<BLOCK_KV, D_V>;
 // Whether a warp keeps its queries, split, in registers: where these have room for them.
 constexpr bool HOLD_Q = D <= 64 && D_V <= 64 && !MAY_MASK;
-using Scores = warpgroup_split::Scores<D, BLOCK_KV, HOLD_Q>;
+using Scores = warpgroup_tf32x3::Scores<D, BLOCK_KV, HOLD_Q>;
 constexpr int UNITS = matmul::larger(Keys::UNITS, Values::UNITS);
 
 // What registers have no room for: they hold the sums.
@@ -73,9 +73,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const memory::Rows k = memory::rows(p.k, work.entry, h_kv, true);
   const memory::Rows v = memory::rows(p.v, work.entry, h_kv, true);
   const float scale = static_cast<float>(p.scale);
-  // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
-  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = fmin(unit * fragment_softmax::LOG2_E, number::largest());
+  // Logits are `logit_scale` times a score. A negative scale flips the sign of q.
+  const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
+  const float c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
   int visited = 0;  // tiles
 
   // 1 load q
@@ -153,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
     });
     warpgroup::arrive_warp(k_pipeline.empty_barrier(n));
-    if (warpgroup_split::any_nan(s)) {
-      warpgroup_split::multiply_nan<D>(s, warp_q_smem, k, now.first, now.rows);
+    if (warpgroup_tf32x3::any_nan(s)) {
+      warpgroup_tf32x3::multiply_nan<D>(s, warp_q_smem, k, now.first, now.rows);
     }
     // 3 score mod
     bool hides = masked;
@@ -175,18 +175,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     fragment_softmax::exponentiate(s, m, l, c, hides);
     if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
     // 7 accumulate p v
-    warpgroup_split::Weights<COLUMNS> weights(s);
+    warpgroup_tf32x3::Weights<COLUMNS> weights(s);
     v_pipeline.wait_full(n);
     unsigned int has_nonfinite = 0;
 #pragma unroll
     for (int w = 0; w < fragment::WARPS; ++w) has_nonfinite |= smem->has_nonfinite[w];
     if (has_nonfinite != 0) {
-      warpgroup_split::add_nonfinite<D_V>(acc, weights, v, now.first, now.rows);
-      warpgroup_split::clear_nonfinite<Values::BYTES>(v_smem);
+      warpgroup_tf32x3::add_nonfinite<D_V>(acc, weights, v, now.first, now.rows);
+      warpgroup_tf32x3::clear_nonfinite<Values::BYTES>(v_smem);
       ptx::fence_proxy_async();
       __syncthreads();  // v, now finite
     }
-    warpgroup_split::multiply_add<D_V>(acc, weights, v_desc, [&](int part) {
+    warpgroup_tf32x3::multiply_add<D_V>(acc, weights, v_desc, [&](int part) {
       if (part > 0 || next.rows == 0) return;
       k_pipeline.wait_released(n);
 #pragma unroll
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment_softmax::row_sum(l);
   float weight[2];
   fragment_softmax::join_sink(
-      m, l, weight, unit,
+      m, l, weight, logit_scale,
       p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
   // 8 normalise
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
   __syncthreads();  // the queries, which were read: the output takes their place
   char* const out_smem = q_smem + fragment::warp_row() * V_ROW_BYTES;
-  warpgroup_split::put_rows<D_V>(acc, weight, out_smem);
+  warpgroup_tf32x3::put_rows<D_V>(acc, weight, out_smem);
   __syncwarp();  // the warp's rows, which its lanes wrote
   fragment::copy_out<D_V>(
       p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,

@@ -1,14 +1,17 @@
 // The shared memory of a block of forward_sm90.cu, and the constants that it depends on: tiles of
 // q, k and v in their stages, the output on its way to the array, work tiles, and their barriers.
 #pragma once
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_tile.cuh"
 #include "warpgroup.cuh"
 #include "tile_scheduler.cuh"
 
 namespace forward_storage {
 
 using tile_scheduler::ScheduledTile;
+using tile_scheduler::TileRef;
 using tile_scheduler::TileScheduler;
+using tile_scheduler::uniform;
+using tile_scheduler::UNMASKED;
 
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::WARPGROUP_ROWS;  // warpgroups of 64 queries each
 constexpr int MAX_CONSUMERS = 3;
@@ -23,18 +26,20 @@ constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and t
 
 // Whether sequences may end within the memory of k and v, and have no keys at all.
 constexpr bool ENDS_ON_DEVICE = PACKED || CACHED;
-// Keys that take no part although they are in the tile, in PARTIAL tiles and behind the end of such
+// Keys that take no part although they are in the tile, in PARTIAL tiles and after the end of such
 // a sequence, have weight 0, and their values may be anything: 0 * NaN must not reach the sum.
 constexpr bool CHECK_FINITE = MAY_MASK || ENDS_ON_DEVICE;
 constexpr int CHECKER_WARPS = CHECK_FINITE ? 2 : 0;
 constexpr int CHECKER_ARRIVALS = CHECKER_WARPS * warpgroup::ARRIVALS_OF_WARP;
 
 constexpr int Q_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
-constexpr int Q_TILE_BYTES = warpgroup::WARPGROUP_ROWS * Q_ROW_BYTES;  // of one consumer
-constexpr int K_TILE_BYTES = BLOCK_KV * Q_ROW_BYTES, V_TILE_BYTES = BLOCK_KV * V_ROW_BYTES;
+using QTiles =  // of one consumer each
+    warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, Q_ROW_BYTES, Q_STAGES * CONSUMERS>;
+using KTiles = warpgroup::SmemTile<BLOCK_KV, Q_ROW_BYTES, KV_STAGES>;
+using VTiles = warpgroup::SmemTile<BLOCK_KV, V_ROW_BYTES, KV_STAGES>;
 constexpr int OUT_BYTES = BLOCK_Q * V_ROW_BYTES;
 constexpr int TILES_BYTES =
-    Q_STAGES * CONSUMERS * Q_TILE_BYTES + KV_STAGES * (K_TILE_BYTES + V_TILE_BYTES);
+    Q_STAGES * CONSUMERS * QTiles::BYTES + KV_STAGES * (KTiles::BYTES + VTiles::BYTES);
 
 // Named barriers. PING_PONG + c: the turn of consumer c to issue products; the consumer before it
 // arrives. CONSUMER_Q + c: all threads of consumer c, for its queries. ALL_CONSUMERS: all of their
@@ -81,13 +86,13 @@ struct SharedStorage {
   // Gives each mbarrier the number of arrivals that complete its phase; called by one thread.
   __device__ __forceinline__ void init_barriers() const {
     constexpr int CONSUMER_ARRIVALS = CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP;
+    k_pipeline.init(1, CONSUMER_ARRIVALS);
+    v_pipeline.init(1, CONSUMER_ARRIVALS + CHECKER_ARRIVALS);
+    if constexpr (CHECK_FINITE) {
 #pragma unroll
-    for (int n = 0; n < KV_STAGES; ++n) {
-      ptx::mbarrier_init(k_pipeline.full_barrier(n), 1);
-      ptx::mbarrier_init(v_pipeline.full_barrier(n), 1);
-      ptx::mbarrier_init(k_pipeline.empty_barrier(n), CONSUMER_ARRIVALS);
-      ptx::mbarrier_init(v_pipeline.empty_barrier(n), CONSUMER_ARRIVALS + CHECKER_ARRIVALS);
-      if constexpr (CHECK_FINITE) ptx::mbarrier_init(finite_checked_barrier(n), CHECKER_ARRIVALS);
+      for (int n = 0; n < KV_STAGES; ++n) {
+        ptx::mbarrier_init(finite_checked_barrier(n), CHECKER_ARRIVALS);
+      }
     }
 #pragma unroll
     for (int slot = 0; slot < Q_STAGES * CONSUMERS; ++slot) {
@@ -95,27 +100,25 @@ struct SharedStorage {
       ptx::mbarrier_init(q_empty_barrier(slot), warpgroup::ARRIVALS_OF_WARPGROUP);
     }
     // Work tiles are read by the producer, the finite check and the consumers.
-#pragma unroll
-    for (int w = 0; w < WORK_STAGES; ++w) {
-      ptx::mbarrier_init(work_pipeline.full_barrier(w), 1);
-      ptx::mbarrier_init(work_pipeline.empty_barrier(w),
-                         CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP + 1 + CHECKER_ARRIVALS);
-    }
+    work_pipeline.init(1, CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP + 1 + CHECKER_ARRIVALS);
     ptx::fence_mbarrier_init();
   }
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
-// Where the tiles of q, k, v and the output lie, and the storage behind them.
+// The tiles of q, k, v and the output, and the storage after them.
 struct SharedMemory {
-  char *q, *k, *v, *out;
+  QTiles q;
+  KTiles k;
+  VTiles v;
+  char* out;
   SharedStorage* storage;
 
   __device__ __forceinline__ explicit SharedMemory(char* begin)
-      : q(begin),
-        k(q + Q_STAGES * CONSUMERS * Q_TILE_BYTES),
-        v(k + KV_STAGES * K_TILE_BYTES),
-        out(v + KV_STAGES * V_TILE_BYTES),
+      : q{begin},
+        k{q.end()},
+        v{k.end()},
+        out(v.end()),
         storage(reinterpret_cast<SharedStorage*>(out + (TMA_STORE ? OUT_BYTES : 0))) {}
 };
 

@@ -8,6 +8,23 @@
 
 namespace tile_scheduler {
 
+// A tile of keys that is not EMPTY, in one register: twice its index, and 1 more where the mask may
+// hide pairs of it. What is not greater than NONE is no tile. Members of a struct, and functions
+// that return bool, would change the order of instructions.
+enum class TileRef : int { NONE = -1 };
+constexpr int UNMASKED = 0;  // a kind
+__device__ __forceinline__ int index_of(TileRef tile) { return static_cast<int>(tile) / 2; }
+__device__ __forceinline__ int kind_of(TileRef tile) { return static_cast<int>(tile) % 2; }
+// The tile with the index before this one, as masked as this one.
+__device__ __forceinline__ TileRef tile_before(TileRef tile) {
+  return TileRef{static_cast<int>(tile) - 2};
+}
+// The same tile. The shuffle tells the compiler that lanes agree; without it, it serialises the
+// products.
+__device__ __forceinline__ TileRef uniform(TileRef tile) {
+  return TileRef{ptx::shuffle(static_cast<int>(tile), 0)};
+}
+
 // What producer and consumers need to know of a block of queries of one head. Without rows there is
 // nothing to compute.
 struct ScheduledTile {
@@ -18,11 +35,14 @@ struct ScheduledTile {
   // For TMA: the heads of the arrays, and the tensor maps' rows of the first query and key.
   warpgroup::TmaHead q, k, v, out;
   int first_row_q, first_row_k;
-  // The tiles of keys, and the codes of the first two that are not EMPTY, which are the last ones.
-  // Where such a tile is FULL and the mask has edges, its run begins at the lowest of the FULL
-  // tiles that adjoin it.
+  // The tiles of keys, and the first two of them that are not EMPTY, which are the last ones. Where
+  // such a tile is FULL and the mask has edges, its run begins at the lowest of the FULL tiles that
+  // adjoin it.
   warpgroup_tile::TileClasses classes;
-  int first_code, first_run, second_code, second_run;
+  TileRef first_tile;
+  int first_run;
+  TileRef second_tile;
+  int second_run;
 
   __device__ __forceinline__ int rows_in(int tile) const {
     return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
@@ -31,9 +51,9 @@ struct ScheduledTile {
   __device__ __forceinline__ bool is_masked(int tile) const {
     return warpgroup_tile::class_of(classes, tile) == PARTIAL || tile >= classes.whole;
   }
-  // The code of a tile: twice its index, and 1 more where the mask may hide pairs of it. -1: none.
-  __device__ __forceinline__ int code_of(int tile) const {
-    return tile < 0 ? -1 : 2 * tile + (HAS_MASK && is_masked(tile) ? 1 : 0);
+  // The tile of an index, or none if that is negative.
+  __device__ __forceinline__ TileRef ref_of(int tile) const {
+    return tile < 0 ? TileRef::NONE : TileRef{2 * tile + (HAS_MASK && is_masked(tile) ? 1 : 0)};
   }
   __device__ __forceinline__ int run_from(int tile) const {
     return HAS_EDGES && tile >= 0 ? warpgroup_tile::first_of_full(classes, tile) : 0;
@@ -59,7 +79,7 @@ struct ScheduledTile {
 // that their keys and values stay in L2. Codes are half as large: if two blocks share a head's keys
 // and values, memory is fast enough for them, and larger groups are dealt more evenly; not so codes
 // of heads beyond 128. Every other round is dealt in reverse, and the first block is another one
-// from time to time, lest the same blocks get long tiles again.
+// from time to time, so that the same blocks do not get long tiles again.
 //
 // Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on.
 struct TileScheduler {
@@ -146,9 +166,9 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
                                [&](long long j0, int nj) { return work_smem.box_of(j0, nj); });
   if (ptx::lane_index() == 0) {
     const int last = work_smem.last_tile(), second = last < 0 ? -1 : work_smem.tile_before(last);
-    work_smem.first_code = work_smem.code_of(last);
+    work_smem.first_tile = work_smem.ref_of(last);
     work_smem.first_run = work_smem.run_from(last);
-    work_smem.second_code = work_smem.code_of(second);
+    work_smem.second_tile = work_smem.ref_of(second);
     work_smem.second_run = work_smem.run_from(second);
   }
 }

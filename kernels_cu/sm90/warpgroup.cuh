@@ -12,7 +12,7 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/warp.cuh"
 #include "../ptx/wgmma.cuh"
-#include "../sm80/fragment.cuh"
+#include "../warp/fragment.cuh"
 
 namespace warpgroup {
 
@@ -74,7 +74,7 @@ struct Pipeline {
   __device__ __forceinline__ unsigned int empty_barrier(Count n) const {
     return ptx::shared_address(&empty[stage_of(n)]);
   }
-  __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) {
+  __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) const {
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
       ptx::mbarrier_init(full_barrier(n), full_arrivals);
@@ -93,6 +93,37 @@ struct Pipeline {
   // Waits until every reader has released use n. That is wait_empty of the stage's next use.
   __device__ __forceinline__ void wait_released(Count n) const {
     mbarrier_wait(empty_barrier(n), phase_of(n));
+  }
+};
+
+// -- tiles in shared memory -----------------------------------------------------------------------
+
+// An operand in shared memory: the lower half of its wgmma descriptor, in units of 16 bytes, to
+// which offsets are added. `slab` is the distance in bytes between slabs; it counts only for an
+// operand whose rows run along the accumulator's columns.
+using SmemDesc = unsigned int;
+__device__ __forceinline__ SmemDesc make_smem_desc(unsigned int address, int slab) {
+  return address / 16 | static_cast<unsigned int>(slab / 16) << 16;
+}
+
+// STAGES tiles of ROWS rows, one after the other, whose rows have ROW_BYTES bytes in all slabs.
+template <int ROWS, int ROW_BYTES, int STAGES>
+struct SmemTile {
+  static constexpr int BYTES = ROWS * ROW_BYTES;
+  static constexpr int SLAB_BYTES = ROWS * SLAB_ROW_BYTES;  // between slabs
+  char* begin;
+
+  __device__ __forceinline__ char* stage(int n) const { return begin + n * BYTES; }
+  __device__ __forceinline__ char* end() const { return begin + STAGES * BYTES; }
+  __device__ __forceinline__ unsigned int address(int n) const {
+    return ptx::shared_address(begin) + n * BYTES;
+  }
+  // As an operand whose rows run along the depth, or along the accumulator's columns.
+  __device__ __forceinline__ SmemDesc desc(int n) const {
+    return make_smem_desc(ptx::shared_address(begin), 0) + n * (BYTES / 16);
+  }
+  __device__ __forceinline__ SmemDesc column_desc(int n) const {
+    return make_smem_desc(ptx::shared_address(begin), SLAB_BYTES) + n * (BYTES / 16);
   }
 };
 
@@ -130,14 +161,6 @@ __device__ __forceinline__ void tma_load_tile(unsigned int to, const ptx::Tensor
 
 // -- products -------------------------------------------------------------------------------------
 
-// An operand in shared memory: the lower half of its wgmma descriptor, in units of 16 bytes, to
-// which offsets are added. `slab` is the distance in bytes between slabs; it counts only for an
-// operand whose rows run along the accumulator's columns.
-using SmemDesc = unsigned int;
-__device__ __forceinline__ SmemDesc make_smem_desc(unsigned int address, int slab) {
-  return address / 16 | static_cast<unsigned int>(slab / 16) << 16;
-}
-
 // The whole descriptor. All operands have the same upper half: groups of eight rows, and the
 // 128-byte swizzle.
 __device__ __forceinline__ ptx::SmemDesc wgmma_desc(SmemDesc operand) {
@@ -146,7 +169,8 @@ __device__ __forceinline__ ptx::SmemDesc wgmma_desc(SmemDesc operand) {
 }
 
 // Issues c = a b^T, or c += where `add`, for 64 rows of a and KEYS rows of b, WIDTH columns each.
-// The caller fences, commits and waits. `beside(n)` runs after step n was issued.
+// The caller fences, commits and waits. `beside(n)` runs after step n was issued, and overlaps with
+// it.
 template <int WIDTH, int KEYS, int COLUMNS, class Beside>
 __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
                                          const Beside& beside, bool add = false) {
@@ -206,7 +230,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], SmemDesc a,
 }
 
 // Issues c = a^T b for DEPTH rows of a, 64 columns wide, and of b. Each 64 rows of b are a tile,
-// `stride` bytes behind the one before. The caller fences, commits and waits.
+// `stride` bytes after the one before. The caller fences, commits and waits.
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_transposed(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
                                                     int stride) {

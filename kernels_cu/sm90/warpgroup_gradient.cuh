@@ -4,8 +4,8 @@
 //
 // A tile of scores has keys as rows and queries as columns; a thread has two rows of it.
 #pragma once
-#include "../sm80/fragment_gradient.cuh"
-#include "../sm80/fragment_product.cuh"
+#include "../warp/fragment_gradient_ds.cuh"
+#include "../warp/fragment_product.cuh"
 #include "backward_storage.cuh"
 #include "warpgroup_rows.cuh"
 

@@ -3,7 +3,7 @@
 // reference/cpu/accumulate.py where values are not finite.
 #pragma once
 #include "../ptx/pair.cuh"
-#include "../sm80/fragment.cuh"
+#include "../warp/fragment.cuh"
 #include "warpgroup.cuh"
 
 namespace warpgroup_rows {

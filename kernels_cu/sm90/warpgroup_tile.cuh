@@ -4,7 +4,7 @@
 // One warp finds the classes of all tiles before the first is loaded. If there are more tiles than
 // classes, a group of 2^n neighbours shares one.
 #pragma once
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_tile.cuh"
 
 namespace warpgroup_tile {
 

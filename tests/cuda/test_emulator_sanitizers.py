@@ -33,4 +33,4 @@ def test_a_row_too_many_is_found():
     done = sanitized.run("beyond the last row")
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
-    assert "sm80/fragment_tile.cuh:" in done.stderr
+    assert "warp/fragment_tile.cuh:" in done.stderr

@@ -142,7 +142,7 @@ class Compiled:
             "n{n}::score_head_constants(*static_cast<const Params*>(p), at[x]), in[x], at[x])"
         )
         for n, each in enumerate(made):
-            slope = read.format(n=n) if each.functions.has_slope else "1"
+            slope = read.format(n=n) if each.functions.has_dscore else "1"
             text += f"namespace n{n} {{\n{each.functions.source}}}\n" + (
                 SCORE_CALLS if scores else CALLS
             ).format(n=n, slope=slope)

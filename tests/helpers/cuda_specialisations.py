@@ -290,9 +290,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     parts = made.allowed, made.classes, made.changed, slope, keys
     functions = generate(*parts, short=True).functions if spec.scores else NONE
     if not spec.slope:
-        functions = dataclasses.replace(functions, has_slope=False)
+        functions = dataclasses.replace(functions, has_dscore=False)
     blocks = (16, 64) if spec.part == "join" else None  # those of a decode kernel
-    request = Request(problem, target_of(arch), call, slope=functions.has_slope, blocks=blocks)
+    request = Request(problem, target_of(arch), call, slope=functions.has_dscore, blocks=blocks)
     assert spec.is_for(problem, request.device)
     tiles = _tiles(spec, case, request)
     wide = (of_codes and case.dtype == np.float32) or (resumes and case.dtype.itemsize == 2)

@@ -34,7 +34,7 @@ class Fault(NamedTuple):
 MERGE, CACHE, ROTARY = (f"kernels_cu/common/{x}.cuh" for x in ("merge", "cache", "rotary"))
 TASKS, CURSOR = (f"kernels_cu/decode/{x}.cuh" for x in ("tasks", "cursor"))
 JOIN = "kernels_cu/rowwise/decode_combine.cu"
-SIMT, ROWS = "kernels_cu/simt/decode_simt.cu", "kernels_cu/sm80/decode_rows.cuh"
+SIMT, ROWS = "kernels_cu/simt/decode_simt.cu", "kernels_cu/warp/decode_rows.cuh"
 APPEND = "kernels_cu/rowwise/append.cu"
 DECODED, APPENDED = "cuda/test_decode.py::test_", "cuda/test_append.py::test_"
 IN_RANGE = DECODED + "lengths_and_tables_of_a_device_are_held_in_range"

@@ -12,7 +12,8 @@ ON_GPU, ON_CPU = "cuda/test_cached_codes.py::test_", "cpu/test_cached_codes.py::
 MEANING, EVERY = "attention_is_that_over_what_codes_mean", "every_code_means_its_number"
 STEPS, SIZES = "steps_of_few_rows_have_the_bits_of_drafts_of_many", "head_sizes_and_strides"
 DECODE, LEAVES, PRODUCTS = (
-    f"kernels_cu/sm80/{x}" for x in ("decode_sm80.cu", "decode_slots.cuh", "fragment_codes.cuh")
+    f"kernels_cu/{x}"
+    for x in ("sm80/decode_sm80.cu", "warp/decode_slots.cuh", "warp/fragment_codes.cuh")
 )
 APPEND = "kernels_cu/rowwise/append.cu"
 PAGES, NEW = "pages_and_drafts_and_packed_queries", "new_rows_have_the_codes_of_quantize"
@@ -90,7 +91,7 @@ ON_A_GPU = {
         LEAVES, "    factors.other *= VALUE_UNIT;\n", "", ON_GPU + MEANING, "int8"
     ),
     "wide values of int8 are parts of codes": Fault(
-        DECODE, "      decode_slots::apply_unit(leaf);\n", "", ON_GPU + SIZES, "int8 and 256"
+        DECODE, "    decode_slots::apply_unit(leaf);\n", "", ON_GPU + SIZES, "int8 and 256"
     ),
     "scores of int8 are parts of codes": Fault(
         PRODUCTS,

@@ -184,7 +184,7 @@ class Check:
 def _text(
     read: Read, dtype: str, sizes: tuple[int, int, int], rest: str, num_given: int = 0
 ) -> str:
-    has = dict.fromkeys(("has_mask", "has_score", "has_slope"), True)
+    has = dict.fromkeys(("has_mask", "has_score", "has_dscore"), True)
     functions = Functions("", *sizes, **has, num_given=num_given)
     special = Specialisation(FORWARD, dtype, 8, 8, tiles_of(), functions=functions)
     prelude = source.prelude(special) + "#define FLUSH_SUBNORMALS false\n"
@@ -364,7 +364,7 @@ class ScoreCheck(_Generated):
         )
         for n, each in enumerate(self.made):
             read_slope = f"n{n}::score_mod_derivative(c.params[{n}], given, score, sites[n])"
-            slope = read_slope if each.functions.has_slope else "1"
+            slope = read_slope if each.functions.has_dscore else "1"
             body += _SCORE.format(n=n, sites=len(self.sites), slope=slope)
         rest = self.functions() + _KERNEL.format(body=body)
         num_given = max(each.functions.num_given for each in self.made)

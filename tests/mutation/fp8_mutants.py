@@ -10,7 +10,7 @@ from .cache_mutants import Fault
 KERNEL = "kernels_cu/sm90/forward_sm90_fp8.cu"
 PRODUCTS, SOFTMAX, PRODUCER, STORAGE = (
     f"kernels_cu/sm90/{x}.cuh"
-    for x in ("warpgroup_codes", "codes_softmax", "codes_producer", "codes_storage")
+    for x in ("warpgroup_fp8", "fp8_softmax", "fp8_producer", "fp8_storage")
 )
 DEQUANTIZE = "kernels_cu/rowwise/dequantize.cu"
 TESTS = "cuda/test_forward_sm90_fp8.py::test_"
@@ -73,7 +73,7 @@ FAULTS = {
         PRODUCER, "HAS_SCORE || work.is_masked(tile)", "HAS_SCORE", UNSEEN, "e4m3 and row"
     ),
     "fp8: weights are as large as the row's sum": Fault(
-        KERNEL, "l[r] *= codes_softmax::UNSHIFTED;", "", EDGES, "1-64 and e4m3"
+        KERNEL, "l[r] *= fp8_softmax::UNSHIFTED;", "", EDGES, "1-64 and e4m3"
     ),
     "fp8: weights larger than e4m3": Fault(
         SOFTMAX,

@@ -179,7 +179,7 @@ def effort(make: Make) -> str | None:
         slope = convert(derivative(changed), "float")
         for short in (False, True):
             has = make(allowed, None, changed, slope, short=short).functions
-            found = has.mask_steps, has.score_steps, has.num_given, has.score_reads, has.has_slope
+            found = has.mask_steps, has.score_steps, has.num_given, has.score_reads, has.has_dscore
             if found != wanted[short]:
                 return f"{score} takes {found}"
     return None
@@ -202,7 +202,7 @@ def structure(make: Make) -> str | None:
         has = made.functions
         if (has.num_ints, has.num_floats) != (len(made.ints), len(made.floats)):
             return "numbers are miscounted"
-        if (has.has_mask, has.has_score, has.has_slope) != (True, False, False):
+        if (has.has_mask, has.has_score, has.has_dscore) != (True, False, False):
             return "flags are wrong"
     if texts[0] != texts[1]:
         return "a number is part of the text"
@@ -233,7 +233,7 @@ def structure(make: Make) -> str | None:
         if made.functions.source.count("multiply_rounded(") != products:
             return f"products of {root}"
         has = made.functions
-        flags = (has.has_mask, has.has_score, has.has_slope)
+        flags = (has.has_mask, has.has_score, has.has_dscore)
         if flags != (bound.type == "bool", bound.type == "float", False):
             return "flags are wrong"
     wrong = effort(make)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .cache_mutants import Fault
 
-WEIGHTS, FRAGMENTS = "kernels_cu/common/join.cuh", "kernels_cu/sm80/fragment_rows.cuh"
+WEIGHTS, FRAGMENTS = "kernels_cu/common/join.cuh", "kernels_cu/warp/fragment_rows.cuh"
 SCALARS, SCHEDULE = "kernels_cu/simt/epilogue.cuh", "cupyflash/pieces/schedule.py"
 COMPUTE = "cupyflash/pieces/compute.py"
 DROPOUT, SM80_DROPOUT = "kernels_cu/common/tile.cuh", "sm80-dtype1-causal"

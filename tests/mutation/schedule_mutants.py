@@ -8,7 +8,7 @@ from __future__ import annotations
 from .cache_mutants import DECODED, GRID, JOIN, TASKS, Fault
 
 TENSOR = "kernels_cu/sm80/decode_sm80.cu"
-CURSOR, ROWS = "kernels_cu/decode/cursor.cuh", "kernels_cu/sm80/decode_rows.cuh"
+CURSOR, ROWS = "kernels_cu/decode/cursor.cuh", "kernels_cu/warp/decode_rows.cuh"
 FORWARD, SCHEDULER = "kernels_cu/sm90/forward_sm90.cu", "kernels_cu/sm90/tile_scheduler.cuh"
 SHORTER = "cuda/test_forward_sm90_masks.py::test_tiles_end_with_the_last_query_under_a_causal_mask"
 LATE = DECODED + "what_the_grid_ahead_writes_at_its_end_is_read"
@@ -45,7 +45,7 @@ _FAULTS = {
     ),
     "keys of pages that are no more": Fault(
         TENSOR,
-        "if (guessed && entries.differ(found)) {",
+        "if (guessed && early.entries.differ(found)) {",
         "if (false) {",
         LATE,
         "sm80 and 16 and table",
@@ -111,7 +111,7 @@ _FAULTS = {
     ),
     "a node begins with what the one before was": Fault(
         TENSOR,
-        "        decode_slots::clear(node);\n",
+        "      decode_slots::clear(node);\n",
         "",
         GRID,
         "sm80 and 3",

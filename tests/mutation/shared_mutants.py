@@ -15,7 +15,7 @@ TEAMS, ROWS = "kernels_cu/sm80/decode_sm80_shared.cu", "kernels_cu/decode/shared
 ON_GPU = "cuda/test_decode_shared.py::test_"
 SAME, OF_TEAMS = ON_GPU + "no_bit_depends_on_what_is_shared", ON_GPU + "teams_of_any_size"
 LARGER = ON_GPU + "own_units_are_larger_than_shared_nodes"
-ROWS_OF_LEAF = "kernels_cu/sm80/decode_rows.cuh"
+ROWS_OF_LEAF = "kernels_cu/warp/decode_rows.cuh"
 LEVELS, FINITE = ON_GPU + "units_of_every_level", ON_GPU + "values_that_are_not_finite"
 
 ON_A_CPU = {

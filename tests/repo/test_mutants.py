@@ -211,7 +211,7 @@ def test_keys_of_the_code_generators():
     )
 
 
-@pytest.mark.parametrize("file", ["sm90/forward_sm90.cu", "common/layout.cuh", "sm80/fragment.cuh"])
+@pytest.mark.parametrize("file", ["sm90/forward_sm90.cu", "common/layout.cuh", "warp/fragment.cuh"])
 def test_renames_in_a_kernel_change_no_key(file):
     """Every name that no operator knows gets another one, which comes before all others."""
     text = mutants.text_of(file)

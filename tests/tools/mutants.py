@@ -53,6 +53,7 @@ from mutation.workers import Outcome, outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels_cu"
+NOT_CHANGED = ("params.cuh", "ide_prelude.cuh")
 COLUMNS = ("made", "invalid", "equivalent", "killed", "timeout", "survived", "known")
 
 
@@ -63,7 +64,7 @@ def sources() -> list[Path]:
     the host writes and a test holds to cupyflash/gpu/params.py.
     """
     paths = KERNELS.rglob("*.cu*")
-    return sorted(x for x in paths if x.parent.name != "ptx" and x.name != "params.cuh")
+    return sorted(x for x in paths if x.parent.name != "ptx" and x.name not in NOT_CHANGED)
 
 
 def kernel_mutants() -> list[Mutant]:

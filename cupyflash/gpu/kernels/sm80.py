@@ -1,6 +1,6 @@
 """The kernels for tensor cores since compute capability 8.0: tiles, shared memory, specs.
 
-The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it agrees
+The formulas are those of kernels_cu/warp/fragment_rows.cuh; every kernel asserts that it agrees
 with this module about the bytes. `sm80_f64` has the backward of float64.
 """
 

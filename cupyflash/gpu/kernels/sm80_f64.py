@@ -1,6 +1,6 @@
 """The kernels that multiply float64 on tensor cores in the backward: their tiles and specs.
 
-The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it agrees
+The formulas are those of kernels_cu/warp/fragment_rows.cuh; every kernel asserts that it agrees
 with this module about the bytes.
 """
 

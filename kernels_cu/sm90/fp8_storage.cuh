@@ -5,14 +5,17 @@
 // A tile of codes is a sequence of slabs of 128 columns, whose rows have 128 bytes in wgmma's
 // swizzle. Tensor maps describe pairs of codes as elements of 16 bits.
 #pragma once
-#include "../sm80/fragment_tile.cuh"
+#include "../warp/fragment_tile.cuh"
 #include "warpgroup.cuh"
 #include "tile_scheduler.cuh"
 
-namespace codes_storage {
+namespace fp8_storage {
 
 using tile_scheduler::ScheduledTile;
+using tile_scheduler::TileRef;
 using tile_scheduler::TileScheduler;
+using tile_scheduler::uniform;
+using tile_scheduler::UNMASKED;
 
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::WARPGROUP_ROWS;  // warpgroups of 64 queries each
 constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::WARPGROUP_SIZE;
@@ -29,13 +32,17 @@ constexpr bool SCALE_ROWS = K_SCALE_ROWS || V_SCALE_ROWS;
 
 constexpr int LINE = warpgroup::SLAB_ROW_BYTES;  // codes
 constexpr int D_LINES = (D + LINE - 1) / LINE, V_LINES = (D_V + LINE - 1) / LINE;
-constexpr int V_ROWS = matmul::round_up(D_V, 64);                         // of transposed values
-constexpr int Q_TILE_BYTES = warpgroup::WARPGROUP_ROWS * D_LINES * LINE;  // of one consumer
-constexpr int K_TILE_BYTES = BLOCK_KV * D_LINES * LINE, V_TILE_BYTES = BLOCK_KV * V_LINES * LINE;
-constexpr int TRANSPOSED_BYTES = V_ROWS * LINE;  // a line for the keys of a column
+constexpr int V_ROWS = matmul::round_up(D_V, 64);  // of transposed values
+using QTiles =                                     // of one consumer each
+    warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, D_LINES * LINE, CONSUMERS>;
+using KTiles = warpgroup::SmemTile<BLOCK_KV, D_LINES * LINE, KV_STAGES>;
+using VTiles = warpgroup::SmemTile<BLOCK_KV, V_LINES * LINE, V_STAGES>;
+using TransposedTiles =  // a line for the keys of a column
+    warpgroup::SmemTile<V_ROWS, LINE, KV_STAGES>;
 constexpr int OUT_ROW_BYTES = fragment::row_bytes(D_V), OUT_BYTES = BLOCK_Q * OUT_ROW_BYTES;
-constexpr int TILES_BYTES = CONSUMERS * Q_TILE_BYTES +
-                            KV_STAGES * (K_TILE_BYTES + TRANSPOSED_BYTES) + V_STAGES * V_TILE_BYTES;
+constexpr int TILES_BYTES = CONSUMERS * QTiles::BYTES +
+                            KV_STAGES * (KTiles::BYTES + TransposedTiles::BYTES) +
+                            V_STAGES * VTiles::BYTES;
 
 // Named barriers. PING_PONG + c: the turn of consumer c to issue products; the consumer before it
 // arrives. ALL_CONSUMERS: all of their threads, for a tile of v with non-finite values.
@@ -104,7 +111,7 @@ struct SharedStorage {
   }
 
   // Gives each mbarrier the number of arrivals that complete its phase; called by one thread.
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init_barriers() const {
     constexpr int OF_CONSUMERS = CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP;
     constexpr int OF_TRANSPOSERS = TRANSPOSERS * warpgroup::ARRIVALS_OF_WARP;
     k_pipeline.init(1 + (SCALE_ROWS ? warpgroup::ARRIVALS_OF_WARP : 0), OF_CONSUMERS);
@@ -122,17 +129,21 @@ struct SharedStorage {
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
-// Where the tiles of q, k, v and the output lie, and the storage behind them.
+// The tiles of q, k, v and the output, and the storage after them.
 struct SharedMemory {
-  char *q, *k, *v, *transposed, *out;
+  QTiles q;
+  KTiles k;
+  VTiles v;
+  TransposedTiles transposed;
+  char* out;
   SharedStorage* storage;
 
   __device__ __forceinline__ explicit SharedMemory(char* begin)
-      : q(begin),
-        k(q + CONSUMERS * Q_TILE_BYTES),
-        v(k + KV_STAGES * K_TILE_BYTES),
-        transposed(v + V_STAGES * V_TILE_BYTES),
-        out(transposed + KV_STAGES * TRANSPOSED_BYTES),
+      : q{begin},
+        k{q.end()},
+        v{k.end()},
+        transposed{v.end()},
+        out(transposed.end()),
         storage(reinterpret_cast<SharedStorage*>(out + (TMA_STORE ? OUT_BYTES : 0))) {}
 };
 
@@ -150,4 +161,4 @@ static_assert(SHARED_BYTES == TILES_BYTES + OUT_BYTES + SHARED_STORAGE_BYTES ||
                   (SHARED_BYTES == TILES_BYTES + SHARED_STORAGE_BYTES && !TMA_STORE),
               "SHARED_BYTES");
 
-}  // namespace codes_storage
+}  // namespace fp8_storage

@@ -140,9 +140,9 @@ __device__ __forceinline__ bool recompute_p(const Params& p, const HeadConstants
     // 5 probabilities and the gradient of the output's weights
     const fragment_gradient::PerQuery<false, ROWS, COLUMNS> lse(lse_smem);
     if (hides) {
-      fragment_gradient::exponentiate<true>(s, lse, tile::LOG2_E, allowed);
+      fragment_gradient::exponentiate<true>(s, lse, number::LOG2_E<float>, allowed);
     } else {
-      fragment_gradient::exponentiate<false>(s, lse, tile::LOG2_E, allowed);
+      fragment_gradient::exponentiate<false>(s, lse, number::LOG2_E<float>, allowed);
     }
     return hides;
   }
@@ -153,9 +153,9 @@ __device__ __forceinline__ bool recompute_p(const Params& p, const HeadConstants
 //
 // `Products` says how the hardware copies and multiplies: load_q_k and load_do_v begin copies of a
 // tile's operands, publish makes those that have come known to the products, issue_s and issue_dp
-// begin a product, and wait ends it. Where they are ASYNC, the product for S runs beside the look
-// at the next tile and the mask, and that for dP beside the softmax; else the former comes before
-// it, while few registers are in use.
+// begin a product, and wait ends it. Where they are ASYNC, the product for S overlaps with the
+// search for the next tile and the mask, and that for dP with the softmax; else the former comes
+// before it, while few registers are in use.
 template <class Products, int ROWS, int COLUMNS>
 __device__ __forceinline__ void accumulate_ds(const TileScheduler& scheduler,
                                               const Products& products,

@@ -1,7 +1,7 @@
 // The scores of a leaf before the softmax, for decode kernels on tensor cores: masks and score
 // mods. The twin of reference/cpu/tile.py.
 //
-// A thread has two rows of a task, or of several, `first_row` and the one 8 behind it, and COLUMNS
+// A thread has two rows of a task, or of several, `first_row` and the one 8 further, and COLUMNS
 // of a leaf.
 #pragma once
 #include "../decode/cursor.cuh"

@@ -5,9 +5,9 @@
 // c[r] = unit[r] log2 e. The maximum never lags. Weights are 2^SHIFT times as large as with it, so
 // that the largest is 256 of the 448 that e4m3 holds, and so is l.
 #pragma once
-#include "../sm80/fragment_softmax.cuh"
+#include "../warp/fragment_softmax.cuh"
 
-namespace codes_softmax {
+namespace fp8_softmax {
 
 constexpr float SHIFT = 8, UNSHIFTED = 1.0f / 256;
 
@@ -88,4 +88,4 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float
   }
 }
 
-}  // namespace codes_softmax
+}  // namespace fp8_softmax

@@ -12,10 +12,10 @@
 // Along a sum, 8 numbers lie in the order 0 2 4 6 1 3 5 7. So the two columns of the left operand
 // that the instruction takes from a thread, lane % 4 and 4 more, are two neighbours in memory.
 #pragma once
-#include "../sm80/fragment_wide.cuh"
+#include "../warp/fragment_wide.cuh"
 #include "warpgroup.cuh"
 
-namespace warpgroup_split {
+namespace warpgroup_tf32x3 {
 
 using fragment::Split;
 
@@ -32,7 +32,7 @@ __device__ constexpr int columns_of(int width) { return matmul::round_up(width, 
 // -- tiles to shared memory -----------------------------------------------------------------------
 
 // Splits 8 numbers along the sum and writes them to a row, at byte `piece` and one piece further.
-// The small parts lie `stride` bytes behind. `nonfinite` becomes NaN if one of them cannot be
+// The small parts follow `stride` bytes later. `nonfinite` becomes NaN if one of them cannot be
 // split.
 __device__ __forceinline__ void put_unit(const float (&x)[8], char* row_smem, int piece, int stride,
                                          float& nonfinite) {
@@ -394,4 +394,4 @@ __device__ __forceinline__ void put_rows(const float (&result)[2][COLUMNS],
   }
 }
 
-}  // namespace warpgroup_split
+}  // namespace warpgroup_tf32x3

@@ -1,12 +1,12 @@
 // What the producer warpgroup of forward_sm90_fp8.cu does in addition to the tile scheduler: it
 // loads tiles and the scales of their rows, and transposes values.
 #pragma once
-#include "codes_storage.cuh"
-#include "warpgroup_codes.cuh"
+#include "fp8_storage.cuh"
+#include "warpgroup_fp8.cuh"
 
-namespace codes_producer {
+namespace fp8_producer {
 
-using namespace codes_storage;
+using namespace fp8_storage;
 
 __device__ __forceinline__ float scale_at(const Operand& scale, long long offset) {
   return reinterpret_cast<const float*>(scale.data)[offset];
@@ -93,8 +93,6 @@ struct LaneScales {
 // finite.
 __device__ __forceinline__ void transposer_warps(const SharedMemory& smem, int warp) {
   SharedStorage& shared = *smem.storage;
-  const unsigned int v_address = ptx::shared_address(smem.v);
-  const unsigned int transposed_address = ptx::shared_address(smem.transposed);
   int n = 0;
 #pragma unroll 1
   for (int w = 0; shared.has_work(w); ++w) {
@@ -105,14 +103,14 @@ __device__ __forceinline__ void transposer_warps(const SharedMemory& smem, int w
       const int stage = KvPipeline::stage_of(n);
       shared.v_pipeline.wait_full(n);
       shared.transposed_pipeline.wait_empty(n);
-      const unsigned int from = v_address + VPipeline::stage_of(n) * V_TILE_BYTES,
-                         to = transposed_address + stage * TRANSPOSED_BYTES;
+      const unsigned int from = smem.v.address(VPipeline::stage_of(n)),
+                         to = smem.transposed.address(stage);
       const bool checks = CHECK_FINITE && (HAS_SCORE || work.is_masked(tile));
       bool found = false;
       if (checks) {
-        found = warpgroup_codes::transpose<true, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
+        found = warpgroup_fp8::transpose<true, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
       } else {
-        warpgroup_codes::transpose<false, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
+        warpgroup_fp8::transpose<false, BLOCK_KV, V_ROWS, TRANSPOSERS>(from, to, warp);
       }
       warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
       if (checks) {
@@ -132,9 +130,6 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
                                          const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                          const ptx::TensorMap& v_map) {
   SharedStorage& shared = *smem.storage;
-  const unsigned int q_address = ptx::shared_address(smem.q);
-  const unsigned int k_address = ptx::shared_address(smem.k);
-  const unsigned int v_address = ptx::shared_address(smem.v);
   const bool loads = ptx::lane_index() == 0;
   // Two codes are an element of a tensor map.
   constexpr int WIDTH = (D + 1) / 2, WIDTH_V = (D_V + 1) / 2;
@@ -154,16 +149,16 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     for (int tile = last; tile >= 0; ++n, tile = work.tile_before(tile)) {
       const int first_row = work.first_row_k + tile * BLOCK_KV;
       const int stage = KvPipeline::stage_of(n);
-      // Loaded before the stage is waited for, lest their latency follows the wait.
+      // Loaded before the wait for the stage, which hides their latency.
       LaneScales k_scale, v_scale;
       const int rows = work.rows_in(tile);
       if constexpr (K_SCALE_ROWS) k_scale.load(k_scales, p.k_scale.row, tile, rows);
       if constexpr (V_SCALE_ROWS) v_scale.load(v_scales, p.v_scale.row, tile, rows);
       shared.k_pipeline.wait_empty(n);
       if (loads) {
-        ptx::mbarrier_arrive_expect_tx(shared.k_pipeline.full_barrier(n), K_TILE_BYTES);
-        warpgroup::tma_load_tile<BLOCK_KV, WIDTH>(k_address + stage * K_TILE_BYTES, k_map, work.k,
-                                                  first_row, shared.k_pipeline.full_barrier(n));
+        ptx::mbarrier_arrive_expect_tx(shared.k_pipeline.full_barrier(n), KTiles::BYTES);
+        warpgroup::tma_load_tile<BLOCK_KV, WIDTH>(smem.k.address(stage), k_map, work.k, first_row,
+                                                  shared.k_pipeline.full_barrier(n));
       }
       if constexpr (SCALE_ROWS) {
         // Until then the scales of the tile before are used.
@@ -178,24 +173,24 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
         for (int c = 0; c < CONSUMERS; ++c) {
           warpgroup::mbarrier_wait(shared.q_empty_barrier(c), q_uses % 2 ^ 1);
           if (loads) {
-            ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(c), Q_TILE_BYTES);
+            ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(c), QTiles::BYTES);
             warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, WIDTH>(
-                q_address + c * Q_TILE_BYTES, q_map, work.q,
-                work.first_row_q + c * warpgroup::WARPGROUP_ROWS, shared.q_full_barrier(c));
+                smem.q.address(c), q_map, work.q, work.first_row_q + c * warpgroup::WARPGROUP_ROWS,
+                shared.q_full_barrier(c));
           }
         }
         ++q_uses;
       }
       shared.v_pipeline.wait_empty(n);
       if (loads) {
-        ptx::mbarrier_arrive_expect_tx(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
-        warpgroup::tma_load_tile<BLOCK_KV, WIDTH_V>(
-            v_address + VPipeline::stage_of(n) * V_TILE_BYTES, v_map, work.v, first_row,
-            shared.v_pipeline.full_barrier(n));
+        ptx::mbarrier_arrive_expect_tx(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
+        warpgroup::tma_load_tile<BLOCK_KV, WIDTH_V>(smem.v.address(VPipeline::stage_of(n)), v_map,
+                                                    work.v, first_row,
+                                                    shared.v_pipeline.full_barrier(n));
       }
     }
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }
 }
 
-}  // namespace codes_producer
+}  // namespace fp8_producer

@@ -10,8 +10,7 @@ using fragment_gradient::Corner;
 using fragment_gradient::query_of;
 
 __device__ __forceinline__ double probability(double score, double lse) {
-  constexpr double LOG2_E = 1.4426950408889634;
-  return power::exp2(gradient_tile::at_most_zero(score - lse) * LOG2_E);
+  return power::exp2(gradient_tile::at_most_zero(score - lse) * number::LOG2_E<double>);
 }
 
 // A product q k, scaled and rounded. The compiler would fuse the scale with the subtraction of lse

@@ -26,8 +26,8 @@ constexpr int PAIR = 2 * PIECE<CODES>;  // and in the two pieces that ldmatrix r
 template <int CODES>
 constexpr int STEPS_OF_PIECE = PIECE<CODES> / 16;  // products of 16 codes
 
-// Elements of 16 bits that have room for the codes of a row, and columns beside them: of queries if
-// these are keys, or of the result.
+// Elements of 16 bits that hold the codes of a row, and the columns that these stand for: of
+// queries if they are keys, or of the result.
 template <int CODES>
 __device__ constexpr int units(int width) {
   return (width * BITS<CODES> + 15) / 16;

@@ -10,8 +10,6 @@
 
 namespace fragment_softmax {
 
-constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
-
 // The larger number, or x if y is NaN. x is not NaN.
 __device__ __forceinline__ float larger(float x, float y) { return fmax(x, y); }
 __device__ __forceinline__ double larger(double x, double y) { return y > x ? y : x; }

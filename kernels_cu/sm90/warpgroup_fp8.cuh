@@ -8,11 +8,11 @@
 #pragma once
 #include "../common/code.cuh"
 #include "../ptx/bytes.cuh"
-#include "../ptx/wgmma_codes.cuh"
-#include "codes_storage.cuh"
+#include "../ptx/wgmma_fp8.cuh"
+#include "fp8_storage.cuh"
 #include "warpgroup.cuh"
 
-namespace warpgroup_codes {
+namespace warpgroup_fp8 {
 
 constexpr int DEPTH = 32;         // of a product
 constexpr int CODES = KEY_CODES;  // of queries, keys and values
@@ -181,4 +181,4 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned i
   }
 }
 
-}  // namespace warpgroup_codes
+}  // namespace warpgroup_fp8

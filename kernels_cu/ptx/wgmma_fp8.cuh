@@ -10,21 +10,21 @@
 
 namespace ptx {
 
-#define WGMMA_CODES_SS(SHAPE, TYPE, NAMES, A, B, ADD)                                              \
+#define WGMMA_FP8_SS(SHAPE, TYPE, NAMES, A, B, ADD)                                                \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1;\n}"
-#define WGMMA_CODES_RS(SHAPE, TYPES, NAMES, A, B, ADD)                                \
+#define WGMMA_FP8_RS(SHAPE, TYPES, NAMES, A, B, ADD)                                  \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE \
   ".f32." TYPES " {" NAMES "}, {" A "}, " B ", p, 1, 1;\n}"
 
 // d = a b^T, or d += where `add`, of one format.
 __device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
-  asm volatile(WGMMA_CODES_SS("m64n128k32", "e4m3", WGMMA_NAMES_64, "%64", "%65", "%66")
+  asm volatile(WGMMA_FP8_SS("m64n128k32", "e4m3", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_ss_e5m2(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
-  asm volatile(WGMMA_CODES_SS("m64n128k32", "e5m2", WGMMA_NAMES_64, "%64", "%65", "%66")
+  asm volatile(WGMMA_FP8_SS("m64n128k32", "e5m2", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
@@ -33,28 +33,28 @@ __device__ __forceinline__ void wgmma_ss_e5m2(float (&d)[2][32], SmemDesc a, Sme
 __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[2][16], const unsigned int (&a)[4],
                                               SmemDesc b, bool add) {
   asm volatile(
-      WGMMA_CODES_RS("m64n64k32", "e4m3.e4m3", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
+      WGMMA_FP8_RS("m64n64k32", "e4m3.e4m3", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
       : WGMMA_32(0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[2][32], const unsigned int (&a)[4],
                                               SmemDesc b, bool add) {
   asm volatile(
-      WGMMA_CODES_RS("m64n128k32", "e4m3.e4m3", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
+      WGMMA_FP8_RS("m64n128k32", "e4m3.e4m3", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
       : WGMMA_32(0), WGMMA_32(16)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_e5m2(float (&d)[2][16], const unsigned int (&a)[4],
                                               SmemDesc b, bool add) {
   asm volatile(
-      WGMMA_CODES_RS("m64n64k32", "e4m3.e5m2", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
+      WGMMA_FP8_RS("m64n64k32", "e4m3.e5m2", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
       : WGMMA_32(0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_e5m2(float (&d)[2][32], const unsigned int (&a)[4],
                                               SmemDesc b, bool add) {
   asm volatile(
-      WGMMA_CODES_RS("m64n128k32", "e4m3.e5m2", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
+      WGMMA_FP8_RS("m64n128k32", "e4m3.e5m2", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
       : WGMMA_32(0), WGMMA_32(16)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }

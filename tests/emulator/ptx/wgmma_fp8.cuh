@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/wgmma_codes.cuh in C++: products are computed when they are waited
+// The twin of kernels_cu/ptx/wgmma_fp8.cuh in C++: products are computed when they are waited
 // for.
 #pragma once
 #include "wgmma.cuh"
