@@ -152,9 +152,9 @@ class Report:
     @property
     def wrong(self) -> list[tuple[Case | Task, Result]]:
         """Results that differ from the first contender's."""
-        rows = [(row.case, row.results) for row in self.rows]
-        tasks = [(row.task, row.results) for row in self.tasks]
-        found = (*rows, *tasks)
+        found: list[tuple[Case | Task, tuple[Result, ...]]] = []
+        found += [(row.case, row.results) for row in self.rows]
+        found += [(row.task, row.results) for row in self.tasks]
         return [(what, x) for what, results in found for x in results if x.status == WRONG]
 
     def to_json(self) -> str:

@@ -48,6 +48,10 @@ COMMANDS = {
     "cupyflash bench --load article.json --plot article.png --picture memory": (
         "tests/cli/test_bench_cli.py"
     ),
+    "cupyflash bench --suite host --json host.json --plot host.svg": (
+        "tests/cli/test_bench_tasks.py"
+    ),
+    "cupyflash bench --device cpu --suite programs --seconds 60": "tests/cli/test_bench_tasks.py",
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/repo/test_examples.py",
     "python examples/train_lm.py --plot loss.svg --save model.safetensors": (
@@ -66,6 +70,11 @@ COMMANDS = {
     "cupyflash explain 4,32,8192,128 --mask causal --dtype float8_e4m3fn --device H200": (
         "tests/cli/test_explain_codes.py"
     ),
+    **{
+        f"python examples/numpy_{name} {number}{attention}": "tests/repo/test_numpy_programs.py"
+        for name, number in (("generation.py", "--tokens 250"), ("training.py", "--steps 200"))
+        for attention in ("", " --attention numpy")
+    },
     "python examples/train_lm.py --check": "tests/repo/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",
