@@ -16,7 +16,9 @@ from .measure import Gpu, Meter, Work
 from .tasks import OURS, SDPA, STANDARD, Maker, TaskSuite, Works, torch_of
 from .torch_peers import to_torch
 
-REPEATS = 100  # calls in a run: few enough for the queue of a GPU, enough for a clock
+# Calls in a run: enough for a clock, and so few that most runs end before another process gets the
+# core, and that the queue of a GPU has room for them.
+REPEATS = 20
 WINDOW = 64
 SMALL = {"cpu": (1, 1, 16, 64), "gpu": (1, 8, 128, 64)}
 

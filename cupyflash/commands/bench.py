@@ -30,6 +30,7 @@ VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "so
 PICTURE_NAMES = ("rate", "speed-up", "memory")
 EXTRA = extra("bench")
 RUNS = {"cpu": 7, "gpu": 30}
+HOST_RUNS = 50  # of the suite host, where a run is short
 SECONDS = {"cpu": 5.0, "gpu": 2.0}
 
 
@@ -164,7 +165,7 @@ def progress_bar(total: int) -> Iterator[Callable[[Case | Task, str], None]]:
 def measured(options: argparse.Namespace) -> tuple[Report, str]:
     """Run what the options ask for; return what was found, and in words what ended it early."""
     from .. import bench
-    from ..bench import measure
+    from ..bench import host, measure
 
     kind, choice = choose_device(options.device)
     if options.device is None:
@@ -183,7 +184,11 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
     rows: list[bench.Row] = []
     if isinstance(suite, bench.TaskSuite):
         problems: list[Any] = list(suite.tasks())
-        clock = "by the wall clock" if name == "programs" else "of the host's time for 100 calls"
+        if name == "host":
+            limits["runs"] = runs = options.runs or HOST_RUNS
+            clock = f"of the host's time for {host.REPEATS} calls"
+        else:
+            clock = "by the wall clock"
         method = f"Medians of at most {runs} runs {clock}, the contenders in turn."
 
         def one(problem: Any) -> None:
@@ -358,7 +363,8 @@ def add_command(subparsers: Any) -> None:
     )  # fmt: skip
     command.add_argument(
         "--runs", type=whole_number(1), metavar="N",
-        help=f"runs per median, at most (default: {RUNS['cpu']}; on a GPU {RUNS['gpu']})",
+        help=f"runs per median, at most (default: {RUNS['cpu']}; on a GPU {RUNS['gpu']}; of the suite "
+        f"host {HOST_RUNS})",
     )  # fmt: skip
     command.add_argument(
         "--seconds", type=positive, metavar="S",
