@@ -363,8 +363,8 @@ def add_command(subparsers: Any) -> None:
     )  # fmt: skip
     command.add_argument(
         "--runs", type=whole_number(1), metavar="N",
-        help=f"runs per median, at most (default: {RUNS['cpu']}; on a GPU {RUNS['gpu']}; of the suite "
-        f"host {HOST_RUNS})",
+        help=f"runs per median, at most (default: {RUNS['cpu']}; on a GPU {RUNS['gpu']}; of the "
+        f"suite host {HOST_RUNS})",
     )  # fmt: skip
     command.add_argument(
         "--seconds", type=positive, metavar="S",
