@@ -209,12 +209,12 @@ def test_the_table_and_the_file(stored, capsys):
         assert report.versions["commit"] == info.commit()
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_picture(stored, suffix, tmp_path):
+@pytest.mark.parametrize("name", ["host.svg", "host.png"])
+def test_the_picture(stored, name, tmp_path):
     pytest.importorskip("matplotlib", reason='pip install ".[bench]"')
-    file = tmp_path / f"host{suffix}"
+    file = tmp_path / name
     assert main(["bench", "--load", str(stored), "--plot", str(file)]) == 0
-    if suffix == ".svg":
+    if file.suffix == ".svg":
         text = file.read_text()
         assert all(f"<!-- {x} -->" in text for x in ("attention", "cupyflash", "standard"))
         assert "(ratio " in text

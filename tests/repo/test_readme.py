@@ -51,7 +51,7 @@ COMMANDS = {
     "cupyflash bench --suite host --json host.json --plot host.svg": (
         "tests/cli/test_bench_tasks.py"
     ),
-    "cupyflash bench --device cpu --suite programs --seconds 60": "tests/cli/test_bench_tasks.py",
+    "cupyflash bench --device cpu --seconds 60 --suite programs": "tests/cli/test_bench_tasks.py",
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/repo/test_examples.py",
     "python examples/train_lm.py --plot loss.svg --save model.safetensors": (
@@ -71,9 +71,11 @@ COMMANDS = {
         "tests/cli/test_explain_codes.py"
     ),
     **{
-        f"python examples/numpy_{name} {number}{attention}": "tests/repo/test_numpy_programs.py"
-        for name, number in (("generation.py", "--tokens 250"), ("training.py", "--steps 200"))
-        for attention in ("", " --attention numpy")
+        f"python examples/numpy_{name}.py --attention {attention}": (
+            "tests/repo/test_numpy_programs.py"
+        )
+        for name in ("generation", "training")
+        for attention in ("cupyflash", "numpy")
     },
     "python examples/train_lm.py --check": "tests/repo/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
