@@ -1,12 +1,20 @@
-"""The directive `table-of`: a mapping of the package as a table of names and what they mean."""
+"""Directives that write tables: `table-of` of names and meanings, `measured` of benchmarks."""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+
+from cupyflash.bench import Report
+from cupyflash.commands.bench_table import duration, three_digits
+
+MEASURED = Path(__file__).parent / "measured"
+# What contenders are called in a table.
+TITLES = {"cupyflash": "cupyflash", "standard": "NumPy", "torch-sdpa": "PyTorch"}
 
 
 def row_of(*cells: nodes.Node) -> nodes.row:
@@ -33,7 +41,55 @@ class TableOf(Directive):
         return [nodes.table("", group)]
 
 
+def filled(head: list[str], rows: list[list[str]], widths: list[int]) -> nodes.table:
+    """Return a table with a head."""
+    group = nodes.tgroup("", cols=len(head))
+    group += [nodes.colspec(colwidth=width) for width in widths]
+    group += nodes.thead("", row_of(*map(nodes.Text, head)))
+    group += nodes.tbody("", *(row_of(*map(nodes.Text, cells)) for cells in rows))
+    return nodes.table("", group)
+
+
+def measured(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a report of tasks, rows that lose included."""
+    names = report.contenders
+    others = names[1:]
+    head = [report.suite, *(TITLES[name] for name in names)]
+    head += [f"ratio to {TITLES[name]}" for name in others]
+    rows = []
+    for row in report.tasks:
+        each = "" if row.task.each == "call" else f", each {row.task.each}"
+        results = [row.of(name) for name in names]
+        ratios = [row.ratio(name) for name in others]
+        rows.append(
+            [
+                row.task.name + each,
+                *(duration(x.seconds) if x and x.seconds else "" for x in results),
+                *("" if x is None else three_digits(x) for x in ratios),
+            ]
+        )
+    return head, rows
+
+
+class Measured(Directive):
+    """``measured FILE``: the report of tasks in a file of docs/measured, and its conditions."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table, and a paragraph."""
+        file = MEASURED / self.arguments[0]
+        self.state.document.settings.env.note_dependency(str(file))
+        report = Report.from_json(file.read_text(encoding="utf-8"))
+        head, rows = measured(report)
+        versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+        words = f"{report.device}. {versions}. {report.method}"
+        widths = [40] + [60 // (len(head) - 1)] * (len(head) - 1)
+        return [filled(head, rows, widths), nodes.paragraph("", "", nodes.emphasis("", words))]
+
+
 def setup(app: Any) -> dict[str, bool]:
-    """Tell Sphinx of the directive."""
+    """Tell Sphinx of the directives."""
     app.add_directive("table-of", TableOf)
+    app.add_directive("measured", Measured)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -14,9 +14,10 @@ from .cases import Case, made, shape_of, variant_of
 from .codes import CupyflashFloat8
 from .contenders import Contender, Cupyflash, Job, RefusalError, Standard
 from .over_cache import CupyflashCodes, CupyflashPages
-from .results import Report, Result, Row
-from .run import run_case
-from .suites import CODES, PAGES, SMALL_PAGES, SUITES, Suite, own_shapes
+from .results import Report, Result, Row, TaskRow
+from .run import run_case, run_task
+from .suites import CODES, PAGES, SMALL_PAGES, SUITES, TASKS, Suite, own_shapes
+from .tasks import Task, TaskSuite
 from .torch_peers import PEERS
 
 CONTENDERS: tuple[Contender, ...] = (
@@ -32,6 +33,7 @@ CONTENDERS: tuple[Contender, ...] = (
 __all__ = [
     "CONTENDERS",
     "SUITES",
+    "TASKS",
     "Case",
     "Contender",
     "Cupyflash",
@@ -45,9 +47,13 @@ __all__ = [
     "Row",
     "Standard",
     "Suite",
+    "Task",
+    "TaskRow",
+    "TaskSuite",
     "made",
     "own_shapes",
     "run_case",
+    "run_task",
     "shape_of",
     "variant_of",
 ]

@@ -106,6 +106,11 @@ class Case:
         return f"{self.variant} {self.size}" if self.size else self.variant
 
     @property
+    def words(self) -> list[str]:
+        """What it is, line by line."""
+        return [f"({self.shape.replace(',', ', ')})", f"{self.kind}, {self.direction}"]
+
+    @property
     def decodes(self) -> bool:
         """Whether there is one query only, so that reading K and V takes the time."""
         return self.len_q == 1 and not self.backward

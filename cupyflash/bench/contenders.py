@@ -45,8 +45,8 @@ class Job:
         The function whose memory is measured: the same, but a backward includes its forward.
     arrays : callable
         Turns what `work` returns into arrays of the meter's array module: o, or dq, dk, dv.
-    peak_memory : callable
-        Returns the bytes that a function holds at its peak.
+    peak_memory : callable or None
+        Returns the bytes that a function holds at its peak; None if it is not measured.
     capture : callable or None
         Turns `work` into a replay of a CUDA graph, and returns it with the results that it writes,
         for `arrays`; None if that is not possible.
@@ -56,16 +56,22 @@ class Job:
         How far a result may be from that, as a share of its norm; None for that of the dtype.
     key_bytes : int or None
         Bytes that a step of decoding reads of keys and values; None for those of the case.
+    count : int
+        How often `work` does what a time is of: as many calls, tokens or steps.
+    host : bool
+        Whether the host's time is measured instead of the device's.
     """
 
     work: Work
     whole: Work
     arrays: Callable[[Any], Sequence[Array]]
-    peak_memory: Callable[[Work], int]
+    peak_memory: Callable[[Work], int] | None
     capture: Callable[[], tuple[Work, Any]] | None = None
     expected: Callable[[], Sequence[Array]] | None = None
     tolerance: float | None = None
     key_bytes: int | None = None
+    count: int = 1
+    host: bool = False
 
 
 class Contender(ABC):

@@ -35,6 +35,10 @@ class Meter(ABC):
     def seconds(self, work: Work) -> float:
         """Return the seconds that one call takes, until its results are there."""
 
+    def host_seconds(self, work: Work) -> float:
+        """Return the seconds until the host may go on, which on a GPU is before the results."""
+        return self.seconds(work)
+
     @abstractmethod
     def peak_memory(self, work: Work) -> int:
         """Return the bytes that one call holds at its peak, its results included.
@@ -175,6 +179,16 @@ class Gpu(Meter):
         end.record()
         end.synchronize()
         return float(cuda.get_elapsed_time(start, end)) / 1e3
+
+    def host_seconds(self, work: Work) -> float:
+        """Return the seconds that one call takes on the host, the device being idle before it."""
+        self.xp.cuda.Device().synchronize()
+        start = time.perf_counter()
+        result = work()
+        taken = time.perf_counter() - start
+        self.xp.cuda.Device().synchronize()
+        del result
+        return taken
 
     def peak_memory(self, work: Work) -> int:
         """Return the bytes of CuPy's memory pool that one call holds at its peak.

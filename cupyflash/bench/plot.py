@@ -36,6 +36,7 @@ COLOURS = {
     "torch-flex": "#CC79A7",
     "torch-cpu": "#D55E00",
     "torch-math": "#4D4D4D",
+    "torch-sdpa": "#DDCC77",
 }
 MARKERS = "osD^vP*X"
 STYLE = {
@@ -244,6 +245,9 @@ def draw(report: Report, file: Path, against: str, pictures: Sequence[str] = ())
         If matplotlib is not installed.
     """
     check_suffix(file)
+    if report.tasks:
+        _save(file, lambda: _tasks_figure(report, against))
+        return
     found = [group for group in groups(report) if group.contenders]
     if not found:
         raise ArgumentError("there is nothing to draw, because nothing was measured")
@@ -255,10 +259,59 @@ def draw(report: Report, file: Path, against: str, pictures: Sequence[str] = ())
                 f"a speed-up needs measurements of {against} and of another contender"
             )
         chosen.remove("speed-up")
-    matplotlib = library()
-    with matplotlib.rc_context(STYLE):
-        figure = _figure(report, found, chosen, against)
-        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    _save(file, lambda: _figure(report, found, chosen, against))
+
+
+def _save(file: Path, draw_it: Callable[[], Any]) -> None:
+    with library().rc_context(STYLE):
+        metadata = {"Date": None} if file.suffix == ".svg" else None
+        draw_it().savefig(file, dpi=150, metadata=metadata)
+
+
+def _tasks_figure(report: Report, against: str) -> Any:
+    """Draw the time of every contender as bars, a group for each task, and ratios beside them."""
+    rows = [row for row in report.tasks if any(x.seconds for x in row.results)]
+    if not rows:
+        raise ArgumentError("there is nothing to draw, because nothing was measured")
+    names, ticker = report.contenders, importlib.import_module("matplotlib.ticker")
+    text = textwrap.fill(caption(report), 130)
+    below = 0.35 + 0.19 * (text.count("\n") + 1)
+    height = 1.1 + below + 0.21 * len(rows) * (len(names) + 1)
+    figure = library().figure.Figure(figsize=(9.0, height))
+    axes = figure.subplots()
+    thick = 0.8 / len(names)
+    for at, row in enumerate(rows):
+        for n, name in enumerate(names):
+            result = row.of(name)
+            if result is None or not result.seconds:
+                continue
+            place = at + (n - (len(names) - 1) / 2) * thick
+            bar = axes.barh(
+                place, 1e6 * result.seconds, 0.92 * thick, color=_colour(name, n), label=name
+            )
+            words = f"{1e6 * result.seconds:,.3g}" if result.seconds < 1e-3 else (
+                f"{1e6 * result.seconds:,.0f}"
+            )  # fmt: skip
+            ratio = row.ratio(name) if name == against else None
+            words += "" if ratio is None else f"  (ratio {ratio:.3g})"
+            axes.bar_label(bar, [words], padding=2, fontsize=8, color="#404040")
+    titles = ["\n".join(textwrap.wrap(row.task.name, 34)) for row in rows]
+    axes.set_yticks(range(len(rows)), titles)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.2, y=0.01)
+    each = " or ".join(dict.fromkeys(row.task.each for row in rows))
+    axes.set_xlabel(f"µs for a {each}")
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        handles.values(), handles, loc="upper center", ncols=len(handles), fontsize=10,
+        bbox_to_anchor=(0.5, 1 - 0.05 / height),
+    )  # fmt: skip
+    figure.text(0.15 / 9, 0.12 / height, text, fontsize=8, color="#505050", va="bottom")
+    figure.tight_layout(rect=(0, below / height, 1, 1 - 0.4 / height))
+    return figure
 
 
 def _figure(report: Report, found: list[Group], chosen: list[str], against: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .cases import Case
+from .tasks import Task
 
 FORMAT = "cupyflash bench 1"
 MEASURED, REFUSED, WRONG = "measured", "refused", "WRONG"
@@ -62,11 +63,9 @@ class Result:
         return (self.high - self.low) / self.seconds
 
 
-@dataclass(frozen=True)
-class Row:
-    """A case, and what every contender did with it, the first one first."""
+class _Results:
+    """What several contenders did, the first one first."""
 
-    case: Case
     results: tuple[Result, ...]
 
     def of(self, contender: str) -> Result | None:
@@ -83,6 +82,27 @@ class Row:
             return None
         memory = (b.peak_bytes or 0) / a.peak_bytes if a.peak_bytes else 0.0
         return b.seconds / a.seconds, memory
+
+
+@dataclass(frozen=True)
+class Row(_Results):
+    """A case, and what every contender did with it, the first one first."""
+
+    case: Case
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True)
+class TaskRow(_Results):
+    """A task, and what every contender did with it, the first one first."""
+
+    task: Task
+    results: tuple[Result, ...]
+
+    def ratio(self, other: str) -> float | None:
+        """Return the first contender's time divided by another one's."""
+        factors = self.factors(self.results[0].contender, other)
+        return 1 / factors[0] if factors else None
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,8 @@ class Report:
         In the order of the run.
     absent : dict of str to str
         Contenders that could not take part at all, with the reason and the remedy.
+    tasks : tuple of TaskRow
+        Those of a suite of tasks, which has no cases.
     """
 
     suite: str
@@ -114,22 +136,26 @@ class Report:
     method: str
     rows: tuple[Row, ...]
     absent: dict[str, str]
+    tasks: tuple[TaskRow, ...] = ()
 
     @property
     def contenders(self) -> list[str]:
         """Names of those that measured something, in order."""
         names = [
             result.contender
-            for row in self.rows
+            for row in (*self.rows, *self.tasks)
             for result in row.results
             if result.status == MEASURED
         ]
         return list(dict.fromkeys(names))
 
     @property
-    def wrong(self) -> list[tuple[Case, Result]]:
+    def wrong(self) -> list[tuple[Case | Task, Result]]:
         """Results that differ from the first contender's."""
-        return [(row.case, x) for row in self.rows for x in row.results if x.status == WRONG]
+        found: list[tuple[Case | Task, tuple[Result, ...]]] = []
+        found += [(row.case, row.results) for row in self.rows]
+        found += [(row.task, row.results) for row in self.tasks]
+        return [(what, x) for what, results in found for x in results if x.status == WRONG]
 
     def to_json(self) -> str:
         """Return everything as JSON, which `from_json` reads."""
@@ -151,6 +177,9 @@ class Report:
             if content["kind"] not in ("cpu", "gpu"):
                 raise ArgumentError(f"its kind is {content['kind']!r}; expected cpu or gpu")
             content["rows"] = tuple(_row(row) for row in content["rows"])
+            content["tasks"] = tuple(
+                TaskRow(Task(**row["task"]), _results(row)) for row in content.get("tasks", ())
+            )
             return cls(**content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ArgumentError(f"this is not what --json writes: {error}") from error
@@ -170,4 +199,8 @@ def rate(case: Case, result: Result, kind: str, decodes: bool) -> float:
 
 
 def _row(content: dict[str, Any]) -> Row:
-    return Row(Case(**content["case"]), tuple(Result(**x) for x in content["results"]))
+    return Row(Case(**content["case"]), _results(content))
+
+
+def _results(content: dict[str, Any]) -> tuple[Result, ...]:
+    return tuple(Result(**x) for x in content["results"])

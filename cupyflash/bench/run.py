@@ -13,9 +13,10 @@ import numpy as np
 
 from ..arrays.dtypes import DTYPES
 from .cases import Case
-from .contenders import Contender, Inputs, RefusalError, draw
-from .measure import Gpu, Meter, Work
-from .results import MEASURED, REFUSED, WRONG, Result, Row
+from .contenders import Contender, Job, RefusalError, draw
+from .measure import Gpu, Meter
+from .results import MEASURED, REFUSED, WRONG, Result, Row, TaskRow
+from .tasks import NOTHING, Task, TaskSuite
 
 # How far a result may be from the first contender's, as a share of its norm: some roundings of the
 # stored type, and half of the accumulator's digits. This finds wrong attention, not bad rounding;
@@ -27,7 +28,7 @@ TOLERANCE = {
 }
 ROUNDED_PENALTIES = 5e-2  # some peers take ALiBi's slopes in 16 bits
 WARM_UP = {"cpu": 1, "gpu": 3}  # rounds
-Progress = Callable[[Case, str], None]
+Progress = Callable[[Case | Task, str], None]
 
 
 def run_case(
@@ -64,69 +65,132 @@ def run_case(
     Row
         A result for every contender.
     """
-    results: dict[str, Result] = {}
-    works: dict[str, Work] = {}
-    wanted: list[Any] | None = None
+    found = _computed(meter, case, contenders, runs, seconds, graphs, progress)
+    _release(meter, contenders)
+    return Row(case, found)
+
+
+def _computed(
+    meter: Meter,
+    case: Case,
+    contenders: Sequence[Contender],
+    runs: int,
+    seconds: float,
+    graphs: bool,
+    progress: Progress,
+) -> tuple[Result, ...]:
     try:
         inputs = draw(meter, case)
     except MemoryError as error:  # CuPy's error is one, too
-        told = f"there is no memory for its arrays ({str(error).partition(chr(10))[0]})"
-        return Row(case, tuple(Result(x.name, REFUSED, told) for x in contenders))
+        reason = f"there is no memory for its arrays ({str(error).partition(chr(10))[0]})"
+        return tuple(Result(x.name, REFUSED, reason) for x in contenders)
+    tolerance = TOLERANCE[case.dtype]
+    if case.variant == "alibi" and DTYPES[case.dtype].itemsize == 2:
+        tolerance = ROUNDED_PENALTIES
+    return _run(
+        meter, contenders, lambda x: x.prepare(meter, case, inputs), tolerance, runs, seconds,
+        lambda doing: progress(case, doing), graphs,
+    )  # fmt: skip
+
+
+def run_task(
+    meter: Meter,
+    suite: TaskSuite,
+    task: Task,
+    contenders: Sequence[Contender],
+    *,
+    runs: int,
+    seconds: float,
+    progress: Progress = lambda task, doing: None,
+) -> TaskRow:
+    """Check and time one task.
+
+    Parameters
+    ----------
+    meter : Meter
+        The meter of the device.
+    suite : TaskSuite
+        The suite of the task.
+    task : Task
+        What is done.
+    contenders, runs, seconds, progress
+        As in `run_case`.
+
+    Returns
+    -------
+    TaskRow
+        A result for every contender that has something for the task, with seconds for each call,
+        token or step.
+    """
+    found = _run(
+        meter, contenders, lambda x: suite.job(meter, task, x.name), TOLERANCE[task.dtype], runs,
+        seconds, lambda doing: progress(task, doing),
+    )  # fmt: skip
+    _release(meter, contenders)
+    return TaskRow(task, tuple(x for x in found if x.reason != NOTHING))
+
+
+def _release(meter: Meter, contenders: Sequence[Contender]) -> None:
+    meter.release()
     for contender in contenders:
-        progress(case, contender.name)
+        contender.release(meter)
+
+
+def _run(
+    meter: Meter,
+    contenders: Sequence[Contender],
+    prepare: Callable[[Contender], Job],
+    tolerance: float,
+    runs: int,
+    seconds: float,
+    progress: Callable[[str], None],
+    graphs: bool = False,
+) -> tuple[Result, ...]:
+    """Let all compute once, and compare; then time all that are right."""
+    results: dict[str, Result] = {}
+    jobs: dict[str, Job] = {}
+    wanted: list[Any] | None = None
+    for contender in contenders:
         name = contender.name
+        progress(name)
         try:
-            result, work, found = _ready(meter, case, contender, inputs, wanted, graphs)
+            job = prepare(contender)
+            result, job, found = _ready(name, job, wanted, tolerance, graphs)
         except Exception as error:  # noqa: BLE001 (libraries refuse in many ways; all are told)
             results[name] = Result(name, REFUSED, why(error))
             continue
         results[name] = result
         if result.status == MEASURED:
-            works[name] = work
+            jobs[name] = job
             wanted = wanted or found  # nothing of a contender that expects something else
-        del work, found
+        del job, found
     del wanted
-    progress(case, "timing")
-    for name, outcome in _timed(meter, works, runs, seconds).items():
+    progress("timing")
+    for name, outcome in _timed(meter, jobs, runs, seconds).items():
         if isinstance(outcome, Exception):
             results[name] = Result(name, REFUSED, why(outcome))
         else:
-            low, median, high = quartiles(outcome)
+            low, median, high = quartiles([x / jobs[name].count for x in outcome])
             results[name] = replace(
                 results[name], seconds=median, low=low, high=high, runs=len(outcome)
             )
-    works.clear()
-    del inputs
-    meter.release()
-    for contender in contenders:
-        contender.release(meter)
-    return Row(case, tuple(results.values()))
+    return tuple(results.values())
 
 
 def _ready(
-    meter: Meter,
-    case: Case,
-    contender: Contender,
-    inputs: Inputs,
-    wanted: list[Any] | None,
-    graphs: bool,
-) -> tuple[Result, Work, list[Any]]:
-    """Let a contender compute a case once, and compare; its result has no times yet."""
-    job = contender.prepare(meter, case, inputs)
-    work = job.work
+    name: str, job: Job, wanted: list[Any] | None, tolerance: float, graphs: bool
+) -> tuple[Result, Job, list[Any]]:
+    """Let a contender compute once, and compare; its result has no times yet."""
     if graphs and job.capture is None:
         raise RefusalError("it is not replayed as a CUDA graph; without --graphs it is timed")
-    found = list(job.arrays(work()))
+    found = list(job.arrays(job.work()))
     distance = difference(found, wanted if job.expected is None else job.expected())
     if graphs and job.capture is not None:
         work, places = job.capture()
         work()
         distance = worse(distance, difference(list(job.arrays(places)), found))
-    tolerance = TOLERANCE[case.dtype]
-    if case.variant == "alibi" and DTYPES[case.dtype].itemsize == 2:
-        tolerance = ROUNDED_PENALTIES
+        job = replace(job, work=work)
     tolerance = max(tolerance, job.tolerance or 0.0)
-    name = contender.name
     if not distance <= tolerance:
         told = f"its result differs by {distance:.2g} of its norm from that of the first contender"
         if job.expected is not None:
@@ -134,10 +198,10 @@ def _ready(
         elif wanted is None:
             told = "its result is not finite, or changes from run to run"
         number = distance if math.isfinite(distance) else None  # which JSON would not know
-        return Result(name, WRONG, told, difference=number), work, found
-    peak = job.peak_memory(job.whole)
+        return Result(name, WRONG, told, difference=number), job, found
+    peak = None if job.peak_memory is None else job.peak_memory(job.whole)
     result = Result(name, MEASURED, peak_bytes=peak, difference=distance, key_bytes=job.key_bytes)
-    return result, work, [] if job.expected is not None else found
+    return result, job, [] if job.expected is not None else found
 
 
 def difference(found: Sequence[Any], wanted: Sequence[Any] | None) -> float:
@@ -171,10 +235,10 @@ def distance(a: Any, b: Any) -> float:
 
 
 def _timed(
-    meter: Meter, works: dict[str, Work], runs: int, seconds: float
+    meter: Meter, jobs: dict[str, Job], runs: int, seconds: float
 ) -> dict[str, list[float] | Exception]:
     """Run everybody once a round, each round begun by another one; return seconds, or errors."""
-    times: dict[str, list[float]] = {name: [] for name in works}
+    times: dict[str, list[float]] = {name: [] for name in jobs}
     errors: dict[str, Exception] = {}
     warm_up = WARM_UP["gpu" if isinstance(meter, Gpu) else "cpu"]
     begin = time.perf_counter()
@@ -183,12 +247,13 @@ def _timed(
             begin = time.perf_counter()
         if number > 0 and time.perf_counter() - begin > seconds:
             break
-        names = [name for name in works if name not in errors]
+        names = [name for name in jobs if name not in errors]
         first = number % len(names) if names else 0
         for name in names[first:] + names[:first]:
             try:
                 meter.settle()
-                taken = meter.seconds(works[name])
+                job = jobs[name]
+                taken = (meter.host_seconds if job.host else meter.seconds)(job.work)
             except Exception as error:  # noqa: BLE001 (as above)
                 errors[name] = error
                 continue

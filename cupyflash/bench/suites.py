@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from . import host, programs
 from .cases import PASSES, VARIANTS, Case, made
+from .tasks import TaskSuite
 
 Shape = tuple[int, int, int, int, int, int]  # B, Hq, Hkv, Lq, Lk, D
 OURS, PAGES, SMALL_PAGES = "cupyflash", "cupyflash-pages", "cupyflash-pages-of-1"
@@ -170,6 +172,10 @@ SUITES: dict[str, dict[str, Suite]] = {
             (OURS, OURS_FP8, "torch-cudnn"),
         ),
     },
+}
+TASKS: dict[str, dict[str, TaskSuite]] = {
+    "cpu": {"host": host.SUITES["cpu"], "programs": programs.SUITE},
+    "gpu": {"host": host.SUITES["gpu"]},
 }
 
 

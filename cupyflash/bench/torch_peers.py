@@ -144,16 +144,20 @@ class TorchPeer(Contender):
 
 
 class Sdpa(TorchPeer):
-    """`scaled_dot_product_attention`, held to one of its kernels."""
+    """`scaled_dot_product_attention`, held to one of its kernels, or to none."""
 
     def __init__(self, name: str, backend: str, what: str, kinds: tuple[str, ...]) -> None:
         self.name, self.backend, self.what, self.kinds = name, backend, what, kinds
-        self.matrices = 4 if backend == "MATH" else 0
+        self.matrices = 4 if backend in ("MATH", "") else 0
 
     def obstacle(self, kind: str) -> str:
         """Say why it cannot take part at all, and the remedy; nothing where it can."""
         other = super().obstacle(kind)
-        if not other and not hasattr(find()[0].nn.attention.SDPBackend, self.backend):
+        if (
+            not other
+            and self.backend
+            and not hasattr(find()[0].nn.attention.SDPBackend, self.backend)
+        ):
             return f"this PyTorch has no {self.backend}: {INSTALL} --upgrade"
         return other
 
@@ -166,8 +170,10 @@ class Sdpa(TorchPeer):
             options = {"is_causal": True}
         if case.heads != case.heads_kv:
             options["enable_gqa"] = True
-        backend = getattr(torch.nn.attention.SDPBackend, self.backend)
         attend = torch.nn.functional.scaled_dot_product_attention
+        if not self.backend:
+            return functools.partial(attend, **options)
+        backend = getattr(torch.nn.attention.SDPBackend, self.backend)
 
         def by_one_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with torch.nn.attention.sdpa_kernel(backend):
@@ -326,4 +332,5 @@ PEERS: tuple[TorchPeer, ...] = (
     Flex(),
     Sdpa("torch-cpu", "FLASH_ATTENTION", "PyTorch's SDPA by its CPU kernel", ("cpu",)),
     Sdpa("torch-math", "MATH", "PyTorch's SDPA by matrix products", ("cpu", "gpu")),
+    Sdpa("torch-sdpa", "", "PyTorch's SDPA by a kernel of its choice", ("cpu", "gpu")),
 )

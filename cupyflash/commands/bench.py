@@ -16,33 +16,21 @@ from ..errors import ArgumentError
 from ..files import check_ending, check_writable, replacing, write_text
 from ..install import extra
 from . import info
+from .bench_table import show
 from .demo import choose_device, number_of_threads
-from .text import (
-    COLUMNS,
-    complain,
-    megabytes,
-    printable,
-    verdict,
-    whole_number,
-    wrapped,
-)
+from .text import complain, whole_number
 
 if TYPE_CHECKING:
-    from ..bench import (
-        Case,
-        Contender,
-        Report,
-        Result,
-        Row,
-        Suite,
-    )
+    from ..bench import Case, Contender, Report, Suite, Task, TaskSuite
 
 SUITE_NAMES = ("quick", "article", "peers", "variants", "decode", "fp8")
+TASK_NAMES = ("host", "programs")
 PASS_NAMES = ("forward", "backward")
 VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
 PICTURE_NAMES = ("rate", "speed-up", "memory")
 EXTRA = extra("bench")
 RUNS = {"cpu": 7, "gpu": 30}
+HOST_RUNS = 50  # of the suite host, where a run is short
 SECONDS = {"cpu": 5.0, "gpu": 2.0}
 
 
@@ -85,6 +73,7 @@ def conditions(kind: str, with_torch: bool) -> tuple[str, dict[str, str], str]:
         method = "by CUDA events, the L2 cache overwritten before each run"
         device += f" ({cuda})"
     versions |= {name: info.installed(name) or "unknown" for name in names}
+    versions |= {"commit": commit} if (commit := info.commit()) else {}
     if torch is not None:
         versions["PyTorch"] = str(torch.__version__)
         if kind == "gpu":
@@ -92,9 +81,12 @@ def conditions(kind: str, with_torch: bool) -> tuple[str, dict[str, str], str]:
     return device, versions, method
 
 
-def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite]:
+def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite | TaskSuite]:
     """Return the name and the suite that the options ask for."""
     from .. import bench
+
+    if options.suite in TASK_NAMES:
+        return options.suite, task_suite(options, kind)
 
     if options.shape:
         if options.suite:
@@ -105,8 +97,27 @@ def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite]:
     return name, bench.SUITES[kind][name]
 
 
+def task_suite(options: argparse.Namespace, kind: str) -> TaskSuite:
+    """Return a suite of tasks, or refuse what has no meaning for it."""
+    from .. import bench
+
+    of_cases = [name for name in ("shape", "variant", "pass", "dtype", "graphs", "picture")
+                if getattr(options, name)]  # fmt: skip
+    if of_cases:
+        names = ", ".join(f"--{name}" for name in of_cases)
+        raise ArgumentError(
+            f"got {names} with --suite {options.suite}, whose tasks are fixed; leave {names} out"
+        )
+    if options.suite not in bench.TASKS[kind]:
+        raise ArgumentError(
+            f"got --suite {options.suite} on the {kind.upper()}; its programs are for NumPy. Add "
+            "--device cpu"
+        )
+    return bench.TASKS[kind][options.suite]
+
+
 def chosen_contenders(
-    options: argparse.Namespace, suite: Suite, kind: str
+    options: argparse.Namespace, suite: Suite | TaskSuite, kind: str
 ) -> tuple[list[Contender], dict[str, str]]:
     """Return which contenders take part, and why the others that were asked for do not."""
     from .. import bench
@@ -126,7 +137,7 @@ def chosen_contenders(
 
 
 @contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[Case, str], None]]:
+def progress_bar(total: int) -> Iterator[Callable[[Case | Task, str], None]]:
     """Show on a terminal's standard error what is being done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -141,61 +152,78 @@ def progress_bar(total: int) -> Iterator[Callable[[Case, str], None]]:
         *columns, console=console, transient=True, disable=hidden, auto_refresh=False
     ) as bar:
         task = bar.add_task("", total=total)
-        seen: list[tuple[Case, str]] = []
+        seen: list[str] = []
 
-        def show(case: Case, doing: str) -> None:
-            words = f"({case.shape}) {case.kind} {case.direction} {case.dtype}: {doing}"
+        def tell(case: Case | Task, doing: str) -> None:
+            words = f"{' '.join(case.words)} {case.dtype}: {doing}"
             bar.update(task, description=words, completed=len(seen), refresh=True)
-            seen.append((case, doing))
+            seen.append(words)
 
-        yield show
+        yield tell
 
 
 def measured(options: argparse.Namespace) -> tuple[Report, str]:
     """Run what the options ask for; return what was found, and in words what ended it early."""
     from .. import bench
-    from ..bench import measure
+    from ..bench import host, measure
 
     kind, choice = choose_device(options.device)
     if options.device is None:
         print(f"On the {kind.upper()} ({choice}).", file=sys.stderr)
     name, suite = chosen_suite(options, kind)
     contenders, absent = chosen_contenders(options, suite, kind)
-    variants = [bench.variant_of(text) for text in options.variant or ()]
-    cases = list(suite.cases(options.dtype or (), variants, getattr(options, "pass") or ()))
     if options.graphs and kind == "cpu":
         raise ArgumentError(
             "got --graphs on the CPU; CUDA graphs are replayed on a GPU only. Leave it out"
         )
     meter: measure.Meter = measure.Cpu() if kind == "cpu" else measure.Gpu()
-    device, versions, method = conditions(kind, any(x.name.startswith("torch") for x in contenders))
+    device, versions, clock = conditions(kind, any(x.name.startswith("torch") for x in contenders))
     runs, seconds = options.runs or RUNS[kind], options.seconds or SECONDS[kind]
-    replayed = " Calls are replayed as CUDA graphs." if options.graphs else ""
-    rows: list[Row] = []
+    limits: dict[str, Any] = {"runs": runs, "seconds": seconds}
+    tasks: list[bench.TaskRow] = []
+    rows: list[bench.Row] = []
+    if isinstance(suite, bench.TaskSuite):
+        problems: list[Any] = list(suite.tasks())
+        if name == "host":
+            limits["runs"] = runs = options.runs or HOST_RUNS
+            clock = f"of the host's time for {host.REPEATS} calls"
+        else:
+            clock = "by the wall clock"
+        method = f"Medians of at most {runs} runs {clock}, the contenders in turn."
+
+        def one(problem: Any) -> None:
+            tasks.append(bench.run_task(meter, suite, problem, contenders, **limits))
+    else:
+        variants = [bench.variant_of(text) for text in options.variant or ()]
+        problems = list(suite.cases(options.dtype or (), variants, getattr(options, "pass") or ()))
+        replayed = " Calls are replayed as CUDA graphs." if options.graphs else ""
+        method = (
+            f"Medians of at most {runs} runs {clock}, the contenders in turn; random normal data. "
+            "FLOPs: 4 D for each pair that attends (of a square causal mask half of all pairs), "
+            f"the backward 2.5 times that.{replayed}"
+        )
+        limits["graphs"] = options.graphs
+
+        def one(problem: Any) -> None:
+            rows.append(bench.run_case(meter, problem, contenders, **limits))
+
     ended = ""
-    method = (
-        f"Medians of at most {runs} runs {method}, the contenders in turn; random normal data. "
-        "FLOPs: 4 D for each pair that attends (of a square causal mask half of all pairs), the "
-        f"backward 2.5 times that.{replayed}"
-    )
-    with progress_bar(len(cases) * (len(contenders) + 1)) as progress:
+    with progress_bar(len(problems) * (len(contenders) + 1)) as limits["progress"]:
         try:
-            for case in cases:
-                row = bench.run_case(
-                    meter, case, contenders, runs=runs, seconds=seconds, graphs=options.graphs,
-                    progress=progress,
-                )  # fmt: skip
-                rows.append(row)
+            for problem in problems:
+                one(problem)
         except KeyboardInterrupt:
             ended = "it was interrupted"
         except Exception as error:
-            if not rows:
+            if not rows and not tasks:
                 raise
             ended = f"{type(error).__name__}: {error}"
     if ended:
-        ended = f"Ended after {len(rows)} of {len(cases)} problems: {ended}"
+        done = len(rows) + len(tasks)
+        ended = f"Ended after {done} of {len(problems)} problems: {ended}"
         method += f" {ended}."
-    return bench.Report(name, kind, device, versions, method, tuple(rows), absent), ended
+    report = bench.Report(name, kind, device, versions, method, tuple(rows), absent, tuple(tasks))
+    return report, ended
 
 
 def baseline(report: Report, wanted: str | None) -> str:
@@ -204,86 +232,6 @@ def baseline(report: Report, wanted: str | None) -> str:
         return wanted
     others = [name for name in report.contenders if name != "cupyflash"]
     return "standard" if "standard" in others or not others else others[0]
-
-
-def show(report: Report) -> None:
-    """Print the table, why somebody did not take part, and the conditions."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..bench.results import unit
-
-    # Text from a file is not markup.
-    width = None if sys.stdout.isatty() else COLUMNS
-    console = Console(width=width, highlight=False, markup=False)
-    decodes = all(row.case.decodes for row in report.rows)
-    first = printable(report.rows[0].results[0].contender)
-    several = len({row.case.dtype for row in report.rows}) > 1
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False,
-        header_style="bold",
-    )  # fmt: skip
-    table.add_column("problem", no_wrap=True)
-    table.add_column("contender", no_wrap=True)
-    for title in ("time", "spread", unit(report.kind, decodes), "memory"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column(f"{first}: time, memory")
-    notes: dict[str, int] = {}
-    for row in report.rows:
-        case = row.case
-        words = [f"({case.shape.replace(',', ', ')})", f"{case.kind}, {case.direction}"]
-        words += [case.dtype] * several
-        lines = [line(row, result, report.kind, decodes, notes) for result in row.results]
-        for n in range(max(len(words), len(lines))):
-            cells = [printable(x) for x in lines[n]] if n < len(lines) else [""] * 6
-            style = "bold" if n < len(lines) and cells[0] == first else None
-            words_here = printable(words[n]) if n < len(words) else ""
-            table.add_row(words_here, *cells, style=style)
-        table.add_section()
-    console.print(table)
-    below = [(f"({number})", reason) for reason, number in notes.items()]
-    below += [(name, f"did not take part: {why}") for name, why in report.absent.items()]
-    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    below += [
-        ("shapes", "batch, heads (of queries/of keys), length (of queries/of keys), head dimension"
-         + ("" if several else f"; {report.rows[0].case.dtype}")),
-        ("memory", "at the peak, beyond the inputs; of a backward with its forward"),
-        ("spread", "distance of the quartiles, as a share of the median"),
-        ("device", report.device),
-        ("versions", versions),
-        ("method", report.method),
-    ]  # fmt: skip
-    print()
-    print(wrapped(below))
-
-
-def line(row: Row, result: Result, kind: str, decodes: bool, notes: dict[str, int]) -> list[str]:
-    """Lay out what one contender did: cells of the table, and its reasons as notes."""
-    from ..bench.results import rate
-
-    if not result.seconds:
-        number = notes.setdefault(result.reason, len(notes) + 1)
-        return [result.contender, "", "", "", "", f"{result.status} ({number})"]
-    factors = row.factors(row.results[0].contender, result.contender)
-    words = ""
-    if factors and result is not row.results[0]:
-        words = verdict(factors[0], 1, "faster", "slower")
-        if factors[1]:
-            words += ", " + verdict(factors[1], 1, "less", "more")
-    return [
-        result.contender,
-        f"{three_digits(result.seconds * 1e3)} ms",
-        f"{100 * result.spread:.0f} %",
-        three_digits(rate(row.case, result, kind, decodes)),
-        "" if result.peak_bytes is None else megabytes(result.peak_bytes),
-        words,
-    ]
-
-
-def three_digits(number: float) -> str:
-    """A number with three significant digits at least, never with an exponent of ten."""
-    return f"{number:.0f}" if number >= 100 else f"{number:#.3g}" if number >= 1e-4 else "0.000"
 
 
 def check_files(options: argparse.Namespace) -> None:
@@ -322,7 +270,7 @@ def bench(options: argparse.Namespace) -> int:
         require("rich", *(["matplotlib"] if options.plot else []))
         check_files(options)
         report, ended = (loaded(options.load), "") if options.load else measured(options)
-        if not report.rows:
+        if not report.rows and not report.tasks:
             raise ArgumentError(ended or "the file holds no results")
         show(report)
         if options.json is not None:
@@ -379,14 +327,17 @@ def add_command(subparsers: Any) -> None:
         epilog="Suites: quick, article (the table of a well-known article: (2, 8, L, 64) against "
         "standard attention), peers (against PyTorch's kernels; on a GPU 16,384 tokens in all), "
         "variants (masks and score changes), decode (one query; also over caches of 8 and 4 "
-        "bits), fp8 (queries, keys and values of 8 bits). The exit status is 1 if a result was "
-        "wrong, 2 if nothing could be measured.",
+        "bits), fp8 (queries, keys and values of 8 bits), host (the host's time of small calls), "
+        "programs (whole NumPy programs, on the CPU, in a clone). The exit status is 1 if a result "
+        "was wrong, 2 if nothing could be measured.",
     )
     many: dict[str, Any] = {"action": "append", "metavar": "NAME"}
     command.add_argument(
         "--device", choices=("cpu", "gpu"), help="default: the GPU where one can be used"
     )
-    command.add_argument("--suite", choices=SUITE_NAMES, help="which problems (default: quick)")
+    command.add_argument(
+        "--suite", choices=SUITE_NAMES + TASK_NAMES, help="which problems (default: quick)"
+    )
     command.add_argument(
         "--shape", action="append", metavar="B,H,L,D",
         help="a problem of your own, instead of a suite; H may be Hq/Hkv, L may be Lq/Lk",
@@ -403,7 +354,8 @@ def add_command(subparsers: Any) -> None:
         help="time these alone: cupyflash, cupyflash-pages (of 16), cupyflash-pages-of-1, "
         "cupyflash-int8, cupyflash-e4m3, cupyflash-int4, cupyflash-int8-int4 (caches of codes), "
         "cupyflash-fp8, standard, torch-cudnn, torch-flash, torch-efficient, torch-flex, "
-        "torch-math on a GPU; torch-cpu, torch-math and this package's own on a CPU",
+        "torch-math, torch-sdpa on a GPU; torch-cpu, torch-math, torch-sdpa and this package's "
+        "own on a CPU",
     )  # fmt: skip
     command.add_argument(
         "--against", metavar="NAME",
@@ -411,7 +363,8 @@ def add_command(subparsers: Any) -> None:
     )  # fmt: skip
     command.add_argument(
         "--runs", type=whole_number(1), metavar="N",
-        help=f"runs per median, at most (default: {RUNS['cpu']}; on a GPU {RUNS['gpu']})",
+        help=f"runs per median, at most (default: {RUNS['cpu']}; on a GPU {RUNS['gpu']}; of the "
+        f"suite host {HOST_RUNS})",
     )  # fmt: skip
     command.add_argument(
         "--seconds", type=positive, metavar="S",

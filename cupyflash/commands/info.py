@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -26,6 +27,19 @@ from ..gpu.kernels.spec import KernelSpec
 from ..install import CUPY, extra
 
 Line = tuple[str, str]  # label and text
+
+
+def commit() -> str:
+    """Return the commit of the clone that the package lies in, or nothing if it lies in none."""
+    root = Path(__file__).parents[2]
+    if not ((root / ".git").exists() and (root / "kernels_cu").is_dir()):
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def installed(distribution: str) -> str | None:

@@ -15,6 +15,7 @@ import pytest
 from cupyflash import bench
 from cupyflash.bench import measure, plot
 from cupyflash.commands import bench as command
+from cupyflash.commands import bench_table
 from cupyflash.commands.main import main, parser
 
 pytest.importorskip("rich", reason='pip install ".[bench]"')
@@ -46,8 +47,8 @@ def test_the_table(stored, capsys):
     results = [(row.case, result) for row in report.rows for result in row.results]
     for (case, result), line in zip(results, lines, strict=True):
         assert result.contender in line
-        assert command.three_digits(result.seconds * 1e3) in line
-        assert command.three_digits(case.flops / result.seconds / 1e9) in line
+        assert bench_table.three_digits(result.seconds * 1e3) in line
+        assert bench_table.three_digits(case.flops / result.seconds / 1e9) in line
     assert "full, backward" in out
     assert "cupyflash: time, memory" in out
     for words in ("numpy 2", "load average", "of cupyflash", "Medians of at most 2 runs"):
@@ -56,7 +57,7 @@ def test_the_table(stored, capsys):
 
 @pytest.mark.parametrize("number", [1234.6, 100.0, 99.96, 12.3, 0.012345, 0.0000123])
 def test_three_digits(number):
-    text = command.three_digits(number)
+    text = bench_table.three_digits(number)
     assert "e" not in text
     assert float(text) == pytest.approx(number, rel=0.006, abs=1e-4)
 
@@ -254,6 +255,7 @@ def test_the_command_knows_the_names():
     from cupyflash.bench import cases
 
     assert set(command.SUITE_NAMES) == set(bench.SUITES["cpu"]) == set(bench.SUITES["gpu"])
+    assert set(command.TASK_NAMES) == set(bench.TASKS["cpu"]) > set(bench.TASKS["gpu"])
     assert list(command.VARIANT_NAMES) == list(cases.VARIANTS)
     assert command.PASS_NAMES == cases.PASSES
     assert list(command.PICTURE_NAMES) == list(plot.PICTURES)
@@ -264,7 +266,7 @@ def test_the_command_knows_the_names():
 def test_the_documentation_shows_what_the_command_knows():
     page = Path(__file__).parents[2] / "docs" / "howto" / "bench.md"
     shown = re.findall(r"^cupyflash (bench .+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(shown) == 3
+    assert len(shown) == 5
     for line in shown:
         options = parser().parse_args(line.split())
         for shape in options.shape or ():

@@ -22,6 +22,7 @@ MODULES = [
     for x in "masks scores expr figures analysis bench distributed streamed testing".split()
 ]
 FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$]+?\$", re.DOTALL)
+MEASURED = re.compile(r"^:::\{measured\} (\S+)$", re.MULTILINE)
 BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")
 REMEDY = 'the site is built by what pip install ".[docs]" brings'
 
@@ -82,6 +83,34 @@ def test_every_public_name_is_there(site):
     for module in ("cupyflash", *MODULES):
         for name in importlib.import_module(module).__all__:
             assert f"{module}.{name}" in documented, f"{module}.{name} is not in docs/reference"
+
+
+def test_measured_tables_show_every_row(monkeypatch):
+    """Rows that lose are shown as well, and every file that is kept is on a page."""
+    pytest.importorskip("docutils", reason=REMEDY)
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from cupyflash.bench import Report
+
+    tables = importlib.import_module("tables")
+    shown = [
+        name
+        for page in PAGES
+        for name in MEASURED.findall((ROOT / page).read_text(encoding="utf-8"))
+    ]
+    assert sorted(shown) == sorted(x.name for x in tables.MEASURED.iterdir())
+    for name in shown:
+        report = Report.from_json((tables.MEASURED / name).read_text(encoding="utf-8"))
+        head, rows = tables.measured(report)
+        assert len(rows) == len(report.tasks) > 3
+        assert head[1] == "cupyflash"
+        for row, cells in zip(report.tasks, rows, strict=True):
+            assert cells[0].startswith(row.task.name)
+            assert len(cells) == len(head)
+            ratio = row.ratio("standard")
+            at = head.index("ratio to NumPy")
+            assert (
+                cells[at] == "" if ratio is None else float(cells[at]) == pytest.approx(ratio, 0.01)
+            )
 
 
 @pytest.mark.parametrize(

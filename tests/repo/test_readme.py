@@ -48,6 +48,10 @@ COMMANDS = {
     "cupyflash bench --load article.json --plot article.png --picture memory": (
         "tests/cli/test_bench_cli.py"
     ),
+    "cupyflash bench --suite host --json host.json --plot host.svg": (
+        "tests/cli/test_bench_tasks.py"
+    ),
+    "cupyflash bench --device cpu --seconds 60 --suite programs": "tests/cli/test_bench_tasks.py",
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/repo/test_examples.py",
     "python examples/train_lm.py --plot loss.svg --save model.safetensors": (
@@ -66,6 +70,13 @@ COMMANDS = {
     "cupyflash explain 4,32,8192,128 --mask causal --dtype float8_e4m3fn --device H200": (
         "tests/cli/test_explain_codes.py"
     ),
+    **{
+        f"python examples/numpy_{name}.py --attention {attention}": (
+            "tests/repo/test_numpy_programs.py"
+        )
+        for name in ("generation", "training")
+        for attention in ("cupyflash", "numpy")
+    },
     "python examples/train_lm.py --check": "tests/repo/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",

@@ -1,0 +1,112 @@
+"""Tasks to time: small calls and whole programs, which a contender does or refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .contenders import Job, RefusalError
+from .measure import Meter, Work
+from .torch_peers import find
+
+Maker = Callable[[Meter, str], "Works"]  # of a meter and the dtype
+OURS, STANDARD, SDPA = "cupyflash", "standard", "torch-sdpa"
+NAMES = (OURS, STANDARD, SDPA)
+NOTHING = "it has nothing that does this task"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of a suite.
+
+    Attributes
+    ----------
+    suite, name : str
+        Which suite it belongs to, and what it is.
+    dtype : str
+        Of its arrays.
+    each : str
+        What a time is of: call, token or step.
+    """
+
+    suite: str
+    name: str
+    dtype: str
+    each: str = "call"
+
+    @property
+    def words(self) -> list[str]:
+        """What it is, line by line."""
+        return [self.name]
+
+
+@dataclass(frozen=True)
+class Works:
+    """How contenders do a task.
+
+    Attributes
+    ----------
+    works : mapping of str to callable
+        By the contender's name, what returns a function that does the task.
+    arrays : callable
+        Turns what such a function returns into arrays of the meter's array module.
+    count : int
+        How many calls, tokens or steps one call of such a function does.
+    host : bool
+        Whether the host's time is measured, and not the device's.
+    """
+
+    works: Mapping[str, Callable[[], Work]]
+    arrays: Callable[[Any], list[Any]]
+    count: int = 1
+    host: bool = False
+
+
+@dataclass(frozen=True)
+class TaskSuite:
+    """Tasks, and who is timed on them.
+
+    Attributes
+    ----------
+    what : str
+        What it is, in words.
+    name : str
+        Its name.
+    makers : mapping of str to callable
+        By a task's name, what returns its `Works`.
+    dtype : str
+        Of arrays.
+    each : mapping of str to str
+        By a task's name, what its time is of, where that is not a call.
+    contenders : tuple of str
+        Who is timed, in order.
+    """
+
+    what: str
+    name: str
+    makers: Mapping[str, Maker]
+    dtype: str
+    each: Mapping[str, str]
+    contenders: tuple[str, ...] = NAMES
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield the tasks."""
+        for name in self.makers:
+            yield Task(self.name, name, self.dtype, self.each.get(name, "call"))
+
+    def job(self, meter: Meter, task: Task, contender: str) -> Job:
+        """Make a task ready, or raise `RefusalError`."""
+        made = self.makers[task.name](meter, task.dtype)
+        if contender not in made.works:
+            raise RefusalError(NOTHING)
+        work = made.works[contender]()
+        return Job(work, work, made.arrays, None, count=made.count, host=made.host)
+
+
+def torch_of() -> Any:
+    """Return PyTorch, or raise `RefusalError` with the remedy."""
+    torch, why = find()
+    if torch is None:
+        raise RefusalError(why)
+    return torch

@@ -1,0 +1,270 @@
+"""Suites of tasks: small calls and whole programs, what each contender does, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fake_cupy import fake_cupy
+
+from cupyflash import bench
+from cupyflash.bench import host, measure, programs
+from cupyflash.bench.tasks import NAMES, TaskSuite, Works
+from cupyflash.commands import bench_table, info
+from cupyflash.commands.main import main
+
+KNOWN = {contender.name: contender for contender in bench.CONTENDERS}
+ROOT = Path(__file__).parents[2]
+
+
+class Quick(measure.Cpu):
+    """Takes no pauses."""
+
+    def settle(self):
+        pass
+
+    release = settle
+
+
+def run(suite, task, names, meter=None, **options):
+    contenders = [KNOWN[name] for name in names]
+    meter = meter or Quick()
+    return bench.run_task(meter, suite, task, contenders, runs=1, seconds=1.0, **options)
+
+
+def statuses(row):
+    return {x.contender: x.status for x in row.results}
+
+
+@pytest.fixture(autouse=True)
+def _few_calls(monkeypatch):
+    monkeypatch.setattr(host, "REPEATS", 2)
+
+
+# --- small calls ---
+
+
+@pytest.mark.parametrize("task", list(bench.TASKS["cpu"]["host"].tasks()), ids=lambda x: x.name)
+def test_all_contenders_do_the_same_small_calls(task):
+    pytest.importorskip("torch", reason="pip install torch")
+    row = run(bench.TASKS["cpu"]["host"], task, NAMES)
+    assert set(statuses(row).values()) == {"measured"}, row
+    lacks = {"cupyflash.torch": "standard", "attention_varlen": "torch-sdpa"}
+    missing = {name for start, name in lacks.items() if task.name.startswith(start)}
+    assert set(statuses(row)) == set(NAMES) - missing
+
+
+@pytest.mark.parametrize(
+    "task",
+    [x for x in bench.TASKS["gpu"]["host"].tasks() if "torch" not in x.name],
+    ids=lambda x: x.name,
+)
+def test_small_calls_of_a_gpu_on_a_cupy_in_host_memory(task, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(free=2**24))
+    monkeypatch.setitem(host.SMALL, "gpu", (1, 2, 16, 16))
+    row = run(bench.TASKS["gpu"]["host"], task, ("cupyflash", "standard"), measure.Gpu())
+    assert statuses(row) == {"cupyflash": "measured", "standard": "measured"}, row
+    assert all(x.difference < 3e-3 for x in row.results)
+
+
+def test_calls_see_lengths_that_grow():
+    seen = []
+    suite = bench.TASKS["cpu"]["host"]
+    task = next(x for x in suite.tasks() if "50 keys" in x.name and "cached" in x.name)
+
+    def attention_cached(q, k, v, lengths):
+        seen.append(lengths)
+        return host.standard(np, q, k[:, :, :lengths], v[:, :, :lengths])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host.cached, "attention_cached", attention_cached)
+        patch.setattr(host, "REPEATS", 9)
+        row = run(suite, task, ("cupyflash", "standard"))
+    assert statuses(row) == {"cupyflash": "measured", "standard": "measured"}
+    assert seen[:9] == [*range(50, 58), 50]
+
+
+def test_a_time_is_that_of_one_call():
+    def maker(meter, dtype):
+        del meter, dtype
+        return Works({"cupyflash": lambda: lambda: np.ones(1)}, lambda x: [x], count=50)
+
+    class Clock(Quick):
+        def seconds(self, work):
+            work()
+            return 0.5
+
+    suite = TaskSuite("a test", "test", {"it": maker}, "float32", {"it": "token"})
+    (task,) = suite.tasks()
+    assert task.each == "token"
+    row = run(suite, task, ("cupyflash", "standard"), Clock())
+    (result,) = row.results  # nobody else has something for it
+    assert result.seconds == result.low == result.high == pytest.approx(0.01)
+    assert result.peak_bytes is None
+    assert row.ratio("cupyflash") == 1
+    assert row.ratio("standard") is None
+
+
+def test_the_host_does_not_wait_for_the_device(monkeypatch):
+    did = []
+    cupy = SimpleNamespace(
+        cuda=SimpleNamespace(
+            Device=lambda: SimpleNamespace(synchronize=lambda: did.append("synchronize"))
+        )
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(
+        measure.time, "perf_counter", lambda: did.append("clock") or float(len(did))
+    )
+    assert measure.Gpu().host_seconds(lambda: did.append("work")) == 2
+    assert did == ["synchronize", "clock", "work", "clock", "synchronize"]
+
+
+# --- programs ---
+
+
+def test_programs_are_those_of_the_examples(monkeypatch):
+    suite = bench.TASKS["cpu"]["programs"]
+    tasks = {x.name: x for x in suite.tasks()}
+    assert list(tasks) == [
+        *(f"generation, {n} tokens" for n in (50, 250, 2000)),
+        "training, rows of 64",
+    ]
+    setting = programs.program("numpy_generation").Setting()
+    assert (setting.width, setting.layers, setting.heads) == (288, 6, 6)
+    setting = programs.program("numpy_training").Setting()
+    assert (setting.row, setting.batch) == (64, 12)
+    for module, sizes in (("generation", {"hidden": 32}), ("training", {"row": 16, "batch": 2})):
+        module = programs.program(f"numpy_{module}")
+        small = functools.partial(module.Setting, width=24, layers=1, heads=2, **sizes)
+        monkeypatch.setattr(module, "Setting", small)
+    made = programs.training(Quick(), "float32", steps=2)
+    ours, theirs = (made.works[name]() for name in ("cupyflash", "standard"))
+    assert np.array_equal(ours(), ours())  # each run begins with the same weights
+    np.testing.assert_allclose(ours(), theirs(), rtol=1e-4)
+    assert made.count == 2
+    assert not np.array_equal(theirs()[:1], theirs()[1:])
+    row = run(suite, tasks["generation, 50 tokens"], suite.contenders)
+    assert statuses(row) == {"cupyflash": "measured", "standard": "measured"}
+
+
+def test_without_a_clone_the_remedy_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(programs, "FOLDER", tmp_path)
+    programs.program.cache_clear()
+    suite = bench.TASKS["cpu"]["programs"]
+    (task, *_) = suite.tasks()
+    row = run(suite, task, suite.contenders)
+    assert set(statuses(row).values()) == {"refused"}
+    assert "numpy_generation.py" in row.results[0].reason
+    assert "pip install -e ." in row.results[0].reason
+
+
+# --- the command ---
+
+SOME = ("attention", "attention_backward, causal", "cupyflash.torch")
+
+
+def only_some(patch):
+    """Leave few tasks in the suite."""
+    suite = bench.TASKS["cpu"]["host"]
+    few = dataclasses.replace(suite, makers={name: suite.makers[name] for name in SOME})
+    patch.setitem(bench.TASKS["cpu"], "host", few)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """What a run of the command wrote, measured once."""
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
+    file = tmp_path_factory.mktemp("bench") / "found.json"
+    only = ["--only", "cupyflash", "--only", "standard"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "REPEATS", 2)
+        only_some(patch)
+        arguments = ["--device", "cpu", "--suite", "host", "--runs", "2", *only]
+        assert main(["bench", *arguments, "--json", str(file)]) == 0
+    return file
+
+
+def test_the_table_and_the_file(stored, capsys):
+    report = bench.Report.from_json(stored.read_text())
+    assert tuple(row.task.name for row in report.tasks) == SOME
+    assert bench.Report.from_json(report.to_json()) == report
+    assert report.contenders == ["cupyflash", "standard"]
+    assert main(["bench", "--load", str(stored)]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= 100
+    for row in report.tasks:
+        for result in row.results:
+            assert bench_table.duration(result.seconds) in out
+        if (ratio := row.ratio("standard")) is not None:
+            assert ratio == pytest.approx(row.results[0].seconds / row.results[1].seconds)
+            assert bench_table.three_digits(ratio) in out
+    if info.commit():
+        assert report.versions["commit"] == info.commit()
+
+
+@pytest.mark.parametrize("name", ["host.svg", "host.png"])
+def test_the_picture(stored, name, tmp_path):
+    pytest.importorskip("matplotlib", reason='pip install ".[bench]"')
+    file = tmp_path / name
+    assert main(["bench", "--load", str(stored), "--plot", str(file)]) == 0
+    if file.suffix == ".svg":
+        text = file.read_text()
+        assert all(f"<!-- {x} -->" in text for x in ("attention", "cupyflash", "standard"))
+        assert "(ratio " in text
+    else:
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_task_gives_exit_status_1(monkeypatch, capsys):
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
+    only_some(monkeypatch)
+    monkeypatch.setattr(host, "standard", lambda xp, q, *_: 0.9 * q)
+    only = ["--only", "cupyflash", "--only", "standard"]
+    arguments = ["--device", "cpu", "--suite", "host", "--runs", "1", "--seconds", "0.001", *only]
+    assert main(["bench", *arguments]) == 1
+    assert "WRONG (1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--suite", "host", "--dtype", "float64"], "got --dtype with --suite host"),
+        (["--suite", "programs", "--shape", "1,1,8,8"], "got --shape with --suite programs"),
+        (["--suite", "host", "--graphs"], "got --graphs with --suite host"),
+    ],
+)
+def test_what_tasks_do_not_have(arguments, wanted, capsys):
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
+    assert main(["bench", "--device", "cpu", *arguments]) == 2
+    assert wanted in " ".join(capsys.readouterr().err.split())
+
+
+def test_programs_are_for_the_cpu(monkeypatch, capsys):
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
+    from cupyflash.commands import bench as command
+
+    monkeypatch.setattr(command, "choose_device", lambda _: ("gpu", "as a test says"))
+    assert main(["bench", "--suite", "programs"]) == 2
+    assert "Add --device cpu" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_commit_is_that_of_the_clone(monkeypatch):
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+    except OSError:
+        done = SimpleNamespace(returncode=1)
+    found = info.commit()
+    if done.returncode or Path(info.__file__).parents[2] != ROOT:
+        assert found == ""
+    else:
+        assert done.stdout.startswith(found.removesuffix("-dirty").rpartition("-g")[2])
+        monkeypatch.setenv("PATH", "")
+        assert info.commit() == ""
