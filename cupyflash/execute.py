@@ -157,7 +157,7 @@ def backward(
             request, do, out, lse, dlse, deterministic, grads_out, workspace, bias_gradient
         )
     if signature is not None and (entry := replay.find(signature)) is not None:
-        gradients = signature.backward(entry, grads_out, workspace)
+        gradients: Gradients | None = signature.backward(entry, grads_out, workspace)
         if gradients is not None:
             return gradients
     call = request.call

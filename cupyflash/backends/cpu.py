@@ -119,7 +119,7 @@ def _programs_of_dense(call: Call) -> tuple[Any, bool]:
     if host_replay.grows(call):
         length = call.k.shape[-2]
         cache = Cache(MOST_POSITIONS, length, None, MOST_POSITIONS)
-        problem = replace(call.problem, rows=CachedRows.of(call.problem.rows, cache))
+        problem = replace(call.problem, rows=CachedRows.of(call.problem.rows.of_queries, cache))
         lengths = np.full(call.problem.batch, length, np.int64)
         # Its numbers may be too large for some lengths.
         with contextlib.suppress(ArgumentError):

@@ -38,8 +38,7 @@ def ends(problem: Problem, found: KeyRange, len_k: Array | None = None) -> tuple
         The first and the last key, int64, (B or 1, H or 1, L), or (H or 1, total) for packed
         sequences. If a query has no keys, its last key is before its first.
     """
-    len_k = problem.len_k if len_k is None else len_k
-    low, high = _evaluated(problem, found, len_k)
+    low, high = _evaluated(problem, found, problem.len_k if len_k is None else len_k)
     first, last = problem.rows.by_row((low, high), problem.batch)
     return first, last
 
@@ -129,10 +128,12 @@ class GrowingEnds:
             values[slot] = function(*[values[arg] for arg in args])
         low, high = (
             unbounded if end is None else values[end]
-            for end, unbounded in zip(self._ends, (_FIRST, _LAST), strict=True)
+            for end, unbounded in zip(self._ends, _UNBOUNDED, strict=True)
         )
         return low, high
 
+
+_UNBOUNDED = np.array([_FIRST]), np.array([_LAST])
 
 # Operations on integers and conditions in which nothing can be out of range.
 _QUIET = frozenset(

@@ -86,7 +86,7 @@ class Signature(ABC):
     """A call's key, and what is not part of it: its arrays and the integer seed.
 
     There is one class for each kind of arrays, which knows what kernels depend on, and how a call
-    is made again.
+    is made again. One that only recognises calls has none of the latter.
 
     Attributes
     ----------
@@ -141,24 +141,24 @@ class Signature(ABC):
         """Where the arrays are, by name."""
         return self.addresses
 
-    @abstractmethod
     def forward(self, entry: Entry, out: Any, lse: Any, workspace: Any = None) -> Any:
         """Compute a call with a kept entry, into the given arrays or into new ones.
 
         Returns out and lse, or None if the call must be checked again.
         """
+        del entry, out, lse, workspace
 
-    @abstractmethod
     def backward(self, entry: Entry, grads_out: Gradients | None, workspace: Any) -> Any:
         """Compute the gradients of a call with a kept entry; None if it must be checked again."""
+        del entry, grads_out, workspace
 
-    @abstractmethod
     def keep(self, served: Any, results: Sequence[Any]) -> None:
         """Keep a call that was checked and computed: what a back end returned, and its results."""
+        del served, results
 
-    @abstractmethod
     def spec(self, array: Any) -> Any:
         """Return how an array like a result is made."""
+        return array
 
     @property
     def arrays(self) -> dict[str, Any]:

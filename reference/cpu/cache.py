@@ -139,7 +139,7 @@ class PackedCache:
         """Set the strides of keys and values that have another length than the first ones."""
         for place, name, x in ((_K_PLACE, "k_places", k), (_V_PLACE, "v_places", v)):
             head, row, column = x.strides[-3:]
-            strides = x.strides[0] if x.ndim > 3 else 0, head, row, column
+            strides = [x.strides[0] if x.ndim > 3 else 0, head, row, column]
             self.packed.words[place + _STRIDES : place + _STRIDES + 4] = strides
             if math.prod(lead) > 1:
                 places = np.array(places_of(lead, x.shape[:-3], x.strides[:-3]))

@@ -170,6 +170,7 @@ class DecodeCall:
         sizes = self._sizes(plan.top)
         layout = self._layout
         q, out, lse = (x.rows.values for x in (self._q, self._out, self._lse))
+        merge_pointer, keys_pointer, values_pointer = self._pointers
         work = DecodeWork(
             self._most_leaves,
             self._counters,
@@ -180,7 +181,9 @@ class DecodeCall:
             plan.top,
             layout.shape,
             self._changes,
-            *self._pointers,
+            merge_pointer,
+            keys_pointer,
+            values_pointer,
             self._described,
             q,
             self._sinks,

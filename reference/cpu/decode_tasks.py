@@ -107,11 +107,11 @@ def _of_leaves(
     Empty bytes are zeros.
     """
     rows = _tasks(*which)
-    ends = (
+    begins, ends, edges = (
         np.frombuffer(each, np.int64) if each else np.zeros(len(rows), np.int64)
         for each in (first, last, edge)
     )
-    return _divided(rows, *ends, columns, most_units)
+    return _divided(rows, begins, ends, edges, columns, most_units)
 
 
 def _shared_leaves(rows: Array, len_k: Array, shared: int) -> Array:

@@ -139,7 +139,8 @@ class Scratch:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         part: Array = self._workspace[self._used : self._used + size]
         self._used += -(-size // self.ALIGNMENT) * self.ALIGNMENT
-        return part.view(dtype).reshape(shape)
+        viewed: Array = part.view(dtype)
+        return viewed.reshape(shape)
 
 
 def _contiguous(lead: tuple[int, ...]) -> tuple[int, ...]:

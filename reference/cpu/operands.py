@@ -116,7 +116,7 @@ class Result:
         if not in_place:
             columns = round_up(self._columns, layout.lanes) if whole_vectors else self._columns
             self._made = scratch.empty((*array.shape[:-1], columns), layout.number)
-        self.rows = Packed(ROWS, layout.rows(array if in_place else self._made, keys))
+        self.rows = Packed(ROWS, layout.rows(array if self._made is None else self._made, keys))
 
     def place(self, array: Array) -> None:
         """Let kernels write another array like the first one."""

@@ -110,7 +110,7 @@ class Packed:
         kind.flatten(values, leaves)
         self._kind = kind
         self._held: dict[str, Any] = {"": values}  # what addresses belong to
-        self.words = (ctypes.c_int64 * kind.word_count)()
+        self.words: Any = (ctypes.c_int64 * kind.word_count)()
         struct.pack_into("=" + kind.format, self.words, 0, *leaves)
         self.address = ctypes.addressof(self.words)
 
