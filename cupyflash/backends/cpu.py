@@ -132,11 +132,12 @@ def _programs_of_dense(call: Call) -> tuple[Any, bool]:
 def _replayed(call: Call, made: Any, programs: Any, grows: bool) -> CallResult:
     """Return what remains of a call on dense or packed arrays."""
     if grows:
-        again: Any = ReplayedGrowing(made, call.problem, programs.tables[2])
+        again: Any = ReplayedGrowing(made, call, programs.tables[2])
     elif host_replay.grows(call):
         again = None  # it is looked for without its number of keys
     else:
-        again = Replayed(made, made.dense, _looked_up(programs))
+        read = {"q": call.q, "k": call.k, "v": call.v}
+        again = Replayed(made, made.dense, _looked_up(programs), read)
     return CallResult(made.visited, again)
 
 
@@ -250,8 +251,9 @@ class Cpu:
             plan.block_kv,
             workspace,
         )
-        again = None if workspace is not None else Replayed(made, made, _looked_up(programs))
-        return CallResult(made.visited, again)
+        read = {"q": call.q, "k": call.k, "v": call.v, "d_out": do, "out": out, "lse": lse}
+        again = Replayed(made, made, _looked_up(programs), {**read, "dlse": dlse})
+        return CallResult(made.visited, None if workspace is not None else again)
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of scratch that the call's backward needs."""

@@ -16,7 +16,7 @@ from ..expr.key_range import KeyRange
 from ..expr.structure import Structure
 from ..problem import replay
 from ..problem.cached import MOST_POSITIONS
-from ..problem.call import Call, Gradients, Problem
+from ..problem.call import Call, Gradients
 from ..problem.options import Options
 from ..problem.replay import Entry, Signature, UnlikeError
 from .cpu_ranges import GrowingEnds
@@ -50,6 +50,8 @@ class HostSignature(Signature):
 
     def _take_arrays(self, named: Mapping[str, Any]) -> None:
         """Take arrays, or None, by the names that kernels have for them."""
+        if "seed_gmem" in named:
+            raise UnlikeError  # kernels are told the number
         parts = self._parts
         self._taken.append(named)
         self.named.update(named)
@@ -171,21 +173,37 @@ class Replayed:
     tables : sequence of (array, array)
         Of each array that programs look up, its row in their tables, whose first element is its
         address, and the array.
+    read : mapping of str to (array or None)
+        The arrays that it read, by the kernels' names.
     """
 
-    __slots__ = ("_call", "_run", "_tables", "nbytes")
+    __slots__ = ("_call", "_read", "_run", "_tables", "nbytes")
 
     def __init__(
-        self, call: Any, run: Callable[..., None], tables: Sequence[tuple[Any, Any]] = ()
+        self,
+        call: Any,
+        run: Callable[..., None],
+        tables: Sequence[tuple[Any, Any]],
+        read: Mapping[str, Any],
     ) -> None:
-        self._call, self._run = call, run
+        self._call, self._run, self._read = call, run, read
         self.nbytes = call.nbytes
         self._tables: Any = tables
 
     def bind(self, seen: HostSignature) -> bool:
-        """Find each table's array among those of a signature; return whether all are there."""
+        """Find each table's array among those of a signature; return whether all are there.
+
+        The call must have read the arrays that came, and no copies of them.
+        """
         from cupyflash.reference.cpu.addresses import address
 
+        for name, x in self._read.items():
+            came = seen.named.get(name)
+            if (came is None) != (x is None):
+                return False
+            if x is not None and (came.dtype != x.dtype or address(came) != address(x)):
+                return False
+        self._read = {}
         found = []
         for row, array in self._tables:
             names = [
@@ -209,8 +227,7 @@ class Replayed:
 
             for row, name in self._tables:
                 row[0] = address(named[name])
-        if seed := seen.addresses["seed"]:
-            self._call.seed(seed)
+        self._call.seed(seen.addresses["seed"])
         return named
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
@@ -248,7 +265,7 @@ class ReplayedCache(Replayed):
     def __init__(
         self, made: Any, call: Call, tables: Sequence[tuple[Any, Any]], found: KeyRange | None
     ) -> None:
-        super().__init__(made, made, tables)
+        super().__init__(made, made, tables, {"q": call.q, "k": call.k, "v": call.v})
         cache: Any = call.cache
         self._capacity = cache.capacity
         self._lengths = np.zeros(call.problem.batch, np.int64)
@@ -313,16 +330,17 @@ class ReplayedGrowing(Replayed):
     ----------
     made : Any
         The call of `reference.cpu`.
-    problem : Problem
-        Its sizes.
+    call : Call
+        What it was made from.
     found : KeyRange or None
         As in `ReplayedCache`.
     """
 
     __slots__ = ("_ends", "_lengths")
 
-    def __init__(self, made: Any, problem: Problem, found: KeyRange | None) -> None:
-        super().__init__(made, made.grown)
+    def __init__(self, made: Any, call: Call, found: KeyRange | None) -> None:
+        super().__init__(made, made.grown, (), {"q": call.q, "k": call.k, "v": call.v})
+        problem = call.problem
         self._lengths = np.zeros(problem.batch, np.int64)
         self._ends = None if found is None else GrowingEnds(problem, found)
 

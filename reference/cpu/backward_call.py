@@ -136,8 +136,8 @@ class BackwardCall:
         self._programs = replace(self._programs, tables=None)
 
     def seed(self, seed: int) -> None:
-        """Set the generator's key."""
-        if not self._is_empty:
+        """Set the generator's key, if pairs are dropped."""
+        if self._problem.dropout and not self._is_empty:
             self.shape.change("seed", signed(seed))
 
     @property

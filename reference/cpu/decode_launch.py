@@ -110,6 +110,9 @@ class DecodeCall:
         self._cache.reach(self._layout.problem.lead, k, v)
         self(q, k, v, None, sink, out, lse)
 
+    def seed(self, seed: int) -> None:
+        """Do nothing: no pair is dropped."""
+
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""
         self._programs = replace(self._programs, tables=None)

@@ -114,8 +114,9 @@ class ForwardCall:
         self._programs = replace(self._programs, tables=None)
 
     def seed(self, seed: int) -> None:
-        """Set the generator's key."""
-        self.shape.change("seed", signed(seed))
+        """Set the generator's key, if pairs are dropped."""
+        if self._layout.problem.dropout:
+            self.shape.change("seed", signed(seed))
 
     @property
     def visited(self) -> int:

@@ -13,7 +13,7 @@ import pytest
 from placement import same_bits
 
 import cupyflash
-from cupyflash import ArgumentError, lookup, masks, scores
+from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
 from cupyflash.problem import cached, replay, validate
 
 F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
@@ -328,6 +328,27 @@ def test_many_threads_make_the_same_call():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("seed", [int, np.uint64, np.array], ids=["int", "uint64", "array"])
+def test_each_seed_drops_other_pairs(seed):
+    """Also a seed of 0 after others, and seeds whose arrays look alike."""
+    q, k, v = np.ones((3, 1, 2, 20, 8), np.float32) * np.arange(20, dtype=np.float32)[:, None]
+    expected = {}
+    for number in (5, 0, 6, 5, 0, 6):
+        options = {"dropout": 0.5, "seed": seed(number)}
+        out, vjp = cupyflash.attention_vjp(q, k, v, **options)
+        found = out.tobytes() + vjp(out).dv.tobytes()
+        assert expected.setdefault(number, found) == found
+    assert len(set(expected.values())) == 3
+
+
+def test_bytes_in_another_order_are_refused_each_time():
+    q, k, v = np.ones((3, 1, 2, 20, 8), np.float32)
+    cupyflash.attention(q, k, v)
+    for _ in range(2):
+        with pytest.raises(ArgumentTypeError, match="native byte order"):
+            cupyflash.attention(*(x.astype(">f4") for x in (q, k, v)))
 
 
 def test_an_interrupted_call_leaves_nothing_half_kept(monkeypatch):
