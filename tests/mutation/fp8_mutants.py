@@ -44,7 +44,7 @@ FAULTS = {
         PRODUCTS, "group / 8 * (KEYS", "0 * (KEYS", EDGES, "1-256 and e4m3"
     ),
     "fp8: parts of wide heads are the first one": Fault(
-        KERNEL, "x * PART_ROWS * LINE", "0 * PART_ROWS * LINE", EDGES, "1-256 and e4m3"
+        KERNEL, "x * (PART_ROWS * LINE", "0 * (PART_ROWS * LINE", EDGES, "1-256 and e4m3"
     ),
     "fp8: the output is not rescaled": Fault(
         KERNEL, "fma(sum, alpha[r],", "fma(sum, 1.0f,", EDGES, "1-64 and e4m3"
