@@ -18,7 +18,7 @@ class Options:
 
     The public functions have these fields as keywords, with these types and defaults; a test
     compares them. A new option is a field here, a keyword there, its check in `validate` and its
-    part of a signature in `launch_cache`, both of which fail for a field that they do not know.
+    part of a signature in `replay`, both of which fail for a field that they do not know.
     """
 
     mask: Mask | DLPackArray | None = None
