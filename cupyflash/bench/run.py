@@ -27,7 +27,7 @@ TOLERANCE = {
     for name, dtype in DTYPES.items()
 }
 ROUNDED_PENALTIES = 5e-2  # some peers take ALiBi's slopes in 16 bits
-WARM_UP = {"cpu": 1, "gpu": 3}  # rounds
+WARM_UP = {"cpu": 1, "gpu": 3}  # rounds of a case; a task has many calls before it is timed
 Progress = Callable[[Case | Task, str], None]
 
 
@@ -90,6 +90,7 @@ def _computed(
     return _run(
         meter, contenders, lambda x: x.prepare(meter, case, inputs), tolerance, runs, seconds,
         lambda doing: progress(case, doing), graphs,
+        WARM_UP["gpu" if isinstance(meter, Gpu) else "cpu"],
     )  # fmt: skip
 
 
@@ -145,6 +146,7 @@ def _run(
     seconds: float,
     progress: Callable[[str], None],
     graphs: bool = False,
+    warm_up: int = 0,
 ) -> tuple[Result, ...]:
     """Let all compute once, and compare; then time all that are right."""
     results: dict[str, Result] = {}
@@ -166,7 +168,7 @@ def _run(
         del job, found
     del wanted
     progress("timing")
-    for name, outcome in _timed(meter, jobs, runs, seconds).items():
+    for name, outcome in _timed(meter, jobs, runs, seconds, warm_up).items():
         if isinstance(outcome, Exception):
             results[name] = Result(name, REFUSED, why(outcome))
         else:
@@ -235,12 +237,11 @@ def distance(a: Any, b: Any) -> float:
 
 
 def _timed(
-    meter: Meter, jobs: dict[str, Job], runs: int, seconds: float
+    meter: Meter, jobs: dict[str, Job], runs: int, seconds: float, warm_up: int
 ) -> dict[str, list[float] | Exception]:
     """Run everybody once a round, each round begun by another one; return seconds, or errors."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     errors: dict[str, Exception] = {}
-    warm_up = WARM_UP["gpu" if isinstance(meter, Gpu) else "cpu"]
     begin = time.perf_counter()
     for number in range(-warm_up, runs):
         if number == 0:
