@@ -359,7 +359,7 @@ def grows(call: Call) -> bool:
     """Return whether a call is looked for without its number of keys."""
     plain = call.bias is None and call.score_mod is None and not call.problem.dropout
     plain &= call.mask is None or not call.mask.structure[1]
-    plain &= not call.problem.rows.adjoin and not call.problem.whole
+    plain &= not call.problem.rows.adjoin and not call.problem.whole and not any(call.were_matrices)
     return plain and call.q.shape[-2] == 1
 
 

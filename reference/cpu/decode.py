@@ -184,7 +184,10 @@ def decode_combine(
     merge, parts, first_part, count, top, kept, place, size, c, nodes, filled, shape, b, head,
     heads, i0, queries, columns, sink, out, lse,
 ):  # fmt: skip
-    """Join the parts of a task, `kept` from `place` on, and write its out and lse."""
+    """Join the parts of a task, `kept` from `place` on, and write its out and lse.
+
+    With a `count` of 0, no part was kept, and the node of level `top` is the task's.
+    """
     before, none, lowest = np.int64(-1), np.int64(-1), np.int64(1)
     rows = heads * queries
     filled[:] = 0
@@ -195,7 +198,8 @@ def decode_combine(
         before = leaf
         # A larger node than a leaf is copied to the level above its own as it is closed.
         add_to_node(merge, nodes, size, lowest, kept, place + n * size, rows, columns, c, filled)
-    close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, top)
+    if count:
+        close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, top)
     finish_task(shape, b, head, heads, i0, queries, nodes, size * top, columns, sink, out, lse)
 
 
@@ -382,9 +386,9 @@ def decode(first, last, work, scratch):
             clear(nodes, size * level, rows)
         task = members[first_member, 0]
         if several == 1 and tasks[task, 7] == 1:  # this is all of it
-            finish_task(
-                shape, b, head, heads, tasks[task, 4], queries, nodes, size * level, columns, sink,
-                out, lse,
+            decode_combine(
+                merge, parts, start, start, level, kept, start, size, c, nodes, filled, shape, b,
+                head, heads, tasks[task, 4], queries, columns, sink, out, lse,
             )  # fmt: skip
             continue
         # Whoever finishes a task needs the scratch, so all parts are kept before.

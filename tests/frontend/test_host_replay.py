@@ -54,6 +54,11 @@ def matrices(rng):
     return lambda: (out, lse, *cupyflash.attention_backward(out, q, k, v, out, lse))
 
 
+def one_row(rng):
+    q, k, v = (normal(rng, n, 16) for n in (1, 13, 13))
+    return lambda: cupyflash.attention(q, k, v, return_lse=True)
+
+
 def of_other_strides(rng):
     """Rows of heads lie in turns, and columns of v far apart, which takes a copy."""
     q, k = (normal(rng, 2, 30, 3, 16).swapaxes(1, 2) for _ in "qk")
@@ -150,6 +155,7 @@ KINDS = {
     "dropout": dense(dropout=0.3, seed=lambda rng: int(rng.integers(2**63))),
     "scale": dense(scale=-0.25),
     "matrices": matrices,
+    "one row": one_row,
     "other strides": of_other_strides,
     "packed": packed,
     "cached": over_cache((1, 17, 64, 65, 80)),

@@ -31,6 +31,7 @@ CODE = re.compile(
 # Errors with code that have no case above: the fragment, and why, or the test that applies it.
 GPU = "a GPU computes, or a CUDA graph is being captured"
 RANKS = "../distributed/test_rank_remedies.py::test_"
+CLONE = "a clone is there, whose examples are timed"
 NOT_DONE = "it says what holds, and not what to write"
 INSTALL = "a package is installed"
 WORKS = "test_the_remedy_of_an_error_works_as_it_is_written"
@@ -39,6 +40,7 @@ JAX = f"test_jax_remedies.py::{WORKS}"
 SUBCLASSES = "test_torch_subclasses.py::test_no_function_takes_an_unknown_subclass"
 WITHOUT_CASE: dict[tuple[str, str], str] = {
     ("arrays/device_arrays.py", "cupy.asarray([[{}]], cupy.float32)"): GPU,
+    ("bench/programs.py", "pip install -e"): CLONE,
     ("arrays/interop.py", ".as_subclass(torch.Tensor)"): SUBCLASSES,
     ("arrays/interop.py", ".detach()"): TORCH,
     ("distributed/plans.py", 'scheme="rounds"'): RANKS + "another_scheme",

@@ -26,7 +26,7 @@ def unchecked(monkeypatch):
         raise AssertionError("the piece was looked at again")
 
     def forbid():
-        for name in ("forward", "backward", "combine"):
+        for name in ("forward", "backward"):
             monkeypatch.setattr(launch, name, refuse)
 
     return forbid

@@ -5,7 +5,8 @@ See `cache_mutants` for what a fault is.
 
 from __future__ import annotations
 
-from .cache_mutants import CACHE_CPU, DECODE_CPU, JOIN, TASKS, TASKS_CPU, Fault
+from .cache_mutants import JOIN, TASKS, Fault
+from .cached_cpu_mutants import CACHE_CPU, DECODE_CPU, TASKS_CPU
 
 SHARED = "cpu/test_cached_shared.py::test_"
 BITS, DIVIDED = SHARED + "sharing_changes_no_bit", SHARED + "the_schedule_changes_no_bit"

@@ -13,6 +13,7 @@ from emulator import build
 from mutation import (
     cache_mutants,
     cached_code_mutants,
+    cached_cpu_mutants,
     code_mutants,
     fp8_mutants,
     piece_mutants,
@@ -24,7 +25,7 @@ from mutation.changed_file import GIVEN, changed
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = cache_mutants.FAULTS | code_mutants.FAULTS | cached_code_mutants.FAULTS
 FAULTS |= shared_mutants.FAULTS | fp8_mutants.FAULTS | schedule_mutants.FAULTS
-FAULTS |= piece_mutants.FAULTS
+FAULTS |= piece_mutants.FAULTS | cached_cpu_mutants.FAULTS
 # All of them take half an hour; a few show that the tests find what they are there for.
 TRIED = list(FAULTS)
 if os.environ.get("CUPYFLASH_EVERY_FAULT") != "1":

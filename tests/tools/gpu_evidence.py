@@ -1,7 +1,7 @@
 """Runs the tests that need a GPU, or the fuzz, and writes down what came of it, as JSON.
 
     python tests/tools/gpu_evidence.py tests                     every file with such tests
-    python tests/tools/gpu_evidence.py tests --minutes 9         it ends after nine minutes
+    python tests/tools/gpu_evidence.py --minutes 9 tests         it ends after nine minutes
     python tests/tools/gpu_evidence.py fuzz --problems 4000 --seed 2611
 
 Records go to tests/data/gpu; `--folder` names another place. The exit status is 1 if a test failed
@@ -32,7 +32,7 @@ _WORDS = {"XFAIL": "xfailed", "XPASS": "xpassed"}
 _TEST = re.compile(
     r"^(\S+?\.py)(::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \((.*)\))?(?: +\[ *\d+%\])?$"
 )
-_SHOWN = re.compile(r"^(\S+?\.py)(::.*?)$")
+_BEGUN = re.compile(r"^(\S+?\.py)(::.*?)$")
 _LAST = re.compile(r"(\d+) problems of seed \d+, (\d+) wrong")
 _PROGRESS = re.compile(r"(\d+) of \d+ problems, (\d+) wrong")
 
@@ -79,25 +79,25 @@ def ended(commands: Sequence[Sequence[str]], settings: Sequence[dict[str, str]],
 
 
 def outcomes(logs: Iterable[str]) -> dict[str, Any]:
-    """Return what came of tests, by file, from what ``pytest -v`` says."""
+    """Return what came of tests, by file, from what ``pytest -v`` says.
+
+    A test that has not ended is the last line.
+    """
     files: dict[str, Counter[str]] = {}
-    failed, reasons, begun = set(), Counter[str](), set()
-    seen = set()
-    for line in (line for log in logs for line in log.splitlines()):
-        if found := _TEST.match(line):
+    failed, reasons, cut = set(), Counter[str](), set()
+    for lines in map(str.splitlines, logs):
+        for found in filter(None, map(_TEST.match, lines)):
             file, name, word, reason = found.groups()
             outcome = _WORDS.get(word, word.lower())
-            seen.add(file + name)
             files.setdefault(file, Counter())[outcome] += 1
             if outcome in ("failed", "error", "xpassed"):
                 failed.add(file + name)
             if outcome == "skipped":
                 reasons[reason or ""] += 1
-        elif found := _SHOWN.match(line.rstrip()):
-            begun.add("".join(found.groups()))
-    cut = {name for name in begun - seen if "[" not in name or name.endswith("]")}
-    for name in cut:
-        files.setdefault(name.partition("::")[0], Counter())["not ended"] += 1
+        if lines and (begun := _BEGUN.match(lines[-1].rstrip())):
+            file, name = begun.groups()
+            files.setdefault(file, Counter())["not ended"] += 1
+            cut.add(file + name)
     return {
         "files": {file: dict(sorted(files[file].items())) for file in sorted(files)},
         "failed": sorted(failed),
