@@ -5,12 +5,12 @@ Tensors in host memory say that they are on a GPU, whose memory is that of `host
 
 from __future__ import annotations
 
-import ctypes
+import gc
+import weakref
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from host_cupy import MemoryPointer
 
 from cupyflash import masks, scores
 from cupyflash.arrays import device_arrays
@@ -27,20 +27,8 @@ CAUSAL = masks.causal()
 @pytest.fixture
 def gpu_tensors(cupy, monkeypatch):
     """Make a function that makes tensors, with CuPy's module as `cupy`."""
-
-    def borrowed(place, shape, dtype, strides, device, owner):
-        made = object.__new__(cupy.ndarray)
-        made.host = np.ndarray(shape, dtype, array_at(place, shape, dtype, strides), 0, strides)
-        made.data, made.device = MemoryPointer(made.host), cupy.cuda.Device(device)
-        return made
-
-    def array_at(place, shape, dtype, strides):
-        reach = sum(step * (n - 1) for step, n in zip(strides, shape, strict=True)) + dtype.itemsize
-        return (ctypes.c_uint8 * reach).from_address(place)
-
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0, raising=False)
-    monkeypatch.setattr(device_arrays, "borrowed", borrowed)
     monkeypatch.setattr(device_arrays, "on_stream", lambda *_: nullcontext())
     monkeypatch.setattr(tensors, "raw_stream", lambda device: 70 + device)
     monkeypatch.setattr(recognised, "_known", {})
@@ -107,6 +95,23 @@ def test_gradients(cupy, gpu_tensors, monkeypatch, deterministic):
     told = {int(word) for launch in quick for word in launch.words}
     assert {x.data_ptr() for x in (*arrays, *made)} <= told
     assert [x.shape for x in made] == [x.shape for x in arrays[:3]]
+
+
+def test_an_array_in_the_memory_of_a_tensor_keeps_it(cupy, gpu_tensors):
+    """Workspaces are tensors that nothing else keeps, and are written while a call is computed."""
+    (tensor,) = gpu_tensors(1)
+    alive = weakref.ref(tensor)
+    array = tensors.array_of(tensor)
+    assert array.data.ptr == tensor.data_ptr()
+    rows = array[0, 1:].reshape(3 * 40, 16)
+    del tensor, array
+    gc.collect()
+    assert alive() is not None
+    rows.fill(2)
+    assert float(alive().sum()) == 2 * 3 * 40 * 16
+    del rows
+    gc.collect()
+    assert alive() is None
 
 
 def test_other_calls_are_told_apart(cupy, gpu_tensors):

@@ -66,6 +66,17 @@ class PinnedMemory(np.ndarray):
         return self.ctypes.data
 
 
+class UnownedMemory(np.ndarray):
+    """Bytes of another library at an address; whatever lies in them keeps their owner."""
+
+    def __new__(cls, place, size, owner, device_id):
+        memory = (ctypes.c_uint8 * size).from_address(place)
+        memory.owner = owner
+        made = np.frombuffer(memory, np.uint8).view(cls)
+        made.device_id = device_id
+        return made
+
+
 class Launch(NamedTuple):
     """How a kernel was launched."""
 
@@ -206,6 +217,8 @@ class HostCupy(ModuleType):
         self.cuda = SimpleNamespace(
             alloc=self.alloc,
             alloc_pinned_memory=PinnedMemory,
+            UnownedMemory=UnownedMemory,
+            MemoryPointer=lambda held, offset: MemoryPointer(held, offset, held.device_id),
             get_current_stream=self.current_stream,
             Device=self.Device,
             Event=Event,
