@@ -199,9 +199,10 @@ class Replayed:
 
         for name, x in self._read.items():
             came = seen.named.get(name)
-            if (came is None) != (x is None):
-                return False
-            if x is not None and (came.dtype != x.dtype or address(came) != address(x)):
+            if came is None or x is None:
+                if came is not x:
+                    return False
+            elif came.dtype != x.dtype or address(came) != address(x):
                 return False
         self._read = {}
         found = []
