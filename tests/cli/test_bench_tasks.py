@@ -130,6 +130,8 @@ def test_the_host_does_not_wait_for_the_device(monkeypatch):
 
 
 def test_programs_are_those_of_the_examples(monkeypatch):
+    monkeypatch.setattr(programs, "FOLDER", Path(__file__).parents[2] / "examples")
+    programs.program.cache_clear()
     suite = bench.TASKS["cpu"]["programs"]
     tasks = {x.name: x for x in suite.tasks()}
     assert list(tasks) == [
