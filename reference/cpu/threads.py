@@ -34,14 +34,16 @@ _TRY, _WAIT = 0, 1
 class _Gate:
     """Lets one helper into one job, until the caller closes it. It is used again afterwards.
 
-    Whoever holds the lock has passed: a helper as long as it works, or the caller for ever.
+    Whoever holds the lock has passed: a helper as long as it works, or the caller for ever. Once
+    it is closed, it is opened by whoever knows that no other thread will look at it for this job:
+    the caller if a helper came through, else the helper that comes late. Who does not open it may
+    not even look at it any more, because it may already be the gate of another job.
     """
 
-    __slots__ = ("lock", "used")
+    __slots__ = ("lock",)
 
     def __init__(self) -> None:
         self.lock: int = _new_lock()  # never freed, since a helper may come late
-        self.used = False  # by a helper
 
 
 class _Pool:
@@ -75,7 +77,6 @@ class _Pool:
 
     def free(self, gate: _Gate) -> None:
         """Open a gate again, of which nobody knows any more; who calls this holds its lock."""
-        gate.used = False
         _release(gate.lock)
         self._gates.append(gate)
 
@@ -86,7 +87,7 @@ class _Pool:
             if not _acquire(gate.lock, _TRY):  # its caller has gone
                 self.free(gate)
             else:
-                gate.used = True
+                job.entered.append(gate)
                 try:
                     job.work()
                 except BaseException as error:  # noqa: BLE001 (the caller raises it)
@@ -125,6 +126,7 @@ class _Job:
         self.arrays: object = arrays
         self.items = items  # 0 if no thread is to begin another chunk
         self.error: BaseException | None = None  # of a helper
+        self.entered: list[_Gate] = []  # gates through which helpers came
         self._first, self._most = first, most
         self._next = 0
         self._taking = threading.Lock()
@@ -231,9 +233,8 @@ def parallel(
         all(closing)
         error = job.error
         job.run = job.arrays = job.error = None  # a late helper may hold the job for a while
-        for gate in gates:
-            if gate.used:
-                pool.free(gate)
+        for gate in job.entered:
+            pool.free(gate)
     if error is not None:
         try:
             raise error

@@ -89,7 +89,7 @@ def occupy_the_pool(task: Callable[[], object]) -> Callable[[], None]:
     def wait() -> None:
         for job, gate in zip(jobs, gates, strict=True):
             deadline = time.monotonic() + PATIENCE
-            while not (gate.used and threads._acquire(gate.lock, threads._TRY)):
+            while not (gate in job.entered and threads._acquire(gate.lock, threads._TRY)):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert job.error is None
@@ -135,6 +135,58 @@ def test_a_late_helper_finds_nothing_to_do(set_threads):
     occupied()
     occupy_the_pool(int)()  # the helper was in the queue before this
     assert calls == [threading.current_thread().name]
+
+
+def test_a_gate_that_a_late_helper_opens_is_closed_by_its_next_caller_only(
+    set_threads, monkeypatch
+):
+    """The gate of a call is open again, and in use by another one, before the call has returned."""
+    set_threads(2)
+    monkeypatch.setattr(threads, "_pool", threads._Pool())
+    pool, acquire = threads._pool, threads._acquire
+    first, release, inside, leave = (threading.Event() for _ in range(4))
+    done, others = np.zeros(2, bool), list[threading.Thread]()
+    gates: list[Any] = []
+
+    def compute(begin: int, end: int) -> None:
+        if threading.current_thread() is not others[0]:  # a helper
+            inside.set()
+            assert leave.wait(PATIENCE)
+        else:
+            assert inside.wait(PATIENCE)
+        done[begin:end] = True
+
+    def acquired(lock: int, how: int) -> int:
+        """Let much happen in another thread once the first call has closed its gate."""
+        result: int = acquire(lock, how)
+        if how == threads._WAIT and not first.is_set():
+            first.set()
+            release.set()
+            deadline = time.monotonic() + PATIENCE
+            while not any(gate.lock == lock for gate in pool._gates):  # until it is open again
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            pool._gates[:] = [gate for gate in pool._gates if gate.lock == lock]
+            gates.extend(pool._gates)
+            others.append(threading.Thread(target=threads.parallel, args=(compute, 2)))
+            others[0].start()
+            assert inside.wait(PATIENCE)
+        return result
+
+    monkeypatch.setattr(threads, "_acquire", acquired)
+    busy = threading.Event()
+    occupied = occupy_the_pool(lambda: busy.set() or release.wait(PATIENCE))
+    assert busy.wait(PATIENCE)
+    in_time(lambda: threads.parallel(lambda begin, end: None, 2) or 1)
+    occupied()
+    try:
+        others[0].join(0.5)
+        assert others[0].is_alive(), "it has returned, and a helper computes"
+    finally:
+        leave.set()
+        others[0].join(PATIENCE)
+    assert done.all()
+    assert pool._gates == gates
 
 
 def test_calls_within_calls(set_threads):
