@@ -137,14 +137,12 @@ def test_a_late_helper_finds_nothing_to_do(set_threads):
     assert calls == [threading.current_thread().name]
 
 
-def test_a_gate_that_a_late_helper_opens_is_closed_by_its_next_caller_only(
-    set_threads, monkeypatch
-):
+def test_no_caller_opens_the_gate_of_another_one(set_threads, monkeypatch):
     """The gate of a call is open again, and in use by another one, before the call has returned."""
     set_threads(2)
     monkeypatch.setattr(threads, "_pool", threads._Pool())
     pool, acquire = threads._pool, threads._acquire
-    first, release, inside, leave = (threading.Event() for _ in range(4))
+    first, release, busy, inside, leave = (threading.Event() for _ in range(5))
     done, others = np.zeros(2, bool), list[threading.Thread]()
     gates: list[Any] = []
 
@@ -174,7 +172,6 @@ def test_a_gate_that_a_late_helper_opens_is_closed_by_its_next_caller_only(
         return result
 
     monkeypatch.setattr(threads, "_acquire", acquired)
-    busy = threading.Event()
     occupied = occupy_the_pool(lambda: busy.set() or release.wait(PATIENCE))
     assert busy.wait(PATIENCE)
     in_time(lambda: threads.parallel(lambda begin, end: None, 2) or 1)
