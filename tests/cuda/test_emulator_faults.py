@@ -244,6 +244,7 @@ BARRIER = re.compile(r"__syncthreads\(\);.*|ptx::barrier_or(?=\()")
 
 def _barriers() -> list[tuple[str, int]]:
     paths = [path for path in FOLDER.rglob("*.cu*") if path.parent.name != "ptx"]
+    paths.remove(FOLDER / "ide_prelude.cuh")  # no kernel includes it
     return [
         (path.relative_to(FOLDER).as_posix(), n)
         for path in sorted(paths)

@@ -28,10 +28,11 @@ from placement import Layout, Placed
 
 from cupyflash.arrays import device_arrays
 from cupyflash.expr.cuda import generate
-from cupyflash.gpu import launch
+from cupyflash.gpu import launch, row_launches
 from cupyflash.gpu.kernels import sm90
 from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.problem.call import Gradients
+from cupyflash.rowwise import COMBINE
 from cupyflash.testing import rho
 
 from . import generators
@@ -283,7 +284,10 @@ def _run_of_parts(given: Parts) -> Run:
     emulator = Emulator()
     pairs = [(copies.array(a), copies.array(b)) for a, b in given.parts]
     out, lse = copies.array(given.out, True), copies.array(given.lse, True)
-    steps, sums = _recorded(emulator, copies, lambda: launch.combine(pairs, out, lse))
+    arrays = COMBINE.arrays_of(pairs) | {"out": out, "lse": lse}
+    steps, sums = _recorded(
+        emulator, copies, lambda: row_launches.run(COMBINE.recipe, pairs, arrays)
+    )
     outputs = {"out": copies.guarded(given.out), "lse": copies.guarded(given.lse)}
     before = {name: each.bytes() for name, each in outputs.items()}
     return Run(given.name, FORWARD, steps, outputs, given.wanted, sums, before, (copies, pairs))
