@@ -95,7 +95,7 @@ class HostSignature(Signature):
 
         return {name: address(x) for name, x in self.named.items() if x is not None}
 
-    def forward(self, entry: Entry, out: Any, lse: Any, workspace: Any = None) -> Any:  # noqa: ARG002
+    def forward(self, entry: Entry, out: Any, lse: Any, workspace: Any = None) -> Any:  # noqa: ARG002, a GPU's
         """Compute a forward again."""
         call = entry.compiled.take()
         if call is None:

@@ -39,7 +39,7 @@ def program(name: str) -> Any:
         sys.path.remove(str(FOLDER))
 
 
-def generation(meter: Meter, dtype: str, tokens: int) -> Works:  # noqa: ARG001
+def generation(meter: Meter, dtype: str, tokens: int) -> Works:  # noqa: ARG001, of every program
     """Generate tokens with a small language model and its cache."""
     module = program("numpy_generation")
     setting = module.Setting()
@@ -68,7 +68,7 @@ def _text() -> Any:
     return module.numbered(module.standard_text())
 
 
-def training(meter: Meter, dtype: str, steps: int) -> Works:  # noqa: ARG001
+def training(meter: Meter, dtype: str, steps: int) -> Works:  # noqa: ARG001, of every program
     """Train a character model, whose weights begin anew at each run."""
     module = program("numpy_training")
     setting, (text, characters) = module.Setting(), _text()

@@ -77,7 +77,7 @@ class Dense:
         call = validate.with_options(problem, *arrays, given.were_matrices, options)
         return changed(call, problem=call.problem.sized(len_q=part.len_q))
 
-    def signature(self, x: Operands) -> tuple[str, Named] | None:  # noqa: ARG002, as others
+    def signature(self, x: Operands) -> tuple[str, Named] | None:  # noqa: ARG002, others look at them
         """Return words and arrays that tell calls apart, or None if they are not recognised."""
         return "", {}
 
@@ -122,7 +122,7 @@ class Packed:
         part.check(call)
         return call
 
-    def signature(self, x: Operands) -> tuple[str, Named] | None:  # noqa: ARG002, as others
+    def signature(self, x: Operands) -> tuple[str, Named] | None:  # noqa: ARG002, others look at them
         """Return words and arrays that tell calls apart, or None if they are not recognised."""
         if self.check is not False:
             return None  # what its offsets hold is read every time

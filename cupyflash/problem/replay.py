@@ -133,7 +133,7 @@ class Signature(ABC):
         """Take an array that a mask or a score change reads, whose contents may differ."""
         self._take_arrays({name: array})
 
-    def _look_at(self, structure: Structure, read: Sequence[Any]) -> None:  # noqa: B027
+    def _look_at(self, structure: Structure, read: Sequence[Any]) -> None:  # noqa: B027, most have none
         """Refuse an expression whose proofs depend on more than the signature has."""
 
     @property

@@ -26,10 +26,11 @@ from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .memory import ROWS, aligned
 from .microkernel import round_up
-from .operands import Operand, Result, store
+from .operands import Operand, Result
 from .packing import lanes_of_pair, size_of_pairs
 from .prepared import BYTES_PER_SECOND, changes_of, packed_shape, seconds, signed, sinks_of
 from .structs import Packed
+from .sums import store
 from .thread_limits import num_threads
 from .threads import parallel
 from .widen import kind_of

@@ -167,11 +167,11 @@ class DecodeCall:
 
     def _bound(self, plan: Schedule) -> Bound:
         """Return the kernel with its arguments, for a schedule."""
-        number = self._layout.number
+        layout = self._layout
+        number = layout.number
         self._counters = np.zeros(1 + len(plan.tasks), np.int64)
         self._visited = np.zeros(len(plan.units), np.int64)
         sizes = self._sizes(plan.top)
-        layout = self._layout
         q, out, lse = (x.rows.values for x in (self._q, self._out, self._lse))
         merge_pointer, keys_pointer, values_pointer = self._pointers
         work = DecodeWork(

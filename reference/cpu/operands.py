@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from .addresses import address
-from .float_modes import own_arithmetic
 from .layout import Array, Layout, Scratch
 from .memory import ROWS, Rows
 from .microkernel import round_up
 from .structs import Packed
+from .sums import store
 from .widen import BFLOAT16, NATIVE, kind_of
 
 
@@ -40,8 +40,6 @@ class Operand:
     ----------
     rows : Packed
         Where its rows lie, as kernels take it.
-    heads, columns, kind : int
-        Of what kernels read; the last is as in `widen`.
     """
 
     def __init__(
@@ -70,8 +68,6 @@ class Operand:
             self._copy = scratch.empty((*distinct.shape[:-1], columns), layout.number)
             self._copy[..., self._width :] = 0
             seen = np.broadcast_to(self._copy, (*array.shape[:-1], columns))
-        self.heads, self.columns = seen.shape[-3], seen.shape[-1]
-        self.kind = kind_of(seen.dtype)
         return layout.rows(seen, self._keys)
 
     def reach(self, array: Array) -> None:
@@ -127,9 +123,3 @@ class Result:
         """Write to the array what kernels have computed."""
         if self._made is not None:
             store(self._made[..., : self._columns], array)
-
-
-@own_arithmetic
-def store(source: Array, target: Array) -> None:
-    """Write an array to another one, rounded to its type."""
-    target[...] = source.astype(target.dtype, copy=False)
