@@ -81,7 +81,7 @@ def attention_vjp(
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
-    check: bool = True,
+    check: bool | None = None,
 ) -> tuple[Array, Vjp] | tuple[Array, FloatArray, Vjp]:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -97,11 +97,12 @@ def attention_vjp(
         Whether gradients are bitwise equal in every run; see `attention_backward`.
     bias_gradient : bool
         Whether the gradient of the bias is computed; see `attention_backward`.
-    check : bool
+    check : bool, optional
         Whether `vjp` notices arrays that were changed in place since. It reads them once when
         `attention_vjp` is called and once when `vjp` is. For arrays in device memory this takes
-        three launches, and nothing waits for them; in calls of less than a millisecond you may
-        notice their time.
+        two launches, and nothing waits for them. Where these would take more than 2 % of the
+        backward's time, as for short sequences, the first eight calls with such arrays are checked
+        and then one of several. True checks every call, and False none.
 
     Returns
     -------
@@ -114,9 +115,8 @@ def attention_vjp(
         call read, such as a bias or the lengths of a mask, without a copy. With `out` and `lse` in
         host memory you may do what you like: if they have changed, they are computed again.
         Changes of the other arrays are an error. On a GPU, if any array has changed, all gradients
-        are NaN, and a later call of a vjp, or of this function, raises the error. It cannot be
-        pickled; save q, k, v, out and lse, and call `attention_backward` where you need the
-        gradients.
+        are NaN, and a later call of this function raises the error. It cannot be pickled; save q,
+        k, v, out and lse, and call `attention_backward` where you need the gradients.
 
     Raises
     ------

@@ -62,11 +62,11 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     if return_lse is not False:
         check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
-    signature = forward_signature(request, want_lse, out, lse_out)
+    request.seen = signature = forward_signature(request, want_lse, out, lse_out)
     if signature is not None and (entry := replay.find(signature)) is not None:
         results = signature.forward(entry, out, lse_out)
         if results is not None:
-            request.replayed = signature
+            request.was_replayed = True
             return results if return_lse else results[0]
     call = request.call
     _check_outputs(call, out, lse_out)
@@ -230,18 +230,21 @@ def vjp_of(
     return_lse: bool,
     deterministic: bool,
     bias_gradient: bool = True,
-    check: Any = True,
+    check: Any = None,
 ) -> Any:
     """Compute a call, and return it with the function that computes its gradients.
 
-    `check` says whether that function notices what was changed in between.
+    `check` says whether that function notices what was changed in between; None: where that is
+    cheap.
     """
     check_flag(return_lse, "return_lse")
     check_flag(deterministic, "deterministic")
     check_flag(bias_gradient, "bias_gradient")
-    check_flag(check, "check")
+    if check is not None:
+        check_flag(check, "check")
     out, lse = forward(request, True, None, None)
-    if check and request.is_summed:
+    check = None if check is None else bool(check)
+    if check is not False and request.is_summed:
         changes.refuse_reported(out)
     vjp = Vjp(request, out, lse, deterministic, bias_gradient, check)
     return (out, lse, vjp) if return_lse else (out, vjp)
@@ -260,8 +263,9 @@ class Vjp(Generic[F]):
         Whether gradients are the same in every run.
     bias_gradient : bool
         Whether the gradient of the bias is computed.
-    check : bool
-        Whether arrays that were changed since are noticed, as far as `changes` looks at them.
+    check : bool or None
+        Whether arrays that were changed since are noticed, as far as `changes` looks at them; None:
+        of short calls on a GPU, in some.
     """
 
     __slots__ = (
@@ -288,9 +292,11 @@ class Vjp(Generic[F]):
         self._deterministic, self._bias_gradient = deterministic, bias_gradient
         self._before: changes.Snapshot | None = None
         self._sums: checksum_launches.Sums | None = None
-        if check and request.is_summed:
-            self._sums = changes.sums(request, {"out": out, "lse": lse})
-        elif check and request.is_watched:
+        if check is False:
+            return
+        if request.is_summed:
+            self._sums = changes.sums(request, {"out": out, "lse": lse}, bool(check))
+        elif request.is_watched:
             named = request.read_arrays() | {"out": out, "lse": lse}
             self._before = changes.Snapshot(named, request)
 
@@ -303,9 +309,8 @@ class Vjp(Generic[F]):
         if self._sums is None:
             return backward(self._request, do, out, lse, dlse, *how)
         changes.refuse_reported(out)
-        memory = self._sums.again()
         gradients = backward(self._request, do, out, lse, dlse, *how)
-        self._sums.compare(memory, gradients)
+        self._sums.compare(gradients)
         return gradients
 
     def _forward(self) -> tuple[Array, Array]:

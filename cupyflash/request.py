@@ -45,7 +45,8 @@ class Request:
     ) -> None:
         self.q, self.k, self.v = q, k, v
         self.rows, self.codes, self.options = rows, codes, options
-        self.replayed: Signature | None = None  # of the forward, if it was replayed
+        self.seen: Signature | None = None  # of the forward, when it was computed
+        self.was_replayed = False
 
     @cached_property
     def operands(self) -> Operands:
@@ -73,9 +74,9 @@ class Request:
 
     def read_arrays(self) -> dict[str, Any]:
         """Return the arrays that the call reads by name; a replayed call is not checked for it."""
-        if self.replayed is None:
+        if self.seen is None or not self.was_replayed:
             return validate.read_arrays(self.call)
-        return self.replayed.arrays
+        return self.seen.arrays
 
     @property
     def is_watched(self) -> bool:

@@ -357,7 +357,7 @@ def attention_vjp(
     return_lse: bool = False,
     deterministic: bool = False,
     bias_gradient: bool = True,
-    check: bool = True,
+    check: bool | None = None,
 ) -> tuple[Array, Vjp] | tuple[Array, FloatArray, Vjp]:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -373,7 +373,7 @@ def attention_vjp(
         Whether gradients are bitwise equal in every run; see `cupyflash.attention_backward`.
     bias_gradient : bool
         Whether the gradient of the bias is computed; see `cupyflash.attention_backward`.
-    check : bool
+    check : bool, optional
         As in `cupyflash.attention_vjp`. Arrays in device memory are compared only with the
         environment variable CUPYFLASH_DEBUG=1.
 

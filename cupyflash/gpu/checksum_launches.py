@@ -1,34 +1,53 @@
 """Notices changes of arrays in device memory, without waiting for the device.
 
-Arrays are summed by one launch when a call is made, and by another one when its gradients are
-computed. Then a third launch compares the sums. If they differ, it fills the gradients with NaN,
-and leaves word in host memory, which later calls read.
+Arrays are summed by one launch when a call is made. Another one behind the call's backward sums
+them again, and compares: if the sums differ, it fills the gradients with NaN, and leaves word in
+host memory, which later calls read.
+
+Of short calls, these two launches are a large part. So of calls with equal signatures, the first
+`FIRST` are checked, and then one of as many as it takes to keep the time within `SHARE`; or every
+one, if the caller asks for it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..problem.call import Array, Gradients
-from . import launch_cache, params
+from ..expr.evaluate import evaluate
+from ..expr.key_range import key_range
+from ..expr.nodes import Expr, walk
+from ..problem.bound_exprs import trees
+from ..problem.call import Array, Call, Gradients
+from . import driver, params
 from .kernels import rowwise
-from .launch import CompiledRecipe, compiled_recipe
-from .params import MAX_AXES, MAX_SUMMED, MAX_SUMS, Summed
+from .launch import Addresses, CompiledRecipe, compiled_recipe
+from .params import MAX_AXES, MAX_SUMMED, REPORTS, Summed
 from .specialisation import Specialisation
 from .writer import Launch, Recipe
 
 WORD = 8  # bytes
+WARPS = rowwise.ROWS.threads // 32
 BLOCK = 1 << 14  # bytes that a block loads at once
 MOST_BLOCKS = 512  # of an array
 OTHERS = "another array"
 
+FIRST = 8  # calls with equal signatures that are checked in any case
+SHARE = 0.02  # of a backward's time
+# What that time is guessed from: seconds of host or device for each launch and the least that a
+# backward takes; bytes that an SM loads in a second, and operations of 16-bit numbers.
+LAUNCH, LEAST = 10e-6, 60e-6
+BANDWIDTH, OPERATIONS = 25e9, 4e12
+UNKNOWN = 0.25  # share of the pairs that take part, if a mask does not tell
 
-class _Kind:
+
+class Kind:
     """What is kept of calls with equal signatures.
 
     Parameters
@@ -37,75 +56,138 @@ class _Kind:
         The arrays, by the names of their addresses.
     shown : sequence of str
         The names that users have for them.
-    device : int
-        Where they are.
+    every : int
+        One of how many calls is checked, behind the first ones.
     """
 
-    def __init__(self, named: Mapping[str, Array], shown: Sequence[str], device: int) -> None:
-        self.device = device
-        self.words = min(len(named), MAX_SUMS)
-        names = [*shown[: self.words - 1], OTHERS] if len(shown) > MAX_SUMS else shown
-        self._bits = [1 << bit_of(name) for name in names]
-        self.sums = compiled_recipe(Recipe(tuple(sums(named))), device)
+    def __init__(self, named: Mapping[str, Array], shown: Sequence[str], every: int) -> None:
+        device = device_arrays.device_of(next(iter(named.values())))
+        assert device is not None
+        self.queue = driver.queue(device)
+        self._rows = _rows(named, [word_of(name) for name in shown])
+        self.size = WORD * (1 + WARPS * (self._rows[-1][1].end if self._rows else 0))
+        with cuda_device.current(device):
+            self.sums = compiled_recipe(Recipe(tuple(launches(self._rows))), device)
         self._comparisons: dict[Hashable, CompiledRecipe] = {}
+        self._every, self._calls = every, itertools.count()
+
+    def is_due(self) -> bool:
+        """Count a call, and return whether it is to be checked.
+
+        One that is captured is: nothing counts its replays.
+        """
+        number = next(self._calls)
+        is_due: bool = (
+            number < FIRST
+            or number % self._every == 0
+            or self.queue.current_stream().is_capturing()
+        )
+        return is_due
 
     def comparison(self, gradients: Mapping[str, Array]) -> CompiledRecipe:
-        """Return the launch that compares sums, for gradients of these names.
+        """Return the launches that sum again and compare, for gradients of these names.
 
         Their shapes are those of arrays that are summed.
         """
         key = tuple(gradients)
         found = self._comparisons.get(key)
         if found is None:
-            made = Recipe((comparison(gradients, self._bits),))
-            found = self._comparisons[key] = compiled_recipe(made, self.device)
+            made = Recipe(tuple(launches(self._rows, gradients)))
+            found = self._comparisons[key] = compiled_recipe(made, self.queue.device)
         return found
 
 
-def sums(named: Mapping[str, Array]) -> list[Launch]:
-    """Return the launches that sum arrays, each into a word of its own as long as there are some.
-
-    The words, which must be 0 before, are at the address "sums".
-    """
-    numbered = [
-        (name, array, min(n, MAX_SUMS - 1)) for n, (name, array) in enumerate(named.items())
-    ]
-    held = [row for row in numbered if row[1].size]
-    layout, made = params.rowwise("checksum"), []
-    for group in _batches(held, MAX_SUMMED):
-        rows, slots, end = [], [(layout.place("sums"), "sums")], 0
-        for n, (name, array, word) in enumerate(group):
-            begin, size, axes = layout_of(array)
-            end += max(1, min(MOST_BLOCKS, -(-size * _units(axes) // BLOCK)))
-            rows.append(_summed(begin, size, axes, end, word))
-            slots.append((layout.place(f"array {n}"), name))
-        values = {"arrays": rows, "count": len(rows), "blocks": end}
-        made.append(Launch(_special(), end, layout.pack(values), tuple(slots)))
-    return made
-
-
-def comparison(gradients: Mapping[str, Array], bits: Sequence[int]) -> Launch:
-    """Return the launch that compares sums, and writes NaN to gradients if they differ.
+def calls_between(call: Call, nbytes: int, multiprocessors: int) -> int:
+    """Return of how many calls one is to be checked, so that this takes `SHARE` of the time.
 
     Parameters
     ----------
-    gradients : mapping of str to array
-        By the names of their addresses; they have no gaps.
-    bits : sequence of int
-        What it adds to its report for each sum that differs.
+    call : Call
+        One of them.
+    nbytes : int
+        The size of the arrays that are summed.
+    multiprocessors : int
+        Of the device.
+    """
+    problem = call.problem
+    pairs = problem.heads * float(np.sum(np.multiply(problem.len_q, problem.len_k, dtype=float)))
+    if np.ndim(problem.len_q) == np.ndim(problem.len_k) == 0:
+        pairs *= problem.batch
+    pairs *= seen_share(call)
+    operations = 5.0 * pairs * (problem.d + problem.d_v) * problem.dtype.itemsize / 2
+    backward = max(LEAST, operations / (OPERATIONS * multiprocessors))
+    check = 2 * (LAUNCH + nbytes / (BANDWIDTH * multiprocessors))
+    return max(1, math.ceil(check / (SHARE * backward)))
+
+
+def seen_share(call: Call) -> float:
+    """Return about which share of the pairs of queries and keys a mask lets take part."""
+    allowed = trees(call).allowed
+    if allowed is None:
+        return 1.0
+    problem = call.problem
+    found = key_range(allowed, problem)
+    if found is None or any(end is not None and _reads(end) for end in found):
+        return UNKNOWN
+    queries, keys = int(np.max(problem.len_q)), int(np.max(problem.len_k))
+    if not queries or not keys:
+        return 1.0
+    symbols = {name: np.int64(0) for name in ("b", "h")}
+    symbols |= {"i": np.linspace(0, queries - 1, 33).astype(np.int64)}
+    symbols |= {"len_q": np.int64(queries), "len_k": np.int64(keys)}
+    low, high = found
+    first = 0 if low is None else np.maximum(evaluate(low, symbols), 0)
+    last = keys - 1 if high is None else np.minimum(evaluate(high, symbols), keys - 1)
+    return float(np.mean(np.clip((last - first + 1) / keys, 0, 1)))
+
+
+def _reads(end: Expr) -> bool:
+    return any(node.op == "lookup" for node in walk(end))
+
+
+def _rows(named: Mapping[str, Array], words: Sequence[int]) -> list[tuple[str, Summed]]:
+    """Return how arrays with elements are divided into blocks, numbered one after the other."""
+    rows, end = [], 0
+    for (name, array), word in zip(named.items(), words, strict=True):
+        if array.size:
+            begin, size, axes = layout_of(array)
+            end += max(1, min(MOST_BLOCKS, -(-size * _units(axes) // BLOCK)))
+            rows.append((name, _summed(begin, size, axes, end, word)))
+    return rows
+
+
+def launches(
+    rows: Sequence[tuple[str, Summed]], gradients: Mapping[str, Array] | None = None
+) -> list[Launch]:
+    """Return the launches that sum arrays, each warp into a word at the address "kept".
+
+    With `gradients`, they compare with what lies there instead.
+
+    Parameters
+    ----------
+    rows : sequence of (str, Summed)
+        The arrays, by the names of their addresses.
+    gradients : mapping of str to array, optional
+        What NaN is written to if any sum differs, by the names of its addresses; they have no gaps.
+        Then there are also a "turn", larger in each of several comparisons with the same sums, and
+        the address "report".
     """
     layout = params.rowwise("checksum")
-    fields = {name: layout.place(name) for name in ("sums", "before", "report")}
-    slots = [(place, name) for name, place in fields.items()]
-    rows = []
-    for n, (name, array) in enumerate(gradients.items()):
-        rows.append(_summed(0, array.nbytes, [], 0, 0))
-        slots.append((layout.place(f"array {n}"), name))
-    most = max((array.nbytes for array in gradients.values()), default=0)
-    blocks = max(1, min(MOST_BLOCKS, -(-most // BLOCK)))
-    values = {"arrays": rows, "bits": list(bits), "count": len(rows), "blocks": blocks}
-    values["words"] = len(bits)
-    return Launch(_special(), blocks, layout.pack(values), tuple(slots))
+    common, values = [(layout.place("kept"), "kept")], {}
+    if gradients is not None:
+        common += [(layout.place(name), name) for name in ("report", "turn")]
+        common += [(layout.place(f"gradient {n}"), name) for n, name in enumerate(gradients)]
+        values["gradient_bytes"] = [array.nbytes for array in gradients.values()]
+    made, first = [], 0
+    for begin in range(0, len(rows), MAX_SUMMED):
+        group = rows[begin : begin + MAX_SUMMED]
+        slots = [(layout.place(f"array {n}"), name) for n, (name, _) in enumerate(group)]
+        values["arrays"] = [row._replace(end=row.end - first) for _, row in group]
+        values["first_block"] = first
+        end = group[-1][1].end
+        made.append(Launch(_special(), end - first, layout.pack(values), (*common, *slots)))
+        first = end
+    return made
 
 
 def layout_of(array: Array) -> tuple[int, int, list[tuple[int, int]]]:
@@ -146,73 +228,57 @@ def _special() -> Specialisation:
     return Specialisation(rowwise.CHECKSUM, "float32", 0, 0, rowwise.ROWS)
 
 
-def _batches(rows: list[Any], size: int) -> list[list[Any]]:
-    return [rows[n : n + size] for n in range(0, len(rows), size)]
-
-
 class Sums:
     """What arrays in device memory contained when this was made.
 
     Parameters
     ----------
-    seen : launch_cache.Signature
-        The arrays, with the signature of calls that have such arrays.
-    shown : callable
-        Returns the names that users have for these arrays, by the names of their addresses. It is
-        called if there was no such call yet.
+    kind : Kind
+        What is known of such calls.
+    addresses : dict of str to int
+        Where the arrays are; it is changed.
+    out : array
+        One of them, which the call has made.
     """
 
-    __slots__ = ("_addresses", "_before", "_kind", "_unused")
+    __slots__ = ("_addresses", "_kind", "_memory", "_turns")
 
-    def __init__(
-        self, seen: launch_cache.Signature, shown: Callable[[Mapping[str, Array]], Sequence[str]]
-    ) -> None:
-        entry = launch_cache.find(seen)
-        if entry is None:
-            named = seen.arrays
-            device = device_arrays.device_of(next(iter(named.values())))
-            assert device is not None
-            with cuda_device.current(device):
-                self._kind = _Kind(named, shown(named), device)
-            launch_cache.keep_as(seen, self._kind, (), ())
+    def __init__(self, kind: Kind, addresses: Addresses, out: Array) -> None:
+        self._kind, self._addresses = kind, addresses
+        self._turns = itertools.count(1)
+        if kind.queue.is_here():
+            self._sum(out)
         else:
-            self._kind = entry.compiled
-        self._addresses = seen.addresses
-        size = WORD * self._kind.words
-        with cuda_device.current(self._kind.device):
-            self._before = memory = device_arrays.memory(2 * size)
-            memory.memset_async(0, 2 * size)
-            self._kind.sums.forward(self._addresses | {"sums": memory.ptr})
-            if cuda_device.is_capturing():
-                # A graph writes to the sums as long as it exists.
-                device_arrays.keep_with(seen.arrays["out"], memory)
-        self._unused = [memory + size]  # words for the first comparison, which are 0
+            with cuda_device.current(kind.queue.device):
+                self._sum(out)
 
-    def again(self) -> Any:
-        """Sum the arrays again; return the memory of these sums."""
-        with cuda_device.current(self._kind.device):
-            try:
-                memory = self._unused.pop()
-            except IndexError:
-                size = WORD * self._kind.words
-                memory = device_arrays.memory(size)
-                memory.memset_async(0, size)
-            self._kind.sums.forward(self._addresses | {"sums": memory.ptr})
-        return memory
+    def _sum(self, out: Array) -> None:
+        self._memory = memory = device_arrays.memory(self._kind.size)
+        self._addresses["kept"] = memory.ptr
+        self._kind.sums.forward(self._addresses)
+        if self._kind.queue.current_stream().is_capturing():
+            device_arrays.keep_with(out, memory)  # the graph writes to it as long as it exists
 
-    def compare(self, memory: Any, gradients: Gradients) -> None:
-        """Write NaN to gradients without gaps, if the arrays have changed when summed again."""
-        device = self._kind.device
+    def compare(self, gradients: Gradients) -> None:
+        """Write NaN to gradients without gaps, if the arrays have changed."""
+        if self._kind.queue.is_here():
+            self._compare(gradients)
+        else:
+            with cuda_device.current(self._kind.queue.device):
+                self._compare(gradients)
+
+    def _compare(self, gradients: Gradients) -> None:
         named = {
             name: array
             for name, array in zip(Gradients._fields, gradients, strict=True)
             if array is not None
         }
-        with cuda_device.current(device):
-            addresses = {name: array.data.ptr for name, array in named.items()}
-            addresses |= {"sums": memory.ptr, "before": self._before.ptr}
-            addresses["report"] = _report(device)[1]
-            self._kind.comparison(named).forward(addresses)
+        addresses = self._addresses.copy()
+        for name, array in named.items():
+            addresses[name] = array.data.ptr
+        addresses["turn"] = next(self._turns)
+        addresses["report"] = _report(self._kind.queue.device)[1]
+        self._kind.comparison(named).forward(addresses)
 
 
 _lock = threading.Lock()
@@ -221,31 +287,31 @@ _reports: dict[int, tuple[memoryview, int, Any]] = {}
 _MOST_NAMES = 63
 
 
-def bit_of(name: str) -> int:
-    """Return the bit of a report that stands for a name; the last one stands for several."""
+def word_of(name: str) -> int:
+    """Return which word of a report stands for a name; the last one stands for several."""
     with _lock:
         if name not in _names and len(_names) == _MOST_NAMES:
             return _MOST_NAMES
         return _names.setdefault(name, len(_names))
 
 
-def names_of(report: int) -> list[str]:
+def names_of(words: Sequence[int]) -> list[str]:
     """Return the names that a report is about."""
-    found = [name for name, bit in _names.items() if report >> bit & 1]
-    return found + [OTHERS] * (report >> _MOST_NAMES)
+    found = [name for name, bit in _names.items() if words[bit]]
+    return found + [OTHERS] * bool(words[_MOST_NAMES])
 
 
 def _report(device: int) -> tuple[memoryview, int, Any]:
-    """Return a word in host memory to which kernels of the current device write, and its address.
+    """Return words in host memory to which kernels of the current device write, and their address.
 
-    It is there as long as the process.
+    They are there as long as the process.
     """
     found = _reports.get(device)
     if found is None:
         with _lock:
             found = _reports.get(device)
             if found is None:
-                words, address, owner = device_arrays.pinned_words(1)
+                words, address, owner = device_arrays.pinned_words(REPORTS)
                 found = _reports[device] = words, address, owner
     return found
 
@@ -258,7 +324,11 @@ def reported(array: Any) -> list[str]:
     if not _reports:
         return []
     found = _reports.get(array.data.device_id)
-    if found is None or not found[0][0]:
+    if found is None or not found[0][REPORTS - 1]:
         return []
-    report, found[0][0] = found[0][0], 0
-    return names_of(report)
+    words = found[0]
+    words[REPORTS - 1] = 0  # first: a kernel writes it last
+    names = names_of(words)
+    for n in range(REPORTS - 1):
+        words[n] = 0
+    return names

@@ -16,7 +16,8 @@ MAX_AXES = 8  # axes of a look-up
 MAX_PARTS = 16  # operands of one launch of combine
 MAX_FACTOR = 36  # order of the small matrix of hadamard
 MAX_SUMMED = 16  # arrays of one launch of checksum
-MAX_SUMS = 48  # numbers that it compares
+MAX_GRADIENTS = 5
+REPORTS = 65  # words of its reports: one for each name, and whether there is any
 MAX_BYTES = 4096  # parameters that every driver takes
 
 # Element kinds, as KINDS in reference/cpu/program.py.
@@ -67,7 +68,7 @@ class Summed(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     end: int
-    word: int
+    name: int
 
 
 # (name, type, count): a letter of `struct`, or the fields of a struct.
@@ -106,7 +107,7 @@ _FIXED: Fields = [
 SUMMED: Fields = [
     *((name, "Q" if name == "data" else "q", 1) for name in "data begin size".split()),
     *((name, "q", MAX_AXES) for name in "shape strides".split()),
-    *((name, "q", 1) for name in "end word".split()),
+    *((name, "q", 1) for name in "end name".split()),
 ]
 # Kernel with a struct of parameters -> the fields of it: that of rope is RopeParams.
 ROWWISE: dict[str, Fields] = {
@@ -159,9 +160,10 @@ ROWWISE: dict[str, Fields] = {
     ],
     "checksum": [
         ("arrays", SUMMED, MAX_SUMMED),
-        *((name, "Q", 1) for name in "sums before report".split()),
-        ("bits", "Q", MAX_SUMS),
-        *((name, "i", 1) for name in "count blocks words unused".split()),
+        ("gradients", "Q", MAX_GRADIENTS),
+        ("gradient_bytes", "q", MAX_GRADIENTS),
+        *((name, "Q", 1) for name in "kept report turn".split()),
+        ("first_block", "q", 1),
     ],
 }
 
@@ -274,8 +276,8 @@ def _width(fields: Fields) -> int:
 def _numbers(entry: Any) -> tuple[Any, ...]:
     """Return the numbers of a struct, in the order of its fields."""
     if isinstance(entry, Summed):
-        data, begin, size, shape, strides, end, word = entry
-        return (data, begin, size, *shape, *strides, end, word)
+        data, begin, size, shape, strides, end, name = entry
+        return (data, begin, size, *shape, *strides, end, name)
     if isinstance(entry, Operand):
         return (entry.data, *entry.lead, entry.head, entry.row, entry.col)
     return (entry.data, *entry.shape, *entry.strides)

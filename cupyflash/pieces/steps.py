@@ -349,7 +349,9 @@ def vjp_of(
     check_flag(return_lse, "return_lse")
     check_flag(deterministic, "deterministic")
     check_flag(bias_gradient, "bias_gradient")
-    check_flag(check, "check")
+    if check is not None:
+        check_flag(check, "check")
+        check = bool(check)
     out, lse = forward(request, True, None, None)
     made: Any = request
     vjp = StreamedVjp(made, out, lse, deterministic, bias_gradient, check)

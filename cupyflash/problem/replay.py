@@ -40,9 +40,11 @@ class Entry:
         Host memory that it keeps.
     used : int
         A counter: larger for entries that were used later.
+    watch : Any
+        What is kept to notice changes of the arrays between a forward and its backward.
     """
 
-    __slots__ = ("compiled", "nbytes", "pairs", "specs", "tables", "used")
+    __slots__ = ("compiled", "nbytes", "pairs", "specs", "tables", "used", "watch")
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Entry:
         self.compiled, self.specs, self.tables, self.pairs = compiled, specs, tables, pairs
         self.nbytes = nbytes
         self.used = next(_clock)
+        self.watch: Any = None
 
 
 class Pair(NamedTuple):
@@ -98,9 +101,21 @@ class Signature(ABC):
         The arrays that masks, score changes and the bias read.
     written : list of str
         Names of arrays that are written.
+    entry : Entry or None
+        What is kept of such calls, as far as it was asked for.
     """
 
-    __slots__ = ("_kind", "_option", "_parts", "_taken", "addresses", "key", "read", "written")
+    __slots__ = (
+        "_kind",
+        "_option",
+        "_parts",
+        "_taken",
+        "addresses",
+        "entry",
+        "key",
+        "read",
+        "written",
+    )
 
     def __init__(
         self,
@@ -115,6 +130,7 @@ class Signature(ABC):
         self.addresses: dict[str, int] = {"seed": 0}
         self.read: Sequence[Any] = ()
         self.written: Sequence[str] = ()
+        self.entry: Entry | None = None
         self._take_arrays(read)
         for name, value in vars(options).items():
             if value is not None:
@@ -255,6 +271,7 @@ def find(seen: Signature) -> Entry | None:
     for name, place in entry.tables:
         seen.addresses[name] = seen.addresses[place]
     entry.used = next(_clock)
+    seen.entry = entry
     return entry
 
 
@@ -299,7 +316,9 @@ def keep_as(
     with _lock:
         before = _entries.get(seen.key)
         pairs = _pairs(seen, () if before is None else before.pairs)
-        _entries[seen.key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
+        seen.entry = _entries[seen.key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
+        if before is not None:
+            seen.entry.watch = before.watch
         while len(_entries) > MOST or sum(x.nbytes for x in _entries.values()) > MOST_BYTES:
             del _entries[min(_entries, key=lambda key: _entries[key].used)]
 

@@ -64,7 +64,7 @@ class VjpOptions(CallOptions, total=False):
 class CheckedVjpOptions(VjpOptions, total=False):
     """The same, of those whose option `check` concerns changed arrays alone."""
 
-    check: bool
+    check: bool | None
 
 
 class BackwardOptions(CallOptions, total=False):

@@ -10,7 +10,8 @@ constexpr int MAX_LEAD = 4;     // leading axes, after adjacent ones were merged
 constexpr int MAX_AXES = 8;     // axes of a look-up table
 constexpr int MAX_PARTS = 16;   // operands of one launch of combine
 constexpr int MAX_SUMMED = 16;  // arrays of one launch of checksum
-constexpr int MAX_SUMS = 48;    // numbers that it compares
+constexpr int MAX_GRADIENTS = 5;
+constexpr int REPORTS = 65;     // words of its reports: one for each name, and whether there is any
 constexpr int MAX_FACTOR = 36;  // order of the small matrix of hadamard
 
 // Element kinds of look-up tables, sinks and outputs, numbered as KINDS in
@@ -240,19 +241,17 @@ struct Summed {
   long long shape[MAX_AXES];
   long long strides[MAX_AXES];  // in bytes
   long long end;                // the first block that works on a later array
-  long long word;               // which sum it is part of
+  long long name;               // which word of the report stands for it
 };
 
-// To sum arrays, or to compare sums and write to the arrays if these differ.
+// To sum arrays and keep the sums, or to compare them with those that were kept, and to write to
+// the gradients if they differ.
 struct ChecksumParams {
   Summed arrays[MAX_SUMMED];
-  unsigned long long* sums;
-  const unsigned long long* before;   // null: sum
-  unsigned long long* report;         // in host memory
-  unsigned long long bits[MAX_SUMS];  // which stand for the names of each sum's arrays
-
-  int count;   // arrays
-  int blocks;  // of the grid
-  int words;   // sums
-  int unused;
+  unsigned char* gradients[MAX_GRADIENTS];  // they have no gaps
+  long long gradient_bytes[MAX_GRADIENTS];  // 0: there is none
+  unsigned long long* kept;                 // a turn, and a sum for each warp
+  unsigned long long* report;               // in host memory; null: keep the sums
+  unsigned long long turn;                  // of comparisons with these sums: 1, 2, ...
+  long long first_block;  // of this launch, among those that keep their sums together
 };

@@ -11,6 +11,18 @@ namespace ptx {
 // after it, as all threads of the GPU see them.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// The same for all threads of the system: what was written before is seen by the host before what
+// is written after.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Writes to memory of the host, in one step. It orders no other accesses.
+__device__ __forceinline__ void tell_host(unsigned long long* place, unsigned long long value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;"
+               :
+               : "l"(__cvta_generic_to_global(place)), "l"(value)
+               : "memory");
+}
+
 // Replaces what lies at an 8-byte boundary of global memory, if that is what is expected, in one
 // step; returns what was there. It orders no other accesses.
 __device__ __forceinline__ unsigned long long compare_and_swap(unsigned long long* place_gmem,

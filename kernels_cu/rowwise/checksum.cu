@@ -1,8 +1,8 @@
 // Sums that tell whether arrays have changed: the twin of reference/cpu/checksum.py, with the same
 // numbers. A word of eight bytes adds a number that depends on its place, modulo 2^64, so the order
-// of additions is free. Where `before` has sums, the kernel compares instead: if they differ, it
-// reports it and fills arrays without gaps, which are gradients, with bytes of ones. They are NaN
-// in every type.
+// of additions is free. Each warp keeps the sum of its share. Where there is a word for reports, it
+// compares with what was kept instead: if that differs, it reports it, and its block fills the
+// gradients with bytes of ones, unless another one of the launch does. They are NaN in every type.
 //
 // Grid: the blocks of each array, one array after the other. Shared memory: none.
 #include "../common/params.cuh"
@@ -62,6 +62,32 @@ __device__ __forceinline__ const unsigned char* unit_of(const Summed& array, lon
   return from;
 }
 
+// The sum of a thread's share of an array without gaps, or of the first of several units: the pairs
+// first, first + step, ...
+__device__ __forceinline__ word_t sum_of_pairs(const unsigned char* from, long long pairs,
+                                               long long first, long long step) {
+  const Pair* held = reinterpret_cast<const Pair*>(from);
+  word_t total = 0;
+  long long index = first;
+#pragma unroll 1
+  for (; index + (UNROLLED - 1) * step < pairs; index += UNROLLED * step) {
+    Pair loaded[UNROLLED];
+#pragma unroll
+    for (int n = 0; n < UNROLLED; ++n) loaded[n] = held[index + n * step];
+#pragma unroll
+    for (int n = 0; n < UNROLLED; ++n) {
+      const long long place = 2 * (index + n * step);
+      total += summand(loaded[n].x[0], place) + summand(loaded[n].x[1], place + 1);
+    }
+  }
+#pragma unroll 1
+  for (; index < pairs; index += step) {
+    const Pair one = held[index];
+    total += summand(one.x[0], 2 * index) + summand(one.x[1], 2 * index + 1);
+  }
+  return total;
+}
+
 // The sum of a thread's share, the words first, first + step, ... or pairs of them.
 __device__ __forceinline__ word_t sum(const Summed& array, long long first, long long step) {
   const long long words = (array.size + WORD - 1) / WORD;
@@ -77,23 +103,15 @@ __device__ __forceinline__ word_t sum(const Summed& array, long long first, long
   if (places % sizeof(Pair) == 0 && (units == 1 || array.size % sizeof(Pair) == 0)) {
     const long long pairs = array.size / static_cast<long long>(sizeof(Pair));
     done = 2 * pairs;
-#pragma unroll 1
-    for (long long begin = first; begin < units * pairs; begin += UNROLLED * step) {
-      Pair loaded[UNROLLED];
-#pragma unroll
-      for (int n = 0; n < UNROLLED; ++n) {
-        const long long index = begin + n * step;
-        if (index >= units * pairs) break;
-        const layout::Quotient at =
-            units == 1 ? layout::Quotient{0, index} : layout::divide(index, pairs);
-        loaded[n] = reinterpret_cast<const Pair*>(unit_of(array, at.quotient))[at.remainder];
-      }
-#pragma unroll
-      for (int n = 0; n < UNROLLED; ++n) {
-        const long long index = begin + n * step;
-        if (index >= units * pairs) break;
+    if (units == 1) {
+      total = sum_of_pairs(array.data + array.begin, pairs, first, step);
+    } else {
+#pragma unroll 2
+      for (long long index = first; index < units * pairs; index += step) {
+        const layout::Quotient at = layout::divide(index, pairs);
+        const Pair one = reinterpret_cast<const Pair*>(unit_of(array, at.quotient))[at.remainder];
         // Units of whole pairs have no other words, so places count on from unit to unit.
-        total += summand(loaded[n].x[0], 2 * index) + summand(loaded[n].x[1], 2 * index + 1);
+        total += summand(one.x[0], 2 * index) + summand(one.x[1], 2 * index + 1);
       }
     }
   }
@@ -109,50 +127,38 @@ __device__ __forceinline__ word_t sum(const Summed& array, long long first, long
   return total;
 }
 
-// Writes bytes of ones to a thread's share of an array, whose elements have two bytes or more.
-__device__ __forceinline__ void spoil(const Summed& array, long long first, long long step) {
+// Writes bytes of ones to an array without gaps, whose elements have two bytes or more.
+__device__ __forceinline__ void spoil(unsigned char* to, long long bytes) {
   constexpr int HALVES = sizeof(Pair) / sizeof(unsigned short);
-  const long long pairs = reinterpret_cast<word_t>(array.data) % sizeof(Pair) == 0
-                              ? array.size / static_cast<long long>(sizeof(Pair))
+  const long long pairs = reinterpret_cast<word_t>(to) % sizeof(Pair) == 0
+                              ? bytes / static_cast<long long>(sizeof(Pair))
                               : 0;
   const Pair ones = {{~word_t(0), ~word_t(0)}};
 #pragma unroll 1
-  for (long long n = first; n < pairs; n += step) reinterpret_cast<Pair*>(array.data)[n] = ones;
+  for (long long n = threadIdx.x; n < pairs; n += THREADS) reinterpret_cast<Pair*>(to)[n] = ones;
 #pragma unroll 1
-  for (long long n = pairs * HALVES + first; n < array.size / 2; n += step) {
-    reinterpret_cast<unsigned short*>(array.data)[n] = 0xffff;
+  for (long long n = pairs * HALVES + threadIdx.x; n < bytes / 2; n += THREADS) {
+    reinterpret_cast<unsigned short*>(to)[n] = 0xffff;
   }
 }
 
-// Whether any sum differs from the one before; it is reported by one thread.
-__device__ __forceinline__ bool changed(const ChecksumParams& p) {
-  const int word = threadIdx.x;
-  const bool differs = word < p.words && p.sums[word] != p.before[word];
-  if (!ptx::barrier_or(differs)) return false;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    word_t names = 0;
-#pragma unroll 1
-    for (int n = 0; n < p.words; ++n) names |= p.sums[n] != p.before[n] ? p.bits[n] : 0;
-    *p.report = names;
+// Whether no other thread of this turn was here before.
+__device__ __forceinline__ bool is_first_of(word_t turn, word_t* last) {
+  word_t seen = 0;
+  while (seen != turn) {
+    const word_t before = ptx::compare_and_swap(last, seen, turn);
+    if (before == seen) return true;
+    seen = before;
   }
-  return true;
+  return false;
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ ChecksumParams p) {
-  static_assert(MAX_SUMS <= THREADS, "a thread compares one sum");
+  constexpr int WARPS = THREADS / ptx::WARP_SIZE;
   const int block = blockIdx.x;
-  if (p.before != nullptr) {
-    if (!changed(p)) return;
-    const long long first = static_cast<long long>(block) * THREADS + threadIdx.x;
-#pragma unroll 1
-    for (int n = 0; n < p.count; ++n) {
-      spoil(p.arrays[n], first, static_cast<long long>(p.blocks) * THREADS);
-    }
-    return;
-  }
   int n = 0;
   long long begin = 0;
 #pragma unroll 1
@@ -163,5 +169,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
     total += ptx::shuffle_xor(total, lanes);
   }
-  if (ptx::lane_index() == 0) ptx::fetch_add(p.sums + array.word, total);
+  // The first word says in which turn gradients were spoiled.
+  const long long warp = threadIdx.x / ptx::WARP_SIZE;
+  word_t* kept = p.kept + 1 + (p.first_block + block) * WARPS + warp;
+  if (p.report == nullptr) {
+    if (ptx::lane_index() == 0) *kept = total;
+    if (p.first_block + block == 0 && threadIdx.x == 0) *p.kept = 0;
+    return;
+  }
+  if (!ptx::barrier_or(*kept != total)) return;
+  bool is_first = false;
+  if (threadIdx.x == 0) {
+    ptx::tell_host(p.report + array.name, 1);
+    ptx::fence_system();
+    ptx::tell_host(p.report + REPORTS - 1, 1);
+    is_first = is_first_of(p.turn, p.kept);
+  }
+  if (!ptx::barrier_or(is_first)) return;
+#pragma unroll 1
+  for (int gradient = 0; gradient < MAX_GRADIENTS; ++gradient) {
+    spoil(p.gradients[gradient], p.gradient_bytes[gradient]);
+  }
 }

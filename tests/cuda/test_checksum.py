@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyflash.gpu import checksum_launches, launch
-from cupyflash.gpu.params import MAX_SUMMED, MAX_SUMS
+from cupyflash.gpu.params import MAX_SUMMED, REPORTS
 from cupyflash.gpu.writer import Recipe
 from cupyflash.reference.cpu.checksum import checksums
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.float64, np.bool_, np.int32, np.uint8]
-GUARD = 16  # bytes around an array
+GUARD = 16  # bytes around an array, or words behind others
+FILLED = 0x1111111111111111
 
 
 def run(launches, addresses, seed=0):
@@ -28,13 +29,45 @@ def run(launches, addresses, seed=0):
     Emulator(schedule=randomly(seed))._run(work)
 
 
+class Kept:
+    """The sums of arrays, by the emulator."""
+
+    def __init__(self, arrays, seed=0):
+        self.arrays = {f"x{n}": x for n, x in enumerate(arrays)}
+        self.rows = checksum_launches._rows(self.arrays, range(len(arrays)))
+        warps = checksum_launches.WARPS * self.rows[-1][1].end if self.rows else 0
+        self.words = np.full(1 + warps + GUARD, FILLED, np.uint64)
+        self.places = {name: x.ctypes.data for name, x in self.arrays.items()}
+        self.places["kept"] = self.words.ctypes.data
+        self.turn = 0
+        run(checksum_launches.launches(self.rows), self.places, seed)
+        assert (self.words[1 + warps :] == FILLED).all()
+
+    @property
+    def sums(self):
+        """The sum of each array."""
+        found, begin = dict.fromkeys(self.arrays, 0), 0
+        for name, row in self.rows:
+            end = checksum_launches.WARPS * row.end
+            found[name] = sum(map(int, self.words[1 + begin : 1 + end])) % 2**64
+            begin = end
+        return list(found.values())
+
+    def compare(self, gradients, seed=0):
+        """Compare the sums with those of now, and return which arrays are reported."""
+        named = {f"g{n}": x for n, x in enumerate(gradients)}
+        report = np.zeros(REPORTS, np.uint64)
+        places = {name: x.ctypes.data for name, x in (named | {"report": report}).items()}
+        self.turn += 1
+        places |= self.places | {"turn": self.turn}
+        run(checksum_launches.launches(self.rows, named), places, seed)
+        found = np.flatnonzero(report).tolist()
+        assert (found[-1:] == [REPORTS - 1]) == bool(found)
+        return found[:-1]
+
+
 def there(arrays, seed=0):
-    """Return the sums of arrays, by the emulator."""
-    named = {f"x{n}": x for n, x in enumerate(arrays)}
-    words = np.zeros(min(len(arrays), MAX_SUMS), np.uint64)
-    places = {name: x.ctypes.data for name, x in named.items()} | {"sums": words.ctypes.data}
-    run(checksum_launches.sums(named), places, seed)
-    return [int(x) for x in words]
+    return Kept(arrays, seed).sums
 
 
 def here(arrays):
@@ -77,22 +110,15 @@ def test_sums_of_many_blocks_are_those_of_the_cpu():
     assert there(arrays) == here(arrays)
 
 
-def test_more_arrays_than_a_launch_has_share_the_last_sum():
-    arrays = [np.arange(n, n + 9, dtype=np.float32) for n in range(MAX_SUMS + MAX_SUMMED)]
-    found, wanted = there(arrays), here(arrays)
-    assert found[:-1] == wanted[: MAX_SUMS - 1]
-    assert found[-1] == sum(wanted[MAX_SUMS - 1 :]) % 2**64
-
-
-def compared(before, after, gradients):
-    """Compare sums, and return the report."""
-    named = {f"g{n}": x for n, x in enumerate(gradients)}
-    report = np.zeros(1, np.uint64)
-    held = {"sums": np.array(after, np.uint64), "before": np.array(before, np.uint64)}
-    places = {name: x.ctypes.data for name, x in (named | held | {"report": report}).items()}
-    bits = [1 << 2 * n for n in range(len(before))]
-    run([checksum_launches.comparison(named, bits)], places)
-    return int(report[0])
+def test_sums_of_more_arrays_than_a_launch_has():
+    arrays = [np.arange(n, n + 9, dtype=np.float32) for n in range(2 * MAX_SUMMED + 3)]
+    kept = Kept(arrays)
+    assert kept.sums == here(arrays)
+    made = gradients()
+    assert kept.compare([x for _, x in made]) == []
+    arrays[MAX_SUMMED + 2][4] = 0
+    assert kept.compare([x for _, x in made]) == [MAX_SUMMED + 2]
+    assert all(np.isnan(x.astype(np.float64)).all() for _, x in made)
 
 
 def gradients():
@@ -105,23 +131,29 @@ def gradients():
     return made
 
 
+def large():
+    return [np.random.default_rng(n).integers(0, 255, 40_000 * n + 3, np.uint8) for n in range(3)]
+
+
 def test_equal_sums_change_nothing():
-    made = gradients()
-    assert compared([1, 2, 3], [1, 2, 3], [x for _, x in made]) == 0
+    kept, made = Kept(large()), gradients()
+    assert kept.compare([x for _, x in made]) == []
     assert all((memory == 0x11).all() for memory, _ in made)
 
 
-@pytest.mark.parametrize("place", [0, 2, MAX_SUMS - 17])
-def test_sums_that_differ_make_every_gradient_nan_and_are_reported(place):
-    made = gradients()
-    before = list(range(MAX_SUMS - 16))
-    after = [*before]
-    after[place] += 2**40
-    assert compared(before, after, [x for _, x in made]) == 1 << 2 * place
-    for memory, x in made:
-        assert np.isnan(x.astype(np.float64)).all()
-        assert (memory[:GUARD] == 0x11).all()
-        assert (memory[-GUARD:] == 0x11).all()
+@pytest.mark.parametrize("changed", [[0], [2], [0, 1, 2]], ids=str)
+def test_arrays_that_differ_make_every_gradient_nan_and_are_reported(changed):
+    arrays = large()
+    kept = Kept(arrays)
+    for n in changed:
+        arrays[n] += 1  # all blocks see it
+    for seed in range(2):  # again, with gradients that were computed anew
+        made = gradients()
+        assert kept.compare([x for _, x in made], seed) == changed
+        for memory, x in made:
+            assert np.isnan(x.astype(np.float64)).all()
+            assert (memory[:GUARD] == 0x11).all()
+            assert (memory[-GUARD:] == 0x11).all()
 
 
 def test_a_change_of_any_bit_of_a_few_arrays_is_seen():

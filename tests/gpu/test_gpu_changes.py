@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,13 +21,15 @@ DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
 @pytest.fixture
-def cupy(gpu):
+def cupy(gpu, monkeypatch):
     import cupy
+
+    monkeypatch.setattr(checksum_launches, "FIRST", 2**62)  # every call is checked
 
     yield cupy
     cupy.cuda.get_current_stream().synchronize()
     for words, _, _ in checksum_launches._reports.values():
-        words[0] = 0  # no other test is told
+        words[:] = memoryview(bytes(words.nbytes)).cast(words.format)  # no other test is told
 
 
 def draw(cupy, shape, seed=0, dtype=np.float32):
@@ -132,23 +137,61 @@ def test_a_thousand_repeats_give_no_false_alarm(cupy):
         assert not any(bool(cupy.isnan(g).any()) for each in pair for g in each if g is not None)
 
 
+def test_threads_with_streams_of_their_own_give_no_false_alarm(cupy):
+    x = draw(cupy, (1, 4, 256, 64), dtype=np.float16)
+    cupy.cuda.get_current_stream().synchronize()
+    found = []
+
+    def work(stream):
+        with stream:
+            for _ in range(100):
+                out, vjp = cupyflash.attention_vjp(x, x, x)
+                found.append(bool(cupy.isnan(vjp(out).dq).any()))
+
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)] + [cupy.cuda.Stream.null] * 2
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 100 * len(threads)
+    assert not any(found)
+    assert checksum_launches.reported(x) == []
+
+
+def test_short_calls_are_checked_at_first_and_then_some(cupy, monkeypatch):
+    monkeypatch.setattr(checksum_launches, "FIRST", 8)
+    x, y = (draw(cupy, (1, 2, 41, 24)) for _ in range(2))
+    found = []
+    for _ in range(100):
+        out, vjp = cupyflash.attention_vjp(x, y, y)
+        out += 1
+        found.append(bool(cupy.isnan(vjp(x).dq).all()))
+        checksum_launches.reported(x)  # no other call is told
+    assert all(found[:8])
+    assert 8 < sum(found) < 50
+
+
 def test_sums_are_those_of_the_cpu(cupy):
     x = draw(cupy, (2, 300, 3, 64))
     arrays = [x, x.transpose(0, 2, 1, 3)[:, 1], x[..., :37], x[..., 1:17], x[::-1, ::2], x[..., :1]]
     arrays.append(draw(cupy, (2, 4, 4096, 128), dtype=np.float16))
     arrays.append(cupy.arange(1001, dtype=np.uint8)[1:])
     named = {f"x{n}": array for n, array in enumerate(arrays)}
-    words = cupy.zeros(len(arrays), np.uint64)
-    recipe = compiled_recipe(Recipe(tuple(checksum_launches.sums(named))), x.device.id)
+    rows = checksum_launches._rows(named, range(len(arrays)))
+    kept = cupy.zeros(1 + checksum_launches.WARPS * rows[-1][1].end, np.uint64)
+    recipe = compiled_recipe(Recipe(tuple(checksum_launches.launches(rows))), x.device.id)
     places = {name: array.data.ptr for name, array in named.items()}
-    recipe.forward(places | {"sums": words.data.ptr})
+    recipe.forward(places | {"kept": kept.data.ptr})
+    begins = [0] + [checksum_launches.WARPS * row.end for _, row in rows]
+    found = [sum(map(int, kept[1 + a : 1 + b].get())) % 2**64 for a, b in pairwise(begins)]
     host = []
     for array in arrays:  # with the same strides
         base = array if array.base is None else array.base
         begin = array.data.ptr - base.data.ptr
         memory = base.get().view(np.uint8).ravel()
         host.append(np.ndarray(array.shape, array.dtype, memory.data, begin, array.strides))
-    assert words.get().tolist() == [n % 2**64 for n in checksums(host)]
+    assert found == [n % 2**64 for n in checksums(host)]
 
 
 def test_a_forward_in_a_graph_is_summed_at_every_replay(cupy):

@@ -33,8 +33,15 @@ _TEST = re.compile(
     r"^(\S+?\.py)(::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \((.*)\))?(?: +\[ *\d+%\])?$"
 )
 _BEGUN = re.compile(r"^(\S+?\.py)(::.*?)$")
+_END = re.compile(
+    r"=+ (FAILURES|ERRORS) =+|!+ KeyboardInterrupt !+"
+)  # of what pytest -v says of tests
 _LAST = re.compile(r"(\d+) problems of seed \d+, (\d+) wrong")
 _PROGRESS = re.compile(r"(\d+) of \d+ problems, (\d+) wrong")
+
+
+SHOWN = 60  # lines of what each process says
+PATIENCE = 8.0  # seconds for a process that is interrupted
 
 
 def gpu_files() -> list[str]:
@@ -50,7 +57,8 @@ def ended(commands: Sequence[Sequence[str]], settings: Sequence[dict[str, str]],
           folder: Path) -> list[tuple[int | None, str]]:  # fmt: skip
     """Run processes at the same time; return each one's exit status and output.
 
-    The status of those that run at the time `end`, which are killed, is None.
+    Those that run at the time `end` are interrupted, so that pytest says what has failed, and
+    killed if they go on. Their status is None.
     """
     running = []
     for n, (command, environment) in enumerate(zip(commands, settings, strict=True)):
@@ -64,14 +72,24 @@ def ended(commands: Sequence[Sequence[str]], settings: Sequence[dict[str, str]],
             start_new_session=True,
         )
         running.append((begun, log))
-    done: list[tuple[int | None, str]] = []
-    for process, log in running:
+    statuses, stopping = [], []
+    for process, _ in running:
         status: int | None = None
         try:
             status = process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)
+            stopping.append(process)
+        statuses.append(status)
+    patience = time.monotonic() + PATIENCE
+    for process in stopping:
+        try:
+            process.wait(max(0.0, patience - time.monotonic()))
+        except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    done: list[tuple[int | None, str]] = []
+    for status, (_, log) in zip(statuses, running, strict=True):
         log.seek(0)
         done.append((status, log.read().decode(errors="replace")))
         log.close()
@@ -81,7 +99,7 @@ def ended(commands: Sequence[Sequence[str]], settings: Sequence[dict[str, str]],
 def outcomes(logs: Iterable[str]) -> dict[str, Any]:
     """Return what came of tests, by file, from what ``pytest -v`` says.
 
-    A test that has not ended is the last line.
+    A test that has not ended is the last line before what is said of failures.
     """
     files: dict[str, Counter[str]] = {}
     failed, reasons, cut = set(), Counter[str](), set()
@@ -94,7 +112,10 @@ def outcomes(logs: Iterable[str]) -> dict[str, Any]:
                 failed.add(file + name)
             if outcome == "skipped":
                 reasons[reason or ""] += 1
-        if lines and (begun := _BEGUN.match(lines[-1].rstrip())):
+        end = next((n for n, line in enumerate(lines) if _END.match(line)), len(lines))
+        told = [line for line in lines[:end] if line.strip()]
+        last = told[-1].rstrip() if told else ""
+        if not _TEST.match(last) and (begun := _BEGUN.match(last)):
             file, name = begun.groups()
             files.setdefault(file, Counter())["not ended"] += 1
             cut.add(file + name)
@@ -117,7 +138,7 @@ def run_tests(asked: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         done = ended([command] * asked.jobs, shares if asked.jobs > 1 else [{}], end, Path(folder))
     for _, log in done:
-        print("\n".join(log.splitlines()[-40:]), flush=True)
+        print("\n".join(log.splitlines()[-SHOWN:]), flush=True)
     found = outcomes(log for _, log in done)
     selected = [re.search(r"collected (\d+) items?(?:.* (\d+) selected)?", log) for _, log in done]
     wanted = sum(int(x[2] or x[1]) for x in selected if x)

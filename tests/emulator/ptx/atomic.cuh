@@ -5,6 +5,16 @@ namespace ptx {
 
 inline void fence_device() { emulator::fence_device(); }
 
+inline void fence_system() { emulator::fence_device(); }
+
+inline void tell_host(unsigned long long* place, unsigned long long value) {
+  unsigned long long seen = 0;
+  for (unsigned long long found;
+       (found = emulator::compare_and_swap(place, seen, value)) != seen;) {
+    seen = found;
+  }
+}
+
 inline unsigned long long compare_and_swap(unsigned long long* place_gmem,
                                            unsigned long long expected,
                                            unsigned long long desired) {
