@@ -132,7 +132,7 @@ def seen_share(call: Call) -> float:
     queries, keys = int(np.max(problem.len_q)), int(np.max(problem.len_k))
     if not queries or not keys:
         return 1.0
-    symbols = {name: np.int64(0) for name in ("b", "h")}
+    symbols: dict[str, Any] = {name: np.int64(0) for name in ("b", "h")}
     symbols |= {"i": np.linspace(0, queries - 1, 33).astype(np.int64)}
     symbols |= {"len_q": np.int64(queries), "len_k": np.int64(keys)}
     low, high = found
@@ -173,7 +173,8 @@ def launches(
         the address "report".
     """
     layout = params.rowwise("checksum")
-    common, values = [(layout.place("kept"), "kept")], {}
+    common = [(layout.place("kept"), "kept")]
+    values: dict[str, Any] = {}
     if gradients is not None:
         common += [(layout.place(name), name) for name in ("report", "turn")]
         common += [(layout.place(f"gradient {n}"), name) for n, name in enumerate(gradients)]

@@ -38,8 +38,8 @@ SHAPES = [
     (8, 12, 128, 64, "float16", False),
     (1, 1, 16, 64, "float32", False),
 ]
-TARGET = 0.3  # seconds of a turn
-TURNS = 9
+TARGET = 0.15  # seconds of a turn
+TURNS = 7
 
 
 def timed(cupy: Any, call: Callable[[], Any], count: int) -> tuple[float, float]:
