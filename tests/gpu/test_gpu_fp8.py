@@ -93,7 +93,8 @@ def test_packed_sequences(hopper, by):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("out_dtype", ["float16", "bfloat16", "float32"])
 def test_few_codes_become_numbers_first(cupy, form, out_dtype):
-    host = Coded.of(form, *draw((2, 4, 100, 40), (2, 2, 130, 40), (2, 2, 130, 72)))
+    # Of these numbers, no row is ill-conditioned.
+    host = Coded.of(form, *draw((2, 4, 100, 40), (2, 2, 130, 40), (2, 2, 130, 72), seed=13))
     held = on_device(cupy, host)
     assert "turns codes" in cupyflash.plan(*held.arrays, **held.options, out_dtype=out_dtype).reason
     results = attend(held, out_dtype=out_dtype, mask=masks.causal())
