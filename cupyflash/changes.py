@@ -82,42 +82,51 @@ def refused(names: Iterable[str]) -> ArgumentError:
     )
 
 
-def sums(
-    request: Request, results: Mapping[str, Array], every: bool
-) -> checksum_launches.Sums | None:
+def sums(request: Request, out: Array, lse: Array, every: bool) -> checksum_launches.Sums | None:
     """Return what tells whether arrays in device memory have changed, without waiting for it.
 
-    Returns None if this call is not one of those that are checked.
+    Returns None if this call is not one of those that are checked. Reports of earlier calls are
+    raised.
 
     Parameters
     ----------
     request : Request
         The call, whose arrays are CuPy's, and whose forward has been computed.
-    results : mapping of str to array
-        Its `RESULTS`.
+    out, lse : array
+        Its results.
     every : bool
         Whether every call is checked.
     """
-    seen, out = request.seen, results["out"]
+    refuse_reported(out)
+    seen = request.seen
     if seen is None or (entry := seen.entry) is None:
-        # Such a call is checked and planned every time. Beside that, sums are cheap.
-        named = dict(results) | {x: y for x, y in _read(request.call).items() if is_device_array(y)}
-        seen = launch_cache.signature(("sums", *named), named, Options(), {})
-        if seen is None:
-            return None
-        if replay.find(seen) is None:
-            replay.keep_as(seen, None, (), ())
-        entry, every = seen.entry, True
-        assert entry is not None
-        if entry.watch is None:
-            entry.watch = checksum_launches.Kind(named, list(named), 1)
-    elif entry.watch is None:
-        entry.watch = _kind(request.call, {**seen.arrays, **results})
-    if not every and not entry.watch.is_due():
+        return _of_unlike(request, {"out": out, "lse": lse})
+    kind = entry.watch
+    if kind is None:
+        named = {**seen.arrays, "out": out, "lse": lse}
+        kind = entry.watch = _kind(request.call, named)
+    if not every and not kind.is_due():
         return None
-    for name, x in results.items():
-        seen.addresses[name] = address(x)
-    return checksum_launches.Sums(entry.watch, seen.addresses, out)
+    seen.addresses["out"], seen.addresses["lse"] = address(out), address(lse)
+    return checksum_launches.Sums(kind, seen.addresses, out)
+
+
+def _of_unlike(request: Request, results: Mapping[str, Array]) -> checksum_launches.Sums | None:
+    """Return the sums of a call that is checked and planned each time: beside that, they are cheap.
+
+    Of such calls, each is summed.
+    """
+    named = dict(results) | {x: y for x, y in _read(request.call).items() if is_device_array(y)}
+    seen = launch_cache.signature(("sums", *named), named, Options(), {})
+    if seen is None:
+        return None
+    if replay.find(seen) is None:
+        replay.keep_as(seen, None, (), ())
+    entry = seen.entry
+    assert entry is not None
+    if entry.watch is None:
+        entry.watch = checksum_launches.Kind(named, list(named), 1)
+    return checksum_launches.Sums(entry.watch, seen.addresses, named["out"])
 
 
 def _kind(call: Call, named: Mapping[str, Array]) -> checksum_launches.Kind:

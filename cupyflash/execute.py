@@ -242,11 +242,13 @@ def vjp_of(
     check_flag(bias_gradient, "bias_gradient")
     if check is not None:
         check_flag(check, "check")
+        check = bool(check)
     out, lse = forward(request, True, None, None)
-    check = None if check is None else bool(check)
+    sums = None
     if check is not False and request.is_summed:
-        changes.refuse_reported(out)
-    vjp = Vjp(request, out, lse, deterministic, bias_gradient, check)
+        sums = changes.sums(request, out, lse, bool(check))
+        check = False  # this is enough
+    vjp = Vjp(request, out, lse, deterministic, bias_gradient, check, sums)
     return (out, lse, vjp) if return_lse else (out, vjp)
 
 
@@ -266,6 +268,8 @@ class Vjp(Generic[F]):
     check : bool or None
         Whether arrays that were changed since are noticed, as far as `changes` looks at them; None:
         of short calls on a GPU, in some.
+    sums : Sums, optional
+        What notices changes of arrays in device memory.
     """
 
     __slots__ = (
@@ -287,16 +291,13 @@ class Vjp(Generic[F]):
         deterministic: bool,
         bias_gradient: bool,
         check: Any,
+        sums: checksum_launches.Sums | None = None,
     ) -> None:
         self._request, self._out, self._lse = request, out, lse
         self._deterministic, self._bias_gradient = deterministic, bias_gradient
         self._before: changes.Snapshot | None = None
-        self._sums: checksum_launches.Sums | None = None
-        if check is False:
-            return
-        if request.is_summed:
-            self._sums = changes.sums(request, {"out": out, "lse": lse}, bool(check))
-        elif request.is_watched:
+        self._sums = sums
+        if check is not False and request.is_watched:
             named = request.read_arrays() | {"out": out, "lse": lse}
             self._before = changes.Snapshot(named, request)
 

@@ -42,8 +42,8 @@ FIRST = 8  # calls with equal signatures that are checked in any case
 SHARE = 0.02  # of a backward's time
 # What that time is guessed from: seconds of host or device for each launch and the least that a
 # backward takes; bytes that an SM loads in a second, and operations of 16-bit numbers.
-LAUNCH, LEAST = 10e-6, 60e-6
-BANDWIDTH, OPERATIONS = 25e9, 4e12
+LAUNCH, LEAST = 14e-6, 40e-6
+BANDWIDTH, OPERATIONS = 30e9, 4e12
 UNKNOWN = 0.25  # share of the pairs that take part, if a mask does not tell
 
 
@@ -77,12 +77,10 @@ class Kind:
         One that is captured is: nothing counts its replays.
         """
         number = next(self._calls)
-        is_due: bool = (
-            number < FIRST
-            or number % self._every == 0
-            or self.queue.current_stream().is_capturing()
-        )
-        return is_due
+        if number % self._every == 0 or number < FIRST:
+            return True
+        captured: bool = self.queue.current_stream().is_capturing()
+        return captured
 
     def comparison(self, gradients: Mapping[str, Array]) -> CompiledRecipe:
         """Return the launches that sum again and compare, for gradients of these names.

@@ -147,7 +147,7 @@ def test_long_calls_are_checked_always(cupy):
     assert every(1 << 13) == 2
     assert every(1 << 13, mask=masks.causal()) == 4
     assert 12 * every(1 << 13) < every(1 << 13, mask=masks.window(255, 0)) < 32 * every(1 << 13)
-    assert every(1 << 13, mask=masks.segments(np.arange(1 << 13) // 256)) == 8
+    assert every(1 << 13, mask=masks.segments(np.arange(1 << 13) // 256)) > 3 * every(1 << 13)
     assert 4 <= every(1 << 11) <= 16
     assert every(64) < 50
 
