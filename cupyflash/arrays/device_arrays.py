@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from . import tape
+from . import reports, tape
 from .cuda_device import current, is_capturing, quick_stream
 
 
@@ -100,10 +100,18 @@ def _stream(pointer: int) -> Any:
 
 
 def read_back(array: Any) -> np.ndarray[Any, Any]:
-    """Copy an array to host memory, and wait for it."""
+    """Copy an array to host memory, and wait for it.
+
+    Raises
+    ------
+    ArgumentError
+        If kernels have found wrong offsets meanwhile.
+    """
     tape.spoil("an array is read back")
     with array.device:
-        return np.asarray(array.get())
+        read = np.asarray(array.get())
+    reports.refuse_offsets(int(array.device.id))
+    return read
 
 
 class OutputSpec:
@@ -164,19 +172,6 @@ def memory(size: int) -> Any:
     if (written := tape.current()) is not None:
         written.allocated(made, size)
     return made
-
-
-def pinned_words(count: int) -> tuple[memoryview, int, object]:
-    """Return words of host memory that devices write to, their address, and their owner.
-
-    They are 0.
-    """
-    import cupy
-
-    held = cupy.cuda.alloc_pinned_memory(8 * count)
-    words = np.frombuffer(held, np.uint64, count)
-    words[:] = 0
-    return words.data, int(held.ptr), held
 
 
 def keep_with(array: Any, held: object) -> None:

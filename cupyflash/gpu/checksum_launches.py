@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import cuda_device, device_arrays
+from ..arrays import cuda_device, device_arrays, reports
 from ..expr.evaluate import evaluate
 from ..expr.key_range import key_range
 from ..expr.nodes import Expr, walk
@@ -276,13 +276,12 @@ class Sums:
         for name, array in named.items():
             addresses[name] = array.data.ptr
         addresses["turn"] = next(self._turns)
-        addresses["report"] = _report(self._kind.queue.device)[1]
+        addresses["report"] = reports.address(self._kind.queue.device, reports.CHANGED)
         self._kind.comparison(named).forward(addresses)
 
 
 _lock = threading.Lock()
 _names: dict[str, int] = {}
-_reports: dict[int, tuple[memoryview, int, Any]] = {}
 _MOST_NAMES = 63
 
 
@@ -300,32 +299,14 @@ def names_of(words: Sequence[int]) -> list[str]:
     return found + [OTHERS] * bool(words[_MOST_NAMES])
 
 
-def _report(device: int) -> tuple[memoryview, int, Any]:
-    """Return words in host memory to which kernels of the current device write, and their address.
-
-    They are there as long as the process.
-    """
-    found = _reports.get(device)
-    if found is None:
-        with _lock:
-            found = _reports.get(device)
-            if found is None:
-                words, address, owner = device_arrays.pinned_words(REPORTS)
-                found = _reports[device] = words, address, owner
-    return found
-
-
 def reported(array: Any) -> list[str]:
     """Return the names of arrays of which kernels on an array's device have reported changes.
 
     It returns each report once.
     """
-    if not _reports:
+    words = reports.words(array.data.device_id)
+    if words is None or not words[REPORTS - 1]:
         return []
-    found = _reports.get(array.data.device_id)
-    if found is None or not found[0][REPORTS - 1]:
-        return []
-    words = found[0]
     words[REPORTS - 1] = 0  # first: a kernel writes it last
     names = names_of(words)
     for n in range(REPORTS - 1):

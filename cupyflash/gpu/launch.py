@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import cuda_device, device_arrays, tape
+from ..arrays import cuda_device, device_arrays, reports, tape
 from ..errors import ArgumentError
 from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
-from . import decode_route, driver, route, tma
+from . import decode_route, driver, offsets, route, tma
 from . import jit as compiler
+from .uploads import Uploads
 from .workspace import ArraySpec
 from .writer import Launch, Recipe
 
@@ -112,6 +113,10 @@ class CompiledRecipe:
         As in the recipe, with the size of each in bytes.
     all_zero, atomic_dq : bool
         As in the recipe.
+    reports : mapping of str to int, or None
+        Where launches report wrong offsets, by the names of these addresses.
+    uploads : Uploads or None
+        What launches read of host memory.
     """
 
     queue: driver.Queue
@@ -119,12 +124,15 @@ class CompiledRecipe:
     scratch: tuple[tuple[str, int, ArraySpec], ...]
     all_zero: bool = False
     atomic_dq: bool = False
+    reports: Mapping[str, int] | None = None
+    uploads: Uploads | None = None
 
     def forward(self, addresses: Addresses, workspace: Array | None = None) -> object:
         """Launch a forward; the device must be the current one. `addresses` may grow.
 
         Returns the owner of its scratch memory, which a captured graph needs as long as it exists.
         """
+        held = self._prepare(addresses)
         if (written := tape.current()) is not None and workspace is None:
             return written.launch(self, self.forward, addresses)
         taken = None
@@ -135,7 +143,27 @@ class CompiledRecipe:
         stream = self.queue.pointer()
         for launch in self.launches:
             launch.start(addresses, stream)
+        del held  # its memory may be freed now
         return taken
+
+    def _prepare(self, addresses: Addresses, stream: int | None = None) -> object:
+        """Note the addresses that are the recipe's own; return what must be kept until launches.
+
+        The stream is the current one, or another one for which `uploads` are there.
+
+        Raises
+        ------
+        ArgumentError
+            If launches of this or another call have reported wrong offsets.
+        """
+        if self.reports:
+            reports.refuse_offsets(self.queue.device)
+            addresses.update(self.reports)
+        if self.uploads is None:
+            return None
+        upload = self.uploads.of(self.queue.current_stream().ptr if stream is None else stream)
+        addresses.update(upload.addresses)
+        return upload
 
     @property
     def needs_arrays(self) -> bool:
@@ -156,14 +184,16 @@ class CompiledRecipe:
     def start(self, addresses: Addresses, workspace: int, stream: int) -> None:
         """Launch on a stream, with a workspace at an address; `addresses` grows.
 
-        The queue must be open, and `needs_arrays` False.
+        The queue must be open, `needs_arrays` False, and `uploads` there for the stream.
         """
+        held = self._prepare(addresses, stream)
         self._divide(addresses, workspace)
         for name, size, _ in self.scratch:
             if name == "dq_accum":
                 self.queue.memset(addresses[name], 0, size, stream)
         for launch in self.launches:
             launch.start(addresses, stream)
+        del held  # its memory may be freed now
 
     def _divide(self, addresses: Addresses, workspace: int) -> None:
         """Note where scratch lies in a workspace."""
@@ -190,6 +220,7 @@ class CompiledRecipe:
 
     def backward(self, addresses: Addresses, gradients: Gradients, workspace: Array | None) -> None:
         """Launch a backward; the device must be the current one. `addresses` may grow."""
+        held = self._prepare(addresses)
         if (written := tape.current()) is not None and workspace is None:
             written.launch(self, self.backward, addresses, gradients)
             return
@@ -211,13 +242,25 @@ class CompiledRecipe:
             if name in gradients._fields:
                 computed = device_arrays.view(part.shape, part.dtype, memory)
                 _sum_to(getattr(gradients, name), computed)
+        del held
 
 
-def compiled_recipe(made: Recipe, device: int) -> CompiledRecipe:
-    """Return a recipe's launches with kernels that are loaded."""
+def compiled_recipe(
+    made: Recipe, device: int, from_host: Mapping[str, Array] | None = None
+) -> CompiledRecipe:
+    """Return a recipe's launches with kernels that are loaded.
+
+    `from_host` are the arrays of int64 in host memory that they read.
+    """
     launches = tuple(CompiledLaunch(each, device) for each in made.launches)
     scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
-    return CompiledRecipe(driver.queue(device), launches, scratch, made.all_zero, made.atomic_dq)
+    names = {name for launch in made.launches for _, name in launch.slots}
+    places = {
+        name: reports.address(device, word) for name, word in offsets.words_of(names).items()
+    }
+    uploads = Uploads(from_host) if from_host else None
+    rest = made.all_zero, made.atomic_dq, places or None, uploads
+    return CompiledRecipe(driver.queue(device), launches, scratch, *rest)
 
 
 def _rounded(size: int) -> int:
@@ -248,17 +291,30 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
         addresses["seed"] = problem.seed
     for n, table in enumerate(made.tables):
         addresses[f"table {n}"] = device_arrays.address(table)
-    wanted: list[tuple[str, Array, Any]] = []
-    wanted += [(name, x, np.dtype(np.int64)) for name, x in call.rows.offsets.items()]
+    for name, x in call.rows.offsets.items():
+        if device_arrays.is_device_array(x):
+            addresses[name] = device_arrays.address(x)
     addresses |= addresses_of({**call.rows.arrays, **call.encoding.scales})
     if call.sink is not None:
-        wanted.append(("sink", call.sink, call.sink.dtype))
-    for name, array, dtype in wanted:
-        held = whole(array, name, dtype)
-        if held is not array:
+        held = whole(call.sink, "sink", call.sink.dtype)
+        if held is not call.sink:
             copies.append(held)
-        addresses[name] = device_arrays.address(held)
+        addresses["sink"] = device_arrays.address(held)
     return addresses, copies
+
+
+def _in_host_memory(call: Call) -> dict[str, Array]:
+    """Return the offsets of a call that are in host memory, as kernels read them.
+
+    Raises
+    ------
+    ArgumentError
+        If a graph is being captured, which would read a copy as long as it exists.
+    """
+    held = {x: y for x, y in call.rows.offsets.items() if not device_arrays.is_device_array(y)}
+    if held and cuda_device.is_capturing():
+        raise _captured(*next(iter(held.items())), np.dtype(np.int64))
+    return {name: np.ascontiguousarray(x, np.int64) for name, x in held.items()}
 
 
 def _contiguous(array: Array) -> bool:
@@ -276,14 +332,19 @@ def whole(array: Array, name: str, dtype: Any) -> Array:
 def _copy(array: Array, name: str, dtype: Any) -> Array:
     """Return a contiguous copy in the current device's memory."""
     if cuda_device.is_capturing():
-        place = "device" if device_arrays.is_device_array(array) else "host"
-        raise ArgumentError(
-            f"{name}: got {array.dtype} with strides {array.strides} in {place} memory while a "
-            f"CUDA graph is being captured; expected contiguous {dtype} in device memory, which "
-            "is read in place at every replay."
-        )
+        raise _captured(name, array, dtype)
     copy: Array = device_arrays.to_device(array, dtype)
     return copy
+
+
+def _captured(name: str, array: Array, dtype: Any) -> ArgumentError:
+    """Return the error for an array of which a graph would need a copy."""
+    place = "device" if device_arrays.is_device_array(array) else "host"
+    return ArgumentError(
+        f"{name}: got {array.dtype} with strides {array.strides} in {place} memory while a "
+        f"CUDA graph is being captured; expected contiguous {dtype} in device memory, which "
+        "is read in place at every replay."
+    )
 
 
 def forward(
@@ -307,7 +368,7 @@ def forward(
         needs_workspace = call.rows.takes_workspace and _size_of(made.scratch) > 0
         if needs_workspace and workspace is None and cuda_device.is_capturing():
             raise _no_workspace(ALIGNMENT + _size_of(made.scratch))
-        compiled = compiled_recipe(made, device)
+        compiled = compiled_recipe(made, device, _in_host_memory(call))
         addresses, copies = _read_in_place(call, made)
         addresses["out"] = device_arrays.address(out)
         if lse is not None:
@@ -345,7 +406,7 @@ def backward(
         arrays = (do, out, lse, dlse, gradients)
         counts, target = visited is not None, cuda_device.of(device)
         made = route.backward(call, target, *arrays, plan, counts, deterministic).recipe
-        compiled = compiled_recipe(made, device)
+        compiled = compiled_recipe(made, device, _in_host_memory(call))
         addresses, copies = _read_in_place(call, made)
         addresses |= backward_addresses(do, out, lse, dlse, gradients)
         if visited is not None:
@@ -377,12 +438,13 @@ def workspace_size(call: Call) -> int:
     parts, _ = route.scratch_of_gradients(call, cuda_device.of(_device(call)))
     if call.sink is not None:  # whose gradient may have to be computed there
         parts["dsink"] = ArraySpec(call.sink.shape, call.sink.dtype)
-    return ALIGNMENT + _size_of(parts)
+    return ALIGNMENT + _size_of({**parts, **offsets.scratch(call)})
 
 
 def workspace_size_cached(call: Call) -> int:
     """Return the bytes of workspace that a call over a cache needs."""
-    size = _size_of(decode_route.scratch_of(call, cuda_device.of(_device(call))))
+    parts = decode_route.scratch_of(call, cuda_device.of(_device(call)))
+    size = _size_of({**parts, **offsets.scratch(call)})
     return ALIGNMENT + size if size else 0
 
 

@@ -93,9 +93,9 @@ def forward(
     if not compiled.queue.is_here():
         with cuda_device.current(compiled.queue.device):
             return forward(entry, addresses, out, lse, workspace)
-    own_scratch = compiled.scratch and workspace is None
-    if own_scratch and compiled.queue.current_stream().is_capturing():
-        return None  # scratch memory must live as long as the graph
+    own_memory = compiled.uploads or (compiled.scratch and workspace is None)
+    if own_memory and compiled.queue.current_stream().is_capturing():
+        return None  # its memory must live as long as the graph
     out_spec, lse_spec = entry.specs
     if out is None and out_spec is not None:
         out = out_spec.empty()
@@ -115,7 +115,8 @@ def backward(
     if not compiled.queue.is_here():
         with cuda_device.current(compiled.queue.device):
             return backward(entry, addresses, grads_out, workspace)
-    if workspace is None and compiled.queue.current_stream().is_capturing():
+    own_memory = compiled.uploads or workspace is None
+    if own_memory and compiled.queue.current_stream().is_capturing():
         return None  # this is an error, which the full check reports
     made = [None] * len(entry.specs) if grads_out is None else list(grads_out)
     for n, spec in enumerate(entry.specs):

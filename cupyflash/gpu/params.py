@@ -165,6 +165,13 @@ ROWWISE: dict[str, Fields] = {
         *((name, "Q", 1) for name in "kept report turn".split()),
         ("first_block", "q", 1),
     ],
+    "offsets": [
+        *((name, "Q", 2) for name in "inputs results reports".split()),
+        *((name, "q", 2) for name in "steps totals".split()),
+        ("limits", "Q", 2),
+        ("kinds", "i", 2),
+        *((name, "i", 1) for name in "count blocks".split()),
+    ],
 }
 
 

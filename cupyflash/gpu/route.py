@@ -18,12 +18,12 @@ from ..arrays.unallocated import unallocated, unallocated_like
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
-from . import decode_route, rowwise
+from . import decode_route, offsets, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .params import KINDS
 from .workspace import ArraySpec, scratch_of
-from .writer import KernelRoute, KernelStep, Launch, Recipe, Writer, request_of, step_of
+from .writer import KernelRoute, Launch, Recipe, Writer, request_of, step_of, with_names
 
 
 def of(call: Call, target: Target) -> KernelRoute:
@@ -58,6 +58,20 @@ def forward(
     number of tiles that were not EMPTY to the uint64 at ``tiles_visited``. `before` is the result
     over other keys, of the accumulator's type, which these keys join.
     """
+    made = _forward(call, target, out, lse, plan, count_tiles, before)
+    return offsets.read_first(made, call)
+
+
+def _forward(
+    call: Call,
+    target: Target,
+    out: Array,
+    lse: Array | None,
+    plan: Plan | None,
+    count_tiles: bool,
+    before: Results | None,
+) -> KernelRoute:
+    """Return the same of a call whose offsets have been read."""
     if call.rows.cache is not None:
         rows = _rows_of(call, out, lse)
         return decode_route.forward(call, target, out, rows, lse is not None)
@@ -148,7 +162,7 @@ def _of_widened(
     for name, x in numbers.items():
         held, scale = f"{name}_numbers", f"{name}_scale"
         launch = rowwise.widen(getattr(call, name), codes.scales[scale], codes.form, x)
-        launch = _with_names(launch, {"codes": name, "scale": scale, "x": held})
+        launch = with_names(launch, {"codes": name, "scale": scale, "x": held})
         reason = partial(_words_of_rows, launch, target)
         step = step_of(launch, scratch, reason)
         computes = f"numbers of the codes of {name}"
@@ -156,18 +170,10 @@ def _of_widened(
         if x.size:
             scratch[held], names[name] = ArraySpec(x.shape, dtype), held
     for each in main.steps:
-        assert isinstance(each, KernelStep)
-        steps.append(replace(each, launch=_with_names(each.launch, names), arrays=scratch))
+        steps.append(replace(each, launch=with_names(each.launch, names), arrays=scratch))
     launches = tuple(step.launch for step in steps if step.grid)
     recipe = replace(main.recipe, launches=launches, scratch=scratch)
     return replace(main, steps=tuple(steps), recipe=recipe)
-
-
-def _with_names(launch: Launch, names: Mapping[str, str]) -> Launch:
-    """Return a launch that takes the addresses of other names."""
-    slots = tuple((place, names.get(name, name)) for place, name in launch.slots)
-    maps = tuple(each._replace(name=names.get(each.name, each.name)) for each in launch.maps)
-    return replace(launch, slots=slots, maps=maps)
 
 
 def _words_of_rows(launch: Launch, target: Target) -> str:
@@ -234,7 +240,7 @@ def backward(
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dbias is not None:
         _bias_gradient(writer, dbias)
-    return writer.route(call, adds_dq=atomic_dq)
+    return offsets.read_first(writer.route(call, adds_dq=atomic_dq), call)
 
 
 def scratch_of_gradients(

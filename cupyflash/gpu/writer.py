@@ -147,6 +147,7 @@ class KernelRoute(Route):
         What one of its kernels reads once for all entries of a cache.
     """
 
+    steps: tuple[KernelStep, ...]
     recipe: Recipe
     shared: decode.Shared = decode.NOT_SHARED
 
@@ -162,6 +163,13 @@ def step_of(launch: Launch, scratch: Mapping[str, ArraySpec], why: Callable[[], 
     # The tiles of a call are those of its main kernel, which include what entries share.
     blocks = (tiles.block_q, tiles.block_kv) if tiles.block_kv and spec.part != "shared" else (0, 0)
     return KernelStep(spec.name, spec.part, spec.computes, *blocks, why, launch, scratch)
+
+
+def with_names(launch: Launch, names: Mapping[str, str]) -> Launch:
+    """Return a launch that takes the addresses of other names."""
+    slots = tuple((place, names.get(name, name)) for place, name in launch.slots)
+    maps = tuple(each._replace(name=names.get(each.name, each.name)) for each in launch.maps)
+    return replace(launch, slots=slots, maps=maps)
 
 
 def request_of(

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
+
 from ..arrays.device_arrays import address, is_device_array
 from ..errors import ArgumentError
-from . import cached, coded, codes, validate
+from . import cached, coded, codes, device_args, validate
 from .call import Call, Problem, changed
 from .options import DEFAULTS, Options
 
@@ -89,32 +91,46 @@ class Dense:
         return "", _NOTHING
 
 
-@dataclass(frozen=True, eq=False)
 class Packed:
     """Sequences one after the other, (H, total, D).
+
+    What offsets hold is taken once: a later change of those in host memory changes nothing.
 
     Parameters
     ----------
     offsets_q, offsets_k : Any
         As users pass them.
     check : Any
-        Whether offsets in device memory are read back.
+        Whether offsets in device memory are read back; None: kernels check them.
     """
 
-    offsets_q: Any
-    offsets_k: Any
-    check: Any = True
+    __slots__ = ("_taken", "check", "offsets_k", "offsets_q")
     name: ClassVar[str] = "attention_varlen"
     has_whole_bias: ClassVar[bool] = True
 
+    def __init__(self, offsets_q: Any, offsets_k: Any, check: Any = None) -> None:
+        self.offsets_q, self.offsets_k, self.check = offsets_q, offsets_k, check
+        self._taken: tuple[Any, Any] | None = None
+
+    def _take(self, q: Any) -> tuple[Any, Any]:
+        """Return offsets in device memory that nobody reads, and copies of all others."""
+        if self._taken is None:
+            reads = self.check is True or (self.check is None and cached.CHECKS_ALL)
+            offsets_q = device_args.taken(self.offsets_q, "offsets_q", q, reads)
+            offsets_k = offsets_q
+            if self.offsets_k is not self.offsets_q:
+                offsets_k = device_args.taken(self.offsets_k, "offsets_k", q, reads)
+            self._taken = offsets_q, offsets_k
+        return self._taken
+
     def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
         """Return the validated call."""
-        offsets = self.offsets_q, self.offsets_k
-        return validate.varlen_call(*x, *offsets, self.check, options, given=given)
+        return validate.varlen_call(*x, *self._take(x.q), self.check, options, given=given)
 
     def checked_part(self, x: Operands, options: Options, part: Part) -> Call:
         """Return the validated call of a rank, whose lengths are those of all ranks."""
-        offsets, totals = (self.offsets_q, self.offsets_k, self.check), (part.len_q, part.len_k)
+        # Which rank computes what depends on lengths, so offsets are read.
+        offsets, totals = (self.offsets_q, self.offsets_k, True), (part.len_q, part.len_k)
         if part.placed is not None:
             whole = validate.varlen_call(*x, *offsets, DEFAULTS, totals)
             options = part.placed(options, whole.problem)
@@ -122,11 +138,33 @@ class Packed:
         part.check(call)
         return call
 
-    def signature(self, x: Operands) -> tuple[str, Named] | None:  # noqa: ARG002, others look at them
-        """Return words and arrays that tell calls apart, or None if they are not recognised."""
-        if self.check is not False:
-            return None  # what its offsets hold is read every time
-        return "", {"offsets_q": self.offsets_q, "offsets_k": self.offsets_k}
+    def signature(self, x: Operands) -> tuple[str, Named] | None:
+        """Return words and arrays that tell calls apart, or None if they are not recognised.
+
+        What offsets in host memory hold is among the words.
+        """
+        check = self.check
+        if check is None:
+            words = " packed"
+        elif check is True or check is False:
+            words = " packed, trusted" if check is False else " packed, checked"
+        else:
+            return None  # it may be wrong
+        offsets_q, offsets_k = self._take(x.q)
+        if offsets_k is offsets_q:
+            words += " alike"
+            if is_device_array(offsets_q):
+                return words, {"offsets_q": offsets_q}
+        named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
+        for name in OFFSETS:
+            array = named[name]
+            if is_device_array(array):
+                continue
+            if type(array) is not np.ndarray or array.nbytes > MOST_CONTENTS:
+                return None
+            words += f" {name} {array.dtype.str} {array.shape} {array.tobytes().decode('latin-1')}"
+            del named[name]
+        return words, named
 
     def host_signature(self) -> tuple[str, Named] | None:
         """Return the same of a call on NumPy arrays, which these arrays' contents tell apart."""
@@ -180,4 +218,6 @@ def dense_or_packed(offsets_q: Any, offsets_k: Any) -> Dense | Packed:
     return DENSE if offsets_q is None else Packed(offsets_q, offsets_k)
 
 
+OFFSETS = "offsets_q", "offsets_k"
+MOST_CONTENTS = 1 << 16  # bytes of offsets by which calls are told apart
 DENSE, ANYWHERE = Dense(), Dense(in_one_place=False)

@@ -37,6 +37,7 @@ class CachedRows:
     keeps_heads: ClassVar[str | None] = "keys lie in a cache"
     divisible: ClassVar[bool] = False
     takes_workspace: ClassVar[bool] = True
+    reports: ClassVar[bool] = False
 
     @classmethod
     def of(cls, of_queries: DenseRows | PackedRows, cache: Cache) -> CachedRows:

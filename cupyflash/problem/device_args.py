@@ -8,38 +8,62 @@ from typing import Any
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..arrays.interop import one_home
+from ..arrays.interop import array, one_home
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.nodes import Expr, walk
 from .call import Array
+
+
+def taken(value: Any, name: str, q: Any, reads: bool) -> Any:
+    """Return offsets as they are if they are in device memory and not read, or else a copy.
+
+    What is no array comes back as it is: the checks say what is wrong with it.
+    """
+    if device_arrays.is_device_array(value):
+        reads &= device_arrays.is_device_array(q)
+        return read_offsets(value, name, q) if reads else value
+    if not isinstance(value, (list, tuple)) and type(value) is not np.ndarray:
+        value = array(value, name)  # of another library
+        if device_arrays.is_device_array(value):
+            return taken(value, name, q, reads)
+    try:
+        return np.array(value)
+    except ValueError:
+        return value
 
 
 def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> tuple[Array, Array | None]:
     """Return offsets for the kernels, and a copy in host memory, or None if they are not read.
 
     Checked offsets are a copy, so nobody can change them before the kernels read them.
-
-    Raises
-    ------
-    ArgumentError
-        If they must be read while a graph is being captured.
     """
     if not device_arrays.is_device_array(value):
         copy = np.array(value)
         return copy, copy
-    device = one_home({"q": q, name: value})
     if not check:
+        one_home({"q": q, name: value})
         return value, None
+    copy = read_offsets(value, name, q)
+    return copy, copy
+
+
+def read_offsets(value: Array, name: str, q: Array) -> Array:
+    """Return a copy in host memory of offsets in device memory, for which it waits.
+
+    Raises
+    ------
+    ArgumentError
+        If a graph is being captured, or the offsets are not where q is.
+    """
+    device = one_home({"q": q, name: value})
     assert device is not None
     with cuda_device.current(device):
         if cuda_device.is_capturing():
             raise ArgumentError(
                 f"check: got True while a CUDA graph is being captured, when {name} cannot be "
-                "read back; expected check=False, which trusts the offsets and holds them in "
-                "range."
+                "read back; expected None, with which kernels check the offsets."
             )
-        copy = value.copy()
-    return copy, device_arrays.read_back(copy)
+        return device_arrays.read_back(value)
 
 
 def unread(total: int, longest: int) -> tuple[Array, Array]:

@@ -69,6 +69,8 @@ class DenseRows:
     # Arrays of integers, by name: offsets, and others.
     offsets: ClassVar[Mapping[str, Array]] = {}
     arrays: ClassVar[Mapping[str, Array]] = {}
+    # Whether kernels check offsets in device memory, and report wrong ones.
+    reports: ClassVar[bool] = False
 
     @property
     def of_queries(self) -> DenseRows:
@@ -216,6 +218,8 @@ class PackedRows:
         there may be, if offsets in device memory are not read.
     offsets : mapping of str to array
         The offsets, by name.
+    reports : bool
+        Whether kernels check those in device memory, and report wrong ones.
     """
 
     len_q: Array
@@ -223,6 +227,7 @@ class PackedRows:
     start_q: Array
     start_k: Array
     offsets: Mapping[str, Array]
+    reports: bool = False
     packed: ClassVar[bool] = True
     cache: ClassVar[None] = None
     keeps_heads: ClassVar[str | None] = "sequences are packed"
@@ -257,6 +262,7 @@ class PackedRows:
             self.start_q,
             self.start_k,
             self.offsets,
+            self.reports,
         )
 
     def array_lead(self, lead: tuple[int, ...]) -> tuple[int, ...]:

@@ -113,17 +113,18 @@ def varlen_call(
     v: Any,
     offsets_q: Any,
     offsets_k: Any,
-    check: bool,
+    check: bool | None,
     options: Options = DEFAULTS,
     totals: tuple[int, int] | None = None,
     given: coded.Fp8 | codes.NoCodes = codes.NONE,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 
-    The arrays may have some of the packed rows, of which there are `totals` queries and keys.
+    Those in device memory are read if `check` is True, and checked by kernels if it is None. The
+    arrays may have some of the packed rows, of which there are `totals` queries and keys.
     """
-    if not isinstance(check, (bool, np.bool_)):
-        raise ArgumentTypeError(f"check: got {check!r}; expected True or False.")
+    if check is not None and not isinstance(check, (bool, np.bool_)):
+        raise ArgumentTypeError(f"check: got {check!r}; expected None, True or False.")
     operands, dtype, encoding = given.operands(q, k, v)
     for name, x in operands.items():
         if x.ndim != 3:
@@ -154,7 +155,7 @@ def varlen_call(
         lead=(held["offsets_q"].size - 1,),
         heads=heads,
         heads_kv=heads_kv,
-        rows=PackedRows(**ends, offsets=held),
+        rows=PackedRows(**ends, offsets=held, reports=check is None),
         d=d,
         d_v=d_v,
         dtype=dtype,

@@ -1,5 +1,5 @@
 // The kernels' parameters: one struct for all kernels of attention, one each for combine, append,
-// rope, quantize and hadamard.
+// rope, quantize, hadamard, checksum and offsets.
 //
 // cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
 // order. Every field is 8 bytes wide or one of a pair of ints, so there is no unnamed padding.
@@ -254,4 +254,18 @@ struct ChecksumParams {
   unsigned long long* report;               // in host memory; null: keep the sums
   unsigned long long turn;                  // of comparisons with these sums: 1, 2, ...
   long long first_block;  // of this launch, among those that keep their sums together
+};
+
+// Offsets of queries and of keys, or of one of them.
+struct OffsetsParams {
+  const char* inputs[2];
+  long long* results[2];           // null: they are read in place
+  unsigned long long* reports[2];  // in host memory; null: nothing is checked
+  long long steps[2];              // in elements
+  long long totals[2];             // rows of the packed arrays
+  unsigned long long limits[2];    // rows of a sequence, at most
+
+  int kinds[2];
+  int count;   // entries of each
+  int blocks;  // of each
 };

@@ -7,8 +7,8 @@ import sys
 import pytest
 from host_cupy import HostCupy
 
-from cupyflash.arrays import copies, cuda_device, device_arrays
-from cupyflash.gpu import checksum_launches, driver
+from cupyflash.arrays import copies, cuda_device, device_arrays, reports
+from cupyflash.gpu import driver
 from cupyflash.gpu import jit as compiler
 from cupyflash.problem import replay
 
@@ -29,7 +29,7 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setattr(compiler, "_kernels", {})
         monkeypatch.setattr(replay, "_entries", {})
-        monkeypatch.setattr(checksum_launches, "_reports", {})
+        monkeypatch.setattr(reports, "_reports", {})
         monkeypatch.setattr(driver, "_thread", driver._Thread())
         monkeypatch.setattr(device_arrays, "_sides", device_arrays._Sides())
         for cached in REMEMBERED:

@@ -197,7 +197,8 @@ def cases() -> list[Case]:
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for size in (128, 96, 288):
         found += [Case("hadamard", dtype, (size, size), "plain", False) for dtype in dtypes]
-    found.append(Case("checksum", dtypes[0], sizes[0], "plain", False))
+    for kernel in ("checksum", "offsets"):
+        found.append(Case(kernel, dtypes[0], sizes[0], "plain", False))
     for kernel in ("append", "rope", "quantize"):
         found += [Case(kernel, dtype, sizes[0], "plain", False) for dtype in dtypes]
     for n, size in enumerate(((64, 64), (40, 72))):

@@ -266,7 +266,12 @@ class HostCupy(ModuleType):
         yield
         self._stream.pointer = 0
 
+    def ascontiguousarray(self, x, dtype=None):
+        return self.asarray(np.ascontiguousarray(in_host(x), dtype))
+
     def asarray(self, host):
+        if isinstance(host, self.ndarray):
+            return host
         made = self.ndarray(host.shape, host.dtype)
         made.host[...] = host
         return made

@@ -90,7 +90,7 @@ class Call:
         rest = {"table", "offsets_q", *more}
         options = Options(**{name: x for name, x in self.options.items() if name not in rest})
         if self.kind == "packed":
-            return validate.varlen_call(*self.arrays, True, options)
+            return validate.varlen_call(*self.arrays, None, options)
         if self.kind == "cached":
             shared = more.pop("shared", 0)
             names = ("k_scale", "v_scale", "kv_dtype")

@@ -34,7 +34,7 @@ OUTSIDE = [
     if (ROOT / "cupyflash" / "gpu" / "kernels") not in path.parents
 ]
 # Words of the language, names of parts of a call, and the names of public functions.
-WORDS = {"checksum", "dequantize", *(operation.name for operation in OPERATIONS)}
+WORDS = {"checksum", "dequantize", "offsets", *(operation.name for operation in OPERATIONS)}
 HARDWARE = re.compile(r"sm\d\d|simt|_f64|_tf32")
 TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
 DTYPES = [np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]

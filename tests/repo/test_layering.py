@@ -54,7 +54,7 @@ ORDER = [
 # folders may import each other.
 INSIDE = {
     "arrays": [
-        ["cuda_device", "dtypes", "integers", "tape", "typed"],
+        ["cuda_device", "dtypes", "integers", "reports", "tape", "typed"],
         ["device_arrays"],
         ["copies", "interop", "transfers", "unallocated"],
     ],
@@ -103,7 +103,7 @@ INSIDE = {
         ["specialisation", "workspace"],
         ["source"],
         ["jit", "writer"],
-        ["decode_route", "rowwise"],
+        ["decode_route", "offsets", "rowwise", "uploads"],
         ["route"],
         ["launch"],
         ["row_launches"],
@@ -136,6 +136,7 @@ USERS_OF_CUPY = [
     "cupyflash.arrays.copies",
     "cupyflash.arrays.cuda_device",
     "cupyflash.arrays.device_arrays",
+    "cupyflash.arrays.reports",
     "cupyflash.arrays.transfers",
     "cupyflash.distributed.connect",
     "cupyflash.distributed.nccl",

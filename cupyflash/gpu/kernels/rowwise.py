@@ -14,6 +14,7 @@ ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp work
 ANY_HEAD = 2**31 - 1
 TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns of a row at most
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
+ENTRIES = Tiles(block_q=256, block_kv=0, threads=256, shared_memory=0)  # block_q offsets
 SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 # Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.
@@ -197,4 +198,17 @@ CHECKSUM = KernelSpec(
     scores=False,
     sizes=(),
 )
-OPERATIONS = COMBINE, APPEND, ROPE, QUANTIZE, DEQUANTIZE, HADAMARD, CHECKSUM  # no part of attention
+OFFSETS = KernelSpec(
+    source="rowwise/offsets.cu",
+    part="offsets",
+    computes="offsets as int64, and a report on wrong ones",
+    method="compares integers",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),  # it is compiled for one of them
+    configure=lambda request: ENTRIES,
+    grid=grid.by_results,
+    scores=False,
+    sizes=(),
+)
+OPERATIONS = (  # no part of attention
+    COMBINE, APPEND, ROPE, QUANTIZE, DEQUANTIZE, HADAMARD, CHECKSUM, OFFSETS,
+)  # fmt: skip

@@ -1,0 +1,74 @@
+"""Arrays of host memory that the launches of a recipe read on a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import device_arrays
+from ..problem.call import Array
+
+MOST_STREAMS = 8
+_PER_THREAD = 2  # the default stream that each thread has for itself
+
+
+class Upload(NamedTuple):
+    """A copy for one stream.
+
+    Attributes
+    ----------
+    addresses : mapping of str to int
+        Where each array is, by name.
+    owner : Any
+        The memory. Whoever launches keeps it until then.
+    """
+
+    addresses: Mapping[str, int]
+    owner: Any
+
+
+class Uploads:
+    """Short arrays, of which each stream that reads them has a copy in device memory.
+
+    A copy is made, read and freed in the order of its stream, so nobody waits for it.
+
+    Parameters
+    ----------
+    arrays : mapping of str to numpy.ndarray
+        Arrays of int64, which nobody changes.
+    """
+
+    __slots__ = ("_arrays", "_copies")
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = arrays
+        self._copies: dict[Any, Upload] = {}
+
+    def find(self, stream: int) -> Upload | None:
+        """Return the copy for a stream, or None if there is none yet."""
+        return self._copies.get(_key(stream))
+
+    def of(self, stream: int) -> Upload:
+        """Return the copy for the current device's current stream, at this address."""
+        found = self.find(stream)
+        if found is None:
+            if len(self._copies) >= MOST_STREAMS:
+                self._copies.clear()
+            found = self._copies[_key(stream)] = self._made()
+        return found
+
+    def _made(self) -> Upload:
+        joined = np.concatenate(list(self._arrays.values()))
+        memory = device_arrays.to_device(joined, joined.dtype)
+        place, addresses = device_arrays.address(memory), {}
+        for name, array in self._arrays.items():
+            addresses[name] = place
+            place += array.nbytes
+        return Upload(addresses, memory)
+
+
+def _key(stream: int) -> Any:
+    return (stream, threading.get_ident()) if stream == _PER_THREAD else stream

@@ -1,0 +1,65 @@
+// Offsets of packed sequences: converts them to int64, and reports wrong ones. They are wrong if
+// they do not begin with 0, decrease, do not end with the packed array's length, or if a sequence
+// is longer than the arrays of bias and mask. What is written is what was read: the kernels that
+// use it hold it within the arrays.
+//
+// Grid: the blocks of each array, one array after the other; a thread has one entry. Shared memory:
+// none.
+#include "../common/params.cuh"
+#include "../ptx/atomic.cuh"
+#include "../common/lookup.cuh"
+
+namespace {
+
+// What is wrong with an entry, as in cupyflash/arrays/reports.py.
+constexpr int NOT_ZERO = 1, DECREASES = 2, NOT_TOTAL = 3, TOO_LONG = 4;
+constexpr int KIND_BITS = 3;
+
+__device__ __forceinline__ long long load(const char* data, int kind, long long index) {
+  switch (kind) {
+    case KIND_INT8:
+      return lookup::load_as_int<KIND_INT8>(data + index);
+    case KIND_UINT8:
+      return lookup::load_as_int<KIND_UINT8>(data + index);
+    case KIND_INT16:
+      return lookup::load_as_int<KIND_INT16>(data + 2 * index);
+    case KIND_UINT16:
+      return lookup::load_as_int<KIND_UINT16>(data + 2 * index);
+    case KIND_INT32:
+      return lookup::load_as_int<KIND_INT32>(data + 4 * index);
+    case KIND_UINT32:
+      return lookup::load_as_int<KIND_UINT32>(data + 4 * index);
+    default:
+      return lookup::load_as_int<KIND_INT64>(data + 8 * index);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KERNEL_NAME(const __grid_constant__ OffsetsParams p) {
+  const int array = blockIdx.x / p.blocks;
+  const long long n = static_cast<long long>(blockIdx.x % p.blocks) * THREADS + threadIdx.x;
+  if (n >= p.count) return;
+  const char* const input = p.inputs[array];
+  const long long own = load(input, p.kinds[array], n * p.steps[array]);
+  if (p.results[array] != nullptr) p.results[array][n] = own;
+  if (p.reports[array] == nullptr) return;
+  int wrong = 0;
+  if (n == 0) {
+    if (own != 0) wrong = NOT_ZERO;
+  } else {
+    const long long before = load(input, p.kinds[array], (n - 1) * p.steps[array]);
+    if (own < before) {
+      wrong = DECREASES;
+    } else if (static_cast<unsigned long long>(own) - before > p.limits[array]) {
+      wrong = TOO_LONG;
+    }
+  }
+  if (n == p.count - 1 && wrong == 0 && own != p.totals[array]) wrong = NOT_TOTAL;
+  // Of several wrong entries, any is reported, unless an earlier report was not read yet.
+  if (wrong != 0) {
+    ptx::compare_and_swap(p.reports[array], 0,
+                          static_cast<unsigned long long>(n) << KIND_BITS | wrong);
+  }
+}

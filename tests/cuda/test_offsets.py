@@ -1,0 +1,133 @@
+"""Offsets of packed sequences in device memory, on the emulator: as int64, and what is reported."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from emulator import build
+from emulator.calls import Emulator
+from emulator.machine import randomly
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cupyflash.arrays import reports
+from cupyflash.gpu import launch, offsets
+from cupyflash.gpu.writer import Recipe
+from cupyflash.problem.rows import PackedRows
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+GUARD = -7
+
+
+def run(q, k, totals, longest=(2**40, 2**40), reports_them=True):
+    """Return the int64 that were written, by name, and both reports."""
+    held = {"offsets_q": q, "offsets_k": k}
+    lengths = [np.array([0, n]) for n in longest]
+    rows = PackedRows(*lengths, None, None, held, reports_them)
+    arrays = [SimpleNamespace(shape=(1, total, 16)) for total in totals]
+    problem = SimpleNamespace(len_q=lengths[0], len_k=lengths[1])
+    call = SimpleNamespace(rows=rows, q=arrays[0], k=arrays[1], problem=problem)
+    words = np.zeros(2, np.uint64)
+    written = {}
+
+    def work():
+        copies = offsets.scratch(call)
+        made = offsets._launch(call, offsets._in_device_memory(call), copies)
+        places = {name: x.ctypes.data for name, x in held.items()}
+        for name, spec in copies.items():
+            memory = np.full(spec.shape[0] + 1, GUARD, np.int64)
+            written[name] = memory
+            places[offsets._copied(name)] = memory.ctypes.data
+        for n, name in enumerate(held):
+            places[offsets.REPORT + name] = words.ctypes.data + 8 * n
+        compiled = launch.CompiledRecipe(
+            SimpleNamespace(pointer=lambda: 0), (launch.CompiledLaunch(made, 0),), ()
+        )
+        compiled.forward(places)
+
+    Emulator(schedule=randomly(0))._run(work)
+    assert all(memory[-1] == GUARD for memory in written.values())
+    return {name: memory[:-1] for name, memory in written.items()}, words.tolist()
+
+
+def reasons(x, total, longest):
+    """Return what is wrong with each entry, as the kernel numbers it."""
+    numbers = [int(n) for n in x.astype(np.int64)]
+    found = {}
+    for n, own in enumerate(numbers):
+        if n == 0:
+            kind = 1 if own else 0
+        elif own < numbers[n - 1]:
+            kind = 2
+        else:
+            kind = 4 if own - numbers[n - 1] > longest else 0
+        if n == len(numbers) - 1 and not kind and own != total:
+            kind = 3
+        if kind:
+            found[n] = kind
+    return found
+
+
+@st.composite
+def arrays(draw):
+    """Draw offsets that are right, or nearly, with any step."""
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+    lengths = draw(st.lists(st.integers(0, 20), max_size=5))
+    x = np.cumsum([0, *lengths])
+    total = int(x[-1]) + draw(st.sampled_from([0, 0, 0, 1]))
+    if draw(st.integers(0, 3)) == 0:
+        x[draw(st.integers(0, len(x) - 1))] = draw(st.integers(0, 100))
+    step = draw(st.sampled_from([1, 1, 2, -1]))
+    memory = np.zeros(len(x) * abs(step), dtype)
+    view = memory[::step]
+    view[:] = x
+    return view, total, draw(st.sampled_from([2**40, 20, 7]))
+
+
+@settings(max_examples=25)
+@given(arrays(), arrays())
+@example(
+    (np.array([0, 2**63 + 5, 4], np.uint64), 4, 9), (np.array([0, -5, 2**62], np.int64), 4, 9)
+)
+def test_offsets_become_int64_and_wrong_ones_are_reported(q, k):
+    count = min(len(q[0]), len(k[0]))
+    held = [x[:count] for x in (q[0], k[0])]
+    totals, longest = (q[1], k[1]), (q[2], k[2])
+    written, words = run(*held, totals, longest)
+    for name, x, total, limit, word in zip(
+        reports.OF_OFFSETS, held, totals, longest, words, strict=True
+    ):
+        if x.dtype != np.int64 or not x.flags.c_contiguous:
+            assert (written[name] == x.astype(np.int64)).all()
+        else:
+            assert name not in written
+        wrong = reasons(x, total, limit)
+        bits = reports.KIND_BITS
+        assert (word % 2**bits == wrong[word >> bits]) if wrong else (word == 0)
+
+
+def test_several_blocks_read_many_offsets():
+    x = np.arange(700, dtype=np.int32)
+    written, words = run(x, x[::1], (699, 699))
+    assert (written["offsets_q"] == x).all()
+    assert (written["offsets_k"] == x).all()
+    assert words == [0, 0]
+    x[600] = 3
+    assert run(x, x, (699, 699))[1] == [600 << 3 | 2] * 2
+
+
+def test_the_same_array_is_converted_once():
+    x = np.array([0, 3, 5], np.int32)
+    written, words = run(x, x, (5, 6))
+    assert list(written) == ["offsets_q"]
+    assert words == [0, 2 << 3 | 3]
+
+
+def test_trusted_offsets_are_converted_and_not_checked():
+    x = np.array([4, 3, 9], np.int32)
+    written, words = run(x, x, (5, 5), reports_them=False)
+    assert (written["offsets_q"] == x).all()
+    assert words == [0, 0]
