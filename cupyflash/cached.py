@@ -218,7 +218,7 @@ def attention_cached(
         seed=None,
         precision=None,
     )
-    codes = CacheCodes(k_scale, v_scale, kv_dtype)
+    codes = CacheCodes.of(k_scale, v_scale, kv_dtype)
     request = Request(q, k, v, Cached(lengths, table, offsets_q, shared), codes, options)
     return execute.cached(request, return_lse, out, lse_out, workspace)
 
@@ -257,6 +257,6 @@ def workspace_size_cached(
     ArgumentError, ArgumentTypeError
         As in `attention_cached`.
     """
-    codes = CacheCodes(k_scale, v_scale, kv_dtype)
+    codes = CacheCodes.of(k_scale, v_scale, kv_dtype)
     call = Request(q, k, v, Cached(0, table, offsets_q, shared), codes).call
     return dispatch.backend_of(call.q).workspace_size_cached(call)

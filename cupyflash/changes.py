@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .arrays import cuda_device
+from .arrays import cuda_device, reports
 from .arrays.device_arrays import address, device_of, is_device_array
 from .backends.cpu import checksums
 from .errors import ArgumentError
@@ -151,7 +151,11 @@ def _read(call: Call) -> dict[str, Array]:
 
 
 def refuse_reported(array: Array) -> None:
-    """Raise an error if kernels on an array's device found changes that nobody was told of yet."""
+    """Raise an error if kernels on an array's device found changes that nobody was told of yet.
+
+    The same goes for wrong offsets.
+    """
+    reports.refuse_offsets(array.data.device_id)
     names = checksum_launches.reported(array)
     if names:
         raise ArgumentError(

@@ -89,9 +89,12 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
 
 def cached(request: Request, return_lse: bool, out: Any, lse_out: Any, workspace: Any) -> Any:
     """Compute a call over a cache, into the arrays given or into new ones."""
-    check_flag(return_lse, "return_lse")
+    if return_lse is not False:
+        check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
-    written = {"out": out, "lse": lse_out, "workspace": workspace}
+    written = _NOTHING
+    if out is not None or lse_out is not None or workspace is not None:
+        written = {"out": out, "lse": lse_out, "workspace": workspace}
     kind = "cached" if want_lse else "cached without lse"
     signature = request.signature(kind, _NOTHING, written)
     if signature is not None and (entry := replay.find(signature)) is not None:

@@ -56,11 +56,6 @@ class Request:
             q, k, v = interop.of_device(q=q, k=k, v=v)
         return Operands(q, k, v)
 
-    @cached_property
-    def _codes(self) -> Fp8 | CacheCodes | NoCodes:
-        """What codes mean, by arrays if calls are recognised by these."""
-        return self.codes.with_arrays(self.operands.q) if self.on_device else self.codes
-
     @property
     def on_device(self) -> bool:
         """Whether queries are in device memory."""
@@ -69,7 +64,9 @@ class Request:
     @cached_property
     def call(self) -> Call:
         """The validated call."""
-        codes: Any = self._codes  # of the kind that belongs to these rows
+        codes: Any = self.codes  # of the kind that belongs to these rows
+        if self.on_device:  # calls are recognised by arrays of scales
+            codes = codes.with_arrays(self.operands.q)
         return self.rows.checked(self.operands, codes, self.options)
 
     def read_arrays(self) -> dict[str, Any]:
@@ -97,16 +94,17 @@ class Request:
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
     ) -> Signature | None:
         """Return the replay signature, or None if the call cannot be replayed."""
-        operands = self.operands
-        if not is_device_array(operands.q):
-            return self._host_signature(kind, read, written)
-        of_rows = self.rows.signature(operands)
+        q, k, v = self.q, self.k, self.v
+        if not is_device_array(q):
+            q, k, v = self.operands
+            if not is_device_array(q):
+                return self._host_signature(kind, read, written)
+        of_rows = self.rows.signature(q, k, v)
         if of_rows is None:
             return None
         words, arrays = of_rows
-        named = {"q": operands.q, "k": operands.k, "v": operands.v, **read, **arrays}
-        codes = self._codes
-        named |= codes.scales
+        codes = self.codes.with_arrays(q)
+        named = {"q": q, "k": k, "v": v, **read, **arrays, **codes.scales}
         return launch_cache.signature(kind + codes.kind + words, named, self.options, written)
 
     def _host_signature(

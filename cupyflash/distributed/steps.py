@@ -210,8 +210,11 @@ class Distributed:
     ) -> Again | None:
         """Return what recognises the call if it was made before; the rest is as in `Again`."""
         request = self._request
-        if not is_device_array(request.q) or request.rows.signature(request.operands) is None:
+        if not is_device_array(request.q):
             return None
+        of_rows = request.rows.signature(*request.operands)
+        if of_rows is None or any(of_rows):
+            return None  # rows are told apart by more than their arrays
         ranks = self._ranks
         layouts = ranks.layout, ranks.layout if ranks.layout_k is None else ranks.layout_k
         return Again(

@@ -136,7 +136,9 @@ class CompiledRecipe:
         if (written := tape.current()) is not None and workspace is None:
             return written.launch(self, self.forward, addresses)
         taken = None
-        if workspace is None:
+        if not self.scratch:
+            pass
+        elif workspace is None:
             taken = self._take_scratch(addresses, None)
         else:
             self._divide(addresses, device_arrays.address(workspace))

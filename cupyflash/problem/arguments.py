@@ -79,9 +79,9 @@ class Dense:
         call = validate.with_options(problem, *arrays, given.were_matrices, options)
         return changed(call, problem=call.problem.sized(len_q=part.len_q))
 
-    def signature(self, x: Operands) -> tuple[str, Named] | None:  # noqa: ARG002, others look at them
+    def signature(self, q: Any, k: Any, v: Any) -> tuple[str, Named] | None:  # noqa: ARG002, others look at them
         """Return words and arrays that tell calls apart, or None if they are not recognised."""
-        return "", {}
+        return "", _NOTHING
 
     def host_signature(self) -> tuple[str, Named] | None:
         """Return the same of a call on NumPy arrays; what these arrays contain tells calls apart.
@@ -138,7 +138,7 @@ class Packed:
         part.check(call)
         return call
 
-    def signature(self, x: Operands) -> tuple[str, Named] | None:
+    def signature(self, q: Any, k: Any, v: Any) -> tuple[str, Named] | None:  # noqa: ARG002, others look at them
         """Return words and arrays that tell calls apart, or None if they are not recognised.
 
         What offsets in host memory hold is among the words.
@@ -150,11 +150,9 @@ class Packed:
             words = " packed, trusted" if check is False else " packed, checked"
         else:
             return None  # it may be wrong
-        offsets_q, offsets_k = self._take(x.q)
-        if offsets_k is offsets_q:
-            words += " alike"
-            if is_device_array(offsets_q):
-                return words, {"offsets_q": offsets_q}
+        offsets_q, offsets_k = self._take(q)
+        if offsets_k is offsets_q and is_device_array(offsets_q):
+            return words + " alike", {"offsets_q": offsets_q}
         named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
         for name in OFFSETS:
             array = named[name]
@@ -188,7 +186,7 @@ class Cached:
         integers = self.lengths, self.table, self.offsets_q
         return cached.call(*x, *integers, options, given, self.shared)
 
-    def signature(self, x: Operands) -> tuple[str, Named] | None:
+    def signature(self, q: Any, k: Any, v: Any) -> tuple[str, Named] | None:  # noqa: ARG002, others look at it
         """Return words and arrays that tell calls apart, or None if they are not recognised.
 
         Lengths that are one number are not: kernels are told it, and it grows from call to call.
@@ -196,7 +194,7 @@ class Cached:
         if not is_device_array(self.lengths) or cached.CHECKS_ALL or type(self.shared) is not int:
             return None
         words = f" with {self.shared} shared" if self.shared else ""
-        if all(map(is_device_array, (x.k, x.v))) and address(x.k) == address(x.v):
+        if is_device_array(k) and is_device_array(v) and address(k) == address(v):
             words += " of values in keys"  # which a kernel may rely on
         named = {"lengths": self.lengths, "table": self.table, "offsets_q": self.offsets_q}
         return words, named

@@ -38,7 +38,10 @@ class Fp8:
     @staticmethod
     def of(*named: Any) -> Fp8 | codes.NoCodes:
         """Return what codes are, from the fields, of which all are None if there are none."""
-        return codes.NONE if all(value is None for value in named) else Fp8(*named)
+        for value in named:
+            if value is not None:
+                return Fp8(*named)
+        return codes.NONE
 
     def with_arrays(self, q: Array) -> Fp8:
         """Return the same with arrays in the memory of `q` in place of numbers."""

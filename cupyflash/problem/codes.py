@@ -30,6 +30,13 @@ class CacheCodes(NamedTuple):
     v_scale: Any = None
     kv_dtype: Any = None
 
+    @staticmethod
+    def of(k_scale: Any, v_scale: Any, kv_dtype: Any) -> CacheCodes | NoCodes:
+        """Return what codes are, from the fields, of which all are None if nothing is said."""
+        if k_scale is v_scale is kv_dtype is None:
+            return NONE
+        return CacheCodes(k_scale, v_scale, kv_dtype)
+
     @property
     def kind(self) -> str:
         """The types that it names, in words by which calls are recognised."""

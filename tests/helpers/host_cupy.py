@@ -112,6 +112,8 @@ class HostCupy(ModuleType):
         module = self
 
         class Array:
+            base = None
+
             def __init__(self, shape, dtype=float, memptr=None, strides=None):
                 dtype = np.dtype(dtype)
                 memptr = memptr or module.alloc(math.prod(shape) * dtype.itemsize)
