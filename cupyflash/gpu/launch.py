@@ -148,10 +148,8 @@ class CompiledRecipe:
         del held  # its memory may be freed now
         return taken
 
-    def _prepare(self, addresses: Addresses, stream: int | None = None) -> object:
+    def _prepare(self, addresses: Addresses) -> object:
         """Note the addresses that are the recipe's own; return what must be kept until launches.
-
-        The stream is the current one, or another one for which `uploads` are there.
 
         Raises
         ------
@@ -163,15 +161,15 @@ class CompiledRecipe:
             addresses.update(self.reports)
         if self.uploads is None:
             return None
-        upload = self.uploads.of(self.queue.current_stream().ptr if stream is None else stream)
+        upload = self.uploads.of(self.queue.current_stream().ptr)
         addresses.update(upload.addresses)
         return upload
 
     @property
     def needs_arrays(self) -> bool:
-        """Whether a launch takes more than addresses: it sums arrays, or waits for CuPy."""
+        """Whether a launch takes more than addresses: it sums or copies arrays, or waits for CuPy."""
         sums = any(name in Gradients._fields for name, _, _ in self.scratch)
-        return self.all_zero or sums or WAIT_AFTER_LAUNCH
+        return self.all_zero or sums or self.uploads is not None or WAIT_AFTER_LAUNCH
 
     @cached_property
     def adds_to_dq(self) -> bool:
@@ -186,16 +184,15 @@ class CompiledRecipe:
     def start(self, addresses: Addresses, workspace: int, stream: int) -> None:
         """Launch on a stream, with a workspace at an address; `addresses` grows.
 
-        The queue must be open, `needs_arrays` False, and `uploads` there for the stream.
+        The queue must be open, and `needs_arrays` False.
         """
-        held = self._prepare(addresses, stream)
+        self._prepare(addresses)
         self._divide(addresses, workspace)
         for name, size, _ in self.scratch:
             if name == "dq_accum":
                 self.queue.memset(addresses[name], 0, size, stream)
         for launch in self.launches:
             launch.start(addresses, stream)
-        del held  # its memory may be freed now
 
     def _divide(self, addresses: Addresses, workspace: int) -> None:
         """Note where scratch lies in a workspace."""

@@ -47,17 +47,14 @@ class Uploads:
         self._arrays = arrays
         self._copies: dict[Any, Upload] = {}
 
-    def find(self, stream: int) -> Upload | None:
-        """Return the copy for a stream, or None if there is none yet."""
-        return self._copies.get(_key(stream))
-
     def of(self, stream: int) -> Upload:
         """Return the copy for the current device's current stream, at this address."""
-        found = self.find(stream)
+        key = (stream, threading.get_ident()) if stream == _PER_THREAD else stream
+        found = self._copies.get(key)
         if found is None:
             if len(self._copies) >= MOST_STREAMS:
                 self._copies.clear()
-            found = self._copies[_key(stream)] = self._made()
+            found = self._copies[key] = self._made()
         return found
 
     def _made(self) -> Upload:
@@ -69,6 +66,3 @@ class Uploads:
             place += array.nbytes
         return Upload(addresses, memory)
 
-
-def _key(stream: int) -> Any:
-    return (stream, threading.get_ident()) if stream == _PER_THREAD else stream

@@ -30,8 +30,8 @@ class Settings(NamedTuple):
     precision : str or None
     deterministic : bool
         Whether gradients have the same bits in every run.
-    check : bool
-        Whether offsets on a GPU are read back and checked.
+    check : bool or None
+        How offsets on a GPU are checked, as `cupyflash.attention_varlen` takes it.
     """
 
     mask: Any = None
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
     seed: Any = None
     precision: Any = None
     deterministic: bool = False
-    check: bool = True
+    check: bool | None = None
 
 
 class Operands(NamedTuple):
@@ -71,7 +71,10 @@ def _request(settings: Settings, x: Operands) -> Request:
     )
     rows: Dense | Packed = DENSE
     if x.offsets_q is not None:
-        rows = Packed(array_of(x.offsets_q), array_of(x.offsets_k), settings.check)
+        offsets_q = offsets_k = array_of(x.offsets_q)
+        if x.offsets_k is not x.offsets_q:
+            offsets_k = array_of(x.offsets_k)
+        rows = Packed(offsets_q, offsets_k, settings.check)
     return Request(array_of(x.q), array_of(x.k), array_of(x.v), rows, options=options)
 
 
@@ -182,9 +185,14 @@ def _signature(
     """Return the signature of a call on a GPU that reads more tensors than its operands."""
     named = {"q": x.q, "k": x.k, "v": x.v, **read}
     if x.offsets_q is not None:
-        if settings.check is not False:
+        if settings.check is not None and settings.check is not False:
             return None  # what its offsets hold is read every time
-        named["offsets_q"], named["offsets_k"] = x.offsets_q, x.offsets_k
+        kind += " packed" if settings.check is None else " packed, trusted"
+        named["offsets_q"] = x.offsets_q
+        if x.offsets_k is x.offsets_q:
+            kind += " alike"
+        else:
+            named["offsets_k"] = x.offsets_k
     seed = settings.seed
     if x.seed is not None:
         seed = x.seed if x.seed.is_cuda else _seed(x)

@@ -132,7 +132,7 @@ def attention(
 @overload
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: torch.Tensor,
-    offsets_k: torch.Tensor, *, check: bool = ..., mask: Mask | torch.Tensor | None = ...,
+    offsets_k: torch.Tensor, *, check: bool | None = ..., mask: Mask | torch.Tensor | None = ...,
     score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
     sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
     seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
@@ -143,7 +143,7 @@ def attention_varlen(
 @overload
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: torch.Tensor,
-    offsets_k: torch.Tensor, *, check: bool = ..., mask: Mask | torch.Tensor | None = ...,
+    offsets_k: torch.Tensor, *, check: bool | None = ..., mask: Mask | torch.Tensor | None = ...,
     score_mod: Score | Sequence[Score] | None = ..., bias: torch.Tensor | None = ...,
     sink: torch.Tensor | None = ..., scale: float | None = ..., dropout: float = ...,
     seed: int | torch.Tensor | None = ..., precision: Literal["tf32x3"] | None = ...,
@@ -159,7 +159,7 @@ def attention_varlen(
     offsets_q: torch.Tensor,
     offsets_k: torch.Tensor,
     *,
-    check: bool = True,
+    check: bool | None = None,
     mask: Mask | torch.Tensor | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: torch.Tensor | None = None,
@@ -186,8 +186,10 @@ def attention_varlen(
         Values of all sequences.
     offsets_q, offsets_k : torch.Tensor of int, shape (n + 1,)
         Sequence b has the rows from ``offsets[b]`` to ``offsets[b + 1]``, on the device of `q`.
-    check : bool
-        Whether offsets on a GPU are read back and checked, for which the call waits.
+    check : bool, optional
+        How offsets on a GPU are checked. By default a short kernel does it, and a later call on
+        the device raises the error; True raises it at once, for which the call waits; False checks
+        nothing.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention`, and in `cupyflash.attention_varlen`.
     return_lse, deterministic

@@ -5,15 +5,18 @@ Tensors in host memory say that they are on a GPU, whose memory is that of `host
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from recognised import fields
 
-from cupyflash import masks, scores
-from cupyflash.arrays import device_arrays
+from cupyflash import ArgumentError, masks, scores
+from cupyflash.arrays import device_arrays, reports
+from cupyflash.gpu import params
 from cupyflash.problem import validate
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
@@ -168,3 +171,56 @@ def test_new_calls_displace_old_ones(cupy, gpu_tensors, monkeypatch):
     for size in (1, 2, 3):
         attention(*gpu_tensors(size=size))
     assert len(recognised._known) == 2
+
+
+def packed_gradients(q, k, v, do, offsets, check):
+    x = autograd.Operands(q, k, v, offsets_q=offsets[0], offsets_k=offsets[1])
+    settings = autograd.compute.Settings(check=check)
+    results = autograd.compute.forward(settings, x)
+    return autograd.compute.backward(settings, x, results, do, None, False)
+
+
+@pytest.mark.parametrize("check", [None, False])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_calls(cupy, gpu_tensors, monkeypatch, check, alike, dtype):
+    def drawn():
+        offsets = [torch.tensor([0, 11, 40], dtype=dtype) for _ in range(2)]
+        arrays = [torch.zeros(4, 40, 16) for _ in range(4)]
+        return arrays, offsets[:1] * 2 if alike else offsets
+
+    def offsets_of(launches):
+        found = [x for x in launches if x.kernel.startswith("offsets")]
+        layout = params.rowwise("offsets")
+        return [fields(x, layout)["inputs"].tolist() for x in found]
+
+    for _ in range(2):
+        packed_gradients(*drawn()[0], drawn()[1], check)
+    unchecked(monkeypatch)
+    monkeypatch.setattr(validate, "varlen_call", validate.call)
+    cupy.launches.clear()
+    arrays, offsets = drawn()
+    packed_gradients(*arrays, offsets, check)
+    assert all(x.stream == 70 for x in cupy.launches)
+    places = [x.data_ptr() for x in offsets]
+    launched = check is None or dtype == torch.int32
+    assert offsets_of(cupy.launches) == [places] * 2 * launched
+    words = {int(word) for launch in cupy.launches for word in launch.words}
+    assert set(places) <= words
+    if check is None:
+        place = reports.address(0, reports.OFFSETS_Q)
+        ctypes.c_uint64.from_address(place).value = 2 << reports.KIND_BITS | 2
+        with pytest.raises(ArgumentError, match="offsets_q: an earlier call"):
+            packed_gradients(*arrays, offsets, check)
+        packed_gradients(*arrays, offsets, check)
+
+
+def test_offsets_that_are_read_have_no_place_among_recognised_calls(cupy, gpu_tensors):
+    offsets = [torch.tensor([0, 11, 40])] * 2
+    for _ in range(2):
+        packed_gradients(*(torch.zeros(4, 40, 16) for _ in range(4)), offsets, True)
+    assert not recognised._known
+    with pytest.raises(ArgumentError, match="offsets_q: runs from 0 to 41"):
+        packed_gradients(
+            *(torch.zeros(4, 40, 16) for _ in range(4)), [torch.tensor([0, 11, 41])] * 2, True
+        )
