@@ -150,7 +150,7 @@ def _read(call: Call) -> dict[str, Array]:
     return named | dict(call.rows.offsets)
 
 
-def refuse_reported(array: Array) -> None:
+def refuse_reported(array: Any) -> None:
     """Raise an error if kernels on an array's device found changes that nobody was told of yet.
 
     The same goes for wrong offsets.

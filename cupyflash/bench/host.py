@@ -256,7 +256,7 @@ def one_query(meter: Meter, dtype: str, keys: int) -> Works:
     )
 
 
-def packed(meter: Meter, dtype: str, on_device: bool, check: bool = True) -> Works:
+def packed(meter: Meter, dtype: str, on_device: bool, check: bool | None = None) -> Works:
     """Compute attention within each of four packed sequences."""
     _, heads, length, columns = small(meter)
     xp, arrays = meter.xp, drawn(meter, dtype, heads, 4 * length, columns)

@@ -167,7 +167,7 @@ class CompiledRecipe:
 
     @property
     def needs_arrays(self) -> bool:
-        """Whether a launch takes more than addresses: it sums or copies arrays, or waits for CuPy."""
+        """Whether a launch takes more than addresses: it sums or copies, or waits for CuPy."""
         sums = any(name in Gradients._fields for name, _, _ in self.scratch)
         return self.all_zero or sums or self.uploads is not None or WAIT_AFTER_LAUNCH
 
@@ -254,9 +254,7 @@ def compiled_recipe(
     launches = tuple(CompiledLaunch(each, device) for each in made.launches)
     scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
     names = {name for launch in made.launches for _, name in launch.slots}
-    places = {
-        name: reports.address(device, word) for name, word in offsets.words_of(names).items()
-    }
+    places = {name: reports.address(device, word) for name, word in offsets.words_of(names).items()}
     uploads = Uploads(from_host) if from_host else None
     rest = made.all_zero, made.atomic_dq, places or None, uploads
     return CompiledRecipe(driver.queue(device), launches, scratch, *rest)

@@ -8,7 +8,6 @@ facts; addresses are filled in later. Nothing here touches CuPy or an array's el
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -169,8 +168,9 @@ def _of_widened(
         steps.append(replace(step, part="numbers", computes=computes))
         if x.size:
             scratch[held], names[name] = ArraySpec(x.shape, dtype), held
-    for each in main.steps:
-        steps.append(replace(each, launch=with_names(each.launch, names), arrays=scratch))
+    steps += [
+        replace(each, launch=with_names(each.launch, names), arrays=scratch) for each in main.steps
+    ]
     launches = tuple(step.launch for step in steps if step.grid)
     recipe = replace(main.recipe, launches=launches, scratch=scratch)
     return replace(main, steps=tuple(steps), recipe=recipe)

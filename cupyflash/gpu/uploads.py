@@ -65,4 +65,3 @@ class Uploads:
             addresses[name] = place
             place += array.nbytes
         return Upload(addresses, memory)
-

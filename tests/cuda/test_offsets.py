@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from cupyflash.arrays import reports
 from cupyflash.gpu import launch, offsets
-from cupyflash.gpu.writer import Recipe
 from cupyflash.problem.rows import PackedRows
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -89,9 +88,7 @@ def arrays(draw):
 
 @settings(max_examples=25)
 @given(arrays(), arrays())
-@example(
-    (np.array([0, 2**63 + 5, 4], np.uint64), 4, 9), (np.array([0, -5, 2**62], np.int64), 4, 9)
-)
+@example((np.array([0, 2**63 + 5, 4], np.uint64), 4, 9), (np.array([0, -5, 2**62], np.int64), 4, 9))
 def test_offsets_become_int64_and_wrong_ones_are_reported(q, k):
     count = min(len(q[0]), len(k[0]))
     held = [x[:count] for x in (q[0], k[0])]
