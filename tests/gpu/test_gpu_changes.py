@@ -11,6 +11,7 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError, lookup, masks, scores
+from cupyflash.arrays import reports
 from cupyflash.gpu import checksum_launches
 from cupyflash.gpu.launch import compiled_recipe
 from cupyflash.gpu.writer import Recipe
@@ -28,7 +29,7 @@ def cupy(gpu, monkeypatch):
 
     yield cupy
     cupy.cuda.get_current_stream().synchronize()
-    for words, _, _ in checksum_launches._reports.values():
+    for words, _, _ in reports._reports.values():
         words[:] = memoryview(bytes(words.nbytes)).cast(words.format)  # no other test is told
 
 

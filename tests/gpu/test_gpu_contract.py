@@ -120,7 +120,7 @@ def packed(cupy, dtype=np.int64):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [None, True, False])
 def test_offsets_on_the_gpu(cupy, dtype, check):
     q, k, v, offsets = packed(cupy, dtype)
     out = cupyflash.attention_varlen(q, k, v, offsets, offsets, check=check, mask=masks.causal())
@@ -133,10 +133,14 @@ def test_offsets_that_are_wrong(cupy):
     for wrong in ([0, 5, 4, 73, 74], [0, 3, 3, 73, 10**12], [-5, 3, 3, 73, 74]):
         wrong = cupy.asarray(np.array(wrong))
         with pytest.raises(ArgumentError, match="offsets_k"):
-            cupyflash.attention_varlen(q, k, v, offsets, wrong)
+            cupyflash.attention_varlen(q, k, v, offsets, wrong, check=True)
         # Not read, they are held in range: wrong numbers, but no wrong memory.
-        out = cupyflash.attention_varlen(q, k, v, offsets, wrong, check=False)
-        assert np.isfinite(out.get()).all()
+        for check in (False, None):
+            out = cupyflash.attention_varlen(q, k, v, offsets, wrong, check=check)
+            assert np.isfinite(out.get()).all()
+        with pytest.raises(ArgumentError, match=r"^offsets_k: an earlier call"):
+            cupyflash.attention_varlen(q, k, v, offsets, offsets)
+        cupyflash.attention_varlen(q, k, v, offsets, offsets)  # it is told once
 
 
 # -- look-ups -------------------------------------------------------------------------------------
@@ -293,28 +297,49 @@ def test_a_captured_call_replays(cupy):
     assert all((x == 7).all() for x in taken)
 
 
-def test_offsets_are_not_read_back_in_a_capture(cupy):
-    q, k, v, offsets = packed(cupy)
-    host, narrow = offsets.get(), offsets.astype(np.int32)
-    out = cupyflash.attention_varlen(q, k, v, offsets, offsets, check=False)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("check", [None, False])
+def test_offsets_are_not_read_back_in_a_capture(cupy, dtype, check):
+    q, k, v, offsets = packed(cupy, dtype)
+    host, options = offsets.get(), {"mask": masks.causal(), "check": check}
+    out, lse = cupyflash.attention_varlen(q, k, v, offsets, offsets, return_lse=True, **options)
+    gradients = tuple(cupy.empty_like(x) for x in (q, k, v))
+    size = cupyflash.workspace_size(q, k, v, offsets_q=offsets, offsets_k=offsets)
+    workspace = cupy.empty(size, np.uint8)
+    given_back = {"grads_out": gradients, "workspace": workspace}
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        for given, options, named in (
-            (offsets, {}, "check"),
-            (host, {}, "offsets_q"),
-            (narrow, {"check": False}, "offsets_q"),
-        ):
+        for given, more, named in ((offsets, {"check": True}, "check"), (host, {}, "offsets_q")):
             with pytest.raises(ArgumentError, match=named):
-                cupyflash.attention_varlen(q, k, v, given, given, out=out, **options)
-        cupyflash.attention_varlen(q, k, v, offsets, offsets, out=out, check=False)
+                cupyflash.attention_varlen(q, k, v, given, given, out=out, **options | more)
+        into = {"out": out, "lse_out": lse}
+        cupyflash.attention_varlen(q, k, v, offsets, offsets, **into, **options)
+        cupyflash.attention_varlen_backward(
+            q, q, k, v, out, lse, offsets, offsets, **given_back, **options
+        )
         graph = stream.end_capture()
-    q *= 2
+    taken = [cupy.full(64, 7) for _ in range(64)]  # it would be in memory that a graph lost
+    for ends in ([0, 3, 3, 73, 74], [0, 30, 31, 31, 74]):
+        q *= 2
+        offsets[:] = cupy.asarray(ends)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        arrays = [x.get() for x in (q, k, v, offsets, offsets)]
+        close(out, naive.attention_varlen(*arrays, mask=masks.causal()).out)
+        wanted = naive.attention_varlen_backward(arrays[0], *arrays, mask=masks.causal())
+        for ours, theirs in zip(gradients, wanted, strict=False):
+            close(ours, theirs, 1e-4)
+    assert all((x == 7).all() for x in taken)
+    offsets[1] = 75
     cupy.cuda.Device().synchronize()
     graph.launch(stream)
     stream.synchronize()
-    close(out, naive.attention_varlen(*(x.get() for x in (q, k, v, offsets, offsets))).out)
+    if check is None:
+        with pytest.raises(ArgumentError, match="offsets_q, offsets_k: an earlier call"):
+            cupyflash.attention_varlen(q, k, v, offsets, offsets, **options)
 
 
 def test_too_much_memory_says_what_was_asked_for(cupy):
