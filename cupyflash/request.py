@@ -105,7 +105,11 @@ class Request:
         words, arrays = of_rows
         codes = self.codes.with_arrays(q)
         named = {"q": q, "k": k, "v": v, **read, **arrays, **codes.scales}
-        return launch_cache.signature(kind + codes.kind + words, named, self.options, written)
+        kind += codes.kind + words
+        seen = launch_cache.signature(kind, named, self.options, written)
+        if seen is not None and (numbers := self.rows.numbers):
+            seen.addresses.update(numbers)
+        return seen
 
     def _host_signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]

@@ -133,11 +133,12 @@ def attention_varlen(
         total and never decrease.
     check : bool, optional
         How offsets on a GPU are checked; those in host memory always are, by the call. By default
-        a short kernel checks them, and the call does not wait: kernels hold wrong offsets within
-        the arrays, so that results are wrong, and a later call on the device raises the error.
-        With True the call reads the offsets and raises at once, but it waits until everything
-        before them is done, and what they hold tells calls apart: new offsets cost some hundred
-        microseconds more. With False nothing is checked. No bit of a result depends on it.
+        a short kernel checks them, and the call waits for nothing: other kernels hold wrong offsets
+        within the arrays, so that results are wrong, and a later call on that GPU raises the error.
+        With True the call reads the offsets and raises at once. It waits until the GPU has done
+        what was asked of it before, and new offsets cost some hundred microseconds in addition.
+        Known offsets, these or those in host memory, have one use: the gradients of sequences that
+        are all shorter than 512 are computed by kernels for them. With False nothing is checked.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention`. In masks and scores, b is the sequence, i and j count within it, and the
         default offset of `masks.causal` is that sequence's Lk - Lq. `bias` and a mask array

@@ -57,10 +57,10 @@ class Launch:
     grid : int
         The number of blocks.
     template : bytes
-        The parameters of the kernel, with 0 in the places of `slots`.
+        The parameters of the kernel; those in the places of `slots` mean nothing.
     slots : tuple of (int, str)
-        Byte offsets, each with the name of the array whose address belongs there. In the place of
-        "seed" belongs the number itself.
+        Byte offsets, each with the name of the array whose address belongs there. In the places of
+        "seed" and "len_k" belongs the number itself.
     maps : tuple of TensorMap
         Maps of the arrays that the kernel copies by TMA. They are encoded and follow the
         parameters.
@@ -274,7 +274,7 @@ class Writer:
         self.told["len_k"] = cache.capacity
         self.told["page_size"] = cache.page_size
         if isinstance(lengths, int):
-            self.told["len_k"] = lengths
+            self.named.append("len_k")  # the number itself
         else:
             self.named.append("lengths")
             self.told["kind_lengths"] = KINDS[lengths.dtype.name]

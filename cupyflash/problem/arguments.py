@@ -5,7 +5,7 @@ Each kind checks the operands that belong to it, and has the parts of a signatur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -47,6 +47,7 @@ class Part(NamedTuple):
 
 Named: TypeAlias = dict[str, Any]
 _NOTHING: Named = {}
+_NO_NUMBERS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,7 @@ class Dense:
     in_one_place: bool = True
     name: ClassVar[str] = "attention"
     has_whole_bias: ClassVar[bool] = False  # over ranks: one for all, not one with a rank's rows
+    numbers: ClassVar[Mapping[str, int]] = _NO_NUMBERS
 
     def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
         """Return the validated call."""
@@ -104,21 +106,26 @@ class Packed:
         Whether offsets in device memory are read back; None: kernels check them.
     """
 
-    __slots__ = ("_taken", "check", "offsets_k", "offsets_q")
+    __slots__ = ("_taken", "_words", "check", "offsets_k", "offsets_q")
     name: ClassVar[str] = "attention_varlen"
     has_whole_bias: ClassVar[bool] = True
+    numbers: ClassVar[Mapping[str, int]] = _NO_NUMBERS
 
     def __init__(self, offsets_q: Any, offsets_k: Any, check: Any = None) -> None:
         self.offsets_q, self.offsets_k, self.check = offsets_q, offsets_k, check
         self._taken: tuple[Any, Any] | None = None
+        self._words: tuple[str, Named] | None = None
 
     def _take(self, q: Any) -> tuple[Any, Any]:
         """Return offsets in device memory that nobody reads, and copies of all others."""
         if self._taken is None:
             reads = self.check is True or (self.check is None and cached.CHECKS_ALL)
-            offsets_q = device_args.taken(self.offsets_q, "offsets_q", q, reads)
-            offsets_k = offsets_q
-            if self.offsets_k is not self.offsets_q:
+            offsets_q = offsets_k = self.offsets_q
+            if reads or not is_device_array(offsets_q):
+                offsets_q = device_args.taken(offsets_q, "offsets_q", q, reads)
+            if self.offsets_k is offsets_k:
+                offsets_k = offsets_q
+            else:
                 offsets_k = device_args.taken(self.offsets_k, "offsets_k", q, reads)
             self._taken = offsets_q, offsets_k
         return self._taken
@@ -143,11 +150,16 @@ class Packed:
 
         What offsets in host memory hold is among the words.
         """
+        if self._words is None:
+            self._words = self._signature(q)
+        return self._words
+
+    def _signature(self, q: Any) -> tuple[str, Named] | None:
         check = self.check
         if check is None:
             words = " packed"
         elif check is True or check is False:
-            words = " packed, trusted" if check is False else " packed, checked"
+            words = " packed, checked" if check else " packed, trusted"
         else:
             return None  # it may be wrong
         offsets_q, offsets_k = self._take(q)
@@ -189,15 +201,42 @@ class Cached:
     def signature(self, q: Any, k: Any, v: Any) -> tuple[str, Named] | None:  # noqa: ARG002, others look at it
         """Return words and arrays that tell calls apart, or None if they are not recognised.
 
-        Lengths that are one number are not: kernels are told it, and it grows from call to call.
+        A length of all entries is none of them, as the kernels that serve a call do not depend on
+        it: `numbers` has it.
         """
-        if not is_device_array(self.lengths) or cached.CHECKS_ALL or type(self.shared) is not int:
+        if cached.CHECKS_ALL or type(self.shared) is not int:
             return None
         words = f" with {self.shared} shared" if self.shared else ""
+        lengths, table = self.lengths, self.table
+        if not is_device_array(lengths):
+            number = self._length
+            if number is None or not is_device_array(k) or k.ndim != 4:
+                return None
+            room = k.shape[-2]
+            if table is not None:
+                room = room * table.shape[1] if is_device_array(table) and table.ndim == 2 else -1
+            if not 0 <= number <= room:
+                return None  # the check says why
+            words, lengths = words + " of one length", None
         if is_device_array(k) and is_device_array(v) and address(k) == address(v):
             words += " of values in keys"  # which a kernel may rely on
-        named = {"lengths": self.lengths, "table": self.table, "offsets_q": self.offsets_q}
-        return words, named
+        if lengths is table is self.offsets_q is None:
+            return words, _NOTHING
+        return words, {"lengths": lengths, "table": table, "offsets_q": self.offsets_q}
+
+    @property
+    def _length(self) -> int | None:
+        """The length of all entries, if that is one number, or None."""
+        lengths = self.lengths
+        if type(lengths) is int:
+            return lengths
+        return int(lengths) if isinstance(lengths, np.integer) else None
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """What kernels are told at each launch besides addresses, by name."""
+        number = self._length
+        return _NO_NUMBERS if number is None else {"len_k": number}
 
     def host_signature(self) -> tuple[str, Named] | None:
         """Return the same of a call on NumPy arrays, which these arrays' contents tell apart."""

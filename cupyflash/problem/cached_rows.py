@@ -89,6 +89,12 @@ class CachedRows:
         """The arrays of integers of the cache, by name."""
         return self.cache.arrays
 
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """The keys of all entries, if that is one number."""
+        lengths = self.cache.lengths
+        return {"len_k": lengths} if isinstance(lengths, int) else {}
+
     def sized(self, len_q: Any = None, len_k: Any = None) -> CachedRows:
         """Return rows with other lengths."""
         queries = self.of_queries if len_q is None else self.of_queries.sized(len_q)

@@ -71,6 +71,8 @@ class DenseRows:
     arrays: ClassVar[Mapping[str, Array]] = {}
     # Whether kernels check offsets in device memory, and report wrong ones.
     reports: ClassVar[bool] = False
+    # What kernels are told at each launch besides addresses, by name.
+    numbers: ClassVar[Mapping[str, int]] = {}
 
     @property
     def of_queries(self) -> DenseRows:
@@ -239,6 +241,7 @@ class PackedRows:
     apart: ClassVar[tuple[str, ...]] = ()
     flags: ClassVar[Mapping[str, bool]] = {"packed": True}
     arrays: ClassVar[Mapping[str, Array]] = {}
+    numbers: ClassVar[Mapping[str, int]] = {}
     # No sequence's result may depend on the lengths of others that are packed with it.
     known_q: ClassVar[int] = UNKNOWN
     known_k: ClassVar[int] = UNKNOWN

@@ -47,13 +47,30 @@ def test_a_step_over_a_cache_is_recognised(cupy, monkeypatch, given):
             assert begin <= found["workspace"] < begin + 512
 
 
-def test_a_length_of_all_entries_is_told_anew(cupy):
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_length_of_all_entries_is_told_anew_and_recognised(cupy, monkeypatch, paged):
     (q,) = draw(cupy, (2, 4, 1, 16), count=1)
-    k, v = draw(cupy, (2, 2, 64, 16), count=2)
-    for n in (7, 8):
-        cupyflash.attention_cached(q, k, v, n)
+    k, v = draw(cupy, (8, 2, 16, 16) if paged else (2, 2, 64, 16), count=2)
+    table = {"table": cupy.asarray(np.arange(8).reshape(2, 4))} if paged else {}
+    with monkeypatch.context() as patch:
+        for n in (7, 8, np.int64(64), np.uint8(9), 0):
+            cupyflash.attention_cached(q, k, v, n, **table)
+            patch.setattr(
+                cached_calls, "call", lambda *_: pytest.fail("the call was checked again")
+            )
     told = [fields(x, params.params(0, 0, 0))["len_k"] for x in cupy.launches]
-    assert told == [7, 7, 8, 8]
+    assert told == [7, 7, 8, 8, 64, 64, 9, 9, 0, 0]
+    for n in (65, -1):
+        with pytest.raises(ArgumentError, match=f"lengths: entry 0 is {n}; expected 0 to 64"):
+            cupyflash.attention_cached(q, k, v, n, **table)
+    with pytest.raises(ArgumentTypeError, match="lengths: got True"):
+        cupyflash.attention_cached(q, k, v, True, **table)
+    cupy.launches.clear()
+    lengths = cupy.asarray(np.array([3, 4]))
+    cupyflash.attention_cached(q, k, v, lengths, **table)  # which is another call
+    assert {fields(x, params.params(0, 0, 0))["lengths"] for x in cupy.launches} == {
+        lengths.data.ptr
+    }
 
 
 def test_values_in_keys_are_told_from_others_like_them(cupy, monkeypatch):

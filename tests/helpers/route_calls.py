@@ -131,7 +131,10 @@ def calls(draw, kinds=KINDS):
         lengths = st.lists(
             st.tuples(st.sampled_from(LEN_Q), st.sampled_from(LEN_K)), min_size=1, max_size=3
         )
-        offsets = [np.cumsum([0, *each]) for each in zip(*draw(lengths), strict=True)]
+        kinds = st.sampled_from([np.int64, np.int32])
+        offsets = [
+            np.cumsum([0, *each]).astype(draw(kinds)) for each in zip(*draw(lengths), strict=True)
+        ]
         shapes = (heads, offsets[0][-1], d), *((heads_kv, offsets[1][-1], n) for n in (d, d_v))
         arrays = [_array(draw, tuple(map(int, shape)), dtype) for shape in shapes]
         return Call(kind, (*arrays, *offsets), options)
