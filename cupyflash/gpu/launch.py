@@ -291,7 +291,8 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
     for name, x in call.rows.offsets.items():
         if device_arrays.is_device_array(x):
             addresses[name] = device_arrays.address(x)
-    addresses |= addresses_of({**call.rows.arrays, **call.encoding.scales}) | call.rows.numbers
+    addresses |= addresses_of({**call.rows.arrays, **call.encoding.scales})
+    addresses.update(call.rows.numbers)
     if call.sink is not None:
         held = whole(call.sink, "sink", call.sink.dtype)
         if held is not call.sink:

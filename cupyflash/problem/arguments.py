@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..arrays import cuda_device
 from ..arrays.device_arrays import address, is_device_array
 from ..errors import ArgumentError
 from . import cached, coded, codes, device_args, validate
@@ -119,7 +120,9 @@ class Packed:
     def _take(self, q: Any) -> tuple[Any, Any]:
         """Return offsets in device memory that nobody reads, and copies of all others."""
         if self._taken is None:
-            reads = self.check is True or (self.check is None and cached.CHECKS_ALL)
+            reads = self.check is True
+            if self.check is None and cached.CHECKS_ALL and is_device_array(q):
+                reads = not cuda_device.is_capturing()
             offsets_q = offsets_k = self.offsets_q
             if reads or not is_device_array(offsets_q):
                 offsets_q = device_args.taken(offsets_q, "offsets_q", q, reads)
@@ -256,5 +259,5 @@ def dense_or_packed(offsets_q: Any, offsets_k: Any) -> Dense | Packed:
 
 
 OFFSETS = "offsets_q", "offsets_k"
-MOST_CONTENTS = 1 << 16  # bytes of offsets by which calls are told apart
+MOST_CONTENTS = 1 << 14  # bytes of offsets by which calls are told apart
 DENSE, ANYWHERE = Dense(), Dense(in_one_place=False)

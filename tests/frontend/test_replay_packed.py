@@ -12,9 +12,9 @@ from recognised import draw, fields
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, masks
-from cupyflash.arrays import reports
+from cupyflash.arrays import cuda_device, reports
 from cupyflash.gpu import params, uploads
-from cupyflash.problem import arguments, validate
+from cupyflash.problem import arguments, cached, validate
 
 TOTAL = 40
 ENDS = [0, 11, TOTAL]
@@ -249,6 +249,18 @@ def test_offsets_that_are_read_are_checked_at_once(cupy, monkeypatch):
     with pytest.raises(ArgumentError, match="offsets_q: runs from 0 to 39; expected 0 to 40"):
         cupyflash.attention_varlen(q, k, v, offsets, offsets, check=True)
     cupyflash.attention_varlen(q, k, v, offsets, offsets)  # a kernel will say so
+
+
+def test_offsets_are_read_where_everything_is_checked(cupy, monkeypatch):
+    q, k, v = arrays(cupy)
+    offsets = moved(cupy, [0, 11, TOTAL + 1])
+    cupyflash.attention_varlen(q, k, v, offsets, offsets)
+    monkeypatch.setattr(cached, "CHECKS_ALL", True)
+    with pytest.raises(ArgumentError, match="offsets_q: runs from 0 to 41"):
+        cupyflash.attention_varlen(q, k, v, offsets, offsets)
+    cupyflash.attention_varlen(q, k, v, offsets, offsets, check=False)
+    monkeypatch.setattr(cuda_device, "is_capturing", lambda: True)
+    cupyflash.attention_varlen(q, k, v, offsets, offsets)
 
 
 def test_check_is_none_or_a_boolean(cupy):
