@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, overload
 from . import execute_rows
 from .arrays.interop import DLPackArray
 from .arrays.typed import CacheDType
-from .problem.append import Append
+from .problem.append import Append, told_length
 from .problem.append import append as checked_append
 from .problem.call import Array
 from .problem.codes import CacheCodes
@@ -160,7 +160,9 @@ def append(
     >>> bool((k[0, :, 4] == k_new[0, :, 0]).all())  # position 20 is row 4 of page 0
     True
     """
-    read = {"k_new": k_new, "v_new": v_new, "q": q, "lengths": lengths, "table": table}
+    length = told_length(k_new, k, lengths, table, offsets, positions, rotary)
+    read = {"k_new": k_new, "v_new": v_new, "q": q, "table": table}
+    read |= {"lengths": lengths if length is None else None}
     read |= {"offsets": offsets, "positions": positions}
     given = CacheCodes(k_scale, v_scale, kv_dtype)
 
@@ -170,8 +172,11 @@ def append(
         )
 
     written = {"k": k, "v": v, "out": out, "k_scale": k_scale, "v_scale": v_scale}
-    numbers = given.kind, shared
-    results = execute_rows.run(APPEND, check, read, written, numbers=numbers, rotary=rotary)
+    numbers = given.kind, shared, length is None
+    told = {} if length is None else {"length": length}
+    results = execute_rows.run(
+        APPEND, check, read, written, numbers=numbers, rotary=rotary, told=told
+    )
     return results.get("out")
 
 

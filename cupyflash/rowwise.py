@@ -102,8 +102,8 @@ def _arrays_of_append(checked: Append) -> Arrays:
     cache = checked.cache
     arrays: dict[str, Any] = {name: getattr(checked, name) for name in ("k_new", "v_new", "k", "v")}
     arrays |= {"q": checked.q, "positions": checked.positions, "offsets": checked.offsets}
-    lengths = None if isinstance(cache.lengths, int) else cache.lengths
-    arrays |= {"lengths": lengths, "table": cache.table}
+    arrays |= {"length" if isinstance(cache.lengths, int) else "lengths": cache.lengths}
+    arrays["table"] = cache.table
     arrays |= cache.encoding.scales
     if checked.rotary is not None:
         arrays |= checked.rotary.arrays

@@ -51,8 +51,6 @@ def append(checked: Append, arrays: Arrays) -> Recipe:
         "columns": checked.k_new.shape[-1],
         "columns_v": checked.v_new.shape[-1],
     }
-    if isinstance(cache.lengths, int):
-        values["length"] = cache.lengths
     integers = {"positions": _entries_and_rows, "table": _table, "lengths": _list}
     for name, operand in integers.items():
         if name in arrays:

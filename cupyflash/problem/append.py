@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.device_arrays import address
+from ..arrays.device_arrays import address, is_device_array
 from ..arrays.interop import floats, one_home, outputs
 from ..errors import ArgumentError
 from . import cached, codes, device_args, validate, written_rows
@@ -146,6 +146,24 @@ def append(
         targets["out"] = (out, q.shape, q.dtype)
     outputs(targets, read)
     return Append(k_new, v_new, k, v, cache, batch, offsets, q, out, rotary, positions, device)
+
+
+def told_length(
+    k_new: Any, k: Any, lengths: Any, table: Any, offsets: Any, positions: Any, rotary: Any
+) -> int | None:
+    """Return the length of all entries of a call on a GPU if no check can refuse it, or None."""
+    number = lengths if type(lengths) is int else None
+    if number is None or offsets is not None or not is_device_array(k_new):
+        return None
+    room, new = getattr(k, "shape", ()), k_new.shape
+    if len(room) != 4 or len(new) != 4:
+        return None
+    most = room[-2]
+    if table is not None:
+        most = most * table.shape[1] if is_device_array(table) and table.ndim == 2 else 0
+    if rotary is not None and positions is None:
+        most = min(most, getattr(rotary, "rows", 0))
+    return number if new[-2] <= number <= most else None
 
 
 def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:

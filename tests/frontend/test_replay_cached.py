@@ -164,6 +164,37 @@ def test_writes_to_a_cache_are_recognised(cupy, monkeypatch):
         assert launch.by_driver == (n > 0)
 
 
+def test_a_length_of_all_entries_is_no_part_of_a_write(cupy, monkeypatch):
+    k, v = draw(cupy, (6, 3, 4, 8), count=2)
+    rotary = cupyflash.Rotary(*draw(cupy, (10, 2), count=2))
+    table = cupy.asarray(np.zeros((2, 3), np.int32))
+    k_new, v_new = draw(cupy, (2, 3, 2, 8), count=2)
+
+    def step(lengths, **more):
+        cupyflash.append(k_new, v_new, k, v, lengths, table=table, **more)
+
+    step(5)
+    step(5, rotary=rotary)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_update, "checked_append", None)
+        step(2)
+        step(12)
+        step(10, rotary=rotary)
+    told = [fields(x, params.rowwise("append")) for x in cupy.launches]
+    assert [int(x["length"]) for x in told] == [5, 5, 2, 12, 10]
+    assert all(x["lengths"]["data"] == 0 for x in told)
+    for lengths, more, words in (
+        (1, {}, "lengths: entry 0 is 1 with 2 new rows"),
+        (13, {}, "lengths: entry 0 is 13; expected 0 to 12"),
+        (11, {"rotary": rotary}, "lengths: .*10"),
+        (None, {}, "lengths: got None"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
+            step(lengths, **more)
+    with pytest.raises(ArgumentTypeError, match="table: got an array in host memory"):
+        cupyflash.append(k_new, v_new, k, v, 5, table=np.zeros((2, 3), np.int32))
+
+
 def test_a_write_that_overlaps_is_checked_again(cupy):
     k, v, others, values = draw(cupy, (2, 3, 20, 8), count=4)
     lengths = cupy.asarray(np.full(2, 3, np.int64))
