@@ -161,9 +161,10 @@ def append(
     True
     """
     length = told_length(k_new, k, lengths, table, offsets, positions, rotary)
-    read = {"k_new": k_new, "v_new": v_new, "q": q, "table": table}
-    read |= {"lengths": lengths if length is None else None}
+    read = {"k_new": k_new, "v_new": v_new, "q": q, "lengths": lengths, "table": table}
     read |= {"offsets": offsets, "positions": positions}
+    if length is not None:
+        read["lengths"] = None
     given = CacheCodes(k_scale, v_scale, kv_dtype)
 
     def check() -> Append:

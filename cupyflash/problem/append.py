@@ -155,7 +155,8 @@ def told_length(
     number = lengths if type(lengths) is int else None
     if number is None or offsets is not None or not is_device_array(k_new):
         return None
-    room, new = getattr(k, "shape", ()), k_new.shape
+    room: tuple[int, ...] = getattr(k, "shape", ())
+    new = k_new.shape
     if len(room) != 4 or len(new) != 4:
         return None
     most = room[-2]
