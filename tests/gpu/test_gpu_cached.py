@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import cupyflash
-from cupyflash import ArgumentError, masks, scores
+from cupyflash import ArgumentError, cache_update, masks, scores
 from cupyflash.gpu.kernels import decode
+from cupyflash.problem import cached as calls
 from cupyflash.testing import Precision, forward_bound, rho
 
 pytestmark = pytest.mark.gpu
@@ -326,3 +327,25 @@ def test_lengths_and_pages_out_of_range_stay_in_the_cache(cupy):
 def test_a_paged_cache_is_lists_of_rows(cupy):
     machine = type("OnTheGpu", (CacheMachine,), {"xp": cupy})
     run_state_machine_as_test(machine, settings=settings(max_examples=5, stateful_step_count=20))
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window"])
+def test_steps_of_one_length_are_recognised(cupy, monkeypatch, name):
+    q, k, v = cache(cupy)
+    k_new, v_new = k[:, :, :2].copy(), v[:, :, :2].copy()
+    held = [x.copy() for x in (k, v)]
+    lengths = [2, 700, 701, 1, 3000, 0, 64]
+    given = [cupy.full(3, n, np.int32) for n in lengths]
+    wanted = [bits(cupyflash.attention_cached(q, k, v, n, **OPTIONS[name])) for n in given]
+    for n in (500, 3000):
+        cupyflash.append(k_new, v_new, *held, n)
+        cupyflash.attention_cached(q, k, v, n, **OPTIONS[name])
+    monkeypatch.setattr(calls, "call", lambda *_: pytest.fail("it was checked again"))
+    monkeypatch.setattr(cache_update, "checked_append", None)
+    for n, expected in zip(lengths, wanted, strict=True):
+        found = cupyflash.attention_cached(q, k, v, n, **OPTIONS[name])
+        assert (bits(found) == expected).all()
+    for n in (2, 1000):
+        held[0][:, :, n - 2 : n] = 7
+        cupyflash.append(k_new, v_new, *held, n)
+        assert (held[0][:, :, n - 2 : n] == k_new).all()
