@@ -366,8 +366,8 @@ def attention_varlen_vjp(
     q, k, v, offsets_q, offsets_k
         As in `attention_varlen`.
     check : bool, optional
-        As in `attention_varlen`. False also leaves out what `check` of `attention_vjp` is: the
-        gradients' function does not notice arrays that were changed.
+        As in `attention_varlen` for offsets, and as in `attention_vjp` for arrays that were changed
+        in place since, offsets in device memory among them.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention_varlen`.
     return_lse : bool
@@ -406,5 +406,4 @@ def attention_varlen_vjp(
         precision=precision,
     )
     request = Request(q, k, v, Packed(offsets_q, offsets_k, check), options=options)
-    notices = True if check is None else check
-    return execute.vjp_of(request, return_lse, deterministic, bias_gradient, notices)
+    return execute.vjp_of(request, return_lse, deterministic, bias_gradient, check)
