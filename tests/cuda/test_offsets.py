@@ -89,6 +89,7 @@ def arrays(draw):
 @settings(max_examples=25)
 @given(arrays(), arrays())
 @example((np.array([0, 2**63 + 5, 4], np.uint64), 4, 9), (np.array([0, -5, 2**62], np.int64), 4, 9))
+@example((np.array([-1, 2, 4], np.int16), 4, 9), (np.array([0, 3, 9], np.int64), 4, 9))
 def test_offsets_become_int64_and_wrong_ones_are_reported(q, k):
     count = min(len(q[0]), len(k[0]))
     held = [x[:count] for x in (q[0], k[0])]
