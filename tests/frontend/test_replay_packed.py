@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
+import gpu_host
 import numpy as np
 import pytest
 from host_cupy import HostCupy
@@ -13,7 +14,7 @@ from recognised import draw, fields
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, masks
 from cupyflash.arrays import cuda_device, reports
-from cupyflash.gpu import params, uploads
+from cupyflash.gpu import params, tma, uploads
 from cupyflash.problem import arguments, cached, validate
 
 TOTAL = 40
@@ -402,3 +403,11 @@ def test_packed_queries_of_a_cache_are_converted_in_the_stream(cupy, monkeypatch
         assert all(told(x)[0] == it["results"][0] for x in cupy.launches[1:])
         if n == 0:
             monkeypatch.setattr(validate, "with_options", lambda *_, **__: pytest.fail("checked"))
+
+
+def test_the_parts_of_the_time_of_a_call_are_measured(cupy, monkeypatch):
+    monkeypatch.setattr(gpu_host, "CALLS", 1)
+    monkeypatch.setattr(tma, "encode", lambda *_: bytes(tma.BYTES))
+    rows = gpu_host.table(cupy, 1)
+    assert {len(times) for name, times in rows.items() if name.startswith("attention")} == {3}
+    assert sum(len(times) == 1 for times in rows.values()) == 5
