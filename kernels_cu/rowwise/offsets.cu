@@ -12,7 +12,7 @@
 namespace {
 
 // What is wrong with an entry, as in cupyflash/arrays/reports.py.
-constexpr int NOT_ZERO = 1, DECREASES = 2, NOT_TOTAL = 3, TOO_LONG = 4;
+constexpr int NOT_ZERO = 1, DECREASES = 2, NOT_TOTAL = 3, TOO_LONG = 4, BEYOND = 5;
 constexpr int KIND_BITS = 3;
 
 __device__ __forceinline__ long long load(const char* data, int kind, long long index) {
@@ -52,11 +52,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long before = load(input, p.kinds[array], (n - 1) * p.steps[array]);
     if (own < before) {
       wrong = DECREASES;
+    } else if (own > p.totals[array]) {
+      wrong = BEYOND;
     } else if (static_cast<unsigned long long>(own) - before > p.limits[array]) {
       wrong = TOO_LONG;
     }
   }
-  if (n == p.count - 1 && wrong == 0 && own != p.totals[array]) wrong = NOT_TOTAL;
+  if (n == p.count - 1 && (wrong == 0 || wrong == BEYOND) && own != p.totals[array]) {
+    wrong = NOT_TOTAL;
+  }
   // Of several wrong entries, any is reported.
   if (wrong != 0) {
     ptx::tell_host(p.reports[array], static_cast<unsigned long long>(n) << KIND_BITS | wrong);

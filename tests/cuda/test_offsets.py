@@ -61,9 +61,11 @@ def reasons(x, total, longest):
             kind = 1 if own else 0
         elif own < numbers[n - 1]:
             kind = 2
+        elif own > total:
+            kind = 5
         else:
             kind = 4 if own - numbers[n - 1] > longest else 0
-        if n == len(numbers) - 1 and not kind and own != total:
+        if n == len(numbers) - 1 and kind in (0, 5) and own != total:
             kind = 3
         if kind:
             found[n] = kind
@@ -89,6 +91,7 @@ def arrays(draw):
 @settings(max_examples=25)
 @given(arrays(), arrays())
 @example((np.array([0, 2**63 + 5, 4], np.uint64), 4, 9), (np.array([0, -5, 2**62], np.int64), 4, 9))
+@example((np.array([0, 5, 4], np.int32), 4, 9), (np.array([0, 7, 9, 9], np.int64), 4, 9))
 @example((np.array([-1, 2, 4], np.int16), 4, 9), (np.array([0, 3, 9], np.int64), 4, 9))
 def test_offsets_become_int64_and_wrong_ones_are_reported(q, k):
     count = min(len(q[0]), len(k[0]))

@@ -114,6 +114,10 @@ def test_nothing_waits(cupy, kind):
 WRONG = {
     "does not begin with 0": ([1, 3, 3, 600, TOTAL], "entry 0 is not 0"),
     "decreases": ([0, 3, 2, 600, TOTAL], "entry 2 is smaller than the one before it"),
+    "leaves the arrays": (
+        [0, 3, 10**9, 10**9, TOTAL],
+        "entry 2 is larger than the packed|entry 4 is sm",
+    ),
     "ends early": ([0, 3, 3, 600, TOTAL - 1], "entry 4, the last one, is not the packed"),
     "ends far away": ([0, 3, 3, 600, 2**30], "entry 4, the last one, is not the packed"),
 }
