@@ -98,3 +98,29 @@ def test_few_codes_become_numbers_before_another_kernel(cupy):
         assert told["scale"]["data"] == options[f"{name}_scale"].data.ptr
         assert found[name]["data"] == told["x"]["data"]
         assert (told["rows"], told["columns"], told["format"]) == (320, 24, 1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "kernels"),
+    [(64, ["forward_sm90_fp8"]), (24, [*["dequantize"] * 3, "forward_sm80"])],
+)
+@pytest.mark.parametrize("kind", ["host", "int32", "int64"])
+def test_packed_codes_are_recognised(cupy, maps, monkeypatch, columns, kernels, kind):
+    ends = np.array([0, 40, 600])
+    with monkeypatch.context() as patch:
+        for n in range(2):
+            arrays, options = codes(cupy, (4, 600, columns))
+            offsets = ends if kind == "host" else cupy.asarray(ends.astype(kind))
+            cupy.launches.clear()
+            cupyflash.attention_varlen(*arrays, offsets, offsets, **options)
+            found = [x.kernel.split("__")[0] for x in cupy.launches]
+            assert found == ["offsets"] * (kind != "host") + kernels
+            told = fields(cupy.launches[-1], params.params(0, 0, 0))
+            assert told["offsets_q"] == told["offsets_k"] or kind == "host"
+            if kind == "int64":
+                assert told["offsets_q"] == offsets.data.ptr
+            if kind == "int32":
+                made = fields(cupy.launches[0], params.rowwise("offsets"))
+                assert made["results"].tolist() == [told["offsets_q"], 0]
+            if n == 0:
+                patch.setattr(validate, "varlen_call", None)
