@@ -136,11 +136,9 @@ class CompiledRecipe:
         if (written := tape.current()) is not None and workspace is None:
             return written.launch(self, self.forward, addresses)
         taken = None
-        if not self.scratch:
-            pass
-        elif workspace is None:
+        if self.scratch and workspace is None:
             taken = self._take_scratch(addresses, None)
-        else:
+        elif self.scratch:
             self._divide(addresses, device_arrays.address(workspace))
         stream = self.queue.pointer()
         for launch in self.launches:
