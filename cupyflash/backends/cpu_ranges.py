@@ -43,6 +43,25 @@ def ends(problem: Problem, found: KeyRange, len_k: Array | None = None) -> tuple
     return first, last
 
 
+def ends_if_any(problem: Problem, found: KeyRange) -> tuple[Array, Array] | None:
+    """Return the ends of each query's keys; None if every query sees all keys of its entry."""
+    low, high = _evaluated(problem, found, problem.len_k)
+    last = _by_query(problem, problem.len_k) - 1
+    if low.size and (low <= _FIRST).all() and (high >= last).all():
+        return None
+    first, last = problem.rows.by_row((low, high), problem.batch)
+    return first, last
+
+
+def _by_query(problem: Problem, value: Any) -> Array:
+    """Return a number of each entry for each of its queries."""
+    array = np.asarray(value, np.int64)
+    if array.ndim == 0:
+        return array
+    made: Array = np.broadcast_to(array, (problem.batch,))[problem.rows.queries(problem.batch)[0]]
+    return made
+
+
 def _symbols(problem: Problem, len_k: Any) -> dict[str, Array]:
     """Return the values of all symbols for each query."""
     batch = problem.batch
