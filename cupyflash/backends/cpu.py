@@ -14,6 +14,7 @@ from ..problem.route import CallResult
 from ..rowwise import Arrays, Operation, scales_on_cpu
 from . import cpu_programs, cpu_tiles, host_replay
 from .backend import output_shape
+from .cpu_ranges import OtherNumbers
 from .host_replay import Replayed, ReplayedCache, ReplayedGrowing
 
 
@@ -52,12 +53,13 @@ def _decode(call: Call, out: Array, lse: Array) -> CallResult:
 def _replayed(call: Call, made: Any, programs: Any, grows: bool) -> CallResult:
     """Return what remains of a call on dense or packed arrays."""
     if grows:
-        again: Any = ReplayedGrowing(made, call, programs.tables[2])
+        again: Any = ReplayedGrowing(made, call, *cpu_programs.seen(programs))
     elif host_replay.grows(call):
         again = None  # it is looked for without its number of keys
     else:
         read = {"q": call.q, "k": call.k, "v": call.v}
-        again = Replayed(made, made.dense, cpu_programs.looked_up(programs), read)
+        of_mask = OtherNumbers.of(call.problem, *cpu_programs.seen(programs))
+        again = Replayed(made, made.dense, cpu_programs.looked_up(programs), read, of_mask)
     return CallResult(made.visited, again)
 
 
@@ -172,7 +174,10 @@ class Cpu:
             workspace,
         )
         read = {"q": call.q, "k": call.k, "v": call.v, "d_out": do, "out": out, "lse": lse}
-        again = Replayed(made, made, cpu_programs.looked_up(programs), {**read, "dlse": dlse})
+        of_mask = OtherNumbers.of(call.problem, *cpu_programs.seen(programs))
+        again = Replayed(
+            made, made, cpu_programs.looked_up(programs), {**read, "dlse": dlse}, of_mask
+        )
         return CallResult(made.visited, None if workspace is not None else again)
 
     def workspace_size(self, call: Call) -> int:
@@ -209,7 +214,9 @@ class Cpu:
             scales_on_cpu(cache.encoding),
             cache.shared,
         )
-        again = ReplayedCache(made, call, cpu_programs.looked_up(programs), programs.tables[2])
+        again = ReplayedCache(
+            made, call, cpu_programs.looked_up(programs), *cpu_programs.seen(programs)
+        )
         return CallResult(made.visited, again)
 
     def workspace_size_cached(self, call: Call) -> int:  # noqa: ARG002, as above

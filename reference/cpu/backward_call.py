@@ -23,7 +23,7 @@ from .float_modes import own_arithmetic
 from .gradient_tile import gradient_scratch
 from .jit import prepare
 from .kernels import called_kernels, made_ready
-from .layout import Array, Layout, Problem, Programs, Scratch
+from .layout import Array, Layout, Problem, Programs, Scratch, views_of_ranges
 from .memory import ROWS, aligned
 from .microkernel import round_up
 from .operands import Operand, Result
@@ -97,6 +97,7 @@ class BackwardCall:
         self._sinks = sinks_of(layout, sink)
         self._dsinks = np.zeros(layout.batch * problem.heads, layout.number)
         self._ranges = layout.key_ranges(programs.ranges)
+        self._range_views = views_of_ranges(self._ranges, programs.ranges)
         panels = [layout.panels(depth, scratch) for depth in (problem.d, problem.d_v)]
         self._qt, self._dot = (Packed(ROWS, rows) for _, rows in panels)
         self._held: list[object] = [delta, panels]
@@ -135,6 +136,11 @@ class BackwardCall:
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""
         self._programs = replace(self._programs, tables=None)
+
+    def set_ends(self, ends: tuple[Array, Array]) -> None:
+        """Set the first and last key of each query."""
+        for kept, end in zip(self._range_views, ends, strict=True):
+            kept[...] = end
 
     def seed(self, seed: int) -> None:
         """Set the generator's key, if pairs are dropped."""

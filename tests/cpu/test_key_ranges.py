@@ -121,12 +121,13 @@ def test_a_looked_up_end_is_read_at_the_call():
 def test_what_numbers_decide_is_kept_for_later_calls(monkeypatch):
     monkeypatch.setattr(cpu_programs, "_kept", Kept(64))
     x = arrays()
-    want = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
+    made = [masks.mask(lambda b, h, i, j, n=n: (i + j) % n == 0) for n in (3, 4)]
+    want = [attention(*x, mask=mask) for mask in made]
     assert len(cpu_programs._kept.results) == 2
     with monkeypatch.context() as patch:
         patch.setattr(cpu_programs, "trees", None)  # nothing is proved again
         patch.setattr(replay, "_entries", {})
-        got = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
+        got = [attention(*x, mask=mask) for mask in made]
     assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
     lengths = np.array([3, 30, 40])
     before = attention(*x, mask=masks.lengths(lengths))
@@ -134,6 +135,7 @@ def test_what_numbers_decide_is_kept_for_later_calls(monkeypatch):
     assert not np.array_equal(before, attention(*x, mask=masks.lengths(lengths)))
     attention(*x, mask=masks.causal(), score_mod=scores.softcap(3.0))
     assert len(cpu_programs._kept.results) == 2
-    for left in range(cpu_programs._kept.most + 5):
-        attention(*(a[..., :1, :] for a in x), mask=masks.window(left, 0))
+    for n in range(1, cpu_programs._kept.most + 5):
+        mask = masks.mask(lambda b, h, i, j, n=n: (i + j) // n == 0)
+        attention(*(a[..., :1, :] for a in x), mask=mask)
     assert len(cpu_programs._kept.results) <= cpu_programs._kept.most
