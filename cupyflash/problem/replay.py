@@ -264,7 +264,9 @@ MOST_BYTES = 1 << 26  # host memory that entries keep, all of them
 def find(seen: Signature) -> Entry | None:
     """Return what is kept of calls like this one, and note the addresses that its kernels want."""
     entry = find_as(seen, seen.key)
-    return entry if entry is not None or seen.form is None else find_as(seen, seen.form)
+    if entry is None and (form := seen.form) is not None:
+        return find_as(seen, form)
+    return entry
 
 
 def find_as(seen: Signature, key: Hashable) -> Entry | None:
