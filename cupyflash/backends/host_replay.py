@@ -88,6 +88,9 @@ class HostSignature(Signature):
             self._form, self.numbers = structure.form, structure.numbers
             self._mask_at = len(self._parts) + 1  # behind its name
 
+    def hold(self, entry: Entry) -> None:
+        """Keep nothing: an entry has scratch, and who has the signature may live long."""
+
     @property
     def form(self) -> Hashable:
         """The key of calls that differ in numbers of the mask; None if there are none."""

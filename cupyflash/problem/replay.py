@@ -152,6 +152,10 @@ class Signature(ABC):
     def _look_at(self, structure: Structure, read: Sequence[Any]) -> None:  # noqa: B027, most have none
         """Refuse an expression whose proofs depend on more than the signature has."""
 
+    def hold(self, entry: Entry) -> None:
+        """Know what is kept of the call."""
+        self.entry = entry
+
     @property
     def form(self) -> Hashable:
         """The key of calls that look like this one but for numbers that `forward` is told."""
@@ -284,7 +288,7 @@ def find_as(seen: Signature, key: Hashable) -> Entry | None:
     for name, place in entry.tables:
         seen.addresses[name] = seen.addresses[place]
     entry.used = next(_clock)
-    seen.entry = entry
+    seen.hold(entry)
     return entry
 
 
@@ -334,9 +338,10 @@ def keep_as(
     with _lock:
         before = _entries.get(key)
         pairs = _pairs(seen, () if before is None else before.pairs)
-        seen.entry = _entries[key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
+        entry = _entries[key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
         if before is not None:
-            seen.entry.watch = before.watch
+            entry.watch = before.watch
+        seen.hold(entry)
         while len(_entries) > MOST or sum(x.nbytes for x in _entries.values()) > MOST_BYTES:
             del _entries[min(_entries, key=lambda each: _entries[each].used)]
 
