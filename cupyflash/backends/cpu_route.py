@@ -84,9 +84,9 @@ def of_gradients(call: Call) -> CpuRoute:
     item, tiles = problem.accumulator.itemsize, (plan.block_q, plan.block_kv)
 
     def nbytes() -> int:
-        """Return the bytes of delta, of queries and do transposed, and of numbers of 16 bits."""
+        """Return the bytes of delta, of queries and do transposed, and of sums of dq."""
         numbers = _queries(call) * (1 + problem.d + problem.d_v)
-        return numbers * item + _copies(call, [call.q.size, call.k.size, call.v.size])
+        return numbers * item + (item * call.q.size if problem.dtype.itemsize == 2 else 0)
 
     blocks: dict[str, Callable[[], int]] = {
         "delta": lambda: problem.batch * problem.heads,
@@ -126,9 +126,8 @@ def _main(call: Call, choice: Choice) -> CpuStep:
             lambda: units()[1] + wide,
         )
     of_queries = partial(_blocks, call, problem.len_q, plan.block_q, problem.heads)
-    copies = partial(_copies, call, [rows * problem.d_v])
     why = functools.partial(_why, plan, call)
-    return _step(plan.kernel, "forward", tiles, why, of_queries, copies)
+    return _step(plan.kernel, "forward", tiles, why, of_queries, lambda: 0)
 
 
 def _why(plan: Plan, call: Call) -> str:
@@ -159,8 +158,3 @@ def _blocks(call: Call, lengths: Any, rows: int, heads: int) -> int:
     """Return the number of tiles of so many rows of all heads, each of one entry."""
     of_entries = np.broadcast_to(lengths, (call.problem.batch,))
     return int(np.sum(-(-of_entries // rows))) * heads
-
-
-def _copies(call: Call, sizes: list[int]) -> int:
-    """Return the bytes for results of 16 bits, which are computed in float32, then rounded."""
-    return 4 * sum(sizes) + 2 * max(sizes) if call.problem.dtype.itemsize == 2 else 0

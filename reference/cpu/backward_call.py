@@ -33,7 +33,7 @@ from .structs import Packed
 from .sums import store
 from .thread_limits import num_threads
 from .threads import parallel
-from .widen import kind_of
+from .widen import NATIVE, kind_of
 
 Step = Callable[[object], None]  # gets what holds the arrays of the call
 
@@ -127,7 +127,15 @@ class BackwardCall:
         self._one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(
             int(self._parts.max(initial=-1)) + 1
         )
-        self._dq = Result(layout, dq, scratch, whole_vectors=self._one_pass)
+        # In one pass, rows of dq are sums in memory, which their last item rounds.
+        narrow = 0 if self._one_pass else pointers.narrow
+        self._dq = self._rounded = Result(layout, dq, scratch, self._one_pass, narrow)
+        self._rounds = bool(
+            self._one_pass and pointers.narrow and kind_of(dq.dtype) != NATIVE
+            and layout.has_whole_rows(dq)
+        )  # fmt: skip
+        if self._rounds:
+            self._rounded = Result(layout, dq, scratch, False, pointers.narrow)
         self.nbytes = scratch.nbytes
         if self._dbias is not None:
             self.nbytes += self._dbias.nbytes
@@ -171,6 +179,7 @@ class BackwardCall:
         ):  # fmt: skip
             operand.load(array)
         self._dq.place(dq)
+        self._rounded.place(dq)
         if not self._apart:
             self._dk.place(dk)
             self._dv.place(dv)
@@ -185,7 +194,8 @@ class BackwardCall:
             self._finish_sink(dsink)
         if dbias is not None and self._dbias is not None:
             self._dbias.finish(dbias)
-        self._dq.finish(dq)
+        if not self._rounds:
+            self._dq.finish(dq)
         if self._apart:
             self._finish_apart(dk, dv)
         else:
@@ -287,6 +297,7 @@ class BackwardCall:
                     self._dot,
                     int(self._one_pass),
                     self._dq.rows,
+                    self._rounded.rows,
                     self._dk.rows,
                     self._dv.rows,
                     bias_sums,
