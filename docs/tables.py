@@ -14,7 +14,17 @@ from cupyflash.commands.bench_table import duration, three_digits
 
 MEASURED = Path(__file__).parent / "measured"
 # What contenders are called in a table.
-TITLES = {"cupyflash": "cupyflash", "standard": "NumPy", "torch-sdpa": "PyTorch"}
+TITLES = {
+    "cupyflash": "cupyflash",
+    "standard": "NumPy",
+    "torch-sdpa": "PyTorch",
+    "torch-cudnn": "cuDNN",
+    "torch-flash": "FlashAttention",
+    "torch-efficient": "memory-efficient",
+    "torch-flex": "FlexAttention",
+    "torch-varlen": "varlen_attn",
+}
+MANY = 2  # others; of more, the fastest is shown
 
 
 def row_of(*cells: nodes.Node) -> nodes.row:
@@ -51,22 +61,26 @@ def filled(head: list[str], rows: list[list[str]], widths: list[int]) -> nodes.t
 
 
 def measured(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a report of tasks, rows that lose included."""
-    names = report.contenders
-    others = names[1:]
-    head = [report.suite, *(TITLES[name] for name in names)]
-    head += [f"ratio to {TITLES[name]}" for name in others]
+    """Return the head and the rows of a report of tasks, rows that lose included.
+
+    Of many contenders, a row shows the fastest one after the first.
+    """
+    first, *others = report.contenders
+    many = len(others) > MANY
+    head = [report.suite, TITLES[first]]
+    head += ["fastest of the others"] if many else [TITLES[name] for name in others]
+    head += ["ratio"] if many else [f"ratio to {TITLES[name]}" for name in others]
     rows = []
     for row in report.tasks:
         each = "" if row.task.each == "call" else f", each {row.task.each}"
-        results = [row.of(name) for name in names]
-        ratios = [row.ratio(name) for name in others]
+        beside = [row.fastest] if many else others
+        results = [row.of(name) for name in (first, *beside)]
+        times = [duration(x.seconds) if x and x.seconds else "" for x in results]
+        if many and times[1]:
+            times[1] += f" ({TITLES[row.fastest]})"
+        ratios = [row.ratio(name) for name in beside]
         rows.append(
-            [
-                row.task.name + each,
-                *(duration(x.seconds) if x and x.seconds else "" for x in results),
-                *("" if x is None else three_digits(x) for x in ratios),
-            ]
+            [row.task.name + each, *times, *("" if x is None else three_digits(x) for x in ratios)]
         )
     return head, rows
 

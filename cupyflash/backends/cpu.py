@@ -2,90 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..expr.key_range import KeyRange, key_range
-from ..lazy import Kept
-from ..problem import positions
-from ..problem.bound_exprs import Trees, trees
-from ..problem.cache import Cache
-from ..problem.cached import MOST_POSITIONS
-from ..problem.cached_rows import CachedRows
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
 from ..problem.formats import values
 from ..problem.route import CallResult
 from ..rowwise import Arrays, Operation, scales_on_cpu
-from . import cpu_ranges, cpu_tiles, host_replay
+from . import cpu_programs, cpu_tiles, host_replay
 from .backend import output_shape
+from .cpu_ranges import OtherNumbers
 from .host_replay import Replayed, ReplayedCache, ReplayedGrowing
-
-
-def _programs(call: Call, len_k: Array | None = None) -> Any:
-    """Lower a call's mask and score changes. Programs keep alive the arrays that they read.
-
-    `len_k` is as in `cpu_ranges.ends`.
-    """
-    from cupyflash.reference.cpu.layout import Programs
-    from cupyflash.reference.cpu.program import NO_PROGRAM
-
-    from ..expr.lower import lowered
-
-    bound, found = _proved(call)
-    ends = None
-    if found is not None:  # it replaces the mask
-        ends = cpu_ranges.ends(call.problem, found, len_k)
-        bound = bound._replace(allowed=None, classes=None)
-    made = [(NO_PROGRAM, []) if tree is None else lowered(tree) for tree in bound]
-    score, slope, mask, tile = (program for program, _ in made)
-    read = [
-        (row, array)
-        for program, arrays in made
-        for row, array in zip(program.tables, arrays, strict=True)
-    ]
-    return Programs(score, slope, mask, tile, (bound, read, found), ends)
-
-
-def _looked_up(programs: Any) -> list[tuple[Array, Array]]:
-    """Return the rows of tables, whose first element is an address, and the arrays there."""
-    read: list[tuple[Array, Array]] = programs.tables[1]
-    return read
-
-
-_kept = Kept[tuple[Trees, KeyRange | None]](64)
-
-
-def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
-    """Return a call's expressions, and the range of keys that its mask gives if it gives one.
-
-    What only numbers decide is kept for later calls, because the proofs take longer than a small
-    call.
-    """
-    key, problem = None, call.problem
-    if call.mask is not None and call.score_mod is None and call.bias is None:
-        structure, arrays = call.mask.structure
-        sizes = None if arrays else positions.key_of(problem)
-        if sizes is not None:
-            key = structure, sizes
-            known = _kept.find(key)
-            if known is not None:
-                return known
-    bound = trees(call)
-    result = bound, None if bound.allowed is None else key_range(bound.allowed, problem)
-    if key is not None:
-        _kept.keep(key, result)
-    return result
 
 
 def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> CallResult:
     from cupyflash.reference.cpu import launch
 
-    programs, grows = _programs_of_dense(call)
+    programs, grows = cpu_programs.of_dense(call)
     made = launch.forward(
         call.problem,
         programs,
@@ -107,37 +43,23 @@ def _decode(call: Call, out: Array, lse: Array) -> CallResult:
     from cupyflash.reference.cpu import decode_launch
 
     rows = call.k.shape[-2]
-    programs, grows = _programs_of_dense(call)
+    programs, grows = cpu_programs.of_dense(call)
     made = decode_launch.decode(
         call.problem, programs, call.q, call.k, call.v, None, rows, call.sink, out, lse
     )
     return _replayed(call, made, programs, grows)
 
 
-def _programs_of_dense(call: Call) -> tuple[Any, bool]:
-    """Return a call's programs, and whether they serve any number of keys."""
-    if host_replay.grows(call):
-        length = call.k.shape[-2]
-        cache = Cache(MOST_POSITIONS, length, None, MOST_POSITIONS)
-        problem = replace(call.problem, rows=CachedRows.of(call.problem.rows.of_queries, cache))
-        lengths = np.full(call.problem.batch, length, np.int64)
-        # Its numbers may be too large for some lengths.
-        with contextlib.suppress(ArgumentError):
-            programs = _programs(replace(call, problem=problem), lengths)
-            if call.mask is None or programs.ranges is not None:
-                return programs, True
-    return _programs(call), False
-
-
 def _replayed(call: Call, made: Any, programs: Any, grows: bool) -> CallResult:
     """Return what remains of a call on dense or packed arrays."""
     if grows:
-        again: Any = ReplayedGrowing(made, call, programs.tables[2])
+        again: Any = ReplayedGrowing(made, call, *cpu_programs.seen(programs))
     elif host_replay.grows(call):
         again = None  # it is looked for without its number of keys
     else:
         read = {"q": call.q, "k": call.k, "v": call.v}
-        again = Replayed(made, made.dense, _looked_up(programs), read)
+        of_mask = OtherNumbers.of(call.problem, *cpu_programs.seen(programs))
+        again = Replayed(made, made.dense, cpu_programs.looked_up(programs), read, of_mask)
     return CallResult(made.visited, again)
 
 
@@ -147,7 +69,7 @@ def units_of(call: Call) -> tuple[int, int]:
 
     lengths = call.rows.known_lengths(call.problem.batch)
     problem = call.problem.sized(len_k=lengths)
-    plan = decode_launch.planned(problem, _programs(call, lengths), call.rows.shared)
+    plan = decode_launch.planned(problem, cpu_programs.programs(call, lengths), call.rows.shared)
     return len(plan.units), plan.kept * problem.accumulator.itemsize
 
 
@@ -234,7 +156,7 @@ class Cpu:
         from cupyflash.reference.cpu import launch
 
         plan = plan or cpu_tiles.tiled(call.problem)
-        programs = _programs(call)
+        programs = cpu_programs.programs(call)
         made = launch.backward(
             call.problem,
             programs,
@@ -252,7 +174,10 @@ class Cpu:
             workspace,
         )
         read = {"q": call.q, "k": call.k, "v": call.v, "d_out": do, "out": out, "lse": lse}
-        again = Replayed(made, made, _looked_up(programs), {**read, "dlse": dlse})
+        of_mask = OtherNumbers.of(call.problem, *cpu_programs.seen(programs))
+        again = Replayed(
+            made, made, cpu_programs.looked_up(programs), {**read, "dlse": dlse}, of_mask
+        )
         return CallResult(made.visited, None if workspace is not None else again)
 
     def workspace_size(self, call: Call) -> int:
@@ -274,7 +199,7 @@ class Cpu:
         cache = call.cache
         assert lse is not None
         lengths = call.rows.known_lengths(call.problem.batch)
-        programs = _programs(call, lengths)
+        programs = cpu_programs.programs(call, lengths)
         made = decode_launch.decode(
             call.problem.sized(len_k=lengths),
             programs,
@@ -289,7 +214,9 @@ class Cpu:
             scales_on_cpu(cache.encoding),
             cache.shared,
         )
-        again = ReplayedCache(made, call, _looked_up(programs), programs.tables[2])
+        again = ReplayedCache(
+            made, call, cpu_programs.looked_up(programs), *cpu_programs.seen(programs)
+        )
         return CallResult(made.visited, again)
 
     def workspace_size_cached(self, call: Call) -> int:  # noqa: ARG002, as above

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays.unallocated import unallocated
-from ..problem.call import Call
+from ..problem.call import Call, Plan
 from ..problem.encoding import NUMBERS
 from ..problem.route import Route, Step
-from . import cpu, cpu_tiles
+from . import cpu, cpu_programs, cpu_tiles
 from .cpu_tiles import Choice
 
 # What the kernels compute: their part, and the same in words.
@@ -73,7 +73,8 @@ def of(call: Call) -> CpuRoute:
     # A narrower result is computed in the type of the numbers, and rounded.
     wide = problem.dtype.itemsize * _queries(numbers) * problem.d_v
     nbytes = sum(x.nbytes for x in arrays.values()) + wide * (call.problem.dtype.itemsize < 4)
-    first = _step("numpy", "numbers", (0, 0), choice.plan.reason, lambda: 1, lambda: nbytes)
+    why = functools.partial(_why, choice.plan, call)
+    first = _step("numpy", "numbers", (0, 0), why, lambda: 1, lambda: nbytes)
     return CpuRoute(numbers, (first, _main(numbers, choice)))
 
 
@@ -83,9 +84,9 @@ def of_gradients(call: Call) -> CpuRoute:
     item, tiles = problem.accumulator.itemsize, (plan.block_q, plan.block_kv)
 
     def nbytes() -> int:
-        """Return the bytes of delta, of queries and do transposed, and of numbers of 16 bits."""
+        """Return the bytes of delta, of queries and do transposed, and of sums of dq."""
         numbers = _queries(call) * (1 + problem.d + problem.d_v)
-        return numbers * item + _copies(call, [call.q.size, call.k.size, call.v.size])
+        return numbers * item + (item * call.q.size if problem.dtype.itemsize == 2 else 0)
 
     blocks: dict[str, Callable[[], int]] = {
         "delta": lambda: problem.batch * problem.heads,
@@ -99,7 +100,7 @@ def of_gradients(call: Call) -> CpuRoute:
                 f"reference.backward_{part}",
                 part,
                 (0, 0) if part == "delta" else tiles,
-                plan.reason,
+                functools.partial(_why, plan, call),
                 count,
                 nbytes if part == "dkdv" else lambda: 0,
             )
@@ -120,24 +121,31 @@ def _main(call: Call, choice: Choice) -> CpuStep:
             plan.kernel,
             "forward",
             tiles,
-            plan.reason,
+            functools.partial(_why, plan, call),
             lambda: units()[0],
             lambda: units()[1] + wide,
         )
     of_queries = partial(_blocks, call, problem.len_q, plan.block_q, problem.heads)
-    copies = partial(_copies, call, [rows * problem.d_v])
-    return _step(plan.kernel, "forward", tiles, plan.reason, of_queries, copies)
+    why = functools.partial(_why, plan, call)
+    return _step(plan.kernel, "forward", tiles, why, of_queries, lambda: 0)
+
+
+def _why(plan: Plan, call: Call) -> str:
+    """Return why a call has its kernel, and what is left out of it."""
+    if cpu_programs.leaves_out_mask(call):
+        return f"{plan.reason}; the mask hides nothing of this call and is left out"
+    return plan.reason
 
 
 def _step(
     kernel: str,
     part: str,
     tiles: tuple[int, int],
-    reason: str,
+    reason: Callable[[], str],
     blocks: Callable[[], int],
     nbytes: Callable[[], int],
 ) -> CpuStep:
-    return CpuStep(kernel, part, COMPUTES[part], *tiles, lambda: reason, blocks, nbytes)
+    return CpuStep(kernel, part, COMPUTES[part], *tiles, reason, blocks, nbytes)
 
 
 def _queries(call: Call) -> int:
@@ -150,8 +158,3 @@ def _blocks(call: Call, lengths: Any, rows: int, heads: int) -> int:
     """Return the number of tiles of so many rows of all heads, each of one entry."""
     of_entries = np.broadcast_to(lengths, (call.problem.batch,))
     return int(np.sum(-(-of_entries // rows))) * heads
-
-
-def _copies(call: Call, sizes: list[int]) -> int:
-    """Return the bytes for results of 16 bits, which are computed in float32, then rounded."""
-    return 4 * sum(sizes) + 2 * max(sizes) if call.problem.dtype.itemsize == 2 else 0

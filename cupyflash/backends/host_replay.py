@@ -19,7 +19,7 @@ from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients
 from ..problem.options import Options
 from ..problem.replay import Entry, Signature, UnlikeError
-from .cpu_ranges import GrowingEnds
+from .cpu_ranges import GrowingEnds, OtherNumbers
 from .cpu_tiles import FEWEST_KEYS
 
 MOST_CONTENTS = 1 << 12  # bytes of an array that is compared by its contents
@@ -33,7 +33,7 @@ _NOTHING: Mapping[str, Any] = {}
 class HostSignature(Signature):
     """The signature of a call on NumPy arrays."""
 
-    __slots__ = ("_grows", "named", "rows")
+    __slots__ = ("_form", "_grows", "_mask_at", "named", "numbers", "rows")
 
     def __init__(
         self,
@@ -46,6 +46,9 @@ class HostSignature(Signature):
         self._grows = grows  # the number of keys is no part of it
         self.named: dict[str, Any] = {}  # all arrays, and None
         self.rows: Any = None
+        self._form: Structure | None = None  # of the mask
+        self._mask_at = 0
+        self.numbers: tuple[int, ...] = ()  # of the mask, for which its form has symbols
         super().__init__(call, read, options, written)
 
     def _take_arrays(self, named: Mapping[str, Any]) -> None:
@@ -81,10 +84,30 @@ class HostSignature(Signature):
         """Refuse an index that may depend on the contents of an array of floats."""
         if read and structure.has_floor and any(x.dtype.kind not in "iub" for x in read):
             raise UnlikeError
+        if self._option == "mask" and not read and structure.form is not None:
+            self._form, self.numbers = structure.form, structure.numbers
+            self._mask_at = len(self._parts) + 1  # behind its name
+
+    def hold(self, entry: Entry) -> None:
+        """Keep nothing: an entry has scratch, and who has the signature may live long."""
+
+    @property
+    def form(self) -> Hashable:
+        """The key of calls that differ in numbers of the mask; None if there are none."""
+        if self._form is None:
+            return None
+        parts = list(self._parts)
+        parts[self._mask_at] = self._form
+        return tuple(parts)
 
     def take_contents(self, array: Any) -> None:
         """Make the contents of an array part of the key."""
-        if type(array) is not _ndarray or array.nbytes > MOST_CONTENTS:
+        if type(array) is not _ndarray:
+            raise UnlikeError
+        if is_all_true(array):
+            self._parts.append(True)
+            return
+        if array.nbytes > MOST_CONTENTS:
             raise UnlikeError
         self._parts.append(array.tobytes())
 
@@ -122,25 +145,34 @@ class HostSignature(Signature):
                 for x, spec in zip(grads_out, entry.specs, strict=True)
             ]
         gradients = Gradients(*made)
-        call.backward(self, gradients)
+        is_done = call.backward(self, gradients)
         entry.compiled.free.append(call)
-        return gradients
+        return gradients if is_done else None
 
     def keep(self, served: Any, results: Sequence[Any]) -> None:
         """Keep a call that was checked and computed."""
         call = served.compiled
         if call is None or call.nbytes > replay.MOST_BYTES // 4 or not call.bind(self):
             return
-        before = replay.find(self)
+        key = self.form if call.serves_numbers else self.key
+        before = replay.find_as(self, key)
         calls = _Calls() if before is None else before.compiled
         if len(calls.free) < MOST_CALLS:
             calls.free.append(call)
         if before is None:
-            replay.keep_as(self, calls, (), results, call.nbytes)
+            replay.keep_as(self, calls, (), results, call.nbytes, key)
 
     def spec(self, array: Any) -> Any:
         """Return how an array like a result is made."""
         return _Spec(array)
+
+
+def is_all_true(array: Any) -> bool:
+    """Return whether an array has conditions that all hold; most others are not read to the end."""
+    if array.dtype.kind != "b":
+        return False
+    own = array[tuple(slice(None if stride else 1) for stride in array.strides)]
+    return bool(own.all())
 
 
 class _Spec:
@@ -175,9 +207,16 @@ class Replayed:
         address, and the array.
     read : mapping of str to (array or None)
         The arrays that it read, by the kernels' names.
+    of_mask : OtherNumbers, optional
+        What serves other numbers of the mask.
+
+    Attributes
+    ----------
+    serves_numbers : bool
+        Whether it can be made again for other numbers of the mask.
     """
 
-    __slots__ = ("_call", "_read", "_run", "_tables", "nbytes")
+    __slots__ = ("_call", "_of_mask", "_read", "_run", "_tables", "nbytes", "serves_numbers")
 
     def __init__(
         self,
@@ -185,8 +224,10 @@ class Replayed:
         run: Callable[..., None],
         tables: Sequence[tuple[Any, Any]],
         read: Mapping[str, Any],
+        of_mask: OtherNumbers | None = None,
     ) -> None:
         self._call, self._run, self._read = call, run, read
+        self._of_mask, self.serves_numbers = of_mask, of_mask is not None
         self.nbytes = call.nbytes
         self._tables: Any = tables
 
@@ -233,17 +274,22 @@ class Replayed:
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse for the arrays of a signature; return whether it could be done."""
+        if self._of_mask is not None and not self._of_mask(self._call, seen.numbers):
+            return False
         named = self._load(seen)
         self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse)
         return True
 
-    def backward(self, seen: HostSignature, gradients: Gradients) -> None:
-        """Compute gradients for the arrays of a signature."""
+    def backward(self, seen: HostSignature, gradients: Gradients) -> bool:
+        """Compute gradients for the arrays of a signature; return whether it could be done."""
+        if self._of_mask is not None and not self._of_mask(self._call, seen.numbers):
+            return False
         named = self._load(seen)
         self._run(
             named["d_out"], named["q"], named["k"], named["v"], named["out"], named["lse"],
             named["dlse"], named.get("sink"), *gradients,
         )  # fmt: skip
+        return True
 
 
 class ReplayedCache(Replayed):
@@ -259,18 +305,26 @@ class ReplayedCache(Replayed):
         As in `Replayed`.
     found : KeyRange or None
         The keys that each query sees, if the mask says them so.
+    numbers : tuple of int
+        Those for which `found` has symbols.
     """
 
     __slots__ = ("_capacity", "_ends", "_is_checked", "_lengths", "_scales")
 
     def __init__(
-        self, made: Any, call: Call, tables: Sequence[tuple[Any, Any]], found: KeyRange | None
+        self,
+        made: Any,
+        call: Call,
+        tables: Sequence[tuple[Any, Any]],
+        found: KeyRange | None,
+        numbers: tuple[int, ...],
     ) -> None:
         super().__init__(made, made, tables, {"q": call.q, "k": call.k, "v": call.v})
         cache: Any = call.cache
         self._capacity = cache.capacity
         self._lengths = np.zeros(call.problem.batch, np.int64)
-        self._ends = None if found is None else GrowingEnds(call.problem, found)
+        self._ends = None if found is None else GrowingEnds(call.problem, found, numbers)
+        self.serves_numbers = bool(numbers)
         pages = None if cache.table is None else np.asarray(cache.table)
         in_range = pages is None or bool(((pages >= 0) & (pages < call.k.shape[0])).all())
         # With shared positions, which pages are used depends on lengths.
@@ -318,7 +372,7 @@ class ReplayedCache(Replayed):
             return False
         own[...] = lengths
         named = self._load(seen)
-        self._call.grow(own, None if self._ends is None else self._ends(own))
+        self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         of_call = named.get("table"), named.get("sink"), out, lse, self._of_codes(named)
         self._run(named["q"], named["k"], named["v"], *of_call)
         return True
@@ -333,17 +387,20 @@ class ReplayedGrowing(Replayed):
         The call of `reference.cpu`.
     call : Call
         What it was made from.
-    found : KeyRange or None
+    found, numbers
         As in `ReplayedCache`.
     """
 
     __slots__ = ("_ends", "_lengths")
 
-    def __init__(self, made: Any, call: Call, found: KeyRange | None) -> None:
+    def __init__(
+        self, made: Any, call: Call, found: KeyRange | None, numbers: tuple[int, ...]
+    ) -> None:
         super().__init__(made, made.grown, (), {"q": call.q, "k": call.k, "v": call.v})
         problem = call.problem
         self._lengths = np.zeros(problem.batch, np.int64)
-        self._ends = None if found is None else GrowingEnds(problem, found)
+        self._ends = None if found is None else GrowingEnds(problem, found, numbers)
+        self.serves_numbers = bool(numbers)
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless there are no keys, or not as many keys as values."""
@@ -352,7 +409,7 @@ class ReplayedGrowing(Replayed):
         if length != v.shape[-2] or not 0 < length <= MOST_POSITIONS:
             return False
         own.fill(length)
-        self._call.grow(own, None if self._ends is None else self._ends(own))
+        self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         return super().forward(seen, out, lse)
 
 

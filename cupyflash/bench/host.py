@@ -13,7 +13,7 @@ import numpy as np
 from .. import api, cached, closures, masks, varlen
 from .contenders import Array
 from .measure import Gpu, Meter, Work
-from .tasks import OURS, SDPA, STANDARD, Maker, TaskSuite, Works, torch_of
+from .tasks import OURS, SDPA, STANDARD, Maker, TaskSuite, Works, repeated, torch_of
 from .torch_peers import to_torch
 
 # Calls in a run: enough for a clock, and so few that most runs end before another process gets the
@@ -49,17 +49,6 @@ def standard_gradients(
     return ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do
 
 
-def repeated(work: Work) -> Work:
-    """Return a function that calls another one `REPEATS` times, and returns its last result."""
-
-    def run() -> Any:
-        for _ in range(REPEATS - 1):
-            work()
-        return work()
-
-    return run
-
-
 def works_of(meter: Meter, works: dict[str, Callable[[], Work]]) -> Works:
     """Return how contenders do a task of small calls, whose results are one or several arrays."""
 
@@ -68,7 +57,7 @@ def works_of(meter: Meter, works: dict[str, Callable[[], Work]]) -> Works:
         return [meter.xp.from_dlpack(x.detach()) if hasattr(x, "detach") else x for x in several]
 
     def many(make: Callable[[], Work]) -> Callable[[], Work]:
-        return lambda: repeated(make())
+        return lambda: repeated(make(), REPEATS)
 
     return Works({name: many(make) for name, make in works.items()}, arrays, REPEATS, host=True)
 

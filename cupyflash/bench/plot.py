@@ -34,6 +34,7 @@ COLOURS = {
     "torch-flash": "#E69F00",
     "torch-efficient": "#56B4E9",
     "torch-flex": "#CC79A7",
+    "torch-varlen": "#6699CC",
     "torch-cpu": "#D55E00",
     "torch-math": "#4D4D4D",
     "torch-sdpa": "#DDCC77",
@@ -233,7 +234,7 @@ def draw(report: Report, file: Path, against: str, pictures: Sequence[str] = ())
     file : Path
         Its name ends in .svg or .png.
     against : str
-        The contender that speed-ups compare with.
+        The contender that speed-ups compare with; nothing for the fastest one, of tasks alone.
     pictures : sequence of str, optional
         Names in `PICTURES`; by default all, or only the rates if there are many groups.
 
@@ -292,7 +293,7 @@ def _tasks_figure(report: Report, against: str) -> Any:
             words = f"{1e6 * result.seconds:,.3g}" if result.seconds < 1e-3 else (
                 f"{1e6 * result.seconds:,.0f}"
             )  # fmt: skip
-            ratio = row.ratio(name) if name == against else None
+            ratio = row.ratio(name) if name == (against or row.fastest) else None
             words += "" if ratio is None else f"  (ratio {ratio:.3g})"
             axes.bar_label(bar, [words], padding=2, fontsize=8, color="#404040")
     titles = ["\n".join(textwrap.wrap(row.task.name, 34)) for row in rows]

@@ -104,6 +104,12 @@ class TaskRow(_Results):
         factors = self.factors(self.results[0].contender, other)
         return 1 / factors[0] if factors else None
 
+    @property
+    def fastest(self) -> str:
+        """The fastest contender after the first one; nothing if none was measured."""
+        times = {x.contender: x.seconds for x in self.results[1:] if x.seconds}
+        return min(times, key=lambda name: times[name], default="")
+
 
 @dataclass(frozen=True)
 class Report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from . import host, programs
+from . import host, models, programs
 from .cases import PASSES, VARIANTS, Case, made
 from .tasks import TaskSuite
 
@@ -174,8 +174,12 @@ SUITES: dict[str, dict[str, Suite]] = {
     },
 }
 TASKS: dict[str, dict[str, TaskSuite]] = {
-    "cpu": {"host": host.SUITES["cpu"], "programs": programs.SUITE},
-    "gpu": {"host": host.SUITES["gpu"]},
+    "cpu": {
+        "host": host.SUITES["cpu"],
+        "programs": programs.SUITE,
+        "models": models.SUITES["cpu"],
+    },
+    "gpu": {"host": host.SUITES["gpu"], "models": models.SUITES["gpu"]},
 }
 
 

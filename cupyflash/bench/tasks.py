@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .contenders import Job, RefusalError
@@ -55,12 +55,27 @@ class Works:
         How many calls, tokens or steps one call of such a function does.
     host : bool
         Whether the host's time is measured, and not the device's.
+    tolerance : float or None
+        How far results may be from the first contender's, as a share of their norm; None for that
+        of the dtype.
     """
 
     works: Mapping[str, Callable[[], Work]]
     arrays: Callable[[Any], list[Any]]
     count: int = 1
     host: bool = False
+    tolerance: float | None = None
+
+
+def repeated(work: Work, count: int) -> Work:
+    """Return a function that calls another one `count` times, and returns its last result."""
+
+    def run() -> Any:
+        for _ in range(count - 1):
+            work()
+        return work()
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,8 @@ class TaskSuite:
         By a task's name, what its time is of, where that is not a call.
     contenders : tuple of str
         Who is timed, in order.
+    dtypes : mapping of str to str
+        By a task's name, that of its arrays, where it is another one.
     """
 
     what: str
@@ -89,11 +106,13 @@ class TaskSuite:
     dtype: str
     each: Mapping[str, str]
     contenders: tuple[str, ...] = NAMES
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Task]:
         """Yield the tasks."""
         for name in self.makers:
-            yield Task(self.name, name, self.dtype, self.each.get(name, "call"))
+            dtype = self.dtypes.get(name, self.dtype)
+            yield Task(self.name, name, dtype, self.each.get(name, "call"))
 
     def job(self, meter: Meter, task: Task, contender: str) -> Job:
         """Make a task ready, or raise `RefusalError`."""
@@ -101,7 +120,10 @@ class TaskSuite:
         if contender not in made.works:
             raise RefusalError(NOTHING)
         work = made.works[contender]()
-        return Job(work, work, made.arrays, None, count=made.count, host=made.host)
+        return Job(
+            work, work, made.arrays, None,
+            tolerance=made.tolerance, count=made.count, host=made.host,
+        )  # fmt: skip
 
 
 def torch_of() -> Any:

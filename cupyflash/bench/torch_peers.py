@@ -113,17 +113,12 @@ class TorchPeer(Contender):
         def gradients(o: Tensor, keep: bool) -> Any:
             return torch.autograd.grad(o, leaves, do, retain_graph=keep)
 
-        def here(work: Work) -> Work:
-            def on_the_same_stream() -> Any:
-                with on_stream(torch, meter, q):
-                    return work()
-
-            return on_the_same_stream
+        here = functools.partial(on_its_stream, torch, meter, q)
 
         def arrays(found: Any) -> list[Any]:
             with on_stream(torch, meter, q):
                 tensors = found if case.backward else (found,)
-                return [from_torch(xp, x, case) for x in tensors]
+                return [from_torch(xp, x, case.dtype) for x in tensors]
 
         memory = functools.partial(peak_memory, torch, meter)
         if case.backward:
@@ -170,14 +165,18 @@ class Sdpa(TorchPeer):
             options = {"is_causal": True}
         if case.heads != case.heads_kv:
             options["enable_gqa"] = True
-        attend = torch.nn.functional.scaled_dot_product_attention
+        return functools.partial(self.attention(torch), **options)
+
+    def attention(self, torch: Any) -> Callable[..., Tensor]:
+        """Return `scaled_dot_product_attention` by this kernel."""
+        attend: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
         if not self.backend:
-            return functools.partial(attend, **options)
+            return attend
         backend = getattr(torch.nn.attention.SDPBackend, self.backend)
 
-        def by_one_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def by_one_kernel(*tensors: Tensor, **options: Any) -> Tensor:
             with torch.nn.attention.sdpa_kernel(backend):
-                return attend(q, k, v, **options)
+                return attend(*tensors, **options)
 
         return by_one_kernel
 
@@ -207,6 +206,29 @@ class Flex(TorchPeer):
         if case.heads != case.heads_kv:
             options["enable_gqa"] = True
         return functools.partial(torch.compile(flex.flex_attention, dynamic=False), **options)
+
+
+class Varlen(TorchPeer):
+    """FlashAttention over packed sequences, which the suite `models` times."""
+
+    name = "torch-varlen"
+    what = "PyTorch's varlen_attn, FlashAttention over packed sequences"
+    kinds = ("gpu",)
+
+    def obstacle(self, kind: str) -> str:
+        """Say why it cannot take part at all, and the remedy; nothing where it can."""
+        other = super().obstacle(kind)
+        if other:
+            return other
+        try:
+            importlib.import_module("torch.nn.attention.varlen")
+        except ImportError:
+            return f"this PyTorch has no varlen_attn: {INSTALL} --upgrade"
+        return ""
+
+    def function(self, torch: Any, case: Case, q: Tensor) -> Attend:  # noqa: ARG002
+        """Refuse: cases are not packed."""
+        raise RefusalError("it is timed on packed sequences, by --suite models")
 
 
 def flex_mask(torch: Any, case: Case, q: Tensor) -> Callable[..., Tensor]:
@@ -257,9 +279,9 @@ def to_torch(torch: Any, array: Any) -> Tensor:
     return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
 
 
-def from_torch(xp: Any, tensor: Tensor, case: Case) -> Any:
-    """Return a tensor as an array of `xp`; bfloat16 becomes float32."""
-    wide = tensor.detach().float() if case.dtype == "bfloat16" else tensor.detach()
+def from_torch(xp: Any, tensor: Tensor, dtype: str) -> Any:
+    """Return a tensor of a dtype as an array of `xp`; bfloat16 becomes float32."""
+    wide = tensor.detach().float() if dtype == "bfloat16" else tensor.detach()
     return xp.from_dlpack(wide.contiguous())
 
 
@@ -275,6 +297,16 @@ def on_stream(torch: Any, meter: Meter, tensor: Tensor) -> Iterator[None]:
         return
     with torch.cuda.stream(torch.cuda.ExternalStream(wanted, device=tensor.device)):
         yield
+
+
+def on_its_stream(torch: Any, meter: Meter, tensor: Tensor, work: Work) -> Work:
+    """Return a function that does something where `on_stream` lets PyTorch work."""
+
+    def run() -> Any:
+        with on_stream(torch, meter, tensor):
+            return work()
+
+    return run
 
 
 @contextlib.contextmanager
@@ -330,6 +362,7 @@ PEERS: tuple[TorchPeer, ...] = (
     Sdpa("torch-flash", "FLASH_ATTENTION", "PyTorch's SDPA by FlashAttention", ("gpu",)),
     Sdpa("torch-efficient", "EFFICIENT_ATTENTION", "PyTorch's SDPA, memory-efficient", ("gpu",)),
     Flex(),
+    Varlen(),
     Sdpa("torch-cpu", "FLASH_ATTENTION", "PyTorch's SDPA by its CPU kernel", ("cpu",)),
     Sdpa("torch-math", "MATH", "PyTorch's SDPA by matrix products", ("cpu", "gpu")),
     Sdpa("torch-sdpa", "", "PyTorch's SDPA by a kernel of its choice", ("cpu", "gpu")),

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from ..bench import Case, Contender, Report, Suite, Task, TaskSuite
 
 SUITE_NAMES = ("quick", "article", "peers", "variants", "decode", "fp8")
-TASK_NAMES = ("host", "programs")
+TASK_NAMES = ("host", "programs", "models")
 PASS_NAMES = ("forward", "backward")
 VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
 PICTURE_NAMES = ("rate", "speed-up", "memory")
 EXTRA = extra("bench")
 RUNS = {"cpu": 7, "gpu": 30}
-HOST_RUNS = 50  # of the suite host, where a run is short
+SHORT_RUNS = {"host": 50, "models": 30}  # of suites whose runs are short
 SECONDS = {"cpu": 5.0, "gpu": 2.0}
 
 
@@ -165,7 +165,7 @@ def progress_bar(total: int) -> Iterator[Callable[[Case | Task, str], None]]:
 def measured(options: argparse.Namespace) -> tuple[Report, str]:
     """Run what the options ask for; return what was found, and in words what ended it early."""
     from .. import bench
-    from ..bench import host, measure
+    from ..bench import host, measure, models
 
     kind, choice = choose_device(options.device)
     if options.device is None:
@@ -184,11 +184,11 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
     rows: list[bench.Row] = []
     if isinstance(suite, bench.TaskSuite):
         problems: list[Any] = list(suite.tasks())
+        limits["runs"] = runs = options.runs or SHORT_RUNS.get(name, runs)
         if name == "host":
-            limits["runs"] = runs = options.runs or HOST_RUNS
             clock = f"of the host's time for {host.REPEATS} calls"
-        else:
-            clock = "by the wall clock"
+        elif name == "models" and kind == "cpu":
+            clock += f" (of at most {models.CALLS} calls each, where these are short)"
         method = f"Medians of at most {runs} runs {clock}, the contenders in turn."
 
         def one(problem: Any) -> None:
@@ -227,10 +227,15 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
 
 
 def baseline(report: Report, wanted: str | None) -> str:
-    """Return whom the speed-up is over: who was asked for, standard attention, or who is there."""
+    """Return whom the speed-up is over: who was asked for, standard attention, or who is there.
+
+    Of tasks without standard attention it is the fastest of the others, and this returns "".
+    """
     if wanted:
         return wanted
     others = [name for name in report.contenders if name != "cupyflash"]
+    if report.tasks and "standard" not in others:
+        return ""
     return "standard" if "standard" in others or not others else others[0]
 
 
@@ -328,8 +333,9 @@ def add_command(subparsers: Any) -> None:
         "standard attention), peers (against PyTorch's kernels; on a GPU 16,384 tokens in all), "
         "variants (masks and score changes), decode (one query; also over caches of 8 and 4 "
         "bits), fp8 (queries, keys and values of 8 bits), host (the host's time of small calls), "
-        "programs (whole NumPy programs, on the CPU, in a clone). The exit status is 1 if a result "
-        "was wrong, 2 if nothing could be measured.",
+        "programs (whole NumPy programs, on the CPU, in a clone), models (shapes that models run, "
+        "by their names, beside PyTorch's kernels). The exit status is 1 if a result was wrong, 2 "
+        "if nothing could be measured.",
     )
     many: dict[str, Any] = {"action": "append", "metavar": "NAME"}
     command.add_argument(
@@ -354,8 +360,8 @@ def add_command(subparsers: Any) -> None:
         help="time these alone: cupyflash, cupyflash-pages (of 16), cupyflash-pages-of-1, "
         "cupyflash-int8, cupyflash-e4m3, cupyflash-int4, cupyflash-int8-int4 (caches of codes), "
         "cupyflash-fp8, standard, torch-cudnn, torch-flash, torch-efficient, torch-flex, "
-        "torch-math, torch-sdpa on a GPU; torch-cpu, torch-math, torch-sdpa and this package's "
-        "own on a CPU",
+        "torch-varlen, torch-math, torch-sdpa on a GPU; torch-cpu, torch-math, torch-sdpa and this "
+        "package's own on a CPU",
     )  # fmt: skip
     command.add_argument(
         "--against", metavar="NAME",
@@ -364,7 +370,7 @@ def add_command(subparsers: Any) -> None:
     command.add_argument(
         "--runs", type=whole_number(1), metavar="N",
         help=f"runs per median, at most (default: {RUNS['cpu']}; on a GPU {RUNS['gpu']}; of the "
-        f"suite host {HOST_RUNS})",
+        f"suites {' and '.join(SHORT_RUNS)} {' and '.join(map(str, SHORT_RUNS.values()))})",
     )  # fmt: skip
     command.add_argument(
         "--seconds", type=positive, metavar="S",

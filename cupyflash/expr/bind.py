@@ -8,7 +8,7 @@ flat batch index splits over leading axes, is known only when it meets a problem
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from .nodes import (
 from .sharded import HeldArray, check_whole
 
 _B = POSITIONS[0]
+NO_NUMBERS: Mapping[str, int] = {}
 
 
 class Sizes(Protocol):
@@ -106,8 +107,10 @@ def aligned(alignment: Alignment) -> Expr:
     return Expr("aligned", tuple(axis.index for axis in alignment.axes), kind, alignment)
 
 
-def bind(root: Expr, sizes: Sizes) -> Expr:
+def bind(root: Expr, sizes: Sizes, numbers: Mapping[str, int] = NO_NUMBERS) -> Expr:
     """Return `root` with every aligned array resolved for a problem of these sizes.
+
+    `numbers` are symbols of `root`, and how far from 0 they are at most.
 
     Raises
     ------
@@ -122,7 +125,7 @@ def bind(root: Expr, sizes: Sizes) -> Expr:
         return resolve(node.value, sizes) if node.op == "aligned" else None
 
     bound = rebuild(root, resolved)
-    prove(bound, sizes)
+    prove(bound, sizes, numbers)
     return hold_indices(bound)
 
 
@@ -256,8 +259,10 @@ def _total(sizes: Sizes, name: str) -> int:
 _OVERFLOWING = ("add", "subtract", "multiply", "negative", "absolute", "left_shift")
 
 
-def prove(root: Expr, sizes: Sizes) -> None:
+def prove(root: Expr, sizes: Sizes, numbers: Mapping[str, int] = NO_NUMBERS) -> None:
     """Prove that no index of a bound expression leaves its array, and that integers fit 64 bits.
+
+    `numbers` are as in `bind`.
 
     Raises
     ------
@@ -267,10 +272,11 @@ def prove(root: Expr, sizes: Sizes) -> None:
     ranges = {name: _range(name, sizes) for name in EVERYTHING}
     if not math.prod(sizes.lead) or any(high < low for low, high in ranges.values()):
         return  # an empty axis: nothing is evaluated
+    ranges |= {name: (-most, most) for name, most in numbers.items()}
     symbols: dict[str, int | float] = {}
     for name, (low, high) in ranges.items():
         symbols |= {f"{name}_low": low, f"{name}_high": high}
-    ends = bounds(root, EVERYTHING)
+    ends = bounds(root, ranges)
     # A score's floats may be of either type, and an integer may depend on how they round.
     float_types: list[Any] = [np.float32]
     if any(node.op == "floor" or _compares_floats(node) for node in ends):

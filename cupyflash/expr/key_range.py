@@ -11,10 +11,11 @@ must be proven to fit into 64 bits; if that fails, the mask has no range.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from .bind import Sizes, prove
+from .bind import NO_NUMBERS, Sizes, prove
 from .nodes import Expr, as_expr, operation, walk
 
 _FIRST, _NONE, _LAST = 0, -1, 2**62  # the first key; before it; beyond every key
@@ -27,7 +28,7 @@ class KeyRange(NamedTuple):
     high: Expr | None
 
 
-def key_range(mask: Expr, sizes: Sizes) -> KeyRange | None:
+def key_range(mask: Expr, sizes: Sizes, numbers: Mapping[str, int] = NO_NUMBERS) -> KeyRange | None:
     """Return the ends of a bound condition's range of keys, or None if it has none.
 
     Parameters
@@ -36,6 +37,8 @@ def key_range(mask: Expr, sizes: Sizes) -> KeyRange | None:
         The condition.
     sizes : Sizes
         The problem to which it is bound.
+    numbers : mapping of str to int, optional
+        As in `bind`.
     """
     found = _Solver(mask).ranges[mask]
     if found is None:
@@ -43,7 +46,7 @@ def key_range(mask: Expr, sizes: Sizes) -> KeyRange | None:
     try:
         for end in found:
             if end is not None:
-                prove(end, sizes)
+                prove(end, sizes, numbers)
     except ArgumentError:
         return None
     return found

@@ -11,6 +11,13 @@ from typing import Any, ClassVar, Self
 from .bind import Alignment, Axis
 from .nodes import Expr, walk
 
+# Numbers up to this are symbols of a form, and operations that such a number may be an operand of:
+# proofs for all of them hold for each.
+MOST_NUMBER = 2**40
+_OPEN = frozenset(
+    ["add", "subtract", "minimum", "maximum", "less", "less_equal", "equal", "not_equal"]
+)
+
 
 class Structure:
     """The operations and numbers of a tree. Equal structures compute alike on equal arrays.
@@ -23,18 +30,56 @@ class Structure:
         Whether floats become integers, on which proofs may depend.
     """
 
-    __slots__ = ("_hash", "has_floor", "nodes")
+    __slots__ = ("_apart", "_hash", "has_floor", "nodes")
 
     def __init__(self, nodes: tuple[Any, ...]) -> None:
         self.nodes = nodes
         self._hash = hash(nodes)
         self.has_floor = any(operation == "floor" for operation, *_ in nodes)
+        self._apart: tuple[Structure | None, tuple[int, ...]] | None = None
+
+    @property
+    def form(self) -> Structure | None:
+        """The same with symbols for numbers such as a window's; None if it has no such numbers."""
+        return self._of_form[0]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers for which the form has symbols."""
+        return self._of_form[1]
+
+    @property
+    def _of_form(self) -> tuple[Structure | None, tuple[int, ...]]:
+        if self._apart is None:
+            self._apart = _apart(self.nodes)
+        return self._apart
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Structure) and self.nodes == other.nodes)
+
+
+def _apart(nodes: tuple[Any, ...]) -> tuple[Structure | None, tuple[int, ...]]:
+    """Return a structure with symbols for its numbers, if it has any, and these numbers."""
+    held = {place for op, _, args, _ in nodes if op not in _OPEN for place in args}
+    made = list(nodes)
+    numbers: list[int] = []
+    for place, (op, kind, _, value) in enumerate(nodes):
+        if op == "constant" and kind == "int" and place not in held and abs(value) <= MOST_NUMBER:
+            made[place] = "symbol", kind, (), _name(len(numbers))
+            numbers.append(value)
+    return (Structure(tuple(made)) if numbers else None), tuple(numbers)
+
+
+def _name(number: int) -> str:
+    return f"number {number}"
+
+
+def named(numbers: Sequence[int]) -> dict[str, int]:
+    """Return the numbers of a form by the names of its symbols."""
+    return {_name(n): value for n, value in enumerate(numbers)}
 
 
 def structure(root: Expr) -> tuple[Structure, tuple[Any, ...]]:

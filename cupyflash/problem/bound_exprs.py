@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..expr.bind import Alignment, Axis, aligned, bind
+from ..expr.bind import NO_NUMBERS, Alignment, Axis, aligned, bind
 from ..expr.derivative import derivative
 from ..expr.functions import POSITIONS, SCORE, where
 from ..expr.interval import tile_class
 from ..expr.nodes import Expr, convert
-from .call import Call
+from .call import Call, Problem
 from .pack_gqa import apart, of_rows
 from .positions import of_piece, whole
 
@@ -37,25 +38,27 @@ class Trees(NamedTuple):
     classes: Expr | None
 
 
+def bound(root: Expr, problem: Problem, numbers: Mapping[str, int] = NO_NUMBERS) -> Expr:
+    """Return a mask or a score change for the rows of a problem; `numbers` are as in `bind`."""
+    sizes = apart(problem)
+    return of_rows(of_piece(bind(root, whole(sizes), numbers), sizes), problem)
+
+
 def trees(call: Call) -> Trees:
     """Return the expressions of a call. They hold the arrays that they read."""
     changed, slope, allowed, classes = SCORE, None, None, None
     problem = call.problem
-    sizes = apart(problem)
-
-    def bound(root: Expr) -> Expr:
-        return of_rows(of_piece(bind(root, whole(sizes)), sizes), problem)
-
     if call.score_mod is not None:
-        changed = bound(call.score_mod.expr)
+        changed = bound(call.score_mod.expr, problem)
         slope = convert(derivative(changed), "float")
     if call.bias is not None:
         axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
         # A piece has its own part of the bias.
-        bias = of_rows(bind(aligned(Alignment(call.bias, "bias", axes)), sizes), problem)
+        tree = bind(aligned(Alignment(call.bias, "bias", axes)), apart(problem))
+        bias = of_rows(tree, problem)
         hidden = float("-inf")
         changed = where(bias == hidden, hidden, changed + bias)  # hides even a NaN score
     if call.mask is not None:
-        allowed = bound(call.mask.expr)
+        allowed = bound(call.mask.expr, problem)
         classes = tile_class(allowed)
     return Trees(None if changed is SCORE else changed, slope, allowed, classes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -33,7 +33,6 @@ class CachedRows:
     start_k: ClassVar[int] = 0
     # Nor may a result depend on how much a cache has room for.
     known_k: ClassVar[int] = UNKNOWN
-    key: ClassVar[None] = None
     keeps_heads: ClassVar[str | None] = "keys lie in a cache"
     divisible: ClassVar[bool] = False
     takes_workspace: ClassVar[bool] = True
@@ -43,6 +42,14 @@ class CachedRows:
     def of(cls, of_queries: DenseRows | PackedRows, cache: Cache) -> CachedRows:
         """Return rows whose keys are not known in advance."""
         return cls(of_queries, cache, np.array([0, cache.capacity]))
+
+    @property
+    def key(self) -> Hashable | None:
+        """What tells these rows from others; None if keys are known, or if it depends on arrays."""
+        queries = self.of_queries.key
+        if queries is None or not np.array_equal(self.len_k, (0, self.cache.capacity)):
+            return None
+        return "cached", queries, self.cache.capacity
 
     @property
     def len_q(self) -> Length:

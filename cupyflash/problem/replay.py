@@ -152,6 +152,15 @@ class Signature(ABC):
     def _look_at(self, structure: Structure, read: Sequence[Any]) -> None:  # noqa: B027, most have none
         """Refuse an expression whose proofs depend on more than the signature has."""
 
+    def hold(self, entry: Entry) -> None:
+        """Know what is kept of the call."""
+        self.entry = entry
+
+    @property
+    def form(self) -> Hashable:
+        """The key of calls that look like this one but for numbers that `forward` is told."""
+        return None
+
     @property
     def places(self) -> Mapping[str, int]:
         """Where the arrays are, by name."""
@@ -258,7 +267,15 @@ MOST_BYTES = 1 << 26  # host memory that entries keep, all of them
 
 def find(seen: Signature) -> Entry | None:
     """Return what is kept of calls like this one, and note the addresses that its kernels want."""
-    entry = _entries.get(seen.key)
+    entry = find_as(seen, seen.key)
+    if entry is None and (form := seen.form) is not None:
+        return find_as(seen, form)
+    return entry
+
+
+def find_as(seen: Signature, key: Hashable) -> Entry | None:
+    """Return what is kept of calls like this one by a key of it, as `find` does."""
+    entry = _entries.get(key)
     if entry is None:
         return None
     if entry.pairs:
@@ -271,7 +288,7 @@ def find(seen: Signature) -> Entry | None:
     for name, place in entry.tables:
         seen.addresses[name] = seen.addresses[place]
     entry.used = next(_clock)
-    seen.entry = entry
+    seen.hold(entry)
     return entry
 
 
@@ -310,17 +327,23 @@ def keep_as(
     tables: Sequence[tuple[str, str]],
     results: Sequence[Any],
     nbytes: int = 0,
+    key: Hashable = None,
 ) -> None:
-    """Keep something of a call that was checked, with the results that it had."""
+    """Keep something of a call that was checked, with the results that it had.
+
+    `key` is the one by which it is found, if that is not the whole one.
+    """
+    key = seen.key if key is None else key
     specs = tuple(None if x is None else seen.spec(x) for x in results)
     with _lock:
-        before = _entries.get(seen.key)
+        before = _entries.get(key)
         pairs = _pairs(seen, () if before is None else before.pairs)
-        seen.entry = _entries[seen.key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
+        entry = _entries[key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
         if before is not None:
-            seen.entry.watch = before.watch
+            entry.watch = before.watch
+        seen.hold(entry)
         while len(_entries) > MOST or sum(x.nbytes for x in _entries.values()) > MOST_BYTES:
-            del _entries[min(_entries, key=lambda key: _entries[key].used)]
+            del _entries[min(_entries, key=lambda each: _entries[each].used)]
 
 
 def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:

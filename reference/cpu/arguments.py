@@ -58,7 +58,7 @@ class FunctionPointers(NamedTuple):
     accumulate: int
     fallback: int  # what `product` calls for numbers that it does not multiply itself
     widen: int  # rows of 16-bit floats
-    narrow: int  # results, to rows of bfloat16; 0 where others round them
+    narrow: int  # results, to rows of 16 bits; 0 where others round them
     run_float32: int  # programs with these registers: masks
     run_number: int  # programs with registers of the accumulator's type: score changes
     classify: int

@@ -26,7 +26,7 @@ from .microkernel import padded
 from .narrow import write_narrow
 from .packing import load_pairs, load_transposed, pair_lanes, store_pairs
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile, include_all
-from .widen import BFLOAT16, find_rows_at
+from .widen import NATIVE, find_rows_at
 
 
 @helper
@@ -51,20 +51,20 @@ def clear_rows(rows, b, h, count, columns, itemsize, zero):
 def store_rows(narrow, tile, count, columns, itemsize, factor, rows, place, width, wide):
     """Write rows that lie as pairs of vectors, multiplied by a factor, to where `rows` has them.
 
-    Those of bfloat16 are rounded by the kernel at `narrow`; `wide` has memory for them.
+    Those of 16 bits are rounded by the kernel at `narrow`; `wide` has memory for them.
     """
     target, size = place, rows.row * itemsize
-    if rows.kind == BFLOAT16:
+    if rows.kind != NATIVE:
         target, size = first_address(wide), width * itemsize
     store_pairs(tile, count, columns, itemsize, factor, target, size)
-    if rows.kind == BFLOAT16:
+    if rows.kind != NATIVE:
         rounded = (target, size, count, columns, place, rows.row * rows.itemsize)
         write_narrow(narrow, rounded)
 
 
 @takes(
     lambda number: (INT, INT, INTS, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
-    + (INT, ROWS, ROWS, ROWS, bias_sums_of(number), INTS, gradient_scratch_of(number))
+    + (INT, ROWS, ROWS, ROWS, ROWS, bias_sums_of(number), INTS, gradient_scratch_of(number))
     + (vector(number),) * 5
 )  # fmt: skip
 @kernel
@@ -86,6 +86,7 @@ def backward_dkdv(
     dot,
     adds_dq,
     dq,
+    rounded,
     dk,
     dv,
     bias,
@@ -104,7 +105,8 @@ def backward_dkdv(
     that share these keys are ``members[work[m, 0] : work[m, 1]]``. `qt` and `dot` are panels of q
     and do. The sum runs over those entries, the group's heads and the query blocks, in that order.
     With `adds_dq`, a row adds what its blocks give to the rows of `dq`; that of the first block
-    begins them, and that of the last one scales them. The gradient of a bias is added to the sums
+    begins them, and that of the last one scales them, and writes them to `rounded` if that has 16
+    bits. The gradient of a bias is added to the sums
     `bias`.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
@@ -229,6 +231,13 @@ def backward_dkdv(
                 b = members[member]
                 for h in range(begin_head, end_head):
                     scale_rows(dq, b, h, shape.len_q[b], columns, itemsize, shape.scale)
+                    if rounded.kind != NATIVE:
+                        target = row_address(rounded, b, h, 0)
+                        rows_of_head = (
+                            row_address(dq, b, h, 0), dq.row * itemsize, shape.len_q[b], shape.d,
+                            target, rounded.row * rounded.itemsize,
+                        )  # fmt: skip
+                        write_narrow(changes.pointers.narrow, rows_of_head)
         visited[place] = count
 
 
@@ -335,7 +344,16 @@ def backward_dq(
                     )  # fmt: skip
                     accumulate(changes.pointers.accumulate, weighted)
         # 7 scale and store
-        for i in range(i0, end_i):
-            target = row_address(dq, queries, h, i)
-            for d in range(shape.d):
-                store(target + d * itemsize, dq_tile[(i - i0) * columns + d] * shape.scale)
+        for n in range((end_i - i0) * columns):
+            dq_tile[n] *= shape.scale
+        if dq.kind != NATIVE:
+            rows_of_block = (
+                first_address(dq_tile), columns * itemsize, end_i - i0, shape.d,
+                row_address(dq, queries, h, i0), dq.row * dq.itemsize,
+            )  # fmt: skip
+            write_narrow(changes.pointers.narrow, rows_of_block)
+        else:
+            for i in range(i0, end_i):
+                target = row_address(dq, queries, h, i)
+                for d in range(shape.d):
+                    store(target + d * itemsize, dq_tile[(i - i0) * columns + d])

@@ -23,7 +23,7 @@ from .float_modes import own_arithmetic
 from .gradient_tile import gradient_scratch
 from .jit import prepare
 from .kernels import called_kernels, made_ready
-from .layout import Array, Layout, Problem, Programs, Scratch
+from .layout import Array, Layout, Problem, Programs, Scratch, views_of_ranges
 from .memory import ROWS, aligned
 from .microkernel import round_up
 from .operands import Operand, Result
@@ -33,7 +33,7 @@ from .structs import Packed
 from .sums import store
 from .thread_limits import num_threads
 from .threads import parallel
-from .widen import kind_of
+from .widen import NATIVE, kind_of
 
 Step = Callable[[object], None]  # gets what holds the arrays of the call
 
@@ -97,6 +97,7 @@ class BackwardCall:
         self._sinks = sinks_of(layout, sink)
         self._dsinks = np.zeros(layout.batch * problem.heads, layout.number)
         self._ranges = layout.key_ranges(programs.ranges)
+        self._range_views = views_of_ranges(self._ranges, programs.ranges)
         panels = [layout.panels(depth, scratch) for depth in (problem.d, problem.d_v)]
         self._qt, self._dot = (Packed(ROWS, rows) for _, rows in panels)
         self._held: list[object] = [delta, panels]
@@ -126,7 +127,15 @@ class BackwardCall:
         self._one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(
             int(self._parts.max(initial=-1)) + 1
         )
-        self._dq = Result(layout, dq, scratch, whole_vectors=self._one_pass)
+        # In one pass, rows of dq are sums in memory, which their last item rounds.
+        narrow = 0 if self._one_pass else pointers.narrow
+        self._dq = self._rounded = Result(layout, dq, scratch, self._one_pass, narrow)
+        self._rounds = bool(
+            self._one_pass and pointers.narrow and kind_of(dq.dtype) != NATIVE
+            and layout.has_whole_rows(dq)
+        )  # fmt: skip
+        if self._rounds:
+            self._rounded = Result(layout, dq, scratch, False, pointers.narrow)
         self.nbytes = scratch.nbytes
         if self._dbias is not None:
             self.nbytes += self._dbias.nbytes
@@ -135,6 +144,11 @@ class BackwardCall:
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""
         self._programs = replace(self._programs, tables=None)
+
+    def set_ends(self, ends: tuple[Array, Array]) -> None:
+        """Set the first and last key of each query."""
+        for kept, end in zip(self._range_views, ends, strict=True):
+            kept[...] = end
 
     def seed(self, seed: int) -> None:
         """Set the generator's key, if pairs are dropped."""
@@ -165,6 +179,7 @@ class BackwardCall:
         ):  # fmt: skip
             operand.load(array)
         self._dq.place(dq)
+        self._rounded.place(dq)
         if not self._apart:
             self._dk.place(dk)
             self._dv.place(dv)
@@ -179,7 +194,8 @@ class BackwardCall:
             self._finish_sink(dsink)
         if dbias is not None and self._dbias is not None:
             self._dbias.finish(dbias)
-        self._dq.finish(dq)
+        if not self._rounds:
+            self._dq.finish(dq)
         if self._apart:
             self._finish_apart(dk, dv)
         else:
@@ -281,6 +297,7 @@ class BackwardCall:
                     self._dot,
                     int(self._one_pass),
                     self._dq.rows,
+                    self._rounded.rows,
                     self._dk.rows,
                     self._dv.rows,
                     bias_sums,

@@ -17,7 +17,7 @@ from .decode_work import DecodeWork, PackedWork
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
-from .layout import Array, Layout, Problem, Programs, Scratch
+from .layout import Array, Layout, Problem, Programs, Scratch, views_of_ranges
 from .merge import merge
 from .microkernel import round_up
 from .operands import Operand, Result
@@ -84,9 +84,7 @@ class DecodeCall:
         self._sinks = sinks_of(layout, sink)
         self._ranges = layout.key_ranges(programs.ranges)
         changes = changes_of(layout, programs, pointers_to(called), self._ranges)
-        if programs.ranges is not None:
-            shape = programs.ranges[0].shape
-            self._range_views = [x.reshape(shape) for x in (self._ranges.low, self._ranges.high)]
+        self._range_views = views_of_ranges(self._ranges, programs.ranges)
         self._described, self._cache = cache, PackedCache(cache)
         self._changes = changes
         self._sizes = lambda top: decode_sizes(layout.shape, changes, cache, top)
@@ -126,8 +124,12 @@ class DecodeCall:
         """Set how many keys entries have, and the first and last key of each query."""
         self._layout.len_k[...] = lengths
         if ends is not None:
-            for kept, end in zip(self._range_views, ends, strict=True):
-                kept[...] = end
+            self.set_ends(ends)
+
+    def set_ends(self, ends: tuple[Array, Array]) -> None:
+        """Set the first and last key of each query."""
+        for kept, end in zip(self._range_views, ends, strict=True):
+            kept[...] = end
 
     def __call__(
         self, q: Array, k: Array, v: Array, table: Array | None, sink: Array | None, out: Array,

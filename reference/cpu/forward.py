@@ -41,7 +41,7 @@ from .tile import (
     note_seen,
     scale_tile,
 )
-from .widen import BFLOAT16, find_rows_at
+from .widen import NATIVE, find_rows_at
 
 Array = np.ndarray[Any, Any]
 
@@ -240,14 +240,14 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
             empty = scratch.l[i] == 0
             inverse = zero if empty else one / scratch.l[i]
             target = row_address(out, b, h, i0 + i)
-            if out.kind == BFLOAT16:
+            if out.kind != NATIVE:
                 target = first_address(scratch.acc) + i * columns * itemsize
             for d in range(shape.d_v):
                 store(target + d * itemsize, scratch.acc[i * columns + d] * inverse)
             # 9 store lse
             natural = -math.inf if empty else scratch.m[i] + math.log(scratch.l[i])
             store(row_address(lse, b, h, i0 + i), sink.dtype.type(natural))
-        if out.kind == BFLOAT16:
+        if out.kind != NATIVE:
             rounded = (
                 first_address(scratch.acc), columns * itemsize, ni, shape.d_v,
                 row_address(out, b, h, i0), out.row * out.itemsize,

@@ -12,7 +12,7 @@ from .calls import Bound
 from .forward import forward as forward_kernel
 from .forward import forward_scratch
 from .kernels import called_kernels, made_ready
-from .layout import Array, Layout, Problem, Programs, Scratch
+from .layout import Array, Layout, Problem, Programs, Scratch, views_of_ranges
 from .operands import Operand, Result
 from .prepared import changes_of, packed_shape, seconds, signed, sinks_of
 from .thread_limits import num_threads
@@ -56,9 +56,7 @@ class ForwardCall:
         self._resumes, self._sinks = int(resumes), sinks_of(layout, sink)
         self.shape = packed_shape(layout)
         self._ranges = layout.key_ranges(programs.ranges)
-        if programs.ranges is not None:
-            shape = programs.ranges[0].shape
-            self._range_views = [x.reshape(shape) for x in (self._ranges.low, self._ranges.high)]
+        self._range_views = views_of_ranges(self._ranges, programs.ranges)
         self._work = layout.blocks(block_q, last_first=True)
         self._visited = np.zeros(len(self._work) * problem.heads, np.int64)
         self._seconds = seconds(layout.shape, 2, layout.itemsize)
@@ -93,8 +91,12 @@ class ForwardCall:
         self._layout.len_k[...] = lengths
         self._seconds = seconds(self._layout.shape, 2, self._layout.itemsize)
         if ends is not None:
-            for kept, end in zip(self._range_views, ends, strict=True):
-                kept[...] = end
+            self.set_ends(ends)
+
+    def set_ends(self, ends: tuple[Array, Array]) -> None:
+        """Set the first and last key of each query."""
+        for kept, end in zip(self._range_views, ends, strict=True):
+            kept[...] = end
 
     @property
     def dense(self) -> Callable[..., None]:

@@ -26,7 +26,7 @@ from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Problem, Programs
 from .merge import merge
 from .microkernel import product
-from .narrow import narrow_rows
+from .narrow import halve_rows, narrow_rows
 from .program import run
 from .quantize import quantize
 from .rows_product import PRODUCTS
@@ -38,18 +38,19 @@ from .tile import (
     mask_by_ranges,
     score_by_program,
 )
-from .widen import BFLOAT16, NATIVE, widen_rows
+from .widen import BFLOAT16, FLOAT16, NATIVE, widen_rows
 
 _FLOAT32 = np.dtype(np.float32)
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
 _OF_INTEGERS = (*_CLASSES, checksum)
 _BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 _BY_ROWS = tuple(each for products in PRODUCTS.values() for each in products)
+_NARROW = {BFLOAT16: narrow_rows, FLOAT16: halve_rows}
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, sum_bias_parts, combine,
     product, accumulate_product, run, score_by_program, add_bias, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
-    narrow_rows,
+    narrow_rows, halve_rows,
     *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
@@ -86,7 +87,9 @@ def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
     found = {"product": product, "accumulate": accumulate_product, "fallback": product}
     unit = tile_unit() if kind == BFLOAT16 and number == _FLOAT32 else NONE
     if unit != NONE:
-        found |= {**UNITS[unit]._asdict(), "narrow": narrow_rows}
+        found |= UNITS[unit]._asdict()
+    if kind != NATIVE and number == _FLOAT32:
+        found["narrow"] = _NARROW[kind]
     return {name: (kernel, number) for name, kernel in found.items()}
 
 

@@ -15,7 +15,7 @@ from .memory import ROWS, Rows
 from .microkernel import round_up
 from .structs import Packed
 from .sums import store
-from .widen import BFLOAT16, NATIVE, kind_of
+from .widen import NATIVE, kind_of
 
 
 class Operand:
@@ -92,7 +92,7 @@ class Result:
     layout, array, scratch, whole_vectors, keys
         As in `Operand`.
     narrow : int
-        The address of `narrow_rows`, with which kernels write rows of bfloat16 themselves; else 0.
+        The address of the kernel with which others write rows of 16 bits themselves; else 0.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class Result:
         narrow: int = 0, keys: bool = False,
     ) -> None:  # fmt: skip
         in_place = layout.readable(array, whole_vectors)
-        if narrow and kind_of(array.dtype) == BFLOAT16:
+        if narrow and kind_of(array.dtype) != NATIVE:
             in_place |= layout.has_whole_rows(array)
         self._columns = array.shape[-1]
         self._made: Array | None = None

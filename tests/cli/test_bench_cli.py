@@ -266,7 +266,7 @@ def test_the_command_knows_the_names():
 def test_the_documentation_shows_what_the_command_knows():
     page = Path(__file__).parents[2] / "docs" / "howto" / "bench.md"
     shown = re.findall(r"^cupyflash (bench .+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(shown) == 5
+    assert len(shown) == 6
     for line in shown:
         options = parser().parse_args(line.split())
         for shape in options.shape or ():

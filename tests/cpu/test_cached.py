@@ -13,7 +13,7 @@ from strategies import DTYPES
 
 import cupyflash
 from cupyflash import attention_cached, masks, scores
-from cupyflash.backends import cpu
+from cupyflash.backends import cpu_programs
 from cupyflash.problem import cached as cached_calls
 from cupyflash.problem import replay
 from cupyflash.problem.options import Options
@@ -229,7 +229,7 @@ def test_the_keys_of_one_row_occupy_all_threads(monkeypatch, mask):
         x = np.ones((1, 1, n, 8), np.float32)
         call = cached_calls.call(x[:, :, :1], x, x, [n], None, None, Options(mask=mask))
         problem = call.problem.sized(len_k=np.array([n]))
-        units = decode_launch.planned(problem, cpu._programs(call, problem.len_k), 0).units
+        units = decode_launch.planned(problem, cpu_programs.programs(call, problem.len_k), 0).units
         assert len(units) >= 4
         assert (units[:, 3] - units[:, 2]).max() <= n // 64 // 4
 

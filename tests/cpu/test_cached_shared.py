@@ -15,7 +15,7 @@ from strategies import DTYPES
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, attention_cached, masks, scores
-from cupyflash.backends import cpu
+from cupyflash.backends import cpu_programs
 from cupyflash.problem import cached as cached_calls
 from cupyflash.problem import replay
 from cupyflash.problem.options import Options
@@ -216,7 +216,7 @@ def planned(batch, n, length, shared):
     q, k = np.zeros((batch, 8, 1, 16), np.float32), np.zeros((1, 2, n, 16), np.float32)
     call = cached_calls.call(q, k, k, [length] * batch, None, None, Options(), shared=shared)
     problem = call.problem.sized(len_k=np.full(batch, length))
-    return decode_launch.planned(problem, cpu._programs(call, problem.len_k), shared)
+    return decode_launch.planned(problem, cpu_programs.programs(call, problem.len_k), shared)
 
 
 @pytest.mark.parametrize(("shared", "leaves"), [(4096, 64), (1000, 15), (1024, 16), (63, 0)])

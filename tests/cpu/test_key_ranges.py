@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupyflash import attention, attention_varlen_vjp, attention_vjp, lookup, masks, scores
-from cupyflash.backends import cpu, cpu_ranges
+from cupyflash.backends import cpu_programs, cpu_ranges
 from cupyflash.expr.key_range import key_range
 from cupyflash.lazy import Kept
 from cupyflash.problem import replay, validate
@@ -43,7 +43,7 @@ def arrays(dtype=np.float32):
 def wanted(mask, backward):
     """The kernels that those of a call with a mask call by their addresses."""
     call = validate.call(*arrays(), Options(mask=mask))
-    called = kernels.called_kernels(call.problem, cpu._programs(call), backward)
+    called = kernels.called_kernels(call.problem, cpu_programs.programs(call), backward)
     return {kernel for kernel, _ in called.values()}
 
 
@@ -61,8 +61,8 @@ def test_other_masks_need_it(name):
 
 def with_programs(monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "key_range", lambda allowed, problem: None)
-        patch.setattr(cpu, "_kept", Kept(64))
+        patch.setattr(cpu_programs, "key_range", lambda allowed, problem: None)
+        patch.setattr(cpu_programs, "_kept", Kept(64))
         patch.setattr(replay, "_entries", {})
         return call()
 
@@ -98,7 +98,7 @@ def test_packed_sequences(name, monkeypatch):
 def test_ends_are_kept_per_query_only_where_they_differ():
     def shape(mask):
         call = validate.call(*arrays(), Options(mask=mask))
-        found = key_range(cpu.trees(call).allowed, call.problem)
+        found = key_range(cpu_programs.trees(call).allowed, call.problem)
         low, high = cpu_ranges.ends(call.problem, found)
         assert low.shape == high.shape
         return low.shape
@@ -109,31 +109,33 @@ def test_ends_are_kept_per_query_only_where_they_differ():
 
 
 def test_a_looked_up_end_is_read_at_the_call():
-    ends = np.full(QUERIES, KEYS - 1)
+    ends = np.full(QUERIES, KEYS - 2)
     mask = masks.mask(lambda b, h, i, j: j <= lookup(ends)[i])
     call = validate.call(*arrays(), Options(mask=mask))
-    programs = cpu._programs(call)
+    programs = cpu_programs.programs(call)
     ends[:] = 10**9
     assert programs.ranges is not None
-    assert programs.ranges[1].max() == KEYS - 1
+    assert programs.ranges[1].max() == KEYS - 2
 
 
 def test_what_numbers_decide_is_kept_for_later_calls(monkeypatch):
-    monkeypatch.setattr(cpu, "_kept", Kept(64))
+    monkeypatch.setattr(cpu_programs, "_kept", Kept(64))
     x = arrays()
-    want = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
-    assert len(cpu._kept.results) == 2
+    made = [masks.mask(lambda b, h, i, j, n=n: (i + j) % n == 0) for n in (3, 4)]
+    want = [attention(*x, mask=mask) for mask in made]
+    assert len(cpu_programs._kept.results) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "trees", None)  # nothing is proved again
+        patch.setattr(cpu_programs, "trees", None)  # nothing is proved again
         patch.setattr(replay, "_entries", {})
-        got = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
+        got = [attention(*x, mask=mask) for mask in made]
     assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
     lengths = np.array([3, 30, 40])
     before = attention(*x, mask=masks.lengths(lengths))
     lengths[:] = 40
     assert not np.array_equal(before, attention(*x, mask=masks.lengths(lengths)))
     attention(*x, mask=masks.causal(), score_mod=scores.softcap(3.0))
-    assert len(cpu._kept.results) == 2
-    for left in range(cpu._kept.most + 5):
-        attention(*(a[..., :1, :] for a in x), mask=masks.window(left, 0))
-    assert len(cpu._kept.results) <= cpu._kept.most
+    assert len(cpu_programs._kept.results) == 2
+    for n in range(1, cpu_programs._kept.most + 5):
+        mask = masks.mask(lambda b, h, i, j, n=n: (i + j) // n == 0)
+        attention(*(a[..., :1, :] for a in x), mask=mask)
+    assert len(cpu_programs._kept.results) <= cpu_programs._kept.most

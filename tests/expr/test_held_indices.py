@@ -33,10 +33,10 @@ def changed(monkeypatch):
     def change(array, value, run="cpu"):
         prove, proven = binding.prove, array.copy()
 
-        def prove_and_change(root, sizes):
+        def prove_and_change(root, sizes, *numbers):
             array[...] = proven
             if run == "cpu":  # of arrays on a device, types are known and not elements
-                prove(root, sizes)
+                prove(root, sizes, *numbers)
             if any(node.op == "lookup" and node.value[0] is array for node in walk(root)):
                 array[...] = value
 

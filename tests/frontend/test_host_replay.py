@@ -209,7 +209,10 @@ def test_a_new_mask_of_the_same_form_is_the_same_call():
     with checks, of_cache:
         cupyflash.attention(q, k, v, mask=masks.window(np.int64(3), 0) & masks.causal())
     assert replay.kept() == 1
-    cupyflash.attention(q, k, v, mask=masks.window(np.int64(4), 0) & masks.causal())
+    with checks, of_cache:  # nor does another number make it another one
+        cupyflash.attention(q, k, v, mask=masks.window(np.int64(4), 0) & masks.causal())
+    assert replay.kept() == 1
+    cupyflash.attention(q, k, v, mask=masks.window(np.int64(4), 0) & masks.causal(offset=0))
     assert replay.kept() == 2
 
 

@@ -17,6 +17,8 @@ from urllib.parse import unquote, urldefrag
 import pytest
 from documents import FENCE, PAGES, ROOT
 
+from cupyflash import bench
+
 MODULES = [
     f"cupyflash.{x}"
     for x in "masks scores expr figures analysis bench distributed streamed testing".split()
@@ -89,8 +91,6 @@ def test_measured_tables_show_every_row(monkeypatch):
     """Rows that lose are shown as well, and every file that is kept is on a page."""
     pytest.importorskip("docutils", reason=REMEDY)
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    from cupyflash.bench import Report
-
     tables = importlib.import_module("tables")
     shown = [
         name
@@ -99,18 +99,49 @@ def test_measured_tables_show_every_row(monkeypatch):
     ]
     assert sorted(shown) == sorted(x.name for x in tables.MEASURED.iterdir())
     for name in shown:
-        report = Report.from_json((tables.MEASURED / name).read_text(encoding="utf-8"))
+        report = bench.Report.from_json((tables.MEASURED / name).read_text(encoding="utf-8"))
         head, rows = tables.measured(report)
         assert len(rows) == len(report.tasks) > 3
         assert head[1] == "cupyflash"
         for row, cells in zip(report.tasks, rows, strict=True):
             assert cells[0].startswith(row.task.name)
             assert len(cells) == len(head)
-            ratio = row.ratio("standard")
-            at = head.index("ratio to NumPy")
-            assert (
-                cells[at] == "" if ratio is None else float(cells[at]) == pytest.approx(ratio, 0.01)
-            )
+            for other in report.contenders[1:]:
+                ratio = row.ratio(other)
+                shown = cells[head.index(f"ratio to {tables.TITLES[other]}")]
+                assert shown == "" if ratio is None else float(shown) == pytest.approx(ratio, 0.01)
+
+
+def test_of_many_contenders_the_fastest_is_shown(monkeypatch):
+    pytest.importorskip("docutils", reason=REMEDY)
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tables = importlib.import_module("tables")
+
+    def row(name, **seconds):
+        made = [
+            bench.Result(f"torch-{key}" if key != "cupyflash" else key, "measured", seconds=x)
+            for key, x in seconds.items()
+        ]
+        refused = bench.Result("torch-flash", "refused", "no")
+        return bench.TaskRow(bench.Task("models", name, "bfloat16"), (*made, refused))
+
+    rows = (
+        row("a", cupyflash=2e-3, cudnn=3e-3, efficient=1e-3),
+        row("b", cupyflash=2e-3, cudnn=4e-3),
+        row("c", cupyflash=2e-3),
+        row("d", cupyflash=2e-3, flex=1e-3),
+    )
+    head, cells = tables.measured(bench.Report("models", "gpu", "", {}, "", (), {}, rows))
+    assert head == ["models", "cupyflash", "fastest of the others", "ratio"]
+    assert [x[2:] for x in cells] == [
+        ["1.00 ms (memory-efficient)", "2.00"],
+        ["4.00 ms (cuDNN)", "0.500"],
+        ["", ""],
+        ["1.00 ms (FlexAttention)", "2.00"],
+    ]
+    assert {"cupyflash", "standard"} | {
+        name for kind in ("cpu", "gpu") for name in bench.TASKS[kind]["models"].contenders
+    } == tables.TITLES.keys()
 
 
 @pytest.mark.parametrize(
