@@ -7,6 +7,7 @@ native code, so there is one warning if others can write to it.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import defaultdict
 from typing import Any
@@ -26,6 +27,10 @@ _locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 _kernels: dict[tuple[int, str, bool], Any] = {}
 
 
+# A text is some 200 KB, of which to make and to hash one takes longer than all else of a look-up.
+_text = functools.lru_cache(maxsize=256)(source)
+
+
 def kernel(special: Specialisation, device: int) -> Any:
     """Return the kernel of a specialisation on a device, which must be the current one.
 
@@ -36,7 +41,7 @@ def kernel(special: Specialisation, device: int) -> Any:
     device : int
         The device.
     """
-    text = source(special)
+    text = _text(special)
     key = (device, text, special.tiles.beside)
     found = _kernels.get(key)
     if found is None:
