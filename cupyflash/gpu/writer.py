@@ -332,6 +332,9 @@ class Writer:
             functions = NONE
             told |= {"ints": (), "floats": (), "tables": ()}
             addresses = [name for name in addresses if name not in self.tables]
+        if spec.operands is not None:
+            others = self.arrays.keys() - spec.operands
+            addresses = [name for name in addresses if name not in others]
         codes = self.call.encoding if spec.part in _OF_CODES else NUMBERS
         result = self.arrays[_RESULT[part]].dtype if part in _RESULT else problem.dtype
         stored, wide_result = problem.dtype.name, result != problem.dtype

@@ -273,6 +273,17 @@ def test_every_value_is_read_by_a_kernel_and_every_field_is_documented():
         assert f"{field.name} : {field.type}" in Specialisation.__doc__
 
 
+# The arrays (..., H, L, D) and (..., H, L) of a backward.
+OPERANDS = ("q", "k", "v", "out", "lse", "d_out", "dlse", "delta", "dq", "dk", "dv", "dq_accum")
+
+
+@pytest.mark.parametrize("spec", [x for x in SPECS.values() if x.operands], ids=repr)
+def test_a_kernel_is_told_of_every_array_that_it_reads_or_writes(spec):
+    text = (SOURCES / spec.source).read_text()
+    used = {name for name in OPERANDS if re.search(rf"\bp\.{name}\b", text)}
+    assert used == set(spec.operands)
+
+
 def test_symbols_say_what_differs():
     options = {"packed": True, "page_rows": 16, "team": 4, "tma_store": True, "count_tiles": True}
     name = dataclasses.replace(plain(), **options).name

@@ -79,6 +79,7 @@ DELTA = KernelSpec(
     grid=grid.by_results,
     scores=False,
     sizes=("d_v",),
+    operands=("d_out", "out", "dlse", "delta"),
 )
 SINK = KernelSpec(
     source="rowwise/backward_sink.cu",
@@ -103,6 +104,7 @@ DQ_ROWS = KernelSpec(
     grid=grid.by_queries,
     scores=False,
     sizes=("d",),
+    operands=("dq_accum", "dq"),
 )
 COMBINE = KernelSpec(
     source="rowwise/combine.cu",

@@ -292,6 +292,8 @@ class KernelSpec:
         Whether it evaluates the derivatives of scores.
     sizes : tuple of str
         The head sizes for which it is compiled.
+    operands : tuple of str, optional
+        The arrays (..., H, L, D) and (..., H, L) of which it is told the addresses; by default all.
     atomic_dq : tuple of str
         Storage types for which it can also add its share of dq to memory.
     dq_accum_step : int
@@ -329,6 +331,7 @@ class KernelSpec:
     scores: bool = True
     slope: bool = False
     sizes: tuple[str, ...] = ("d", "d_v")
+    operands: tuple[str, ...] | None = None
     atomic_dq: tuple[str, ...] = ()
     dq_accum_step: int = 1
     ends_with_queries: bool = False
