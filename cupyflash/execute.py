@@ -87,16 +87,23 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     return (result, lse) if return_lse else result
 
 
+def cached_signature(
+    request: Request, want_lse: bool, out: Any, lse_out: Any, workspace: Any
+) -> Signature | None:
+    """Return what tells a call of `cached` from others, if it is one that is recognised."""
+    kind = "cached" if want_lse else "cached without lse"
+    written = _NOTHING
+    if out is not None or lse_out is not None or workspace is not None:
+        written = {"out": out, "lse": lse_out, "workspace": workspace}
+    return request.signature(kind, _NOTHING, written)
+
+
 def cached(request: Request, return_lse: bool, out: Any, lse_out: Any, workspace: Any) -> Any:
     """Compute a call over a cache, into the arrays given or into new ones."""
     if return_lse is not False:
         check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
-    written = _NOTHING
-    if out is not None or lse_out is not None or workspace is not None:
-        written = {"out": out, "lse": lse_out, "workspace": workspace}
-    kind = "cached" if want_lse else "cached without lse"
-    signature = request.signature(kind, _NOTHING, written)
+    signature = cached_signature(request, want_lse, out, lse_out, workspace)
     if signature is not None and (entry := replay.find(signature)) is not None:
         results = signature.forward(entry, out, lse_out, workspace)
         if results is not None:

@@ -7,6 +7,7 @@ addition to the results, it needs the memory that `workspace_size` states. With
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -185,19 +186,30 @@ class CompiledRecipe:
         The queue must be open, and `needs_arrays` False.
         """
         self._prepare(addresses)
-        self._divide(addresses, workspace)
-        for name, size, _ in self.scratch:
-            if name == "dq_accum":
-                self.queue.memset(addresses[name], 0, size, stream)
+        if self.scratch:
+            self._divide(addresses, workspace)
+            if self._sums:
+                self.queue.memset(addresses["dq_accum"], 0, self._sums, stream)
         for launch in self.launches:
             launch.start(addresses, stream)
 
+    @cached_property
+    def _places(self) -> tuple[tuple[str, int], ...]:
+        """Where scratch lies in a workspace that begins at a multiple of `ALIGNMENT`."""
+        ends = itertools.accumulate(_rounded(size) for _, size, _ in self.scratch)
+        names = [name for name, _, _ in self.scratch]
+        return tuple(zip(names, (0, *ends), strict=False))
+
+    @cached_property
+    def _sums(self) -> int:
+        """The bytes of sums of dq, which are 0 before."""
+        return sum(size for name, size, _ in self.scratch if name == "dq_accum")
+
     def _divide(self, addresses: Addresses, workspace: int) -> None:
         """Note where scratch lies in a workspace."""
-        begin = _rounded(workspace)
-        for name, size, _ in self.scratch:
-            addresses[name] = begin
-            begin += _rounded(size)
+        begin = -(-workspace // ALIGNMENT) * ALIGNMENT
+        for name, place in self._places:
+            addresses[name] = begin + place
 
     def _take_scratch(
         self, addresses: Addresses, workspace: Array | None

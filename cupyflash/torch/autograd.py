@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
 
 from ..errors import ArgumentError
-from . import compute
+from . import compute, recognised
 from .batching import Rule, batched
-from .compute import Operands, Settings
-from .tensors import is_transforming
+from .operands import Operands, Settings
+from .tensors import PLAIN, is_transforming
 
 _OTHER = (
     "Compute this derivative through torch.nn.functional.scaled_dot_product_attention under "
@@ -20,37 +20,53 @@ _OTHER = (
 )
 
 
+# The options of a call, its signature if it is like an earlier one, and whether this has gradients.
+_Call: TypeAlias = tuple[Settings, recognised.Signature | None, bool]
+
+
 class _Attention(torch.autograd.Function):
     """Computes out and lse of a call."""
 
     @staticmethod
-    def forward(settings: Settings, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return compute.forward(settings, Operands(*operands))
+    def forward(call: _Call, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        settings, seen, _ = call
+        made = None if seen is None else seen.launch(operands[0])
+        out, lse = made or compute.forward(settings, Operands(*operands))
+        return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.settings = inputs[0]
+        (ctx.settings, seen, has_gradients), *operands = inputs
+        ctx.seen = seen if has_gradients else None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.save_for_backward(*operands, *output)
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        *operands, out, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4]
+        settings, seen = ctx.settings, ctx.seen
+        saved = ctx.saved_tensors
+        records = torch.is_grad_enabled() or is_transforming()  # of gradients, for derivatives
+        *operands, out, lse = saved
+        nothing = (None,) * (1 + len(operands))
+        if seen is not None and dlse is None and not records:
+            made = seen.gradients(settings.deterministic, operands, out, lse, do)
+            if made is not None:
+                return None, *made, *nothing[4:]
         if do is None and dlse is None:
-            return (None,) * (1 + len(operands))
-        if torch.is_grad_enabled() or is_transforming():  # they may be differentiated
-            made = _run(_Gradients, ctx.settings, wanted, do, dlse, out, lse, *operands)
+            return nothing
+        x = Operands(*operands)
+        wanted = x.bias is not None and ctx.needs_input_grad[4]
+        if records:
+            made = _run(_Gradients, settings, wanted, do, dlse, out, lse, *operands)
         else:
-            x = Operands(*operands)
-            made = compute.backward(ctx.settings, x, (out, lse), do, dlse, wanted)
+            made = compute.backward(settings, x, (out, lse), do, dlse, wanted, forward=seen)
         gradients = [None, *made[:3], made[3] if wanted else None]
-        gradients.append(None if operands[4] is None else made[-1])
-        return (*gradients, *(None,) * (1 + len(operands) - len(gradients)))
+        gradients.append(None if x.sink is None else made[-1])
+        return (*gradients, *nothing[len(gradients) :])[: len(nothing)]
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, *operands: Any) -> Any:
-        return batched(_FORWARD, info.batch_size, in_dims[1:], settings, operands)
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *operands: Any) -> Any:
+        return batched(_FORWARD, info.batch_size, in_dims[1:], call[0], operands)
 
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
@@ -106,7 +122,9 @@ for _function in (_Attention, _Gradients):
     # PyTorch asks for the signature at every call of `apply`, so it is stored here.
     vars(_function)["forward"].__func__.__signature__ = inspect.signature(_function.forward)
 
-_FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
+_FORWARD = Rule(
+    lambda settings, *tensors: _run(_Attention, (settings, None, False), *tensors), 0, expands=False
+)
 
 # PyTorch's own `apply` asks first whether a transform is active. Without one it then calls the
 # method of its base class; calling that directly saves 20 us.
@@ -120,19 +138,54 @@ def _run(function: Any, *args: Any) -> Any:
     return function.apply(*args) if is_transforming() else _APPLY[function](*args)
 
 
-def attention(settings: Settings, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse of a call, through which gradients flow."""
+def attention(
+    settings: Settings, operands: Operands, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return out and lse of a call, through which gradients flow; lse may be None if not wanted."""
     if not (_may_have_derivatives(operands) or is_transforming()):
-        return compute.forward(settings, operands)  # saves what autograd takes, some 10 us
-    out, lse = _run(_Attention, settings, *operands)
+        return compute.forward(settings, operands, wants_lse=return_lse)
+    out, lse = _run(_Attention, (settings, None, False), *operands)
     return out, lse
+
+
+def again(
+    settings: Settings, operands: Operands, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return what `attention` does for a call like an earlier one; None if there was none.
+
+    Nothing has to be checked before.
+    """
+    q = operands.q
+    if not (type(q) in PLAIN and q.is_cuda) or is_transforming():
+        return None
+    if forward_ad._current_level >= 0:
+        return None
+    if torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is not q.dtype:
+        return None  # it has to be converted
+    try:
+        records = torch.is_grad_enabled() and _require_gradients(operands)
+    except AttributeError:
+        return None  # of what is no tensor
+    seen = recognised.signature(recognised.FORWARD[records or return_lse], settings, operands)
+    if seen is None or seen.known is None:
+        return None
+    if records:
+        q, k, v, bias, sink, mask, seed, offsets, _ = operands
+        few = bias is sink is seed is offsets is None
+        given = (q, k, v) if few and mask is None else operands
+        out, lse = _APPLY[_Attention]((settings, seen, few), *given)
+        return out, lse
+    made = seen.launch(q)
+    return None if made is None else (made[0], made[1] if return_lse else None)
 
 
 def _may_have_derivatives(operands: Operands) -> bool:
     if forward_ad._current_level >= 0:
         return True
-    if not torch.is_grad_enabled():
-        return False
+    return torch.is_grad_enabled() and _require_gradients(operands)
+
+
+def _require_gradients(operands: Operands) -> bool:
     q, k, v, bias, sink, *_ = operands
     return bool(
         q.requires_grad

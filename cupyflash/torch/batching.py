@@ -15,7 +15,7 @@ import torch
 from ..expr.nodes import walk
 from ..masks import Mask
 from ..scores import Score
-from .compute import Operands, Settings
+from .operands import Operands, Settings
 
 
 class Rule(NamedTuple):

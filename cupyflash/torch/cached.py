@@ -7,22 +7,24 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .. import cache_update
-from .. import cached as arrays
+from .. import cache_update, dispatch, execute
 from ..errors import ArgumentTypeError
 from ..masks import Mask
+from ..problem.arguments import Cached
+from ..problem.codes import CacheCodes
 from ..problem.keywords import explained
+from ..problem.options import Options
 from ..problem.rotary import Rotary
+from ..request import Request
 from ..scores import Score
-from . import tensors
-from .tensors import array_of
+from . import recognised, tensors
+from .operands import Operands, Settings
+from .tensors import PLAIN, array_of
 
 _NO_GRADIENT = (
     "no gradient flows through a cache; pass its .detach(), or call under torch.no_grad(). "
     "cupyflash.torch.attention computes gradients."
 )
-
-_SIZES = "table", "offsets_q", "k_scale", "v_scale", "kv_dtype", "shared"
 
 
 @overload
@@ -111,51 +113,106 @@ def attention_cached(
     ArgumentError, ArgumentTypeError
         As in `cupyflash.attention_cached`, and if a tensor requires a gradient.
     """
+    x = Operands(q, k, v, bias, sink, mask if isinstance(mask, torch.Tensor) else None)
+    settings = Settings(None if x.mask is not None else mask, score_mod, scale)
+    given = {"lengths": lengths, "table": table, "offsets_q": offsets_q}
+    given |= {"k_scale": k_scale, "v_scale": v_scale}
+    seen = None
+    if not torch.compiler.is_compiling():
+        seen = _signature(settings, x, given, kv_dtype, shared, return_lse)
+        made = None if seen is None else seen.launch(q)
+        if made is not None:
+            return (made[0], made[1]) if return_lse else made[0]
     floats = {"q": q, "bias": bias, "sink": sink}
-    floats |= {name: x for name, x in (("k", k), ("v", v)) if not tensors.may_be_codes(x)}
-    given = {"lengths": lengths, "table": table, "offsets_q": offsets_q, "mask": mask}
-    given |= {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-    named = floats | {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    floats |= {name: y for name, y in (("k", k), ("v", v)) if not tensors.may_be_codes(y)}
+    given |= {"mask": mask, "k": k, "v": v}
+    named = floats | {name: y for name, y in given.items() if isinstance(y, torch.Tensor)}
     home = tensors.check(named, tuple(floats))
     tensors.refuse_meta(home)
     tensors.refuse_gradients(named, _NO_GRADIENT)
     q, k, v = tensors.to_autocast(q, k, v)
     if "k" in floats and "v" in floats:
         tensors.same_dtype(q, k, v)
-    options: dict[str, Any] = {
-        "table": array_of(table),
-        "offsets_q": array_of(offsets_q),
-        "k_scale": array_of(k_scale),
-        "v_scale": array_of(v_scale),
-        "kv_dtype": _kind(kv_dtype),
-        "shared": shared,
-        "mask": array_of(mask),
-        "score_mod": score_mod,
-        "bias": array_of(bias),
-        "sink": array_of(sink),
-        "scale": scale,
-        "return_lse": return_lse,
-    }
-    operands = array_of(q), array_of(k), array_of(v), array_of(lengths)
+    names = _kind(kv_dtype)
+    rows = Cached(array_of(lengths), array_of(table), array_of(offsets_q), shared)
+    codes = CacheCodes.of(array_of(k_scale), array_of(v_scale), names)
+    options = Options.of(
+        mask=array_of(mask),
+        score_mod=score_mod,
+        bias=array_of(bias),
+        sink=array_of(sink),
+        scale=scale,
+        dropout=0.0,
+        seed=None,
+        precision=None,
+    )
+    request = Request(array_of(q), array_of(k), array_of(v), rows, codes, options)
     if home.type == "cpu":
-        return tensors.of_results(arrays.attention_cached(*operands, **options))
+        return tensors.of_results(execute.cached(request, return_lse, None, None, None))
     with tensors.stream_of(home):
-        sizes = {name: options[name] for name in _SIZES}
-        size = arrays.workspace_size_cached(*operands[:3], **sizes)
+        call = request.call
+        size = dispatch.backend_of(call.q).workspace_size_cached(call)
         scratch = q.new_empty(size, dtype=torch.uint8)
-        kind = options["kv_dtype"]
-        kind = kind[-1] if type(kind) is tuple else kind
-        columns = v.shape[-1] * (2 if kind == "int4" else 1)  # of which two share a byte
+        names = names[-1] if type(names) is tuple else names
+        columns = v.shape[-1] * (2 if names == "int4" else 1)  # of which two share a byte
         out = tensors.empty_in_order_of(q, (*q.shape[:-1], columns))
         lse = q.new_empty(q.shape[:-1], dtype=tensors.lse_dtype(q)) if return_lse is True else None
-        arrays.attention_cached(
-            *operands,
-            **options,
-            out=array_of(out),
-            lse_out=array_of(lse),
-            workspace=array_of(scratch),
-        )
+        targets = array_of(out), array_of(lse), array_of(scratch)
+        execute.cached(request, return_lse, *targets)
+        of_arrays = execute.cached_signature(request, lse is not None, *targets)
+    written = {"out": out} if lse is None else {"out": out, "lse": lse}
+    recognised.keep(seen, of_arrays, written, q.dtype)
     return (out, lse) if return_lse else out
+
+
+def _signature(
+    settings: Settings,
+    x: Operands,
+    read: dict[str, Any],
+    kv_dtype: Any,
+    shared: Any,
+    return_lse: Any,
+) -> recognised.Signature | None:
+    """Return the signature of a call on a GPU, or None if it must be checked every time.
+
+    Nothing has to be checked before.
+    """
+    if not (type(x.q) in PLAIN and x.q.is_cuda and type(x.k) in PLAIN and type(x.v) in PLAIN):
+        return None
+    length, table = read["lengths"], read["table"]
+    told = {}
+    if type(length) is int:
+        if table is not None and (type(table) not in PLAIN or table.ndim != 2):
+            return None
+        room = x.k.shape[-2] * (1 if table is None else table.shape[1]) if x.k.ndim == 4 else -1
+        if not 0 <= length <= room:
+            return None  # the check says why
+        read = read | {"lengths": None}
+        told = {"len_k": length}
+    elif type(length) not in PLAIN:
+        return None
+    if type(shared) is not int:
+        return None
+    if type(return_lse) is not bool or not _is_name(kv_dtype):
+        return None
+    if tensors.is_transforming() or torch.is_autocast_enabled():
+        return None
+    if torch.is_grad_enabled():
+        for each in (*x, *read.values()):
+            if each is not None and getattr(each, "requires_grad", True):
+                return None
+    # A kernel may rely on values that are part of the keys.
+    kind = "cached", return_lse, kv_dtype, shared, x.k.data_ptr() == x.v.data_ptr()
+    seen = recognised.signature(kind, settings, x, read)
+    if seen is not None:
+        seen.addresses.update(told)
+    return seen
+
+
+def _is_name(kv_dtype: Any) -> bool:
+    if type(kv_dtype) is tuple:
+        return all(map(_is_name, kv_dtype))
+    return kv_dtype is None or type(kv_dtype) in (str, torch.dtype)
 
 
 @torch.compiler.disable(reason="calls over a cache are not operators of torch.compile")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,50 +12,8 @@ from ..problem.call import Gradients
 from ..problem.options import Options
 from ..request import Request
 from . import recognised, tensors
+from .operands import Operands, Settings
 from .tensors import array_of, tensor_of
-
-
-class Settings(NamedTuple):
-    """The options of a call that are not tensors, as `cupyflash.attention` takes them.
-
-    Attributes
-    ----------
-    mask : Mask or None
-        A mask that is a tensor is in `Operands` instead.
-    score_mod : Score, sequence of Score or None
-    scale : float or None
-    dropout : float
-    seed : int or None
-        A seed that is a tensor is in `Operands` instead.
-    precision : str or None
-    deterministic : bool
-        Whether gradients have the same bits in every run.
-    check : bool or None
-        How offsets on a GPU are checked, as `cupyflash.attention_varlen` takes it.
-    """
-
-    mask: Any = None
-    score_mod: Any = None
-    scale: float | None = None
-    dropout: float = 0.0
-    seed: Any = None
-    precision: Any = None
-    deterministic: bool = False
-    check: bool | None = None
-
-
-class Operands(NamedTuple):
-    """The tensors of a call. Those that it does not have are None."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    bias: torch.Tensor | None = None
-    sink: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    seed: torch.Tensor | None = None
-    offsets_q: torch.Tensor | None = None
-    offsets_k: torch.Tensor | None = None
 
 
 def _request(settings: Settings, x: Operands) -> Request:
@@ -66,7 +24,7 @@ def _request(settings: Settings, x: Operands) -> Request:
         sink=array_of(x.sink),
         scale=settings.scale,
         dropout=settings.dropout,
-        seed=settings.seed if x.seed is None else _seed(x),
+        seed=settings.seed if x.seed is None else _seed(x.seed, x.q),
         precision=settings.precision,
     )
     rows: Dense | Packed = DENSE
@@ -78,12 +36,11 @@ def _request(settings: Settings, x: Operands) -> Request:
     return Request(array_of(x.q), array_of(x.k), array_of(x.v), rows, options=options)
 
 
-def _seed(x: Operands) -> Any:
+def _seed(seed: torch.Tensor, q: torch.Tensor) -> Any:
     """Return a seed on a GPU as an array that the kernel reads, and any other as a number."""
-    assert x.seed is not None
-    if x.seed.is_cuda and x.q.is_cuda:
-        return array_of(x.seed.view(torch.uint64))
-    return int(x.seed) % 2**64
+    if seed.is_cuda and q.is_cuda:
+        return array_of(seed.view(torch.uint64))
+    return int(seed) % 2**64
 
 
 def shapes(x: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,30 +62,37 @@ def empty(x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward(
-    settings: Settings, x: Operands, place: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse. With `place`, tensors on the CPU have the strides of `empty`, too."""
+    settings: Settings, x: Operands, place: bool = False, wants_lse: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return out and, if it is wanted, lse.
+
+    With `place`, tensors on the CPU have the strides of `empty`, too.
+    """
     on_gpu = x.q.is_cuda
     if on_gpu:
-        seen = _signature("forward", settings, x, {})
-        made = recognised.launch(seen, x.q)
+        seen = recognised.signature(recognised.FORWARD[wants_lse], settings, x)
+        made = None if seen is None else seen.launch(x.q)
         if made is not None:
-            return made[0], made[1]
+            return made[0], made[1] if wants_lse else None
     request = _request(settings, x)
     if not place and not on_gpu:
-        out, lse = execute.forward(request, True, None, None)
-        return tensor_of(out), tensor_of(lse)
+        results = execute.forward(request, wants_lse, None, None)
+        out, lse = results if wants_lse else (results, None)
+        return tensor_of(out), None if lse is None else tensor_of(lse)
     try:
         out, lse = empty(x)
     except (IndexError, RuntimeError):
         _ = request.call  # its error says what does not fit
         raise
-    results = array_of(out), array_of(lse)
+    if not wants_lse:
+        lse = None
+    targets = array_of(out), array_of(lse)
     with tensors.stream_of(x.q.device):
-        execute.forward(request, True, *results)
+        execute.forward(request, wants_lse, *targets)
     if on_gpu:
-        of_arrays = execute.forward_signature(request, True, *results)
-        recognised.keep(seen, of_arrays, {"out": out, "lse": lse})
+        of_arrays = execute.forward_signature(request, wants_lse, *targets)
+        written = {"out": out} if lse is None else {"out": out, "lse": lse}
+        recognised.keep(seen, of_arrays, written, x.q.dtype)
     return out, lse
 
 
@@ -140,19 +104,24 @@ def backward(
     dlse: torch.Tensor | None,
     wants_bias: bool,
     place: bool = False,
+    forward: recognised.Signature | None = None,
 ) -> list[torch.Tensor]:
-    """Return dq, dk, dv, dbias if `wants_bias`, and dsink if there is a sink."""
+    """Return dq, dk, dv, dbias if `wants_bias`, and dsink if there is a sink.
+
+    `forward` is the signature of the forward if that has gradients.
+    """
     out, lse = results
     if do is None:
         do = torch.zeros_like(out)
     on_gpu = x.q.is_cuda
     if on_gpu:
-        kind = "deterministic backward" if settings.deterministic else "backward"
-        kind += "" if wants_bias else " without dbias"
+        kind = recognised.GRADIENTS[bool(settings.deterministic)][wants_bias]
         read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
-        seen = _signature(kind, settings, x, read)
-        made = recognised.launch(seen, x.q)
+        seen = recognised.signature(kind, settings, x, read)
+        made = None if seen is None else seen.launch(x.q)
         if made is not None:
+            if forward is not None and seen is not None and dlse is None:
+                forward.keep_gradients(settings.deterministic, do, seen)
             return made
     request = _request(settings, x)
     arrays = array_of(do), array_of(out), array_of(lse), array_of(dlse)
@@ -172,41 +141,12 @@ def backward(
         size = dispatch.backend_of(call.q).workspace_size(call)
         scratch = array_of(x.q.new_empty(size, dtype=torch.uint8))
         execute.backward(request, *rest, scratch, wants_bias)
-    recognised.keep(seen, execute.backward_signature(request, *rest, scratch, wants_bias), named)
+    of_arrays = execute.backward_signature(request, *rest, scratch, wants_bias)
+    recognised.keep(seen, of_arrays, named, x.q.dtype)
     return gradients
 
 
 _QKV = "dq", "dk", "dv"
-
-
-def _signature(
-    kind: str, settings: Settings, x: Operands, read: dict[str, Any]
-) -> recognised.Signature | None:
-    """Return the signature of a call on a GPU that reads more tensors than its operands."""
-    named = {"q": x.q, "k": x.k, "v": x.v, **read}
-    if x.offsets_q is not None:
-        if settings.check is not None and settings.check is not False:
-            return None  # what its offsets hold is read every time
-        kind += " packed" if settings.check is None else " packed, trusted"
-        named["offsets_q"] = x.offsets_q
-        if x.offsets_k is x.offsets_q:
-            kind += " alike"
-        else:
-            named["offsets_k"] = x.offsets_k
-    seed = settings.seed
-    if x.seed is not None:
-        seed = x.seed if x.seed.is_cuda else _seed(x)
-    options = Options.of(
-        mask=settings.mask if x.mask is None else x.mask,
-        score_mod=settings.score_mod,
-        bias=x.bias,
-        sink=x.sink,
-        scale=settings.scale,
-        dropout=settings.dropout,
-        seed=seed,
-        precision=settings.precision,
-    )
-    return recognised.signature(kind, named, options)
 
 
 def empty_gradients(x: Operands, wants_bias: bool) -> list[torch.Tensor]:

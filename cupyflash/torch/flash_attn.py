@@ -17,7 +17,7 @@ from ..masks import Mask
 from ..problem.keywords import explained
 from . import functions, recipes, tensors
 from .cached import attention_cached
-from .compute import Settings
+from .operands import Settings
 
 Window: TypeAlias = "Sequence[int | None] | torch.Tensor"
 
@@ -48,7 +48,7 @@ def _changes(softcap: float, alibi_slopes: torch.Tensor | None) -> Any:
     """Return the score changes, in flash_attn's order."""
     changes: list[Any] = []
     if softcap > 0:
-        changes.append(("softcap", float(softcap)))
+        changes.append(scores.softcap(float(softcap)))
     if alibi_slopes is not None:
         tensors.refuse_gradients(
             {"alibi_slopes": alibi_slopes},

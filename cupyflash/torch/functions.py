@@ -12,7 +12,7 @@ from ..masks import Mask
 from ..problem.keywords import explained
 from ..scores import Score
 from . import autograd, operators, recipes, tensors
-from .compute import Operands, Settings
+from .operands import Operands, Settings
 
 
 @overload
@@ -231,46 +231,57 @@ def run(
     """Check the tensors of a call, and compute it."""
     if type(return_lse) is not bool:
         raise ArgumentTypeError(f"return_lse: got {return_lse!r}; expected True or False.")
-    named = {"q": q, "k": k, "v": v}
     mask = seed = None
-    if bias is not None:
-        named["bias"] = bias
-    if sink is not None:
-        named["sink"] = sink
-    if isinstance(settings.mask, torch.Tensor):
-        named["mask"] = mask = settings.mask
-        settings = settings._replace(mask=None)
-    if offsets_q is not None:
-        named |= {"offsets_q": offsets_q, "offsets_k": offsets_k}
+    if settings.mask is not None and isinstance(settings.mask, torch.Tensor):
+        mask, settings = settings.mask, Settings(None, *settings[1:])
+    if settings.seed is not None and isinstance(settings.seed, torch.Tensor):
+        seed, settings = settings.seed, settings._replace(seed=None)
+    x = Operands(q, k, v, bias, sink, mask, seed, offsets_q, offsets_k)
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        if type(settings.mask) is tuple or type(settings.score_mod) is list:
+            settings = _without_recipes(settings)
+        made = autograd.again(settings, x, return_lse)
+        if made is not None:
+            return made if return_lse else made[0]
+    x = _checked(x)
+    if traced or x.q.is_meta or tensors.has_traced(x):
+        made = operators.attention(settings, x)
+    else:
+        made = autograd.attention(settings, x, return_lse)
+    return made if return_lse else made[0]
+
+
+def _without_recipes(settings: Settings) -> Settings:
+    changes = settings.score_mod
+    return settings._replace(
+        mask=recipes.made(settings.mask),
+        score_mod=[*map(recipes.made, changes)] if type(changes) is list else changes,
+    )
+
+
+def _checked(x: Operands) -> Operands:
+    """Return the tensors of a call after checks, converted as torch.autocast wants it."""
+    mask = x.mask
+    named = {"q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "sink": x.sink, "mask": mask}
+    named |= {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k}
     home = tensors.check(named, ("q", "k", "v", "bias", "sink"))
-    if isinstance(settings.seed, torch.Tensor):
-        seed = checked_seed(settings.seed, home)
-        settings = settings._replace(seed=None)
+    if x.seed is not None:
+        checked_seed(x.seed, home)
     if mask is not None and mask.dtype is not torch.bool:
         raise ArgumentTypeError(
             f"mask: got a tensor of {mask.dtype}; expected bool, True meaning attend. Additive "
             "masks go to bias=."
         )
-    q, k, v = tensors.to_autocast(q, k, v)
+    q, k, v = tensors.to_autocast(x.q, x.k, x.v)
     tensors.same_dtype(q, k, v)
-    operands = Operands(q, k, v, bias, sink, mask, seed, offsets_q, offsets_k)
-    if torch.compiler.is_compiling() or q.is_meta or tensors.has_traced(named):
-        out, lse = operators.attention(settings, operands)
-    else:
-        if type(settings.mask) is tuple or type(settings.score_mod) is list:
-            changes = settings.score_mod
-            settings = settings._replace(
-                mask=recipes.made(settings.mask),
-                score_mod=[*map(recipes.made, changes)] if type(changes) is list else changes,
-            )
-        out, lse = autograd.attention(settings, operands)
-    return (out, lse) if return_lse else out
+    return x._replace(q=q, k=k, v=v)
 
 
 def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
     """Return a seed that is a tensor, after checks of its shape, dtype and device."""
     tensors.refuse_unlike("seed", seed)
-    if seed.ndim or seed.dtype not in (torch.int64, torch.uint64):
+    if seed.ndim or seed.dtype not in tensors.SEEDS:
         raise ArgumentTypeError(
             f"seed: got a tensor of shape {tuple(seed.shape)}, {seed.dtype}; expected an integer, "
             "or a 0-d tensor of int64 or uint64."
@@ -283,6 +294,11 @@ def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
     return seed
 
 
-def drawn_seed(dropout_p: float) -> torch.Tensor | None:
-    """Return a seed from PyTorch's generator if there is dropout."""
-    return torch.randint(2**63 - 1, (), dtype=torch.int64) if dropout_p else None
+def drawn_seed(dropout_p: float) -> torch.Tensor | int | None:
+    """Return a seed from PyTorch's generator if there is dropout: a number where it has one."""
+    if not dropout_p:
+        return None
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
+    if torch.compiler.is_compiling() or tensors.is_transforming() or type(seed) is not torch.Tensor:
+        return seed
+    return int(seed)

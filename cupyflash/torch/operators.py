@@ -20,7 +20,7 @@ import torch
 from ..errors import ArgumentError
 from . import compute, graph_inputs, recipes
 from .batching import Rule, batched
-from .compute import Operands, Settings
+from .operands import Operands, Settings
 from .tensors import array_of
 
 _kept: dict[int, Settings] = {}

@@ -36,12 +36,11 @@ def band(causal: bool, left: int | None, right: int | None, offset: int | None) 
     if causal:
         right = 0
     if left is None:
-        return None if right is None else ("causal", offset) if right == 0 else _window(left, right)
-    return _window(left, right)
-
-
-def _window(left: int | None, right: int | None) -> Any:
-    return ("window", left, right)
+        if right is None:
+            return None
+        if right == 0:
+            return masks.causal(offset)
+    return masks.window(left, right)
 
 
 arguments.call = torch.compiler.disable(

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from .. import masks
 from ..errors import ArgumentError
 from ..problem.keywords import explained
 from . import functions, heads, tensors
-from .compute import Settings
+from .operands import Settings
 
 
 @explained
@@ -70,7 +71,7 @@ def scaled_dot_product_attention(
                 "is_causal: got True with an attn_mask; expected only one of them. Join them: "
                 "attn_mask & torch.ones(L, S, dtype=torch.bool).tril()."
             )
-        mask = ("causal", 0)
+        mask = masks.causal(0)
     if type(attn_mask).__name__ == "CausalBias":
         mask, attn_mask = _band(attn_mask, query, key), None
     if attn_mask is not None:
@@ -105,4 +106,4 @@ def _band(bias: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
             f"attn_mask: got a CausalBias of {meant} with queries and keys of lengths {lengths}; "
             f"expected equal lengths. Make it with causal_{bias.variant.name.lower()}{lengths}."
         )
-    return ("causal", 0 if bias.variant is CausalVariant.UPPER_LEFT else None)
+    return masks.causal(0 if bias.variant is CausalVariant.UPPER_LEFT else None)

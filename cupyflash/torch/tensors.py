@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,8 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..install import ML_DTYPES
 
 _FLOATS = tuple(getattr(torch, name) for name in FLOATS)
-_PLAIN = torch.Tensor, torch.nn.Parameter
+PLAIN = torch.Tensor, torch.nn.Parameter
+SEEDS = torch.int64, torch.uint64
 
 
 @functools.cache
@@ -89,9 +90,9 @@ def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()
     return home
 
 
-def has_traced(named: Mapping[str, torch.Tensor]) -> bool:
+def has_traced(named: Iterable[torch.Tensor | None]) -> bool:
     """Return whether PyTorch traces operators with one of a call's tensors, which were checked."""
-    return any(type(x) not in _PLAIN for x in named.values())
+    return any(x is not None and type(x) not in PLAIN for x in named)
 
 
 @functools.cache
@@ -105,7 +106,7 @@ def _traced() -> tuple[type, ...]:
 def refuse_unlike(name: str, x: Any) -> None:
     """Refuse what is not a tensor, and a subclass of tensors whose memory may not be its values."""
     kind = type(x)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return
     got = f"{name}: got {kind.__name__}"
     if not isinstance(x, torch.Tensor):
@@ -149,7 +150,7 @@ def array_of(x: Any) -> Any:
     if type(x) is not torch.Tensor:
         if not isinstance(x, torch.Tensor):
             return x
-        if type(x) not in _PLAIN:
+        if type(x) not in PLAIN:
             refuse_unlike("x", x)  # with a better name where arguments are checked
             raise ArgumentTypeError(
                 f"got {type(x).__name__}, which has no elements; expected a tensor with elements."

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from .. import masks, scores
 from ..errors import ArgumentError
 from . import tensors
-from .compute import Settings
 from .functions import drawn_seed, run
+from .operands import Settings
 
 __all__ = ["attention_forward", "attention_mask", "register"]
 
@@ -214,28 +215,29 @@ def attention_forward(
         _refuse_unknown(options, attention_mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    queries, keys = query.shape[2], key.shape[2]
+    queries = query.shape[2]
     mask: Any = attention_mask
     if attention_mask is None:
-        mask = _causal(queries, keys) if is_causal and queries > 1 else None
+        if is_causal and queries > 1:
+            mask = _causal(queries, key.shape[2])
     else:
         tensors.check({"attention_mask": attention_mask})
         held = attention_mask.shape[-1]
-        if 1 < held < keys:
+        if 1 < held < key.shape[2]:
             key, value = key[:, :, :held], value[:, :, :held]
             if position_bias is not None:
                 position_bias = position_bias[..., :held]
     if indices is not None:
         mask = _chosen(indices, mask, queries, key.shape[2])
     bias = position_bias
-    if isinstance(mask, torch.Tensor) and mask.dtype is not torch.bool:
+    if attention_mask is not None and mask.dtype is not torch.bool:
         mask, bias = None, mask if bias is None else mask + bias
     settings = Settings(
-        mask=mask,
-        score_mod=None if softcap is None else [("softcap", float(softcap))],
-        scale=scaling,
-        dropout=dropout,
-        seed=drawn_seed(dropout),
+        mask,
+        None if softcap is None else scores.softcap(float(softcap)),
+        scaling,
+        dropout,
+        drawn_seed(dropout) if dropout else None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     out = run(settings, query, key, value, bias, s_aux, None, None, False)
@@ -254,7 +256,7 @@ def _causal(queries: int, keys: int) -> Any:
             "should see no later ones; expected a mask, because nothing tells which keys are "
             "later. Pass a bool mask of shape (B, 1, Lq, Lk), or is_causal=False."
         )
-    return ("causal", None)
+    return masks.causal()
 
 
 def _chosen(indices: torch.Tensor, mask: Any, queries: int, keys: int) -> torch.Tensor:
@@ -269,7 +271,7 @@ def _chosen(indices: torch.Tensor, mask: Any, queries: int, keys: int) -> torch.
     hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
     if mask is None:
         return ~hidden
-    if isinstance(mask, tuple):
+    if not isinstance(mask, torch.Tensor):
         return torch.ones_like(hidden).tril(keys - queries) & ~hidden
     if mask.dtype is torch.bool:
         return mask & ~hidden

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 import weakref
 from contextlib import nullcontext
 
@@ -14,17 +15,29 @@ import numpy as np
 import pytest
 from recognised import fields
 
-from cupyflash import ArgumentError, masks, scores
+from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
 from cupyflash.arrays import device_arrays, reports
 from cupyflash.gpu import params
-from cupyflash.problem import validate
+from cupyflash.problem import cached, validate
+from cupyflash.problem.options import NAMES
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
-from cupyflash.torch import attention, autograd, recognised, tensors  # noqa: E402 (after the skip)
+from cupyflash.torch import (  # noqa: E402 (after the skip)
+    attention,
+    attention_cached,
+    attention_varlen,
+    autograd,
+    compute,
+    recognised,
+    scaled_dot_product_attention,
+    tensors,
+)
 
 PLACES = {"q": 0, "k": 8, "v": 16, "out": 24}  # of addresses among a forward's words
+LSE = params.params(0, 0, 0).place("lse") // 8
 CAUSAL = masks.causal()
+SEEN, ENDS = torch.ones(40, 40, dtype=torch.bool), torch.tensor([0, 40])
 
 
 @pytest.fixture
@@ -50,20 +63,29 @@ def gpu_tensors(cupy, monkeypatch):
     ]
 
 
-def unchecked(monkeypatch):
+def unchecked(monkeypatch, kind="dense"):
     def refuse(*_, **__):
         raise AssertionError("the call was checked, or made arrays, again")
 
-    monkeypatch.setattr(validate, "call", refuse)
+    monkeypatch.setattr(cached if kind == "cached" else validate, "call", refuse)
     monkeypatch.setattr(device_arrays, "borrowed", refuse)
 
 
 def gradients(q, k, v, do, **options):
-    """Return the gradients of a call, without PyTorch's engine, which would look for a GPU."""
-    settings = autograd.compute.Settings(**options)
+    """Return the gradients of a call without PyTorch's engine, as an operator of PyTorch does."""
+    settings = autograd.Settings(**options)
     x = autograd.Operands(q, k, v)
-    results = autograd.compute.forward(settings, x)
-    return autograd.compute.backward(settings, x, results, do, None, False)
+    results = compute.forward(settings, x)
+    return compute.backward(settings, x, results, do, None, False)
+
+
+def by_engine(q, k, v, do, **options):
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(attention(*leaves, **options), leaves, do)
+
+
+def told(launches):
+    return {int(word) for launch in launches for word in launch.words}
 
 
 def test_what_a_recognised_call_tells(cupy, gpu_tensors, monkeypatch):
@@ -95,9 +117,205 @@ def test_gradients(cupy, gpu_tensors, monkeypatch, deterministic):
     for a, b in zip(slow, quick, strict=True):
         assert a[2:5] == b[2:5]
         assert b.stream == 70
-    told = {int(word) for launch in quick for word in launch.words}
-    assert {x.data_ptr() for x in (*arrays, *made)} <= told
+    assert {x.data_ptr() for x in (*arrays, *made)} <= told(quick)
     assert [x.shape for x in made] == [x.shape for x in arrays[:3]]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": CAUSAL, "dropout": 0.5, "seed": 7}, {"mask": SEEN}], ids=str
+)
+def test_gradients_that_pytorchs_engine_asks_for(
+    cupy, gpu_tensors, monkeypatch, deterministic, options
+):
+    """Their forward is recognised, and then they need no signature of their own."""
+    options = options | {"deterministic": deterministic}
+    for _ in range(2):
+        before = len(cupy.launches)
+        by_engine(*gpu_tensors(4, torch.float16), **options)
+    slow = cupy.launches[before:]
+    by_engine(*gpu_tensors(4, torch.float16), **options)  # a signature of theirs is known
+    unchecked(monkeypatch)
+    monkeypatch.setattr(compute, "backward", None)
+    before = len(cupy.launches)
+    arrays = gpu_tensors(4, torch.float16)
+    made = by_engine(*arrays, **options)
+    quick = cupy.launches[before:]
+    assert [x[:1] + x[2:5] for x in quick] == [x[:1] + x[2:5] for x in slow]
+    assert {x.stream for x in quick} == {70}
+    assert {x.data_ptr() for x in (*arrays, *made)} <= told(quick)
+    forward = told(quick[:1])
+    assert all(x.data_ptr() in forward for x in arrays[:3])
+    assert int(quick[0].words[LSE]) in told(quick[1:])
+    for x, gradient in zip(arrays, made, strict=False):
+        assert (gradient.shape, gradient.stride(), gradient.dtype) == (x.shape, x.stride(), x.dtype)
+
+
+def moved(x):
+    return x.clone()
+
+
+def relaid(x):
+    """Return a tensor at the same address that goes through its memory in another order."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="cpu").stride())
+
+
+SAVED = "q", "k", "v", "mask", "out", "lse"
+
+
+@pytest.mark.parametrize(
+    ("unpacked", "name"),
+    [(moved, name) for name in SAVED] + [(relaid, name) for name in SAVED[:-1]],
+)
+def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, name):
+    """A hook may return a tensor at another address, or at the same one with other strides."""
+    options, saved = ({"mask": SEEN.T}, SAVED) if name == "mask" else ({}, (*SAVED[:3], *SAVED[4:]))
+
+    def rows():
+        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gpu_tensors(4)]
+
+    for _ in range(3):
+        by_engine(*rows(), **options)
+    q, k, v, do = rows()
+    seen = {}
+
+    def unpack(x):
+        now = saved[len(seen)]
+        seen[now] = unpacked(x) if now == name else x
+        return seen[now]
+
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), unpack):
+        out = attention(*leaves, **options)
+    before = len(cupy.launches)
+    torch.autograd.grad(out, leaves, do)
+    found = cupy.launches[before:]
+    assert list(seen) == list(saved)
+    results = seen.pop("out"), seen.pop("lse")
+    before = len(cupy.launches)
+    compute.backward(autograd.Settings(), autograd.Operands(**seen), results, do, None, False)
+    wanted = cupy.launches[before:]
+    seen = [*seen.values(), *results]
+    assert {x.data_ptr() for x in seen} <= told(found)
+    for a, b in zip(found, wanted, strict=True):  # all but the addresses of new memory
+        assert a.kernel == b.kernel
+        assert np.count_nonzero(a.words != b.words) <= 5
+
+
+def test_a_forward_of_a_thread_in_which_cupy_has_launched_nothing(cupy, gpu_tensors):
+    """CuPy launches it, though the call is known; its gradients are of another thread."""
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    q, k, v, do = gpu_tensors(4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    made = []
+    thread = threading.Thread(target=lambda: made.append(attention(*leaves)))
+    thread.start()
+    thread.join()
+    (forward,) = cupy.launches[-1:]
+    assert not forward.by_driver
+    before = len(cupy.launches)
+    torch.autograd.grad(made[0], leaves, do)
+    backward = cupy.launches[before:]
+    assert {made[0].data_ptr(), int(forward.words[LSE])} <= told(backward)
+
+
+def test_tensors_that_were_changed_in_place(cupy, gpu_tensors):
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    q, k, v, do = gpu_tensors(4)
+    leaf = q.requires_grad_()
+    k = k + 1
+    out = attention(leaf, k, v)
+    k += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, leaf, do)
+
+
+def test_second_derivatives_of_recognised_calls_are_refused(cupy, gpu_tensors):
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    q, k, v, do = gpu_tensors(4)
+    (dq,) = torch.autograd.grad(attention(q.requires_grad_(), k, v), q, do, create_graph=True)
+    with pytest.raises(ArgumentError, match="second derivative"):
+        torch.autograd.grad(dq, q, do)
+
+
+def test_a_log_sum_exp_that_nobody_wants_is_not_written(cupy, gpu_tensors):
+    for _ in range(2):
+        attention(*gpu_tensors())
+        assert cupy.launches[-1].words[LSE] == 0
+    for _ in range(2):
+        _, lse = attention(*gpu_tensors(), return_lse=True)
+        assert cupy.launches[-1].words[LSE] == lse.data_ptr()
+    q, k, v = gpu_tensors()
+    attention(q, k.requires_grad_(), v)
+    assert cupy.launches[-1].words[LSE] != 0
+
+
+class Named(torch.Tensor):
+    pass
+
+
+REFUSED = {
+    "another dtype": lambda q, k, v: attention(q, k.half(), v),
+    "another shape": lambda q, k, v: attention(q, k[:, :3], v),
+    "a subclass": lambda q, k, v: attention(q, k.as_subclass(Named), v),
+    "a subclass of the first": lambda q, k, v: attention(q.as_subclass(Named), k, v),
+    "an array": lambda q, k, v: attention(q, k, np.zeros(v.shape, np.float32)),
+    "a number": lambda q, k, v: attention(1.0, k, v),
+    "a sparse one": lambda q, k, v: attention(q, k, v.to_sparse()),
+    "an unknown option": lambda q, k, v: attention(q, k, v, precision="tf32"),
+    "a scale": lambda q, k, v: attention(q, k, v, scale="1"),
+    "a mask": lambda q, k, v: attention(q, k, v, mask=torch.ones(40, 40)),
+    "a mask of a subclass": lambda q, k, v: attention(q, k, v, mask=SEEN.as_subclass(Named)),
+    "a mask's shape": lambda q, k, v: attention(q, k, v, mask=SEEN[:, :3]),
+    "a seed": lambda q, k, v: attention(q, k, v, dropout=0.5, seed=torch.tensor(3.0)),
+    "no seed": lambda q, k, v: attention(q, k, v, dropout=0.5),
+    "a flag": lambda q, k, v: attention(q, k, v, return_lse=1),
+    "offsets": lambda q, k, v: attention_varlen(q[0], k[0], v[0], ENDS, ENDS + 1, check=True),
+    "a mask twice": lambda q, k, v: scaled_dot_product_attention(q, k, v, SEEN, is_causal=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_what_is_refused_after_a_recognised_call(cupy, gpu_tensors, wrong):
+    q, k, v = gpu_tensors()
+    for _ in range(2):
+        attention(q, k, v)
+        attention(q, k, v, mask=SEEN)
+        attention(q, k, v, dropout=0.5, seed=torch.tensor(3))
+        attention_varlen(q[0], k[0], v[0], ENDS, ENDS, check=True)
+    before = len(cupy.launches)
+    with pytest.raises((ArgumentError, ArgumentTypeError)):
+        REFUSED[wrong](q, k, v)
+    assert len(cupy.launches) == before
+
+
+def test_another_device_is_another_call(cupy, gpu_tensors, monkeypatch):
+    q, k, v = gpu_tensors()
+    attention(q, k, v)
+    other = k.clone()
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: int(x is other))
+    x = autograd.Operands(q, other, v)
+    kind = recognised.FORWARD[False]
+    assert recognised.signature(kind, autograd.Settings(), autograd.Operands(q, k, v)).known
+    assert recognised.signature(kind, autograd.Settings(), x).known is None
+
+
+def test_autocast_converts_before_a_call_is_recognised(cupy, gpu_tensors, monkeypatch):
+    q, k, v = gpu_tensors()
+    attention(q, k, v)
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast asks whether there is a GPU
+    try:
+        for _ in range(2):
+            assert attention(q, k, v).dtype is torch.float16
+            assert attention(q.half(), k, v).dtype is torch.float16
+        unchecked(monkeypatch)
+        monkeypatch.setattr(tensors, "check", None)
+        assert attention(*gpu_tensors(dtype=torch.float16)).dtype is torch.float16
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 def test_an_array_in_the_memory_of_a_tensor_keeps_it(cupy, gpu_tensors):
@@ -117,6 +335,93 @@ def test_an_array_in_the_memory_of_a_tensor_keeps_it(cupy, gpu_tensors):
     assert alive() is None
 
 
+def cache(size=40, dtype=torch.float32):
+    """Return a query, keys and values, and how many keys each entry has."""
+    k, v = (torch.zeros(2, 4, size, 16, dtype=dtype) for _ in range(2))
+    return torch.zeros(2, 4, 1, 16, dtype=dtype), k, v, torch.tensor([3, 7])
+
+
+def test_calls_over_a_cache(cupy, gpu_tensors, monkeypatch):
+    attention_cached(*cache())  # CuPy launches it
+    before = len(cupy.launches)
+    attention_cached(*cache(), return_lse=True)
+    half = len(cupy.launches)
+    unchecked(monkeypatch, "cached")
+    q, k, v, lengths = cache()
+    out, lse = attention_cached(q, k, v, lengths, return_lse=True)
+    slow, quick = cupy.launches[before:half], cupy.launches[half:]
+    assert [x[0] + str(x[2:5]) for x in quick] == [x[0] + str(x[2:5]) for x in slow]
+    assert {x.stream for x in quick} == {70}
+    assert {x.data_ptr() for x in (q, k, v, lengths, out, lse)} <= told(quick)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+    out = attention_cached(q, k, v, lengths)
+    assert out.data_ptr() in told(cupy.launches[-len(quick) :])
+
+
+def test_other_calls_over_a_cache_are_told_apart(cupy, gpu_tensors):
+    q, k, v, lengths = cache()
+    codes = k.to(torch.int8), v.to(torch.int8)
+    scales = {name: torch.ones(2, 4, 40, 1) for name in ("k_scale", "v_scale")}
+    table = torch.tensor([[1, 0], [0, 1]])
+    offsets = torch.tensor([0, 1, 2])
+    pages = k[:, :, :32].clone(), v[:, :, :32].clone()
+    calls = [
+        lambda: attention_cached(q, k, v, lengths),
+        lambda: attention_cached(q, k, v, lengths, return_lse=True),
+        lambda: attention_cached(q, k, v, lengths.int()),
+        lambda: attention_cached(q, k, k, lengths),
+        lambda: attention_cached(q, k, v, lengths, mask=masks.window(3, 0)),
+        lambda: attention_cached(q, k, v, lengths, mask=SEEN[:1]),
+        lambda: attention_cached(q, k, v, lengths, score_mod=scores.softcap(2.0)),
+        lambda: attention_cached(q, k, v, lengths, bias=torch.zeros(1, 40)),
+        lambda: attention_cached(q, k, v, lengths, sink=torch.zeros(4)),
+        lambda: attention_cached(q, k, v, lengths, scale=2.0),
+        lambda: attention_cached(q, *codes, lengths, **scales),
+        lambda: attention_cached(q, *pages, lengths, table=table),
+        lambda: attention_cached(q, *pages, lengths, table=table, shared=32),
+        lambda: attention_cached(q[:, :, 0].transpose(0, 1), k, v, lengths, offsets_q=offsets),
+    ]
+    for call in calls:
+        call()
+    assert len(recognised._known) == len(calls)
+    for call in calls:
+        call()
+    assert len(recognised._known) == len(calls)
+    for _ in range(2):
+        attention_cached(q, k, v, 7)
+    assert len(recognised._known) == len(calls) + 1
+
+
+def test_a_length_of_all_entries_is_told(cupy, gpu_tensors, monkeypatch):
+    q, k, v, _ = cache()
+    for length in (7, 8):
+        attention_cached(q, k, v, length)
+    unchecked(monkeypatch, "cached")
+    attention_cached(q, k, v, 9)
+    assert 9 in told(cupy.launches[-1:])
+    for wrong in (41, -1, 9.0, True):
+        with pytest.raises((ArgumentError, ArgumentTypeError, AssertionError)):
+            attention_cached(q, k, v, wrong)
+
+
+def test_what_is_refused_after_a_recognised_call_over_a_cache(cupy, gpu_tensors):
+    q, k, v, lengths = cache()
+    for _ in range(2):
+        attention_cached(q, k, v, lengths)
+    before = len(cupy.launches)
+    for call in (
+        lambda: attention_cached(q.clone().requires_grad_(), k, v, lengths),
+        lambda: attention_cached(q, k, v.clone().requires_grad_(), lengths),
+        lambda: attention_cached(q, k, v, lengths.float()),
+        lambda: attention_cached(q, k, v, lengths, shared=True),
+        lambda: attention_cached(q, k, v, lengths, return_lse=1),
+        lambda: attention_cached(q, k.as_subclass(Named), v, lengths),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError)):
+            call()
+    assert len(cupy.launches) == before
+
+
 def test_other_calls_are_told_apart(cupy, gpu_tensors):
     q, k, v = gpu_tensors()
     kinds = [
@@ -132,7 +437,9 @@ def test_other_calls_are_told_apart(cupy, gpu_tensors):
         {"scale": 2.0},
         {"dropout": 0.5, "seed": 3},
         {"dropout": 0.5, "seed": torch.tensor(3)},
+        {"precision": "tf32x3"},
     ]
+    assert {name for kind in kinds for name in kind} == set(NAMES)
     calls = [lambda o=o: attention(q, k, v, **o) for o in kinds]
     calls += [
         lambda: attention(*(x.half() for x in (q, k, v))),

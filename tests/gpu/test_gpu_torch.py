@@ -77,6 +77,53 @@ def test_tensors_give_the_bits_of_arrays(cupy, dtype):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_that_are_recognised_by_their_forward(cupy, masked):
+    mask = torch.ones(100, 100, dtype=torch.bool, device="cuda").tril() if masked else None
+    for n in range(5):  # the first of a thread goes through CuPy, and the next has a signature
+        q, k, v, do = (
+            draw(2, 100, 4, 64, dtype=torch.float16, seed=10 * n + m).transpose(1, 2)
+            for m in range(4)
+        )
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, mask=mask, deterministic=True)
+        found = torch.autograd.grad(out, leaves, do)
+        arrays = [array_of(x.detach()) for x in (q, k, v)]
+        options = {"mask": None if mask is None else array_of(mask)}
+        wanted, lse = cupyflash.attention(*arrays, **options, return_lse=True)
+        assert bool((array_of(out.detach()) == wanted).all())
+        gradients = cupyflash.attention_backward(
+            array_of(do), *arrays, wanted, lse, deterministic=True, **options
+        )
+        for a, b in zip(found, gradients[:3], strict=True):
+            assert bool((array_of(a) == b).all()), n
+
+
+def test_saved_tensors_that_were_on_the_cpu(cupy):
+    """They come back elsewhere, or at the same address with other strides."""
+    q, k, v, do = (
+        draw(2, 100, 4, 64, dtype=torch.float16, seed=n).transpose(1, 2) for n in range(4)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for _ in range(4):
+        wanted = torch.autograd.grad(attention(*leaves, deterministic=True), leaves, do)
+    with torch.autograd.graph.save_on_cpu():
+        out = attention(*(x * 1 for x in leaves), deterministic=True)
+    found = torch.autograd.grad(out, leaves, do)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_recognised_calls_over_a_cache(cupy):
+    k, v = (draw(2, 4, 300, 64, dtype=torch.float16, seed=n) for n in range(2))
+    for n in range(4):
+        q = draw(2, 4, 1, 64, dtype=torch.float16, seed=n)
+        lengths = torch.tensor([50 + 60 * n, 300 - n], device="cuda")
+        found = attention_cached(q, k, v, lengths)
+        wanted = cupyflash.attention_cached(*map(array_of, (q, k, v, lengths)))
+        assert bool((array_of(found) == wanted).all()), n
+
+
 def test_gradcheck(cupy):
     tensors = [draw(2, 4, 5, 16, dtype=torch.float64, seed=n).requires_grad_() for n in range(3)]
     tensors.append(draw(4, 5, 5, dtype=torch.float64).requires_grad_())

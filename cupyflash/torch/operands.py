@@ -1,0 +1,50 @@
+"""What a call on tensors is made of."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Settings(NamedTuple):
+    """The options of a call that are not tensors, as `cupyflash.attention` takes them.
+
+    Attributes
+    ----------
+    mask : Mask or None
+        A mask that is a tensor is in `Operands` instead.
+    score_mod : Score, sequence of Score or None
+    scale : float or None
+    dropout : float
+    seed : int or None
+        A seed that is a tensor is in `Operands` instead.
+    precision : str or None
+    deterministic : bool
+        Whether gradients have the same bits in every run.
+    check : bool or None
+        How offsets on a GPU are checked, as `cupyflash.attention_varlen` takes it.
+    """
+
+    mask: Any = None
+    score_mod: Any = None
+    scale: float | None = None
+    dropout: float = 0.0
+    seed: Any = None
+    precision: Any = None
+    deterministic: bool = False
+    check: bool | None = None
+
+
+class Operands(NamedTuple):
+    """The tensors of a call. Those that it does not have are None."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    offsets_q: torch.Tensor | None = None
+    offsets_k: torch.Tensor | None = None
