@@ -7,6 +7,7 @@ only addresses are new, and the contents of small arrays that proofs have read a
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..expr.key_range import KeyRange
 from ..expr.structure import Structure
+from ..masks import Mask
 from ..problem import replay
 from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients
@@ -33,7 +35,7 @@ _NOTHING: Mapping[str, Any] = {}
 class HostSignature(Signature):
     """The signature of a call on NumPy arrays."""
 
-    __slots__ = ("_form", "_grows", "_mask_at", "named", "numbers", "rows")
+    __slots__ = ("_form", "_mask_at", "grows", "named", "numbers", "rows")
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class HostSignature(Signature):
         written: Mapping[str, Any],
         grows: bool = False,
     ) -> None:
-        self._grows = grows  # the number of keys is no part of it
+        self.grows = grows  # the number of keys is no part of it
         self.named: dict[str, Any] = {}  # all arrays, and None
         self.rows: Any = None
         self._form: Structure | None = None  # of the mask
@@ -65,7 +67,7 @@ class HostSignature(Signature):
             if type(array) is not _ndarray:
                 raise UnlikeError
             flags = array.flags.num & (_ALIGNED | _WRITEABLE)
-            if self._grows and name in ("k", "v"):
+            if self.grows and name in ("k", "v"):
                 shape, is_long = array.shape, array.shape[-2] >= FEWEST_KEYS
                 parts += (array.dtype, shape[:-2], shape[-1], array.strides[-1], is_long, flags)
                 continue
@@ -157,10 +159,8 @@ class HostSignature(Signature):
         key = self.form if call.serves_numbers else self.key
         before = replay.find_as(self, key)
         calls = _Calls() if before is None else before.compiled
-        if len(calls.free) < MOST_CALLS:
-            calls.free.append(call)
-        if before is None:
-            replay.keep_as(self, calls, (), results, call.nbytes, key)
+        if count := calls.add(call):
+            replay.keep_as(self, calls, (), results, count * call.nbytes, key)
 
     def spec(self, array: Any) -> Any:
         """Return how an array like a result is made."""
@@ -216,7 +216,17 @@ class Replayed:
         Whether it can be made again for other numbers of the mask.
     """
 
-    __slots__ = ("_call", "_of_mask", "_read", "_run", "_tables", "nbytes", "serves_numbers")
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_of_mask",
+        "_read",
+        "_run",
+        "_tables",
+        "nbytes",
+        "serves_numbers",
+    )
+    grows = False  # whether it serves any number of keys
 
     def __init__(
         self,
@@ -238,6 +248,8 @@ class Replayed:
         """
         from cupyflash.reference.cpu.addresses import address
 
+        if seen.grows and not self.grows:
+            return False  # it is looked for without its number of keys
         for name, x in self._read.items():
             came = seen.named.get(name)
             if came is None or x is None:
@@ -373,8 +385,8 @@ class ReplayedCache(Replayed):
         own[...] = lengths
         named = self._load(seen)
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
-        of_call = named.get("table"), named.get("sink"), out, lse, self._of_codes(named)
-        self._run(named["q"], named["k"], named["v"], *of_call)
+        of_cache = named.get("table"), self._of_codes(named)
+        self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse, *of_cache)
         return True
 
 
@@ -392,6 +404,7 @@ class ReplayedGrowing(Replayed):
     """
 
     __slots__ = ("_ends", "_lengths")
+    grows = True
 
     def __init__(
         self, made: Any, call: Call, found: KeyRange | None, numbers: tuple[int, ...]
@@ -413,12 +426,14 @@ class ReplayedGrowing(Replayed):
         return super().forward(seen, out, lse)
 
 
-def grows(call: Call) -> bool:
-    """Return whether a call is looked for without its number of keys."""
-    plain = call.bias is None and call.score_mod is None and not call.problem.dropout
-    plain &= call.mask is None or not call.mask.structure[1]
-    plain &= not call.problem.rows.adjoin and not call.problem.whole and not any(call.were_matrices)
-    return plain and call.q.shape[-2] == 1
+def grows(options: Options | Call, dropout: Any) -> bool:
+    """Return whether a call of one query can be made again with any number of keys.
+
+    The call is dense and has a batch axis.
+    """
+    mask = options.mask
+    plain = mask is None or (isinstance(mask, Mask) and not mask.structure[1])
+    return plain and options.bias is None is options.score_mod and not dropout
 
 
 _SCALES = "k_scale", "v_scale"
@@ -426,12 +441,21 @@ _LENGTHS = np.dtype(np.int32), np.dtype(np.int64)
 
 
 class _Calls:
-    """The calls of an entry that nobody makes at present."""
+    """The calls of an entry: those that nobody makes at present, and all that there are."""
 
-    __slots__ = ("free",)
+    __slots__ = ("_all", "free")
 
     def __init__(self) -> None:
         self.free: list[Replayed] = []
+        self._all: weakref.WeakSet[Replayed] = weakref.WeakSet()  # without those that raised
+
+    def add(self, call: Replayed) -> int:
+        """Add a call unless there are enough; return how many there are then, 0 if it was not."""
+        if len(self._all) >= MOST_CALLS:
+            return 0
+        self._all.add(call)
+        self.free.append(call)
+        return len(self._all)
 
     def take(self) -> Replayed | None:
         """Return one, which belongs to the caller until it is put back; None if there is none."""
@@ -446,11 +470,9 @@ def _is_growing(kind: Hashable, read: Mapping[str, Any], options: Options) -> bo
     if kind not in ("forward", "forward without lse"):
         return False
     q, k, v = read["q"], read["k"], read["v"]
-    if q.ndim < 3 or q.shape[-2] != 1 or k.ndim < 3 or v.ndim < 3 or options.dropout:
+    if q.ndim < 3 or q.shape[-2] != 1 or k.ndim < 3 or v.ndim < 3 or k.dtype != q.dtype:
         return False
-    mask = options.mask
-    plain = mask is None or (hasattr(mask, "structure") and not mask.structure[1])
-    return plain and options.bias is None and options.score_mod is None and k.dtype == q.dtype
+    return grows(options, options.dropout)
 
 
 def signature(
