@@ -20,7 +20,7 @@ from ..problem import replay
 from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients
 from ..problem.options import Options
-from ..problem.replay import Entry, Signature, UnlikeError
+from ..problem.replay import Signature, UnlikeError
 from .cpu_ranges import GrowingEnds, OtherNumbers
 from .cpu_tiles import FEWEST_KEYS
 
@@ -120,10 +120,10 @@ class HostSignature(Signature):
 
         return {name: address(x) for name, x in self.named.items() if x is not None}
 
-    def forward(self, entry: Entry, out: Any, lse: Any, workspace: Any = None) -> Any:  # noqa: ARG002, a GPU's
+    def forward(self, out: Any, lse: Any, workspace: Any = None) -> Any:  # noqa: ARG002, a GPU's
         """Compute a forward again."""
-        call = entry.compiled.take()
-        if call is None:
+        entry = replay.find(self)
+        if entry is None or (call := entry.compiled.take()) is None:
             return None
         out_spec, lse_spec = entry.specs
         if out is None:
@@ -134,10 +134,10 @@ class HostSignature(Signature):
         entry.compiled.free.append(call)
         return (out, lse) if is_done else None
 
-    def backward(self, entry: Entry, grads_out: Gradients | None, workspace: Any) -> Any:
+    def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
         """Compute the gradients of a call again."""
-        call = None if workspace is not None else entry.compiled.take()
-        if call is None:
+        entry = None if workspace is not None else replay.find(self)
+        if entry is None or (call := entry.compiled.take()) is None:
             return None
         if grads_out is None:
             made = [None if spec is None else spec.empty() for spec in entry.specs]
