@@ -20,7 +20,7 @@ from ..problem import replay
 from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients
 from ..problem.options import Options
-from ..problem.replay import Signature, UnlikeError
+from ..problem.replay import Entry, Signature, UnlikeError
 from .cpu_ranges import GrowingEnds, OtherNumbers
 from .cpu_tiles import FEWEST_KEYS
 
@@ -422,8 +422,10 @@ class ReplayedGrowing(Replayed):
         if length != v.shape[-2] or not 0 < length <= MOST_POSITIONS:
             return False
         own.fill(length)
+        named = self._load(seen)
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
-        return super().forward(seen, out, lse)
+        self._run(named["q"], k, v, named.get("sink"), out, lse)
+        return True
 
 
 def grows(options: Options | Call, dropout: Any) -> bool:

@@ -33,6 +33,7 @@ class PreparedCall:
 
     def __init__(self, layout: Layout, programs: Programs) -> None:
         self._layout, self._programs = layout, programs
+        self._drops = layout.problem.dropout > 0
         self._ranges = layout.key_ranges(programs.ranges)
         self.nbytes = 0
         self._range_views: list[Array] = []
@@ -54,7 +55,7 @@ class PreparedCall:
 
     def seed(self, seed: int) -> None:
         """Set the random generator's key, if pairs are dropped."""
-        if self._layout.problem.dropout:
+        if self._drops:
             self.shape.change("seed", signed(seed))
 
     def release(self) -> None:
