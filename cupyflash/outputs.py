@@ -194,8 +194,7 @@ def _gradient_arrays(
 # -- where arrays are -----------------------------------------------------------------------------
 
 
-def where(home: int | None) -> str:
-    """Return the place of an array in words, given its device."""
+def _where(home: int | None) -> str:
     return "host memory" if home is None else f"the memory of GPU {home}"
 
 
@@ -205,8 +204,8 @@ def check_homes(named: Mapping[str, Array], device: int) -> None:
         home = device_of(array)
         if home not in (None, device):
             raise ArgumentTypeError(
-                f"{name}: got an array in {where(home)}; expected it in host memory or in "
-                f"{where(device)}, which computes."
+                f"{name}: got an array in {_where(home)}; expected it in host memory or in "
+                f"{_where(device)}, which computes."
             )
 
 
@@ -226,7 +225,7 @@ def _check_written(
         is_array = isinstance(target[0], np.ndarray) or home is not None
         if is_array and home != own:
             raise ArgumentTypeError(
-                f"{name}: got an array in {where(home)}; expected one in {where(own)}."
+                f"{name}: got an array in {_where(home)}; expected one in {_where(own)}."
             )
         by_home.setdefault(home, {})[name] = target
     for home, here in by_home.items():

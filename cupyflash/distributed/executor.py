@@ -112,7 +112,7 @@ class Distributed(Executor):
     def __init__(self, request: Request, ranks: Ranks) -> None:
         self._request, self._ranks = request, ranks
         self.comm = ranks.communicator()
-        self._bias_is_shared = False
+        self._bias_is_shared = False  # its rows are one for all ranks, as these agreed
         self._reads_parts = reads_parts(request.options)
         self._bounded: Call | None = None  # for proofs, if look-ups are divided
         self._is_backward = False
@@ -248,11 +248,6 @@ class Distributed(Executor):
     @property
     def _how_looked_up(self) -> str:
         return "in parts" if self._reads_parts else "whole"
-
-    @property
-    def bias_is_shared(self) -> bool:
-        """Whether the rows of the bias are one for all ranks, after `begin`."""
-        return self._bias_is_shared
 
     def forward(self, made: Outputs) -> None:
         """Compute out and lse."""
