@@ -15,7 +15,7 @@ from ..rowwise import Arrays, Operation, scales_on_cpu
 from . import cpu_programs, cpu_tiles
 from .backend import output_shape
 from .cpu_ranges import OtherNumbers
-from .host_replay import Replayed, ReplayedCache, ReplayedGrowing
+from .host_calls import Replayed, ReplayedCache, ReplayedGrowing
 
 
 def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> CallResult:

@@ -14,7 +14,7 @@ from placement import same_bits
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
-from cupyflash.backends.host_replay import MOST_CALLS
+from cupyflash.backends.host_calls import MOST_CALLS
 from cupyflash.problem import cached, replay, validate
 
 F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)

@@ -120,6 +120,7 @@ USERS_OF_REFERENCE = [
     "cupyflash.arrays.transfers",
     "cupyflash.backends.cpu",
     "cupyflash.backends.cpu_programs",
+    "cupyflash.backends.host_calls",
     "cupyflash.backends.host_replay",
     "cupyflash.expr.lower",
     "cupyflash.pieces.place",
