@@ -220,7 +220,7 @@ def attention_cached(
     )
     codes = CacheCodes.of(k_scale, v_scale, kv_dtype)
     request = Request(q, k, v, Cached(lengths, table, offsets_q, shared), codes, options)
-    return execute.cached(request, return_lse, out, lse_out, workspace)
+    return execute.forward(request, return_lse, out, lse_out, workspace)
 
 
 @explained

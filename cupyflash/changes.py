@@ -14,11 +14,11 @@ from .arrays import cuda_device, reports
 from .arrays.device_arrays import address, device_of, is_device_array
 from .backends.cpu import checksums
 from .errors import ArgumentError
+from .executor import Executor
 from .gpu import checksum_launches, launch_cache
 from .problem import cached, replay, validate
 from .problem.call import Array, Call
 from .problem.options import Options
-from .request import Request
 
 SHORT = 1 << 14  # bytes of an array that is copied
 RESULTS = "out", "lse"
@@ -36,13 +36,13 @@ class Snapshot:
     ----------
     named : mapping of str to array
         The arrays, by name.
-    request : Request, optional
+    request : Executor, optional
         The call that knows the names that users have for them, where these are others.
     """
 
     __slots__ = ("_named", "_request", "_seen")
 
-    def __init__(self, named: Mapping[str, Array], request: Request | None = None) -> None:
+    def __init__(self, named: Mapping[str, Array], request: Executor | None = None) -> None:
         self._request = request
         self._named = {name: array for name, array in named.items() if looks_at(array)}
         self._seen = _contents(self._named.values())
@@ -82,7 +82,7 @@ def refused(names: Iterable[str]) -> ArgumentError:
     )
 
 
-def sums(request: Request, out: Array, lse: Array, every: bool) -> checksum_launches.Sums | None:
+def sums(request: Executor, out: Array, lse: Array, every: bool) -> checksum_launches.Sums | None:
     """Return what tells whether arrays in device memory have changed, without waiting for it.
 
     Returns None if this call is not one of those that are checked. Reports of earlier calls are
@@ -90,7 +90,7 @@ def sums(request: Request, out: Array, lse: Array, every: bool) -> checksum_laun
 
     Parameters
     ----------
-    request : Request
+    request : Executor
         The call, whose arrays are CuPy's, and whose forward has been computed.
     out, lse : array
         Its results.
@@ -111,7 +111,7 @@ def sums(request: Request, out: Array, lse: Array, every: bool) -> checksum_laun
     return checksum_launches.Sums(kind, seen.addresses, out)
 
 
-def _of_unlike(request: Request, results: Mapping[str, Array]) -> checksum_launches.Sums | None:
+def _of_unlike(request: Executor, results: Mapping[str, Array]) -> checksum_launches.Sums | None:
     """Return the sums of a call that is checked and planned each time: beside that, they are cheap.
 
     Of such calls, each is summed.

@@ -1,4 +1,7 @@
-"""The steps of a call: check what it writes, allocate what is missing, run, return the results."""
+"""The driver of calls: recognise, check, allocate what is missing, compute, return the results.
+
+The steps are the same for calls that are computed at once, by chunks or over ranks: see `executor`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,15 @@ from typing import Any, Generic, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from . import changes, dispatch
+from . import changes, outputs
 from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .arrays.interop import DLPackArray
 from .arrays.typed import F, FloatArray
 from .errors import ArgumentTypeError
+from .executor import Executor, Recalled
 from .gpu import checksum_launches
-from .problem import replay, validate
-from .problem.call import Array, Call, Gradients
-from .problem.replay import Signature
-from .request import Request
+from .problem.call import Array, Gradients
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -29,99 +30,79 @@ def check_flag(value: Any, name: str) -> None:
         raise ArgumentTypeError(f"{name}: got {value!r}; expected True or False.")
 
 
-def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes that users see of out and lse."""
-    problem = call.problem
-    rows = call.q.shape[-2]
-    lse = (rows,) if call.matrices else (*problem.array_lead, problem.heads, rows)
-    return (*lse, problem.d_v), lse
+def _check_flags(flags: Mapping[str, Any]) -> None:
+    for name, value in flags.items():
+        check_flag(value, name)
 
 
-def _check_outputs(call: Call, out: Any, lse_out: Any) -> dict[str, Array]:
-    """Check where results go, and return all arrays of a call by name."""
-    out_shape, lse_shape = result_shapes(call)
-    wanted = {
-        "out": (out, out_shape, call.problem.dtype),
-        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
-    }
-    targets = {name: target for name, target in wanted.items() if target[0] is not None}
-    inputs = validate.read_arrays(call)
-    interop.outputs(targets, inputs)
-    return inputs | {name: array for name, (array, _, _) in targets.items()}
+def _unsure(request: Executor, flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check flags, and return none; if ranks take part, return those to check with them."""
+    if request.is_shared:
+        return {name: value for name, value in flags.items() if type(value) is not bool}
+    _check_flags(flags)
+    return _NOTHING
 
 
-def forward_signature(request: Request, want_lse: bool, out: Any, lse_out: Any) -> Signature | None:
-    """Return what tells a call of `forward` from others, if it is one that is recognised."""
+def forward_signature(
+    request: Executor, want_lse: bool, out: Any, lse_out: Any, workspace: Any = None
+) -> Any:
+    """Return the replay signature of a forward, or None if it cannot be replayed."""
     kind = "forward" if want_lse else "forward without lse"
-    written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}
-    return request.signature(kind, _NOTHING, written)
-
-
-def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
-    """Compute a call, into the arrays given or into new ones."""
-    if return_lse is not False:
-        check_flag(return_lse, "return_lse")
-    want_lse = return_lse or lse_out is not None
-    request.seen = signature = forward_signature(request, want_lse, out, lse_out)
-    if signature is not None and (entry := replay.find(signature)) is not None:
-        results = signature.forward(entry, out, lse_out)
-        if results is not None:
-            request.was_replayed = True
-            return results if return_lse else results[0]
-    call = request.call
-    _check_outputs(call, out, lse_out)
-    backend = dispatch.backend_of(call.q)
-    out_full, lse_full = backend.empty_output(
-        call,
-        out[None] if out is not None and call.matrices else out,
-        lse_out[None] if lse_out is not None and call.matrices else lse_out,
-        want_lse,
-    )
-    served = backend.forward(call, out_full, lse_full)
-    if call.matrices:
-        out_full, lse_full = out_full[0], None if lse_full is None else lse_full[0]
-    if signature is not None:
-        signature.keep(served, (out_full, lse_full))
-    result = out_full if out is None else out
-    lse = lse_full if lse_out is None else lse_out
-    return (result, lse) if return_lse else result
-
-
-def cached_signature(
-    request: Request, want_lse: bool, out: Any, lse_out: Any, workspace: Any
-) -> Signature | None:
-    """Return what tells a call of `cached` from others, if it is one that is recognised."""
-    kind = "cached" if want_lse else "cached without lse"
     written = _NOTHING
     if out is not None or lse_out is not None or workspace is not None:
         written = {"out": out, "lse": lse_out, "workspace": workspace}
     return request.signature(kind, _NOTHING, written)
 
 
-def cached(request: Request, return_lse: bool, out: Any, lse_out: Any, workspace: Any) -> Any:
-    """Compute a call over a cache, into the arrays given or into new ones."""
-    if return_lse is not False:
-        check_flag(return_lse, "return_lse")
+def forward(
+    request: Executor,
+    return_lse: Any,
+    out: Any,
+    lse_out: Any,
+    workspace: Any = None,
+    flags: Mapping[str, Any] = _NOTHING,
+) -> Any:
+    """Compute a call, into the arrays given or into new ones.
+
+    `flags` are others that are to be checked with other ranks.
+    """
+    if type(return_lse) is not bool:
+        flags = _unsure(request, {"return_lse": return_lse}) or flags
     want_lse = return_lse or lse_out is not None
-    signature = cached_signature(request, want_lse, out, lse_out, workspace)
-    if signature is not None and (entry := replay.find(signature)) is not None:
-        results = signature.forward(entry, out, lse_out, workspace)
+    recalled: Recalled | None = None
+    if not flags:
+        recalled = forward_signature(request, want_lse, out, lse_out, workspace)
+        request.seen = recalled
+    if recalled is not None:
+        results = recalled.forward(out, lse_out, workspace)
         if results is not None:
+            request.was_replayed = True
             return results if return_lse else results[0]
-    call = request.call
-    used = _check_outputs(call, out, lse_out)
-    backend = dispatch.backend_of(call.q)
-    needed = backend.workspace_size_cached(call) if workspace is not None else 0
-    scratch = validate.workspace(workspace, needed, used, "workspace_size_cached")
-    out, lse = backend.empty_output(call, out, lse_out, want_lse)
-    served = backend.cached(call, out, lse, scratch)
-    if signature is not None:
-        signature.keep(served, (out, lse))
-    return (out, lse) if return_lse else out
+    shown = _checked_forward(request, recalled, flags, out, lse_out, want_lse, workspace)
+    return shown if return_lse else shown[0]
+
+
+def _checked_forward(
+    request: Executor,
+    recalled: Recalled | None,
+    flags: Mapping[str, Any],
+    out: Any,
+    lse_out: Any,
+    want_lse: bool,
+    workspace: Any,
+) -> Any:
+    # Apart from `forward`: in a function that has another one, each variable takes longer.
+    def prepare() -> outputs.Outputs:
+        _check_flags(flags)
+        needs_lse = want_lse or request.needs_lse
+        given = out, lse_out, needs_lse, workspace
+        return outputs.outputs(request.call, *given, request.in_one_place)
+
+    return request.carry_out(prepare, request.forward, recalled)
 
 
 def backward_signature(
-    request: Request,
+    request: Executor,
     do: Any,
     out: Any,
     lse: Any,
@@ -130,8 +111,8 @@ def backward_signature(
     grads_out: Gradients | None,
     workspace: Any,
     bias_gradient: bool = True,
-) -> Signature | None:
-    """Return what tells a call of `backward` from others, if it is one that is recognised."""
+) -> Any:
+    """Return the replay signature of a backward, or None if it cannot be replayed."""
     read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
     written: dict[str, Any] = {}
     if grads_out is not None or workspace is not None:
@@ -144,99 +125,64 @@ def backward_signature(
 
 
 def backward(
-    request: Request,
+    request: Executor,
     do: Any,
     out: Any,
     lse: Any,
     dlse: Any,
-    deterministic: bool,
+    deterministic: Any,
     grads_out: Any,
-    workspace: Any,
-    bias_gradient: bool = True,
+    workspace: Any = None,
+    bias_gradient: Any = True,
+    before: changes.Snapshot | None = None,
 ) -> Gradients:
-    """Compute the gradients of a call, into the arrays given or into new ones."""
-    check_flag(deterministic, "deterministic")
-    check_flag(bias_gradient, "bias_gradient")
-    if not is_device_array(do):
+    """Compute the gradients of a call, into the arrays given or into new ones.
+
+    `before` is what a function of gradients over ranks remembers of its arrays.
+    """
+    flags: Mapping[str, Any] = _NOTHING
+    if type(deterministic) is not bool or type(bias_gradient) is not bool:
+        named = {"deterministic": deterministic, "bias_gradient": bias_gradient}
+        flags = _unsure(request, named)
+    if not request.is_shared and not is_device_array(do):
         do, out, lse, dlse = interop.of_device(do=do, out=out, lse=lse, dlse=dlse)
-    signature = None
+    recalled: Recalled | None = None
     if type(grads_out) in (tuple, list) and 3 <= len(grads_out) <= len(Gradients._fields):
         grads_out = Gradients(*grads_out)
-    if grads_out is None or type(grads_out) is Gradients:
-        signature = backward_signature(
+    if not flags and (grads_out is None or type(grads_out) is Gradients):
+        recalled = backward_signature(
             request, do, out, lse, dlse, deterministic, grads_out, workspace, bias_gradient
         )
-    if signature is not None and (entry := replay.find(signature)) is not None:
-        gradients: Gradients | None = signature.backward(entry, grads_out, workspace)
+    if recalled is not None:
+        gradients: Gradients | None = recalled.backward(grads_out, workspace)
         if gradients is not None:
             return gradients
-    call = request.call
-    rows = given_rows(call, do, out, lse, dlse)
-    inputs = validate.read_arrays(call) | rows
-    targets = validate.gradients(grads_out, call, inputs, bias_gradient)
-    named = {f"grads_out.{name}": x for name, x in targets._asdict().items() if x is not None}
-    backend = dispatch.backend_of(call.q)
-    needed = backend.workspace_size(call) if workspace is not None else 0
-    scratch = validate.workspace(workspace, needed, inputs | named)
-    interop.one_home(inputs)
-    if call.matrices:
-        rows = {name: array[None] for name, array in rows.items()}
-    with_heads, results = gradient_arrays(call, targets, bias_gradient)
-    served = backend.backward(
-        call,
-        rows["do"],
-        rows["out"],
-        rows["lse"],
-        rows.get("dlse"),
-        with_heads,
-        scratch,
-        deterministic=bool(deterministic),
-    )
-    if signature is not None:
-        signature.keep(served, results)
-    return results
+    read = {"do": do, "out": out, "lse": lse, "dlse": dlse}
+    how = deterministic, bias_gradient, workspace
+    return _checked_backward(request, recalled, flags, before, read, grads_out, how)
 
 
-def given_rows(call: Call, do: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Array]:
-    """Return what a backward reads of each query, by name and as users see it."""
-    out_shape, lse_shape = result_shapes(call)
-    number, accumulator = call.problem.dtype, call.problem.accumulator
-    rows = {
-        "do": validate.given(do, "do", out_shape, number),
-        "out": validate.given(out, "out", out_shape, number),
-        "lse": validate.given(lse, "lse", lse_shape, accumulator),
-    }
-    if dlse is not None:
-        rows["dlse"] = validate.given(dlse, "dlse", lse_shape, accumulator)
-    return rows
+def _checked_backward(
+    request: Executor,
+    recalled: Recalled | None,
+    flags: Mapping[str, Any],
+    before: changes.Snapshot | None,
+    read: Mapping[str, Any],
+    grads_out: Any,
+    how: tuple[Any, Any, Any],
+) -> Gradients:
+    def prepare() -> outputs.Targets:
+        _check_flags(flags)
+        if before is not None and (changed := before.check()):
+            raise changes.refused(changed)  # computing results again takes all ranks
+        return outputs.targets(request.call, read, grads_out, *how, request.in_one_place)
 
-
-def gradient_arrays(
-    call: Call, given: Gradients, bias_gradient: bool
-) -> tuple[Gradients, Gradients]:
-    """Return where gradients are written: with an axis of heads, and as users see them.
-
-    What is not given is allocated where the array is whose gradient it is.
-    """
-    with_heads: list[Array | None] = []
-    results: list[Array | None] = []
-    owners = (call.q, call.k, call.v, call.bias if bias_gradient else None, call.sink)
-    matrices = (*call.were_matrices, False, False)
-    for owner, target, matrix in zip(owners, given, matrices, strict=True):
-        if owner is None:
-            full = shown = None
-        elif target is None:
-            full = dispatch.backend_of(owner).empty_like(owner)
-            shown = full[0] if matrix else full
-        else:
-            full, shown = target[None] if matrix else target, target
-        with_heads.append(full)
-        results.append(shown)
-    return Gradients(*with_heads), Gradients(*results)
+    computed: Gradients = request.carry_out(prepare, request.backward, recalled)
+    return computed
 
 
 def vjp_of(
-    request: Request,
+    request: Executor,
     return_lse: bool,
     deterministic: bool,
     bias_gradient: bool = True,
@@ -247,13 +193,12 @@ def vjp_of(
     `check` says whether that function notices what was changed in between; None: where that is
     cheap.
     """
-    check_flag(return_lse, "return_lse")
-    check_flag(deterministic, "deterministic")
-    check_flag(bias_gradient, "bias_gradient")
+    named = {"return_lse": return_lse, "deterministic": deterministic}
+    flags = _unsure(request, {**named, "bias_gradient": bias_gradient})
     if check is not None:
         check_flag(check, "check")
         check = bool(check)
-    out, lse = forward(request, True, None, None)
+    out, lse = forward(request, True, None, None, flags=flags)
     sums = None
     if check is not False and request.is_summed:
         sums = changes.sums(request, out, lse, bool(check))
@@ -267,7 +212,7 @@ class Vjp(Generic[F]):
 
     Parameters
     ----------
-    request : Request
+    request : Executor
         The call.
     out, lse : array
         Its results.
@@ -295,7 +240,7 @@ class Vjp(Generic[F]):
 
     def __init__(
         self,
-        request: Request,
+        request: Executor,
         out: Array,
         lse: Array,
         deterministic: bool,
@@ -316,7 +261,8 @@ class Vjp(Generic[F]):
     ) -> Gradients[NDArray[F], FloatArray | None]:
         """Return the gradients, given those of the output and of the LSE."""
         out, lse = self._results()
-        how = self._deterministic, None, None, self._bias_gradient
+        before = self._before if self._request.is_shared else None
+        how = self._deterministic, None, None, self._bias_gradient, before
         if self._sums is None:
             return backward(self._request, do, out, lse, dlse, *how)
         changes.refuse_reported(out)
@@ -324,15 +270,12 @@ class Vjp(Generic[F]):
         self._sums.compare(gradients)
         return gradients
 
-    def _forward(self) -> tuple[Array, Array]:
-        out, lse = forward(self._request, True, None, None)
-        return out, lse
-
     def _results(self) -> tuple[Array, Array]:
         """Return out and lse; if the user has changed them, as they are computed again."""
-        if self._before is not None and self._before.check():
-            self._out, self._lse = self._forward()
-            self._before.replace({"out": self._out, "lse": self._lse})
+        before = None if self._request.is_shared else self._before
+        if before is not None and before.check():
+            self._out, self._lse = forward(self._request, True, None, None)
+            before.replace({"out": self._out, "lse": self._lse})
         return self._out, self._lse
 
     def __copy__(self) -> Vjp:

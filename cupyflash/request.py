@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from . import dispatch
 from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .backends import host_replay
+from .executor import Executor
 from .gpu import launch_cache
 from .lazy import cached_property
+from .outputs import Outputs, Targets
 from .problem import cached, validate
 from .problem.arguments import DENSE, Cached, Dense, Operands, Packed
 from .problem.call import Call
@@ -19,7 +22,7 @@ from .problem.options import DEFAULTS, Options
 from .problem.replay import Signature
 
 
-class Request:
+class Request(Executor):
     """A call as the user made it. It is validated once, when that is first needed.
 
     Parameters
@@ -45,8 +48,6 @@ class Request:
     ) -> None:
         self.q, self.k, self.v = q, k, v
         self.rows, self.codes, self.options = rows, codes, options
-        self.seen: Signature | None = None  # of the forward, when it was computed
-        self.was_replayed = False
 
     @cached_property
     def operands(self) -> Operands:
@@ -73,7 +74,8 @@ class Request:
         """Return the arrays that the call reads by name; a replayed call is not checked for it."""
         if self.seen is None or not self.was_replayed:
             return validate.read_arrays(self.call)
-        return self.seen.arrays
+        arrays: dict[str, Any] = self.seen.arrays
+        return arrays
 
     @property
     def is_watched(self) -> bool:
@@ -110,6 +112,18 @@ class Request:
         if seen is not None and (numbers := self.rows.numbers):
             seen.addresses.update(numbers)
         return seen
+
+    def forward(self, made: Outputs) -> Any:
+        """Compute out and lse."""
+        backend = dispatch.backend_of(self.call.q)
+        return self.rows.compute(backend, self.call, made.out, made.lse, made.scratch)
+
+    def backward(self, made: Targets) -> Any:
+        """Compute gradients."""
+        rows, how = made.rows, made.deterministic
+        arrays = rows["do"], rows["out"], rows["lse"], rows.get("dlse"), made.gradients
+        backend = dispatch.backend_of(self.call.q)
+        return backend.backward(self.call, *arrays, made.scratch, deterministic=how)
 
     def _host_signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]

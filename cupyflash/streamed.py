@@ -12,12 +12,12 @@ from typing import Literal, SupportsIndex, Unpack, overload
 
 from numpy.typing import NDArray
 
+from . import execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import F, FloatArray, Number
 from .execute import Vjp
 from .masks import Mask
-from .pieces import steps
-from .pieces.steps import Chunk
+from .pieces.executor import Chunk, Streamed
 from .problem.arguments import ANYWHERE
 from .problem.call import Array, Gradients
 from .problem.keywords import explained
@@ -173,8 +173,8 @@ def attention(
         seed=seed,
         precision=precision,
     )
-    return steps.forward(
-        steps.Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device),
+    return execute.forward(
+        Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device),
         return_lse,
         out,
         lse_out,
@@ -282,8 +282,10 @@ def attention_backward(
         seed=seed,
         precision=precision,
     )
-    request = steps.Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device)
-    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
+    request = Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device)
+    return execute.backward(
+        request, do, out, lse, dlse, deterministic, grads_out, None, bias_gradient
+    )
 
 
 @overload
@@ -411,5 +413,5 @@ def attention_vjp(
         seed=seed,
         precision=precision,
     )
-    request = steps.Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device)
-    return steps.vjp_of(request, return_lse, deterministic, bias_gradient, check)
+    request = Streamed(Request(q, k, v, ANYWHERE, options=options), chunk, device)
+    return execute.vjp_of(request, return_lse, deterministic, bias_gradient, check)

@@ -12,10 +12,10 @@ from ..problem.encoding import NUMBERS
 from ..problem.formats import values
 from ..problem.route import CallResult
 from ..rowwise import Arrays, Operation, scales_on_cpu
-from . import cpu_programs, cpu_tiles, host_replay
+from . import cpu_programs, cpu_tiles
 from .backend import output_shape
 from .cpu_ranges import OtherNumbers
-from .host_replay import Replayed, ReplayedCache, ReplayedGrowing
+from .host_calls import Replayed, ReplayedCache, ReplayedGrowing
 
 
 def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> CallResult:
@@ -53,13 +53,11 @@ def _decode(call: Call, out: Array, lse: Array) -> CallResult:
 def _replayed(call: Call, made: Any, programs: Any, grows: bool) -> CallResult:
     """Return what remains of a call on dense or packed arrays."""
     if grows:
-        again: Any = ReplayedGrowing(made, call, *cpu_programs.seen(programs))
-    elif host_replay.grows(call):
-        again = None  # it is looked for without its number of keys
-    else:
-        read = {"q": call.q, "k": call.k, "v": call.v}
-        of_mask = OtherNumbers.of(call.problem, *cpu_programs.seen(programs))
-        again = Replayed(made, made.dense, cpu_programs.looked_up(programs), read, of_mask)
+        growing = ReplayedGrowing(made, call, *cpu_programs.seen(programs))
+        return CallResult(made.visited, growing)
+    read = {"q": call.q, "k": call.k, "v": call.v}
+    of_mask = OtherNumbers.of(call.problem, *cpu_programs.seen(programs))
+    again = Replayed(made, made, cpu_programs.looked_up(programs), read, of_mask)
     return CallResult(made.visited, again)
 
 

@@ -118,9 +118,16 @@ def seen(made: Any) -> Seen:
     return of_mask
 
 
+def _grows(call: Call) -> bool:
+    """Return whether a call's programs are to serve any number of keys."""
+    is_part = call.problem.rows.adjoin or call.problem.whole or any(call.were_matrices)
+    one = call.q.shape[-2] == 1 and not is_part
+    return one and host_replay.grows(call, call.problem.dropout)
+
+
 def of_dense(call: Call) -> tuple[Any, bool]:
     """Return a call's programs, and whether they serve any number of keys."""
-    if host_replay.grows(call):
+    if _grows(call):
         length = call.k.shape[-2]
         cache = Cache(MOST_POSITIONS, length, None, MOST_POSITIONS)
         problem = replace(call.problem, rows=CachedRows.of(call.problem.rows.of_queries, cache))
@@ -137,7 +144,7 @@ def leaves_out_mask(call: Call) -> bool:
     """Return whether a call is computed without its mask, which hides nothing of it."""
     if call.mask is None or call.rows.cache is not None:
         return False
-    if host_replay.grows(call) and _proved(call).found is not None:
+    if _grows(call) and _proved(call).found is not None:
         return False  # it may hide some of other numbers of keys
     made = needed(call)
     return made.trees.allowed is None and made.ends is None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..arrays import cuda_device, device_arrays
@@ -18,6 +19,7 @@ from ..arrays.tape import Tape, paused
 from ..gpu import driver, launch_cache
 from ..gpu.launch_cache import Signature
 from ..masks import Mask
+from ..problem.call import Gradients
 from ..problem.options import Options
 from .agreement import Facts, agree_on, digest
 from .communication import Communicator, Exchanger, Message, Transfer
@@ -63,10 +65,10 @@ class Again:
         As users pass them.
     comm, layout, layout_k : Any
         As users pass them.
-    more : tuple
-        What else tells calls from each other: numbers, texts and truth values.
-    check, timeout : Any
+    scheme, check, timeout : Any
         As users pass them.
+    running : callable
+        Returns a context, which tells other ranks if this one raises.
     """
 
     def __init__(
@@ -78,17 +80,17 @@ class Again:
         options: Options,
         comm: Communicator,
         layouts: tuple[Any, Any],
-        more: tuple[Any, ...],
+        scheme: Any,
         check: Any,
         timeout: Any,
+        running: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._comm, self._names, self._written = comm, names, written
         self._owners = *layouts, comm
-        self._check, self._timeout = check, timeout
+        self._check, self._timeout, self._running = check, timeout, running
         self._signature: Signature | None = None
         self._tape: Tape | None = None
-        known = (str, bool, int, float, type(None))
-        plain = type(check) is bool and all(type(x) in known for x in more)
+        plain = type(check) is bool and (scheme is None or type(scheme) is str)
         plain &= type(timeout) in (int, float) and 0 < timeout < math.inf
         if not plain or not all(isinstance(x, Layout) for x in layouts):
             return
@@ -98,13 +100,23 @@ class Again:
             return
         identities = tuple(map(id, self._owners))
         signature = launch_cache.signature(
-            ("over ranks", kind, more, check, identities), read, options, written
+            ("over ranks", kind, scheme, check, identities), read, options, written
         )
         if signature is not None and not (check and signature.read):
             self._signature = signature
 
-    def results(self) -> tuple[Any, ...] | None:
+    def forward(self, out: Any, lse: Any, workspace: Any = None) -> Any:  # noqa: ARG002, it has them
         """Make the call from its tape, and return its results; None if there is no tape."""
+        with self._running():
+            return self._results()
+
+    def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:  # noqa: ARG002, likewise
+        """Compute the gradients of a call likewise."""
+        with self._running():
+            made = self._results()
+        return None if made is None else Gradients(*made)
+
+    def _results(self) -> tuple[Any, ...] | None:
         signature = self._signature
         if signature is None or (entry := launch_cache.find(signature)) is None:
             return None

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from ..outputs import Targets
 from ..pieces.compute import Partial, Sums, Total, parts_of
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
-from ..pieces.steps import Targets
 from ..problem.call import Array, Call
 from .communication import Exchanger, Transfer
 from .messages import Memory, Packed, Several, joined

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..outputs import Targets
 from ..pieces.parts import problem_of_heads
-from ..pieces.steps import Targets
 from ..problem.call import Array, Call, Gradients
 from . import compute
 from .communication import Some

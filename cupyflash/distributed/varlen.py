@@ -7,6 +7,7 @@ from typing import Literal, SupportsIndex, Unpack, overload
 
 from numpy.typing import NDArray
 
+from .. import execute
 from ..arrays.interop import DLPackArray
 from ..arrays.typed import F, FloatArray, Number
 from ..execute import Vjp
@@ -17,8 +18,8 @@ from ..problem.keywords import explained
 from ..problem.options import Options
 from ..request import Request
 from ..scores import Score
-from . import steps
 from .communication import Communicator
+from .executor import Distributed, Ranks
 from .layouts import Layout
 from .rounds import Scheme
 from .signatures import ForwardOptions, RanksBackwardOptions, RanksVjpOptions
@@ -178,11 +179,9 @@ def attention_varlen(
         seed=seed,
         precision=precision,
     )
-    ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    request = steps.Distributed(
-        Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks
-    )
-    return steps.forward(request, return_lse, out, lse_out)
+    ranks = Ranks(comm, layout, layout_k, scheme, check, timeout)
+    request = Distributed(Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks)
+    return execute.forward(request, return_lse, out, lse_out)
 
 
 @overload
@@ -279,11 +278,11 @@ def attention_varlen_backward(
         seed=seed,
         precision=precision,
     )
-    ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    request = steps.Distributed(
-        Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks
+    ranks = Ranks(comm, layout, layout_k, scheme, check, timeout)
+    request = Distributed(Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks)
+    return execute.backward(
+        request, do, out, lse, dlse, deterministic, grads_out, None, bias_gradient
     )
-    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out, bias_gradient)
 
 
 @overload
@@ -405,8 +404,6 @@ def attention_varlen_vjp(
         seed=seed,
         precision=precision,
     )
-    ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
-    request = steps.Distributed(
-        Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks
-    )
-    return steps.vjp_of(request, return_lse, deterministic, bias_gradient)
+    ranks = Ranks(comm, layout, layout_k, scheme, check, timeout)
+    request = Distributed(Request(q, k, v, Packed(offsets_q, offsets_k), options=options), ranks)
+    return execute.vjp_of(request, return_lse, deterministic, bias_gradient, request.is_checked)

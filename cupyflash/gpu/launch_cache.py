@@ -42,13 +42,15 @@ class DeviceSignature(Signature):
             addresses[name] = place = data.ptr
             parts += (array.dtype, array.shape, array.strides, data.device_id, place & 15)
 
-    def forward(self, entry: Entry, out: Any, lse: Any, workspace: Any = None) -> Any:
+    def forward(self, out: Any, lse: Any, workspace: Any = None) -> Any:
         """Launch a forward again."""
-        return forward(entry, self.addresses, out, lse, workspace)
+        entry = find(self)
+        return None if entry is None else forward(entry, self.addresses, out, lse, workspace)
 
-    def backward(self, entry: Entry, grads_out: Gradients | None, workspace: Any) -> Any:
+    def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
         """Launch a backward again."""
-        return backward(entry, self.addresses, grads_out, workspace)
+        entry = find(self)
+        return None if entry is None else backward(entry, self.addresses, grads_out, workspace)
 
     def keep(self, served: CallResult, results: Sequence[Any]) -> None:
         """Keep a call that was checked and launched."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from .. import cached, execute
+from .. import cached, execute, outputs
 from ..masks import Mask
 from ..problem.arguments import Cached
 from ..problem.bound_exprs import trees
@@ -201,7 +201,7 @@ def attention_cached(
         constants["mask"] = mask
     operands |= {name: None if x is None else jnp.asarray(x) for name, x in integers.items()}
     dtypes = call.problem.dtype, call.problem.accumulator
-    results = list(map(jax.ShapeDtypeStruct, execute.result_shapes(call), dtypes))
+    results = list(map(jax.ShapeDtypeStruct, outputs.result_shapes(call), dtypes))
 
     options_of_host: dict[str, Any] = {**constants, "return_lse": return_lse}
 

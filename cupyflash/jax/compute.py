@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .. import api, execute, varlen
+from .. import api, outputs, varlen
 from ..errors import ArgumentError
 from ..expr.nodes import walk
 from ..masks import Mask
@@ -114,7 +114,7 @@ def computed(
     one_by_one = functions is PACKED or "sink" in operands or bool(call.problem.dropout)
     method = "sequential" if one_by_one or _reads_the_batch(constants) else "expand_dims"
     axes = operands["q"].ndim
-    shapes = execute.result_shapes(call)
+    shapes = outputs.result_shapes(call)
     if call.matrices:
         shapes = (1, *shapes[0]), (1, *shapes[1])
     dtypes = call.problem.dtype, call.problem.accumulator

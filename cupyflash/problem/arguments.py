@@ -15,7 +15,7 @@ from ..arrays import cuda_device
 from ..arrays.device_arrays import address, is_device_array
 from ..errors import ArgumentError
 from . import cached, coded, codes, device_args, validate
-from .call import Call, Problem, changed
+from .call import Array, Call, Problem, changed
 from .options import DEFAULTS, Options
 
 
@@ -70,6 +70,11 @@ class Dense:
         """Return the validated call."""
         return validate.call(*x, options, self.in_one_place, given)
 
+    @staticmethod
+    def compute(backend: Any, call: Call, out: Array, lse: Any, scratch: Any) -> Any:  # noqa: ARG004, of a cache
+        """Compute a validated call on a back end."""
+        return backend.forward(call, out, lse)
+
     def checked_part(self, x: Operands, options: Options, part: Part) -> Call:
         """Return the validated call of a rank; its lengths are those of all ranks."""
         given = validate.call(*x)
@@ -111,6 +116,7 @@ class Packed:
     name: ClassVar[str] = "attention_varlen"
     has_whole_bias: ClassVar[bool] = True
     numbers: ClassVar[Mapping[str, int]] = _NO_NUMBERS
+    compute = staticmethod(Dense.compute)
 
     def __init__(self, offsets_q: Any, offsets_k: Any, check: Any = None) -> None:
         self.offsets_q, self.offsets_k, self.check = offsets_q, offsets_k, check
@@ -201,6 +207,11 @@ class Cached:
         integers = self.lengths, self.table, self.offsets_q
         return cached.call(*x, *integers, options, given, self.shared)
 
+    @staticmethod
+    def compute(backend: Any, call: Call, out: Array, lse: Any, scratch: Any) -> Any:
+        """Compute a validated call on a back end."""
+        return backend.cached(call, out, lse, scratch)
+
     def signature(self, q: Any, k: Any, v: Any) -> tuple[str, Named] | None:  # noqa: ARG002, others look at it
         """Return words and arrays that tell calls apart, or None if they are not recognised.
 
@@ -209,7 +220,7 @@ class Cached:
         """
         if cached.CHECKS_ALL or type(self.shared) is not int:
             return None
-        words = f" with {self.shared} shared" if self.shared else ""
+        words = f" of a cache with {self.shared} shared" if self.shared else " of a cache"
         lengths, table = self.lengths, self.table
         if not is_device_array(lengths):
             number = self._length

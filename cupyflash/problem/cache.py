@@ -47,11 +47,6 @@ class Cache:
     shared: int = 0
 
     @property
-    def codes(self) -> Encoding | None:
-        """The encoding if keys or values are codes, else None."""
-        return self.encoding.as_codes
-
-    @property
     def is_paged(self) -> bool:
         """Whether a table says where positions are."""
         return self.table is not None

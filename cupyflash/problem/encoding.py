@@ -49,11 +49,6 @@ class Encoding:
         return {name: scale for name, scale in named.items() if scale is not None}
 
     @property
-    def as_codes(self) -> Encoding | None:
-        """The encoding itself if keys or values are codes, else None."""
-        return None
-
-    @property
     def form(self) -> Format:
         """The one format of queries, keys and values that are all codes."""
         assert self.k_form is not None
@@ -105,11 +100,6 @@ class CacheEncoding(Encoding):
     """Keys, values or both are codes in a cache."""
 
     views_are_read_once = False
-
-    @property
-    def as_codes(self) -> Encoding:
-        """The encoding itself."""
-        return self
 
     @property
     def words_of_rows(self) -> list[str]:

@@ -166,16 +166,16 @@ class Signature(ABC):
         """Where the arrays are, by name."""
         return self.addresses
 
-    def forward(self, entry: Entry, out: Any, lse: Any, workspace: Any = None) -> Any:
-        """Compute a call with a kept entry, into the given arrays or into new ones.
+    def forward(self, out: Any, lse: Any, workspace: Any = None) -> Any:
+        """Compute a call as an earlier one, into the given arrays or into new ones.
 
-        Returns out and lse, or None if the call must be checked again.
+        Returns out and lse, or None if there is none, or if the call must be checked again.
         """
-        del entry, out, lse, workspace
+        del out, lse, workspace
 
-    def backward(self, entry: Entry, grads_out: Gradients | None, workspace: Any) -> Any:
-        """Compute the gradients of a call with a kept entry; None if it must be checked again."""
-        del entry, grads_out, workspace
+    def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
+        """Compute the gradients of a call likewise."""
+        del grads_out, workspace
 
     def keep(self, served: Any, results: Sequence[Any]) -> None:
         """Keep a call that was checked and computed: what a back end returned, and its results."""

@@ -344,9 +344,12 @@ def gradients(
     request: Call,
     inputs: dict[str, Array],
     bias_gradient: bool,
-    check: Callable[[dict[str, Any], dict[str, Array]], None] = outputs,
+    check: Callable[[dict[str, Any], dict[str, Array]], None],
 ) -> Gradients:
-    """Check ``grads_out``: None, or arrays (or None) for dq, dk, dv, dbias, dsink in this order."""
+    """Check ``grads_out``: None, or arrays (or None) for dq, dk, dv, dbias, dsink in this order.
+
+    `check` is as `interop.outputs`.
+    """
     if value is None:
         return Gradients(None, None, None)
     if not isinstance(value, (tuple, list)) or not 3 <= len(value) <= 5:

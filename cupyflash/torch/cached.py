@@ -148,7 +148,7 @@ def attention_cached(
     )
     request = Request(array_of(q), array_of(k), array_of(v), rows, codes, options)
     if home.type == "cpu":
-        return tensors.of_results(execute.cached(request, return_lse, None, None, None))
+        return tensors.of_results(execute.forward(request, return_lse, None, None))
     with tensors.stream_of(home):
         call = request.call
         size = dispatch.backend_of(call.q).workspace_size_cached(call)
@@ -158,8 +158,8 @@ def attention_cached(
         out = tensors.empty_in_order_of(q, (*q.shape[:-1], columns))
         lse = q.new_empty(q.shape[:-1], dtype=tensors.lse_dtype(q)) if return_lse is True else None
         targets = array_of(out), array_of(lse), array_of(scratch)
-        execute.cached(request, return_lse, *targets)
-        of_arrays = execute.cached_signature(request, lse is not None, *targets)
+        execute.forward(request, return_lse, *targets)
+        of_arrays = execute.forward_signature(request, lse is not None, *targets)
     written = {"out": out} if lse is None else {"out": out, "lse": lse}
     recognised.keep(seen, of_arrays, written, q.dtype)
     return (out, lse) if return_lse else out

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem,
                                                         b_smem);
           gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
-          // accumulate dbias
+          // 6 accumulate dbias
           matmul::add(total, s);
         }
       }

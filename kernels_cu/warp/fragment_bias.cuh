@@ -233,7 +233,7 @@ __device__ __forceinline__ void accumulate_ds(const TileScheduler& scheduler,
     const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(storage.delta[stage] +
                                                                   corner.row);
     fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
-    // accumulate dbias
+    // 6 accumulate dbias
     matmul::add(total, s);
     stage = 1 - stage;
     now = next;

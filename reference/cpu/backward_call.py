@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,19 @@ from .float_modes import own_arithmetic
 from .gradient_tile import gradient_scratch
 from .jit import prepare
 from .kernels import called_kernels, made_ready
-from .layout import Array, Layout, Problem, Programs, Scratch, views_of_ranges
+from .layout import Array, Layout, Problem, Programs, Scratch
 from .memory import ROWS, aligned
 from .microkernel import round_up
 from .operands import Operand, Result
 from .packing import lanes_of_pair, size_of_pairs
-from .prepared import BYTES_PER_SECOND, changes_of, packed_shape, seconds, signed, sinks_of
+from .prepared import (
+    BYTES_PER_SECOND,
+    PreparedCall,
+    changes_of,
+    packed_shape,
+    seconds,
+    sinks_of,
+)
 from .structs import Packed
 from .sums import store
 from .thread_limits import num_threads
@@ -38,7 +44,7 @@ from .widen import NATIVE, kind_of
 Step = Callable[[object], None]  # gets what holds the arrays of the call
 
 
-class BackwardCall:
+class BackwardCall(PreparedCall):
     """A backward of one form: see `launch.backward` for its parameters.
 
     Parameters
@@ -64,10 +70,10 @@ class BackwardCall:
     ) -> None:  # fmt: skip
         num_threads()  # a wrong number of threads is an error of the first call
         scratch = Scratch(workspace)
-        self._problem, self._programs = problem, programs
-        self._layout = layout = Layout(problem, block_q, block_kv)
+        layout = Layout(problem, block_q, block_kv)
+        super().__init__(layout, programs)
+        self.shape = packed_shape(layout)
         self._visited: list[Array] = []
-        self.nbytes = 0
         # An array that was broadcast to no batch entry, or to no head, still has a gradient.
         self._is_empty = not layout.batch or not problem.heads
         if self._is_empty:
@@ -78,7 +84,6 @@ class BackwardCall:
         kind = kind_of(q.dtype)
         called = called_kernels(problem, programs, True, kind)
         self._pointers = pointers = made_ready(problem, programs, called, kind, *kernels)
-        self.shape = packed_shape(layout)
         self._seconds = seconds(layout.shape, 5, layout.itemsize)
 
         def read(array: Array, whole: bool, widened: bool = True, keys: bool = False) -> Operand:
@@ -96,8 +101,6 @@ class BackwardCall:
 
         self._sinks = sinks_of(layout, sink)
         self._dsinks = np.zeros(layout.batch * problem.heads, layout.number)
-        self._ranges = layout.key_ranges(programs.ranges)
-        self._range_views = views_of_ranges(self._ranges, programs.ranges)
         panels = [layout.panels(depth, scratch) for depth in (problem.d, problem.d_v)]
         self._qt, self._dot = (Packed(ROWS, rows) for _, rows in panels)
         self._held: list[object] = [delta, panels]
@@ -136,24 +139,10 @@ class BackwardCall:
         )  # fmt: skip
         if self._rounds:
             self._rounded = Result(layout, dq, scratch, False, pointers.narrow)
-        self.nbytes = scratch.nbytes
+        self.nbytes += scratch.nbytes
         if self._dbias is not None:
             self.nbytes += self._dbias.nbytes
         self._steps = self._made_steps()
-
-    def release(self) -> None:
-        """Let go of the arrays that programs read: a later call brings its own."""
-        self._programs = replace(self._programs, tables=None)
-
-    def set_ends(self, ends: tuple[Array, Array]) -> None:
-        """Set the first and last key of each query."""
-        for kept, end in zip(self._range_views, ends, strict=True):
-            kept[...] = end
-
-    def seed(self, seed: int) -> None:
-        """Set the generator's key, if pairs are dropped."""
-        if self._problem.dropout and not self._is_empty:
-            self.shape.change("seed", signed(seed))
 
     @property
     def visited(self) -> int:
@@ -204,7 +193,7 @@ class BackwardCall:
 
     @own_arithmetic
     def _finish_sink(self, dsink: Array) -> None:
-        sums = self._dsinks.reshape(self._layout.batch, self._problem.heads)
+        sums = self._dsinks.reshape(self._layout.batch, self._layout.problem.heads)
         dsink[...] = sums.sum(axis=0, dtype=self._layout.number)
 
     @own_arithmetic
@@ -214,7 +203,7 @@ class BackwardCall:
 
     def _made_steps(self) -> list[Step]:
         """Return what computes the gradients, in its order."""
-        problem, layout, pointers = self._problem, self._layout, self._pointers
+        problem, layout, pointers = self._layout.problem, self._layout, self._pointers
         number, itemsize, heads = layout.number, layout.itemsize, problem.heads
         shape, lanes = layout.shape, layout.lanes
         columns, columns_v = (round_up(count, lanes) for count in (problem.d, problem.d_v))

@@ -72,6 +72,7 @@ def _add_vectors(typingctx, source, row_size, keys, target, step, count, like):
 @helper
 def add_to_bias(bias, shape, scratch, b, h, i, ni, j0, lanes):
     """Add the gradient of a tile's scores, `scratch.ds`, to the sums of its head."""
+    # 6 accumulate dbias
     ds, begin = scratch.ds, scratch.edges[FIRST]
     itemsize, keys, zero = ds.itemsize, scratch.edges[LAST] - begin, ds.dtype.type(0)
     width = VECTOR_BYTES // itemsize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from .decode_work import DecodeWork, PackedWork
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
-from .layout import Array, Layout, Problem, Programs, Scratch, views_of_ranges
+from .layout import Array, Layout, Problem, Programs, Scratch
 from .merge import merge
 from .microkernel import round_up
 from .operands import Operand, Result
@@ -25,6 +24,7 @@ from .prepared import (
     BYTES_PER_SECOND,
     PAIR,
     PRODUCTS_PER_SECOND,
+    PreparedCall,
     changes_of,
     sinks_of,
 )
@@ -47,7 +47,7 @@ def _planned(layout: Layout, ranges: KeyRanges, shared: int) -> Schedule:
     return schedule(layout.shape, heads_kv, ranges, columns, num_threads(), shared)
 
 
-class DecodeCall:
+class DecodeCall(PreparedCall):
     """A call of few queries over many keys, of one form: see `decode` for its parameters.
 
     Lengths of keys, and the ranges of keys that a mask gives, may differ from call to call.
@@ -72,8 +72,8 @@ class DecodeCall:
         num_threads()  # a wrong number of threads is an error of the first call
         number = problem.accumulator
         called = called_kernels(problem, programs, False)
-        self._programs, scratch, self._shared = programs, Scratch(), shared
-        self._layout = layout = Layout(problem, MOST_ROWS, LEAF)
+        layout, scratch, self._shared = Layout(problem, MOST_ROWS, LEAF), Scratch(), shared
+        super().__init__(layout, programs)
         cache = cache_of(k, v, table, page_size, problem.lead, layout.lanes, scales, shared)
         own = [(kernel, number) for kernel in (merge, *products_of(cache), decode_kernel)]
         prepare([*called.values(), *own])
@@ -82,9 +82,7 @@ class DecodeCall:
         self._out = Result(layout, out, scratch)
         self._lse = Result(layout, lse[..., None], scratch)
         self._sinks = sinks_of(layout, sink)
-        self._ranges = layout.key_ranges(programs.ranges)
         changes = changes_of(layout, programs, pointers_to(called), self._ranges)
-        self._range_views = views_of_ranges(self._ranges, programs.ranges)
         self._described, self._cache = cache, PackedCache(cache)
         self._changes = changes
         self._sizes = lambda top: decode_sizes(layout.shape, changes, cache, top)
@@ -93,47 +91,23 @@ class DecodeCall:
         self._most_leaves = -(-MOST_PRODUCTS // products)
         self._most_queries = int(layout.len_q.max(initial=0))
         self._plan: Schedule | None = None
-        self.nbytes = scratch.nbytes
-
-    def dense(
-        self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
-    ) -> None:
-        """Write out and lse of a call on dense arrays."""
-        self(q, k, v, None, sink, out, lse)
+        self._nbytes = self.nbytes = self.nbytes + scratch.nbytes
 
     def grown(
         self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
     ) -> None:
         """Write out and lse of a call on dense arrays, which may have any number of keys."""
         self._cache.reach(self._layout.problem.lead, k, v)
-        self(q, k, v, None, sink, out, lse)
-
-    def seed(self, seed: int) -> None:
-        """Do nothing: no pair is dropped."""
-
-    def release(self) -> None:
-        """Let go of the arrays that programs read: a later call brings its own."""
-        self._programs = replace(self._programs, tables=None)
+        self(q, k, v, sink, out, lse)
 
     @property
     def visited(self) -> int:
         """How many leaves the last call visited: those that are not EMPTY."""
         return int(self._visited.sum()) if self._plan is not None else 0
 
-    def grow(self, lengths: Array, ends: tuple[Array, Array] | None) -> None:
-        """Set how many keys entries have, and the first and last key of each query."""
-        self._layout.len_k[...] = lengths
-        if ends is not None:
-            self.set_ends(ends)
-
-    def set_ends(self, ends: tuple[Array, Array]) -> None:
-        """Set the first and last key of each query."""
-        for kept, end in zip(self._range_views, ends, strict=True):
-            kept[...] = end
-
     def __call__(
-        self, q: Array, k: Array, v: Array, table: Array | None, sink: Array | None, out: Array,
-        lse: Array, scales: Sequence[Array | None] | None = None,
+        self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array,
+        table: Array | None = None, scales: Sequence[Array | None] | None = None,
     ) -> None:  # fmt: skip
         """Write out and lse; `scales` are those of keys and of values."""
         layout = self._layout
@@ -173,7 +147,8 @@ class DecodeCall:
         number = layout.number
         self._counters = np.zeros(1 + len(plan.tasks), np.int64)
         self._visited = np.zeros(len(plan.units), np.int64)
-        sizes = self._sizes(plan.top)
+        sizes, kept = self._sizes(plan.top), np.empty(plan.kept, number)
+        self.nbytes = self._nbytes + kept.nbytes
         q, out, lse = (x.rows.values for x in (self._q, self._out, self._lse))
         merge_pointer, keys_pointer, values_pointer = self._pointers
         work = DecodeWork(
@@ -192,7 +167,7 @@ class DecodeCall:
             self._described,
             q,
             self._sinks,
-            np.empty(plan.kept, number),
+            kept,
             out,
             lse,
             self._visited,
@@ -231,5 +206,5 @@ def decode(
     of_cache = page_size, sink, out, lse, scales, shared
     call = DecodeCall(problem, programs, q, k, v, table, *of_cache)
     arrays = None if scales is None else [None if x is None else x.array for x in scales]
-    call(q, k, v, table, sink, out, lse, arrays)
+    call(q, k, v, sink, out, lse, table, arrays)
     return call

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import types
 
@@ -13,7 +11,7 @@ from .arguments import CHANGES, Changes, Shape, shape_of
 from .cache import CACHE, Cache
 from .jit import INT, INTS, TABLE, vector
 from .memory import ROWS, Rows
-from .structs import WORD, Packed, Struct
+from .structs import WORD, Packed, Struct, form_for
 
 Array = np.ndarray[Any, Any]
 
@@ -46,7 +44,7 @@ class PackedWork:
     """A call as the kernel takes it, for any arrays like those that `work` describes."""
 
     def __init__(self, work: DecodeWork, number: np.dtype[Any]) -> None:
-        kind = _form(number)
+        kind = form_for(decode_work_of, number)
         self.packed = Packed(kind, work)
         self._q, self._cache, self._out, self._lse = (
             kind.offsets[name] // WORD for name in ("q", "cache", "out", "lse")
@@ -57,11 +55,6 @@ class PackedWork:
         words, begin = self.packed.words, self._cache
         words[self._q], words[self._out], words[self._lse] = q.words[0], out.words[0], lse.words[0]
         words[begin : begin + CACHE.word_count] = cache.words[:]
-
-
-@functools.cache
-def _form(number: np.dtype[Any]) -> Struct:
-    return decode_work_of(numba.from_dtype(number))
 
 
 def decode_work_of(number: types.Type) -> Struct:

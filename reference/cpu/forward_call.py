@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import numpy as np
 
 from .arguments import tile_sizes
@@ -12,15 +9,15 @@ from .calls import Bound
 from .forward import forward as forward_kernel
 from .forward import forward_scratch
 from .kernels import called_kernels, made_ready
-from .layout import Array, Layout, Problem, Programs, Scratch, views_of_ranges
+from .layout import Array, Layout, Problem, Programs, Scratch
 from .operands import Operand, Result
-from .prepared import changes_of, packed_shape, seconds, signed, sinks_of
+from .prepared import PreparedCall, changes_of, packed_shape, seconds, sinks_of
 from .thread_limits import num_threads
 from .threads import parallel
 from .widen import kind_of
 
 
-class ForwardCall:
+class ForwardCall(PreparedCall):
     """A forward of one form: see `launch.forward` for its parameters.
 
     Parameters
@@ -45,8 +42,8 @@ class ForwardCall:
         kind = kind_of(q.dtype)
         called = called_kernels(problem, programs, False, kind)
         self._pointers = pointers = made_ready(problem, programs, called, kind, forward_kernel)
-        self._layout = layout = Layout(problem, block_q, block_kv)
-        self._programs, scratch = programs, Scratch()
+        layout, scratch = Layout(problem, block_q, block_kv), Scratch()
+        super().__init__(layout, programs)
         self._q = Operand(layout, q, scratch, False, widened=True)
         self._k = Operand(layout, k, scratch, False, widened=True, keys=True)
         self._v = Operand(layout, v, scratch, True, widened=True, keys=True)
@@ -55,13 +52,11 @@ class ForwardCall:
         assert not resumes or layout.readable(out, whole_vectors=False)
         self._resumes, self._sinks = int(resumes), sinks_of(layout, sink)
         self.shape = packed_shape(layout)
-        self._ranges = layout.key_ranges(programs.ranges)
-        self._range_views = views_of_ranges(self._ranges, programs.ranges)
         self._work = layout.blocks(block_q, last_first=True)
         self._visited = np.zeros(len(self._work) * problem.heads, np.int64)
         self._seconds = seconds(layout.shape, 2, layout.itemsize)
         self._kernel = self._bound()
-        self.nbytes = scratch.nbytes
+        self.nbytes += scratch.nbytes
 
     def _bound(self) -> Bound:
         """Return the kernel with its arguments."""
@@ -88,20 +83,8 @@ class ForwardCall:
 
     def grow(self, lengths: Array, ends: tuple[Array, Array] | None) -> None:
         """Set how many keys entries have, and the first and last key of each query."""
-        self._layout.len_k[...] = lengths
+        super().grow(lengths, ends)
         self._seconds = seconds(self._layout.shape, 2, self._layout.itemsize)
-        if ends is not None:
-            self.set_ends(ends)
-
-    def set_ends(self, ends: tuple[Array, Array]) -> None:
-        """Set the first and last key of each query."""
-        for kept, end in zip(self._range_views, ends, strict=True):
-            kept[...] = end
-
-    @property
-    def dense(self) -> Callable[..., None]:
-        """What writes out and lse of another call."""
-        return self
 
     def grown(
         self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
@@ -110,15 +93,6 @@ class ForwardCall:
         self._k.reach(k)
         self._v.reach(v)
         self(q, k, v, sink, out, lse)
-
-    def release(self) -> None:
-        """Let go of the arrays that programs read: a later call brings its own."""
-        self._programs = replace(self._programs, tables=None)
-
-    def seed(self, seed: int) -> None:
-        """Set the generator's key, if pairs are dropped."""
-        if self._layout.problem.dropout:
-            self.shape.change("seed", signed(seed))
 
     @property
     def visited(self) -> int:

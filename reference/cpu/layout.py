@@ -316,8 +316,3 @@ class Layout:
         entries, heads = ends[0].shape[:2]
         batch = np.arange(self.batch, dtype=np.int64) * (heads * queries if entries > 1 else 0)
         return KeyRanges(low, high, batch, queries if heads > 1 else 0)
-
-
-def views_of_ranges(ranges: KeyRanges, ends: tuple[Array, Array] | None) -> list[Array]:
-    """Return the ends of ranges with the axes of those of which they were made."""
-    return [] if ends is None else [x.reshape(ends[0].shape) for x in (ranges.low, ranges.high)]

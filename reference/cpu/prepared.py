@@ -7,17 +7,61 @@ time.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from dataclasses import replace
 
-import numba
 import numpy as np
 
 from .amx_memory import PANEL as TILE_PANEL
 from .arguments import Changes, FunctionPointers, KeyRanges, Shape, shape_of
 from .layout import Array, Layout, Programs
 from .microkernel import PANEL, round_up
-from .structs import Packed, Struct
+from .structs import Packed, form_for
+
+
+class PreparedCall:
+    """What every call has: its layout, its programs, and the keys that each query sees.
+
+    Parameters
+    ----------
+    layout : Layout
+        Its sizes.
+    programs : Programs
+        What happens to its scores.
+    """
+
+    shape: Packed  # as kernels take it; a call over a cache drops no pair and has it elsewhere
+
+    def __init__(self, layout: Layout, programs: Programs) -> None:
+        self._layout, self._programs = layout, programs
+        self._drops = layout.problem.dropout > 0
+        self._ranges = layout.key_ranges(programs.ranges)
+        self.nbytes = 0
+        self._range_views: list[Array] = []
+        if programs.ranges is not None:
+            shape, ends = programs.ranges[0].shape, (self._ranges.low, self._ranges.high)
+            self._range_views = [x.reshape(shape) for x in ends]
+            self.nbytes += sum(x.nbytes for x in ends)
+
+    def grow(self, lengths: Array, ends: tuple[Array, Array] | None) -> None:
+        """Set how many keys entries have, and the first and last key of each query."""
+        self._layout.len_k[...] = lengths
+        if ends is not None:
+            self.set_ends(ends)
+
+    def set_ends(self, ends: tuple[Array, Array]) -> None:
+        """Set the first and last key of each query."""
+        for kept, end in zip(self._range_views, ends, strict=True):
+            kept[...] = end
+
+    def seed(self, seed: int) -> None:
+        """Set the random generator's key, if pairs are dropped."""
+        if self._drops:
+            self.shape.change("seed", signed(seed))
+
+    def release(self) -> None:
+        """Let go of the arrays that programs read: a later call brings its own."""
+        self._programs = replace(self._programs, tables=None)
+
 
 # What a thread does in a second at least: multiplications and additions, and what a pair of a
 # query and a key takes besides, as so many of them.
@@ -32,14 +76,9 @@ def seconds(shape: Shape, products: int, itemsize: int) -> float:
     return pairs * each * itemsize / 4 / PRODUCTS_PER_SECOND
 
 
-@functools.cache
-def _form_of_shape(number: np.dtype[Any]) -> Struct:
-    return shape_of(numba.from_dtype(number))
-
-
 def packed_shape(layout: Layout) -> Packed:
     """Return the sizes of a call as its kernels take them."""
-    return Packed(_form_of_shape(layout.number), layout.shape)
+    return Packed(form_for(shape_of, layout.number), layout.shape)
 
 
 def signed(seed: int) -> int:

@@ -8,10 +8,13 @@ its address and its lengths; a structure within another one as its words.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import struct
+from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -78,6 +81,12 @@ class Struct(types.Type):  # type: ignore[misc]
                 within.flatten(value, leaves)
             else:
                 leaves.append(value)
+
+
+@functools.cache
+def form_for(form_of: Callable[[types.Type], Struct], number: np.dtype[Any]) -> Struct:
+    """Return the form of a structure whose numbers have a dtype, given its form for their type."""
+    return form_of(numba.from_dtype(number))
 
 
 def _words(member: types.Type) -> int:

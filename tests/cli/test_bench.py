@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from halves import mostly_thorough
 
 from cupyflash import bench, cached, quantize
 from cupyflash.analysis import Problem, flops
@@ -306,8 +307,16 @@ def test_a_pytorch_that_does_not_serve_is_told(forget, monkeypatch):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs PyTorch")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@mostly_thorough(
+    ("direction", "dtype"),
+    [
+        (direction, dtype)
+        for direction in ("forward", "backward")
+        for dtype in ("float32", "bfloat16")
+    ],
+    quick=[("forward", "float32"), ("backward", "bfloat16")],
+    why="each direction and each type has a quick case; PyTorch compiles for each",
+)
 def test_pytorch_agrees(direction, dtype):
     peers = [bench.Cupyflash(), *(x for x in torch_peers.PEERS if not x.obstacle("cpu"))]
     assert len(peers) == 4

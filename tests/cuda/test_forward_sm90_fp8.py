@@ -243,6 +243,7 @@ def test_what_is_not_finite_is_where_the_cpu_has_it(form, where, options):
     why="the kernels of these types have quick tests",
 )
 def test_other_gpus_widen_codes_first(form, out_dtype):
+    """The kernel `dequantize` does."""
     q, k, v = draw((2, 1, 40, 24), (1, 2, 70, 24), (2, 2, 70, 40))
     held = Coded.of(form, q.repeat(2, 1), k, v, by=("row", "head", "all"))
     results = run(held, hopper=False, out_dtype=out_dtype, mask=masks.causal())

@@ -189,11 +189,11 @@ def test_one_kernel_serves_all_pieces(dropout):
 
 
 def test_a_gpu_rounds_chunks_to_whole_tiles(monkeypatch):
-    from cupyflash.pieces import steps
+    from cupyflash.pieces import executor
 
     x = np.zeros((1, 1000, 8), np.float32)
-    monkeypatch.setattr(steps, "_check_homes", lambda *_: None)
-    request = steps.Streamed(Request(x, x, x, ANYWHERE, options=Options()), (300, 129), 0)
+    monkeypatch.setattr(executor, "check_homes", lambda *_: None)
+    request = executor.Streamed(Request(x, x, x, ANYWHERE, options=Options()), (300, 129), 0)
     assert [len(keys) for keys in request.schedule.keys] == [256, 256, 256, 232]
     assert [len(rows) for rows in request.schedule.rows] == [300, 300, 300, 100]
 

@@ -14,6 +14,7 @@ from placement import same_bits
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
+from cupyflash.backends.host_calls import MOST_CALLS
 from cupyflash.problem import cached, replay, validate
 
 F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
@@ -399,3 +400,23 @@ def test_what_is_kept_is_limited(monkeypatch):
     monkeypatch.setattr(replay, "MOST_BYTES", 0)
     cupyflash.attention(*np.ones((3, 1, 2, 8, 24), np.float64)[..., ::3])  # by copies
     assert replay.kept() <= 3
+
+
+def test_all_calls_of_an_entry_count():
+    """Threads that make a call at once leave one each, of which few are kept; all of them count."""
+    arrays = np.ones((3, 1, 2, 8, 24), np.float64)[..., ::3]  # which are copied
+    kept, sizes = [], []
+    for _ in range(MOST_CALLS + 2):
+        cupyflash.attention(*arrays)
+        (entry,) = replay._entries.values()
+        kept += entry.compiled.free  # as if threads were making all of them
+        entry.compiled.free.clear()
+        sizes.append(entry.nbytes)
+    one = sizes[0]
+    assert one > 0
+    assert sizes == [one * min(n, MOST_CALLS) for n in range(1, MOST_CALLS + 3)]
+    assert len(kept) == MOST_CALLS
+    kept.clear()  # as if all of them had raised
+    cupyflash.attention(*arrays)
+    (entry,) = replay._entries.values()
+    assert (entry.nbytes, len(entry.compiled.free)) == (one, 1)

@@ -23,7 +23,8 @@ import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, dispatch, masks, scores, streamed
 from cupyflash.arrays import transfers
 from cupyflash.backends.gpu import Gpu
-from cupyflash.pieces import heads, schedule, steps
+from cupyflash.pieces import executor, heads, schedule
+from cupyflash.pieces.executor import Streamed
 from cupyflash.problem.arguments import ANYWHERE
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
@@ -170,12 +171,12 @@ def test_the_second_chunk_arrives_while_the_first_one_is_computed(device, monkey
 
 
 def test_chunks_of_keys_grow_on_a_device_and_faster_for_more_queries(device, monkeypatch):
-    monkeypatch.setattr(steps, "FIRST", 128)
-    monkeypatch.setattr(steps, "QUERIES", ROWS)
+    monkeypatch.setattr(executor, "FIRST", 128)
+    monkeypatch.setattr(executor, "QUERIES", ROWS)
     q, k, v, *_ = draw()
     cupy = device()
     for queries, expected in ((q, [128, 272]), (q[:, :2], [128, 256, 16])):
-        request = steps.Streamed(
+        request = Streamed(
             Request(cupy.asarray(queries), k, v, ANYWHERE, options=Options()), "auto", None
         )
         assert [len(keys) for keys in request.schedule.keys] == expected
@@ -235,9 +236,7 @@ def test_heads_with_all_of_their_keys_have_the_bits_of_one_call(device, kind, ho
     for seed in range(2):
         cupy = device(seed, pinned=bool(seed))
         at = [x if home == "h" else cupy.asarray(x) for x, home in zip(arrays, homes, strict=True)]
-        request = steps.Streamed(
-            Request(*at[:3], ANYWHERE, options=Options(**OF_HEADS[kind])), "auto", 0
-        )
+        request = Streamed(Request(*at[:3], ANYWHERE, options=Options(**OF_HEADS[kind])), "auto", 0)
         assert len(request.groups_at(request.place())) == 4
         ours, our_lse = streamed.attention(*at[:3], device=0, return_lse=True, **OF_HEADS[kind])
         more = {"dlse": dlse, "device": 0} | OF_HEADS[kind]
@@ -253,9 +252,7 @@ def test_heads_are_divided_where_each_group_fills_the_device(monkeypatch):
 
     def made(rows=0, keys=90, travel=(), **options):
         q, k, v, _ = draw_heads()
-        request = steps.Streamed(
-            Request(q, k, v, ANYWHERE, options=Options(**options)), (100, 30), None
-        )
+        request = Streamed(Request(q, k, v, ANYWHERE, options=Options(**options)), (100, 30), None)
         found = heads.groups(request.call, request.schedule, rows, keys, travel)
         assert [x for of in found for x in of.kv] == list(range(4) if found else ())
         assert all(list(of.heads) == [2 * x + n for x in of.kv for n in (0, 1)] for of in found)

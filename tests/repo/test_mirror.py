@@ -8,6 +8,7 @@ The table in kernels_cu/README.md says which files are twins. The rules:
   steps are its comments in the order of the text, with those of a function where it is called; a
   step that comes again counts where it came first. They are the same, in the same order, as those
   of the twin's function of the kernel's name, which is the file's stem without its hardware.
+  `PARTS` has the kernels whose twin is called by another kernel, whose steps before it count, too.
 - Namespaces: a header's namespace has the name of the file, of a file next to it whose name begins
   its own (`fragment_rows.cuh` continues `fragment.cuh`), or of the folder.
 """
@@ -32,6 +33,9 @@ from mirror import (
 )
 
 TABLE = table_of_twins()
+
+# Kernel -> its twin's function, and the kernel that calls it.
+PARTS = {"backward_bias": ("add_to_bias", ("reference/cpu/backward.py", "backward_dkdv"))}
 
 
 def files_of(row: Row) -> list[str]:
@@ -104,10 +108,20 @@ def test_a_header_is_a_namespace():
 def steps_of(file: str, name: str, twin: str) -> tuple[list[Step], list[Step]]:
     """The steps of a kernel and of its twin, without what the twin of another kernel does."""
     (kernel,) = (x for x in IN_CUDA if (x.file, x.name) == (file, "KERNEL_NAME"))
-    (function,) = (x for x in IN_PYTHON if (x.file, x.name) == (twin, name))
-    others = {(of, other) for _, other, of in kernels()} - {(twin, name)}
+    steps, own = expanded(kernel, IN_CUDA), function_of(name, twin)
+    whole = PARTS[name][1] if name in PARTS else own
+    others = {function_of(other, of) for _, other, of in kernels()} - {own, whole}
     callable_ones = [x for x in IN_PYTHON if (x.file, x.name) not in others]
-    return expanded(kernel, IN_CUDA), expanded(function, callable_ones)
+    twins = {(x.file, x.name): x for x in IN_PYTHON}
+    wanted = expanded(twins[whole], callable_ones)
+    if name in PARTS:
+        wanted = wanted[: wanted.index(twins[own].steps[-1]) + 1]
+    return steps, wanted
+
+
+def function_of(name: str, twin: str) -> tuple[str, str]:
+    """File and name of a kernel's twin."""
+    return twin, PARTS[name][0] if name in PARTS else name
 
 
 @pytest.mark.parametrize(("file", "name", "twin"), kernels())

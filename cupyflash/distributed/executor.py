@@ -1,4 +1,4 @@
-"""The steps of a call over ranks: check, agree with the others, allocate what is missing, run."""
+"""Calls over ranks: what a rank has of one, what ranks agree on, and how it is computed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from .. import dispatch
 from ..arrays.device_arrays import is_device_array
-from ..arrays.interop import DLPackArray
 from ..arrays.tape import Tape
-from ..changes import Snapshot, looks_at, refused
+from ..changes import looks_at
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
-from ..execute import Vjp, check_flag
+from ..execute import check_flag
+from ..executor import Executor, Prepared
 from ..expr.bind import bind
 from ..lazy import cached_property
-from ..pieces import steps as pieces_steps
+from ..outputs import Outputs, Targets
 from ..pieces.device import Device
 from ..pieces.place import Host, Place
 from ..problem import validate
@@ -36,8 +36,6 @@ from .heads import Heads
 from .layouts import Layout
 from .plans import BY_HEADS, Plan, check_scheme, plan
 from .sharded import Extremes, Lookups, placed, reads_parts
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
-class Distributed:
+class Distributed(Executor):
     """A call over ranks. It is validated once, when that is first needed.
 
     Parameters
@@ -107,15 +105,18 @@ class Distributed:
         As users pass them.
     """
 
-    is_summed = False
+    is_shared = True
+    in_one_place = False
+    needs_lse = True
 
     def __init__(self, request: Request, ranks: Ranks) -> None:
         self._request, self._ranks = request, ranks
         self.comm = ranks.communicator()
-        self._bias_is_shared = False
+        self._bias_is_shared = False  # its rows are one for all ranks, as these agreed
         self._reads_parts = reads_parts(request.options)
         self._bounded: Call | None = None  # for proofs, if look-ups are divided
         self._is_backward = False
+        self._tape: Tape | None = None  # of what is computed now
         self._plans: dict[bool, Plan] = {}
         self.facts: Facts = {}
 
@@ -200,15 +201,10 @@ class Distributed:
         """Whether messages take no SMs."""
         return getattr(self.comm, "copies", False)
 
-    def again(
-        self,
-        name: str,
-        read: Mapping[str, Any],
-        written: Mapping[str, Any],
-        names: Sequence[str],
-        more: tuple[Any, ...],
+    def signature(
+        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
     ) -> Again | None:
-        """Return what recognises the call if it was made before; the rest is as in `Again`."""
+        """Return what recognises the call, or None if it is checked every time."""
         request = self._request
         if not is_device_array(request.q):
             return None
@@ -218,25 +214,26 @@ class Distributed:
         ranks = self._ranks
         layouts = ranks.layout, ranks.layout if ranks.layout_k is None else ranks.layout_k
         return Again(
-            name,
+            f"{self.name}: {kind}",
             {**request.operands._asdict(), **read},
             written,
-            names,
+            Gradients._fields if "d_out" in read else ("out", "lse"),
             request.options,
             self.comm,
             layouts,
-            (*more, ranks.scheme),
+            ranks.scheme,
             ranks.check,
             ranks.timeout,
+            self.running,
         )
 
-    def rank(self, tape: Tape | None = None) -> compute.Rank:
-        """Return what this rank computes, for one run that may be written to a tape."""
+    def rank(self) -> compute.Rank:
+        """Return what this rank computes, for one run."""
         rows, keys = (each.own for each in self.layouts)
         device = self.call.device
         place: Place = Host(dispatch.CPU) if device is None else Device(dispatch.GPU, device)
         timeout = self._ranks.seconds()
-        comm = self.comm if tape is None else Written(self.comm, tape)
+        comm = self.comm if self._tape is None else Written(self.comm, self._tape)
         call = place.ready(self.call)
         lookups = Lookups(call) if self._reads_parts else None
         made, relays = self.plan.steps, self.plan.scheme == "nodes"
@@ -244,31 +241,57 @@ class Distributed:
             call, rows, keys, made, comm, place, timeout, lookups, relays, self._copies
         )
 
-    def heads(self, tape: Tape | None = None) -> Heads:
+    def heads(self) -> Heads:
         """Return what this rank computes if rows travel by heads, for one run."""
-        return Heads(self.rank(tape), self.layouts, self.plan.group, self._bias_is_shared)
+        return Heads(self.rank(), self.layouts, self.plan.group, self._bias_is_shared)
 
     @property
     def _how_looked_up(self) -> str:
         return "in parts" if self._reads_parts else "whole"
 
-    @property
-    def bias_is_shared(self) -> bool:
-        """Whether the rows of the bias are one for all ranks, after `begin`."""
-        return self._bias_is_shared
+    def forward(self, made: Outputs) -> None:
+        """Compute out and lse."""
+        assert made.lse is not None
+        if self.plan.scheme in BY_HEADS:
+            self.heads().forward(made.out, made.lse)
+        else:
+            compute.forward(self.rank(), made.out, made.lse)
 
-    def begin(self, name: str, prepare: Callable[[], T], more: dict[str, Any], backward: bool) -> T:
-        """Return what `prepare` returns, if every rank is ready for the same call.
+    def backward(self, made: Targets) -> None:
+        """Compute gradients."""
+        if self.plan.scheme in BY_HEADS:
+            self.heads().backward(made, made.deterministic)
+        else:
+            compute.backward(self.rank(), made, made.deterministic, self._bias_is_shared)
 
-        `more` are options that have to be the same on every rank.
-        """
-        self._is_backward = backward
+    def carry_out(
+        self,
+        prepare: Callable[[], Prepared],
+        compute: Callable[[Prepared], Any],
+        recalled: Any,
+    ) -> Any:
+        """Check a call, agree on it with the other ranks and compute it; return its results."""
+        again: Again | None = recalled
+        with self.running():
+            made = self._agreed(prepare)
+            try:
+                with _recording(again, made.shown) as self._tape:
+                    compute(made)
+            finally:
+                self._tape = None
+            if again is not None:
+                again.keep(self.facts, made.shown)
+        return made.shown
+
+    def _agreed(self, prepare: Callable[[], Prepared]) -> Prepared:
+        """Return what `prepare` returns, if every rank is ready for the same call."""
         self.comm.check()
         facts: dict[str, str] = {}
         error: Exception | None = None
         tells = True
         try:
             made = prepare()
+            self._is_backward = isinstance(made, Targets)
             layout, layout_k = self.layouts
             bias, rows = self.call.bias, layout.count
             # A rank with one row cannot know whether others have the same row of the bias.
@@ -280,8 +303,9 @@ class Distributed:
             )
             if tells:
                 scheme = self._ranks.scheme if self._reads_parts else self.plan.scheme
-                more = {"function": name, "look-ups": self._how_looked_up, "scheme": scheme, **more}
-                facts = facts_of(self.call, layout, layout_k, more)
+                name = f"{self.name}_backward" if self._is_backward else self.name
+                more = {"function": name, "look-ups": self._how_looked_up, "scheme": scheme}
+                facts = facts_of(self.call, layout, layout_k, {**more, **made.options})
                 facts |= bias_facts(bias, None if self._rows.has_whole_bias else rows)
             if self._reads_parts:
                 facts |= Extremes(self.call, layout, layout_k).facts()
@@ -329,31 +353,6 @@ class Distributed:
             raise
 
 
-def _forward(
-    request: Distributed, flags: Mapping[str, Any], out: Any, lse_out: Any
-) -> tuple[Any, Any]:
-    def prepare() -> pieces_steps.Outputs:
-        for name, flag in flags.items():
-            check_flag(flag, name)
-        return pieces_steps.outputs(request.call, out, lse_out)
-
-    written = {"out": out, "lse": lse_out}
-    more = tuple(flags.values())
-    again = request.again(request.name, {}, written, tuple(written), more)
-    with request.running():
-        if again is not None and (results := again.results()) is not None:
-            return results[0], results[1]
-        made = request.begin(request.name, prepare, {}, backward=False)
-        with _recording(again, made.shown) as tape:
-            if request.plan.scheme in BY_HEADS:
-                request.heads(tape).forward(made.out, made.lse)
-            else:
-                compute.forward(request.rank(tape), made.out, made.lse)
-        if again is not None:
-            again.keep(request.facts, made.shown)
-    return made.shown
-
-
 @contextmanager
 def _recording(again: Again | None, shown: Sequence[Any]) -> Iterator[Tape | None]:
     """Write down what is asked of the device, if the call is one that is recognised."""
@@ -363,83 +362,3 @@ def _recording(again: Again | None, shown: Sequence[Any]) -> Iterator[Tape | Non
         return
     with tape.recording():
         yield tape
-
-
-def forward(request: Distributed, return_lse: Any, out: Any, lse_out: Any) -> Any:
-    """Compute a call, into the arrays given or into new ones."""
-    shown = _forward(request, {"return_lse": return_lse}, out, lse_out)
-    return shown if return_lse else shown[0]
-
-
-def backward(
-    request: Distributed,
-    do: Any,
-    out: Any,
-    lse: Any,
-    dlse: Any,
-    deterministic: Any,
-    grads_out: Any,
-    bias_gradient: Any = True,
-    before: Snapshot | None = None,
-) -> Gradients:
-    """Compute the gradients of a call, into the arrays given or into new ones.
-
-    `before` is what a function of gradients remembers of its arrays.
-    """
-
-    def prepare() -> pieces_steps.Targets:
-        check_flag(deterministic, "deterministic")
-        if before is not None and (changed := before.check()):
-            raise refused(changed)  # computing results again takes all ranks
-        return pieces_steps.targets(request.call, do, out, lse, dlse, grads_out, bias_gradient)
-
-    name = f"{request.name}_backward"
-    read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
-    written: dict[str, Any] = {}
-    again = None
-    if type(grads_out) is Gradients:
-        written = grads_out._asdict()
-    if grads_out is None or written:
-        how = deterministic, bias_gradient
-        again = request.again(name, read, written, Gradients._fields, how)
-    with request.running():
-        if again is not None and (results := again.results()) is not None:
-            return Gradients(*results)
-        more: dict[str, Any] = {
-            "deterministic": bool(deterministic),
-            "bias_gradient": bool(bias_gradient),
-        }
-        more["dlse"] = "None" if dlse is None else "given"
-        made = request.begin(name, prepare, more, backward=True)
-        with _recording(again, made.shown) as tape:
-            if request.plan.scheme in BY_HEADS:
-                request.heads(tape).backward(made, bool(deterministic))
-            else:
-                rank = request.rank(tape)
-                compute.backward(rank, made, bool(deterministic), request.bias_is_shared)
-        if again is not None:
-            again.keep(request.facts, made.shown)
-    return made.shown
-
-
-class DistributedVjp(Vjp):
-    """The function that computes the gradients of a call over ranks."""
-
-    __slots__ = ()
-
-    def __call__(self, do: DLPackArray, dlse: DLPackArray | None = None) -> Gradients:
-        """Return the gradients, given those of the output and of the LSE."""
-        request: Any = self._request
-        rest = self._deterministic, None, self._bias_gradient, self._before
-        return backward(request, do, self._out, self._lse, dlse, *rest)
-
-
-def vjp_of(request: Distributed, return_lse: Any, deterministic: Any, bias_gradient: Any) -> Any:
-    """Compute a call, and return it with the function that computes its gradients."""
-    flags = {"return_lse": return_lse, "deterministic": deterministic}
-    flags["bias_gradient"] = bias_gradient
-    out, lse = _forward(request, flags, None, None)
-    made: Any = request
-    how = deterministic, bias_gradient, request.is_checked
-    vjp = DistributedVjp(made, out, lse, *how)
-    return (out, lse, vjp) if return_lse else (out, vjp)

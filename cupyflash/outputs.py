@@ -1,0 +1,232 @@
+"""What a call reads and writes besides its operands: checked, and made where it is not given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import dispatch
+from .arrays import interop
+from .arrays.device_arrays import device_of
+from .errors import ArgumentTypeError
+from .problem import validate
+from .problem.call import Array, Call, Gradients
+
+Target = tuple[Any, tuple[int, ...], np.dtype[Any]]
+
+
+class Outputs(NamedTuple):
+    """Where a forward writes.
+
+    Attributes
+    ----------
+    out, lse : array
+        Arrays with an axis of heads; `lse` is None if it is neither wanted nor needed.
+    shown : tuple of 2 array
+        The same as users see them.
+    scratch : array or None
+        The user's workspace.
+    """
+
+    out: Array
+    lse: Array | None
+    shown: tuple[Any, Any]
+    scratch: Array | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the computation, which have to be the same on all ranks."""
+        return {}
+
+
+class Targets(NamedTuple):
+    """What a backward reads and where it writes.
+
+    Attributes
+    ----------
+    rows : mapping of str to array
+        do, out, lse and, if it is given, dlse, with an axis of heads.
+    gradients : Gradients
+        Arrays with an axis of heads.
+    shown : Gradients
+        The same as users see them.
+    scratch : array or None
+        The user's workspace.
+    deterministic, bias_gradient : bool
+        As users pass them.
+    """
+
+    rows: Mapping[str, Array]
+    gradients: Gradients
+    shown: Gradients
+    scratch: Array | None = None
+    deterministic: bool = False
+    bias_gradient: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the computation, which have to be the same on all ranks."""
+        return {
+            "deterministic": self.deterministic,
+            "bias_gradient": self.bias_gradient,
+            "dlse": "given" if "dlse" in self.rows else "None",
+        }
+
+
+def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes that users see of out and lse."""
+    problem = call.problem
+    rows = call.q.shape[-2]
+    lse = (rows,) if call.matrices else (*problem.array_lead, problem.heads, rows)
+    return (*lse, problem.d_v), lse
+
+
+def outputs(
+    call: Call, out: Any, lse_out: Any, want_lse: bool, workspace: Any, in_one_place: bool
+) -> Outputs:
+    """Check the arrays given, and make those that are not given.
+
+    Only a call over a cache may have a workspace.
+    """
+    out_shape, lse_shape = result_shapes(call)
+    wanted = {
+        "out": (out, out_shape, call.problem.dtype),
+        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
+    }
+    written = {name: target for name, target in wanted.items() if target[0] is not None}
+    inputs = validate.read_arrays(call)
+    _check_written(written, dict.fromkeys(written, call.q), inputs, in_one_place)
+    backend, scratch = dispatch.backend_of(call.q), None
+    if workspace is not None:
+        used = inputs | {name: target[0] for name, target in written.items()}
+        size = backend.workspace_size_cached(call)
+        scratch = validate.workspace(workspace, size, used, "workspace_size_cached")
+
+    def full(array: Any) -> Any:
+        return array[None] if array is not None and call.matrices else array
+
+    def shown(given: Any, made: Any) -> Any:
+        if given is not None:
+            return given
+        return made[0] if made is not None and call.matrices else made
+
+    made, lse = backend.empty_output(call, full(out), full(lse_out), want_lse)
+    return Outputs(made, lse, (shown(out, made), shown(lse_out, lse)), scratch)
+
+
+def targets(
+    call: Call,
+    read: Mapping[str, Any],
+    grads_out: Any,
+    deterministic: Any,
+    bias_gradient: Any,
+    workspace: Any,
+    in_one_place: bool,
+) -> Targets:
+    """Check the arrays given, and make those that are not given.
+
+    `read` has do, out, lse and dlse as users pass them.
+    """
+    rows = _given_rows(call, **read)
+    inputs = validate.read_arrays(call) | rows
+    if in_one_place or call.device is None:
+        interop.one_home(inputs)
+    else:
+        check_homes(rows, call.device)
+    owners = {"q": call.q, "k": call.k, "v": call.v, "bias": call.bias, "sink": call.sink}
+    named = {f"grads_out.d{name}": x for name, x in owners.items() if x is not None}
+
+    def check(written: dict[str, Target], inputs: dict[str, Array]) -> None:
+        _check_written(written, named, inputs, in_one_place)
+
+    given = validate.gradients(grads_out, call, inputs, bias_gradient, check)
+    scratch = None
+    if workspace is not None:
+        size = dispatch.backend_of(call.q).workspace_size(call)
+        written = {f"grads_out.{n}": x for n, x in given._asdict().items() if x is not None}
+        scratch = validate.workspace(workspace, size, inputs | written)
+    if call.matrices:
+        rows = {name: array[None] for name, array in rows.items()}
+    arrays = _gradient_arrays(call, given, bias_gradient)
+    return Targets(rows, *arrays, scratch, bool(deterministic), bool(bias_gradient))
+
+
+def _given_rows(call: Call, do: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Array]:
+    """Return what a backward reads of each query, by name and as users see it."""
+    out_shape, lse_shape = result_shapes(call)
+    number, accumulator = call.problem.dtype, call.problem.accumulator
+    rows = {
+        "do": validate.given(do, "do", out_shape, number),
+        "out": validate.given(out, "out", out_shape, number),
+        "lse": validate.given(lse, "lse", lse_shape, accumulator),
+    }
+    if dlse is not None:
+        rows["dlse"] = validate.given(dlse, "dlse", lse_shape, accumulator)
+    return rows
+
+
+def _gradient_arrays(
+    call: Call, given: Gradients, bias_gradient: bool
+) -> tuple[Gradients, Gradients]:
+    """Return where gradients are written: with an axis of heads, and as users see them.
+
+    What is not given is allocated where the array is whose gradient it is.
+    """
+    with_heads: list[Array | None] = []
+    results: list[Array | None] = []
+    owners = (call.q, call.k, call.v, call.bias if bias_gradient else None, call.sink)
+    matrices = (*call.were_matrices, False, False)
+    for owner, target, matrix in zip(owners, given, matrices, strict=True):
+        if owner is None:
+            full = shown = None
+        elif target is None:
+            full = dispatch.backend_of(owner).empty_like(owner)
+            shown = full[0] if matrix else full
+        else:
+            full, shown = target[None] if matrix else target, target
+        with_heads.append(full)
+        results.append(shown)
+    return Gradients(*with_heads), Gradients(*results)
+
+
+# -- where arrays are -----------------------------------------------------------------------------
+
+
+def _where(home: int | None) -> str:
+    return "host memory" if home is None else f"the memory of GPU {home}"
+
+
+def check_homes(named: Mapping[str, Array], device: int) -> None:
+    """Refuse arrays that are neither in host memory nor in that of a device, which computes."""
+    for name, array in named.items():
+        home = device_of(array)
+        if home not in (None, device):
+            raise ArgumentTypeError(
+                f"{name}: got an array in {_where(home)}; expected it in host memory or in "
+                f"{_where(device)}, which computes."
+            )
+
+
+def _check_written(
+    written: dict[str, Target],
+    owners: Mapping[str, Array],
+    inputs: dict[str, Array],
+    in_one_place: bool,
+) -> None:
+    """Check the arrays that are written: each lives where its owner does."""
+    if in_one_place:
+        interop.outputs(written, inputs)
+        return
+    by_home: dict[int | None, dict[str, Target]] = {}
+    for name, target in written.items():
+        home, own = device_of(target[0]), device_of(owners[name])
+        is_array = isinstance(target[0], np.ndarray) or home is not None
+        if is_array and home != own:
+            raise ArgumentTypeError(
+                f"{name}: got an array in {_where(home)}; expected one in {_where(own)}."
+            )
+        by_home.setdefault(home, {})[name] = target
+    for home, here in by_home.items():
+        interop.outputs(here, {name: x for name, x in inputs.items() if device_of(x) == home})
