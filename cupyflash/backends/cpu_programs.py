@@ -141,8 +141,11 @@ def of_dense(call: Call) -> tuple[Any, bool]:
 
 
 def leaves_out_mask(call: Call) -> bool:
-    """Return whether a call is computed without its mask, which hides nothing of it."""
-    if call.mask is None or call.rows.cache is not None:
+    """Return whether a call that is not over a cache is computed without its mask.
+
+    It is if the mask hides nothing of it.
+    """
+    if call.mask is None:
         return False
     if _grows(call) and _proved(call).found is not None:
         return False  # it may hide some of other numbers of keys

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.unallocated import unallocated
-from ..problem.call import Call, Plan
+from ..problem.call import Call
 from ..problem.encoding import NUMBERS
 from ..problem.route import Route, Step
 from . import cpu, cpu_programs, cpu_tiles
@@ -73,7 +73,7 @@ def of(call: Call) -> CpuRoute:
     # A narrower result is computed in the type of the numbers, and rounded.
     wide = problem.dtype.itemsize * _queries(numbers) * problem.d_v
     nbytes = sum(x.nbytes for x in arrays.values()) + wide * (call.problem.dtype.itemsize < 4)
-    why = functools.partial(_why, choice.plan, call)
+    why = functools.partial(_why, choice, call)
     first = _step("numpy", "numbers", (0, 0), why, lambda: 1, lambda: nbytes)
     return CpuRoute(numbers, (first, _main(numbers, choice)))
 
@@ -81,6 +81,7 @@ def of(call: Call) -> CpuRoute:
 def of_gradients(call: Call) -> CpuRoute:
     """Return the route of a backward."""
     problem, plan = call.problem, cpu_tiles.tiled(call.problem)
+    why = functools.partial(_why, Choice(plan, for_few=False), call)
     item, tiles = problem.accumulator.itemsize, (plan.block_q, plan.block_kv)
 
     def nbytes() -> int:
@@ -100,7 +101,7 @@ def of_gradients(call: Call) -> CpuRoute:
                 f"reference.backward_{part}",
                 part,
                 (0, 0) if part == "delta" else tiles,
-                functools.partial(_why, plan, call),
+                why,
                 count,
                 nbytes if part == "dkdv" else lambda: 0,
             )
@@ -112,7 +113,7 @@ def of_gradients(call: Call) -> CpuRoute:
 def _main(call: Call, choice: Choice) -> CpuStep:
     """Return the step that computes out and lse."""
     problem, plan, rows = call.problem, choice.plan, _queries(call)
-    tiles = plan.block_q, plan.block_kv
+    tiles, why = (plan.block_q, plan.block_kv), functools.partial(_why, choice, call)
     if choice.for_few:
         units = functools.cache(partial(cpu.units_of, call))
         # Results of 16 bits are computed in float32, and rounded at the end.
@@ -121,20 +122,20 @@ def _main(call: Call, choice: Choice) -> CpuStep:
             plan.kernel,
             "forward",
             tiles,
-            functools.partial(_why, plan, call),
+            why,
             lambda: units()[0],
             lambda: units()[1] + wide,
         )
     of_queries = partial(_blocks, call, problem.len_q, plan.block_q, problem.heads)
-    why = functools.partial(_why, plan, call)
     return _step(plan.kernel, "forward", tiles, why, of_queries, lambda: 0)
 
 
-def _why(plan: Plan, call: Call) -> str:
+def _why(choice: Choice, call: Call) -> str:
     """Return why a call has its kernel, and what is left out of it."""
-    if cpu_programs.leaves_out_mask(call):
-        return f"{plan.reason}; the mask hides nothing of this call and is left out"
-    return plan.reason
+    reason = choice.plan.reason
+    if choice.keeps_mask or not cpu_programs.leaves_out_mask(call):
+        return reason
+    return f"{reason}; the mask hides nothing of this call and is left out"
 
 
 def _step(

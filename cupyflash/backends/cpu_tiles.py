@@ -37,11 +37,14 @@ class Choice(NamedTuple):
         Whether it is the kernel for few queries.
     widens : bool
         Whether codes become numbers first.
+    keeps_mask : bool
+        Whether the mask stays even if it hides nothing, since keys may come.
     """
 
     plan: Plan
     for_few: bool
     widens: bool = False
+    keeps_mask: bool = False
 
 
 def forward(call: Call) -> Choice:
@@ -50,7 +53,7 @@ def forward(call: Call) -> Choice:
         return _cached(call)
     if not call.encoding.operands:
         return choose(call.problem)
-    plan, for_few, _ = choose(replace(call.problem, dtype=NUMBERS))
+    plan, for_few, *_ = choose(replace(call.problem, dtype=NUMBERS))
     why = f"codes of {call.encoding.form.name} become {NUMBERS} with their scales first; "
     return Choice(replace(plan, reason=why + plan.reason), for_few, widens=True)
 
@@ -75,7 +78,7 @@ def _cached(call: Call) -> Choice:
     )
     if call.rows.shared:
         why += f"; the first {call.rows.shared} positions serve the queries of several entries"
-    return _few(why)
+    return _few(why)._replace(keeps_mask=True)
 
 
 def _few(why: str) -> Choice:

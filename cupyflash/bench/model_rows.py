@@ -180,17 +180,16 @@ _MODELS = (
     Model("one query", 1, 32, 1, 128, heads_kv=8, len_k=512, backward=False),
     Model("one query", 1, 8, 1, 64, len_k=4096, backward=False),
 )
-ON_CPU: dict[str, tuple[Model, ...]] = {
+_WIDE: dict[str, tuple[Model, ...]] = {
     "float32": (
         *_MODELS,
         Model("narrow heads", 64, 8, 64, 16),
         Model("heads of 80", 4, 16, 257, 80),
         Model("a small training", 4, 4, 32, 16, causal=True),
     ),
-    "bfloat16": _MODELS,
-    "float16": _MODELS,
     "float64": (Model("science", 16, 4, 100, 16), Model("science", 4, 8, 512, 32, causal=True)),
 }
+ON_CPU: dict[str, tuple[Model, ...]] = _WIDE | dict.fromkeys(("bfloat16", "float16"), _MODELS)
 
 # --- on a GPU ---
 

@@ -52,6 +52,9 @@ COMMANDS = {
         "tests/cli/test_bench_tasks.py"
     ),
     "cupyflash bench --device cpu --seconds 60 --suite programs": "tests/cli/test_bench_tasks.py",
+    "cupyflash bench --suite models --json models.json --plot models.svg": (
+        "tests/cli/test_bench_models.py"
+    ),
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/repo/test_examples.py",
     "python examples/train_lm.py --plot loss.svg --save model.safetensors": (
