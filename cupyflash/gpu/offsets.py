@@ -53,11 +53,32 @@ def read_first(route: KernelRoute, call: Call) -> KernelRoute:
 def scratch(call: Call) -> dict[str, ArraySpec]:
     """Return the copies of offsets that kernels need, by the names of the offsets."""
     held = _in_device_memory(call)
+    limited = _is_limited(call, held)
     return {
         name: ArraySpec(x.shape, _INT64)
         for name, x in held.items()
-        if _first(name, held) == name and not _is_read_in_place(x)
+        if _first(name, held) == name and (limited or not _is_read_in_place(x))
     }
+
+
+def _totals(call: Call) -> dict[str, int]:
+    """Return the rows of the packed arrays, by the names of their offsets."""
+    return {"offsets_q": call.q.shape[-2], "offsets_k": call.k.shape[-2]}
+
+
+def _limits(call: Call) -> dict[str, int]:
+    """Return the most rows of a sequence, by the names of offsets."""
+    lengths = {"offsets_q": call.problem.len_q, "offsets_k": call.problem.len_k}
+    return {name: int(np.max(x, initial=0)) for name, x in lengths.items()}
+
+
+def _is_limited(call: Call, held: Mapping[str, Array]) -> bool:
+    """Whether kernels rely on the length of sequences that nobody has looked at.
+
+    Their look-ups in bias and mask are proven to be within these arrays.
+    """
+    totals, limits = _totals(call), _limits(call)
+    return call.rows.unread and any(limits[name] < totals[name] for name in held)
 
 
 def _is_read_in_place(x: Array) -> bool:
@@ -81,8 +102,7 @@ def _launch(call: Call, held: Mapping[str, Array], copies: Mapping[str, Any]) ->
     """Return the launch that checks offsets, if they are to be checked, and writes copies."""
     layout, slots = params.rowwise("offsets"), []
     columns: dict[str, list[int]] = {name: [] for name in ("steps", "totals", "limits", "kinds")}
-    totals = {"offsets_q": call.q.shape[-2], "offsets_k": call.k.shape[-2]}
-    longest = {"offsets_q": call.problem.len_q, "offsets_k": call.problem.len_k}
+    totals, limits = _totals(call), _limits(call)
     for n, (name, x) in enumerate(held.items()):
         slots.append((layout.place(f"input {n}"), _first(name, held)))
         if name in copies:
@@ -91,13 +111,15 @@ def _launch(call: Call, held: Mapping[str, Array], copies: Mapping[str, Any]) ->
             slots.append((layout.place(f"report {n}"), REPORT + name))
         columns["steps"].append(x.strides[0] // x.itemsize)
         columns["totals"].append(totals[name])
-        columns["limits"].append(int(np.max(longest[name], initial=0)))
+        columns["limits"].append(limits[name])
         columns["kinds"].append(KINDS["int64" if x.dtype == np.uint64 else x.dtype.name])
     count = next(iter(held.values())).size
+    limited = _is_limited(call, held)
     grid = specs.OFFSETS.grid(Extent(count, 0, 1, len(held)), specs.ENTRIES)
-    values = {**columns, "count": count, "blocks": grid.blocks}
+    values = {**columns, "arrays": len(held), "count": count}
+    values |= {"blocks": grid.blocks, "limited": int(limited)}
     special = Specialisation(specs.OFFSETS, "float32", 0, 0, specs.ENTRIES)
-    return Launch(special, grid.size, layout.pack(values), tuple(slots))
+    return Launch(special, 1 if limited else grid.size, layout.pack(values), tuple(slots))
 
 
 def words_of(names: set[str]) -> dict[str, int]:

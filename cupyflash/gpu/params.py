@@ -167,10 +167,9 @@ ROWWISE: dict[str, Fields] = {
     ],
     "offsets": [
         *((name, "Q", 2) for name in "inputs results reports".split()),
-        *((name, "q", 2) for name in "steps totals".split()),
-        ("limits", "Q", 2),
+        *((name, "q", 2) for name in "steps totals limits".split()),
         ("kinds", "i", 2),
-        *((name, "i", 1) for name in "count blocks".split()),
+        *((name, "i", 1) for name in "arrays count blocks limited".split()),
     ],
 }
 

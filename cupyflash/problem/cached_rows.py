@@ -36,6 +36,7 @@ class CachedRows:
     keeps_heads: ClassVar[str | None] = "keys lie in a cache"
     divisible: ClassVar[bool] = False
     takes_workspace: ClassVar[bool] = True
+    unread: ClassVar[bool] = False
     reports: ClassVar[bool] = False
 
     @classmethod

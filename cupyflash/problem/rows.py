@@ -69,7 +69,9 @@ class DenseRows:
     # Arrays of integers, by name: offsets, and others.
     offsets: ClassVar[Mapping[str, Array]] = {}
     arrays: ClassVar[Mapping[str, Array]] = {}
-    # Whether kernels check offsets in device memory, and report wrong ones.
+    # Whether there are offsets in device memory that nobody has looked at; and whether kernels
+    # check them, and report wrong ones.
+    unread: ClassVar[bool] = False
     reports: ClassVar[bool] = False
     # What kernels are told at each launch besides addresses, by name.
     numbers: ClassVar[Mapping[str, int]] = {}
@@ -220,8 +222,10 @@ class PackedRows:
         there may be, if offsets in device memory are not read.
     offsets : mapping of str to array
         The offsets, by name.
+    unread : bool
+        Whether some are in device memory, and nobody has looked at them.
     reports : bool
-        Whether kernels check those in device memory, and report wrong ones.
+        Whether kernels check these, and report wrong ones.
     """
 
     len_q: Array
@@ -229,6 +233,7 @@ class PackedRows:
     start_q: Array
     start_k: Array
     offsets: Mapping[str, Array]
+    unread: bool = False
     reports: bool = False
     packed: ClassVar[bool] = True
     cache: ClassVar[None] = None
@@ -265,6 +270,7 @@ class PackedRows:
             self.start_q,
             self.start_k,
             self.offsets,
+            self.unread,
             self.reports,
         )
 

@@ -137,10 +137,12 @@ def varlen_call(
     named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
     held = {name: offsets_array(value, name) for name, value in named.items()}
     ends: dict[str, Any] = {}
+    unread = False
     for size, total in zip("qk", totals or (q.shape[1], k.shape[1]), strict=True):
         name = f"offsets_{size}"
         held[name], read = device_args.offsets_to_check(held[name], name, q, bool(check))
         if read is None:
+            unread = True
             longest = device_args.longest(f"len_{size}", total, *_position_arrays(options))
             ends[f"len_{size}"], ends[f"start_{size}"] = device_args.unread(total, longest)
         else:
@@ -155,7 +157,7 @@ def varlen_call(
         lead=(held["offsets_q"].size - 1,),
         heads=heads,
         heads_kv=heads_kv,
-        rows=PackedRows(**ends, offsets=held, reports=check is None),
+        rows=PackedRows(**ends, offsets=held, unread=unread, reports=check is None),
         d=d,
         d_v=d_v,
         dtype=dtype,

@@ -263,9 +263,11 @@ struct OffsetsParams {
   unsigned long long* reports[2];  // in host memory; null: nothing is checked
   long long steps[2];              // in elements
   long long totals[2];             // rows of the packed arrays
-  unsigned long long limits[2];    // rows of a sequence, at most
+  long long limits[2];             // rows of a sequence, at most
 
   int kinds[2];
-  int count;   // entries of each
-  int blocks;  // of each
+  int arrays;
+  int count;    // entries of each
+  int blocks;   // of each
+  int limited;  // whether kernels rely on `limits`
 };

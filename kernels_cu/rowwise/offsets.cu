@@ -1,12 +1,15 @@
 // Offsets of packed sequences: converts them to int64, and reports wrong ones. They are wrong if
 // they do not begin with 0, decrease, do not end with the packed array's length, or if a sequence
 // is longer than the arrays of bias and mask. What is written is what was read: the kernels that
-// use it hold it within the arrays.
+// use it hold it within the packed arrays. But they rely on it that sequences are not too long for
+// bias and mask; where these arrays are there, one block looks for such sequences first, and if
+// there is one, it makes all sequences empty.
 //
-// Grid: the blocks of each array, one array after the other; a thread has one entry. Shared memory:
-// none.
+// Grid: the blocks of each array, one array after the other; a thread has one entry. With bias or
+// mask one block. Shared memory: none.
 #include "../common/params.cuh"
 #include "../ptx/atomic.cuh"
+#include "../common/layout.cuh"
 #include "../common/lookup.cuh"
 
 namespace {
@@ -34,16 +37,19 @@ __device__ __forceinline__ long long load(const char* data, int kind, long long 
   }
 }
 
-}  // namespace
+// How far a sequence reaches that ends with entry n, as other kernels hold it within the arrays.
+__device__ __forceinline__ bool is_too_long(const OffsetsParams& p, int array, long long n) {
+  const long long first = load(p.inputs[array], p.kinds[array], (n - 1) * p.steps[array]);
+  const long long last = load(p.inputs[array], p.kinds[array], n * p.steps[array]);
+  const long long start = layout::clamp(first, 0, p.totals[array]);
+  return layout::clamp(last, start, p.totals[array]) - start > p.limits[array];
+}
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    KERNEL_NAME(const __grid_constant__ OffsetsParams p) {
-  const int array = blockIdx.x / p.blocks;
-  const long long n = static_cast<long long>(blockIdx.x % p.blocks) * THREADS + threadIdx.x;
-  if (n >= p.count) return;
+// Writes and checks one entry.
+__device__ __forceinline__ void take(const OffsetsParams& p, int array, long long n, bool empty) {
   const char* const input = p.inputs[array];
   const long long own = load(input, p.kinds[array], n * p.steps[array]);
-  if (p.results[array] != nullptr) p.results[array][n] = own;
+  if (p.results[array] != nullptr) p.results[array][n] = empty ? 0 : own;
   if (p.reports[array] == nullptr) return;
   int wrong = 0;
   if (n == 0) {
@@ -54,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       wrong = DECREASES;
     } else if (own > p.totals[array]) {
       wrong = BEYOND;
-    } else if (static_cast<unsigned long long>(own) - before > p.limits[array]) {
+    } else if (is_too_long(p, array, n)) {
       wrong = TOO_LONG;
     }
   }
@@ -64,5 +70,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // Of several wrong entries, any is reported.
   if (wrong != 0) {
     ptx::tell_host(p.reports[array], static_cast<unsigned long long>(n) << KIND_BITS | wrong);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KERNEL_NAME(const __grid_constant__ OffsetsParams p) {
+  if (p.limited == 0) {
+    const long long n = static_cast<long long>(blockIdx.x % p.blocks) * THREADS + threadIdx.x;
+    if (n < p.count) take(p, blockIdx.x / p.blocks, n, false);
+    return;
+  }
+  bool empty = false;
+#pragma unroll 1
+  for (int array = 0; array < p.arrays; ++array) {
+#pragma unroll 1
+    for (long long n = 1 + threadIdx.x; n < p.count; n += THREADS)
+      empty |= is_too_long(p, array, n);
+  }
+  empty = ptx::barrier_or(empty);
+#pragma unroll 1
+  for (int array = 0; array < p.arrays; ++array) {
+#pragma unroll 1
+    for (long long n = threadIdx.x; n < p.count; n += THREADS) take(p, array, n, empty);
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,7 @@ def run(q, k, totals, longest=(2**40, 2**40), reports_them=True):
     """Return the int64 that were written, by name, and both reports."""
     held = {"offsets_q": q, "offsets_k": k}
     lengths = [np.array([0, n]) for n in longest]
-    rows = PackedRows(*lengths, None, None, held, reports_them)
+    rows = PackedRows(*lengths, None, None, held, unread=True, reports=reports_them)
     arrays = [SimpleNamespace(shape=(1, total, 16)) for total in totals]
     problem = SimpleNamespace(len_q=lengths[0], len_k=lengths[1])
     call = SimpleNamespace(rows=rows, q=arrays[0], k=arrays[1], problem=problem)
@@ -52,6 +53,12 @@ def run(q, k, totals, longest=(2**40, 2**40), reports_them=True):
     return {name: memory[:-1] for name, memory in written.items()}, words.tolist()
 
 
+def is_too_long(x, total, longest):
+    """Whether a sequence is too long, as kernels hold offsets within the arrays."""
+    held = [min(max(int(n), 0), total) for n in x.astype(np.int64)]
+    return any(b - a > longest for a, b in itertools.pairwise(held))
+
+
 def reasons(x, total, longest):
     """Return what is wrong with each entry, as the kernel numbers it."""
     numbers = [int(n) for n in x.astype(np.int64)]
@@ -64,7 +71,7 @@ def reasons(x, total, longest):
         elif own > total:
             kind = 5
         else:
-            kind = 4 if own - numbers[n - 1] > longest else 0
+            kind = 4 if own - max(numbers[n - 1], 0) > longest else 0
         if n == len(numbers) - 1 and kind in (0, 5) and own != total:
             kind = 3
         if kind:
@@ -98,11 +105,14 @@ def test_offsets_become_int64_and_wrong_ones_are_reported(q, k):
     held = [x[:count] for x in (q[0], k[0])]
     totals, longest = (q[1], k[1]), (q[2], k[2])
     written, words = run(*held, totals, longest)
+    limited = any(limit < total for limit, total in zip(longest, totals, strict=True))
+    rows = list(zip(held, totals, longest, strict=True))
+    empty = limited and any(is_too_long(*row) for row in rows)
     for name, x, total, limit, word in zip(
         reports.OF_OFFSETS, held, totals, longest, words, strict=True
     ):
-        if x.dtype != np.int64 or not x.flags.c_contiguous:
-            assert (written[name] == x.astype(np.int64)).all()
+        if limited or x.dtype != np.int64 or not x.flags.c_contiguous:
+            assert (written[name] == (0 if empty else x.astype(np.int64))).all()
         else:
             assert name not in written
         wrong = reasons(x, total, limit)
@@ -132,3 +142,18 @@ def test_trusted_offsets_are_converted_and_not_checked():
     written, words = run(x, x, (5, 5), reports_them=False)
     assert (written["offsets_q"] == x).all()
     assert words == [0, 0]
+
+
+@pytest.mark.parametrize("reports_them", [True, False])
+@pytest.mark.parametrize("count", [3, 700])
+def test_no_sequence_is_longer_than_bias_and_mask(reports_them, count):
+    x = np.arange(count, dtype=np.int64)
+    total = count - 1
+    written, words = run(x, x.copy(), (total, total), (total - 1, total), reports_them)
+    assert all((written[name] == x).all() for name in reports.OF_OFFSETS)
+    assert words == [0, 0]
+    long = x.copy()
+    long[1:-1] = 0  # the last sequence has all keys
+    written, words = run(x, long, (total, total), (total, total - 1), reports_them)
+    assert not any(made.any() for made in written.values())
+    assert words == ([0, total << 3 | 4] if reports_them else [0, 0])

@@ -193,12 +193,30 @@ def test_offsets_may_be_here_and_there(cupy, unchecked):
         unchecked()
 
 
-def test_kernels_know_how_long_sequences_may_be(cupy):
-    q, k, v = arrays(cupy)
+@pytest.mark.parametrize("check", [None, False])
+def test_no_kernel_reads_beyond_a_bias(cupy, unchecked, check):
+    """Sequences that nobody has looked at are empty if they are too long for it."""
     offsets = moved(cupy, HOST["int64"])
     bias = draw(cupy, (4, 30, 29), count=1)[0]
-    cupyflash.attention_varlen(q, k, v, offsets, offsets, bias=bias)
-    assert checked(cupy.launches[0])["limits"].tolist() == [30, 29]
+    for shape, limited in (((4, 30, 29), True), ((4, 1, TOTAL), False), ((4, 1, 29), True)):
+        bias = draw(cupy, shape, count=1)[0]
+        for _ in range(2):
+            cupy.launches.clear()
+            cupyflash.attention_varlen(*arrays(cupy), offsets, offsets, bias=bias, check=check)
+            *first, main = cupy.launches
+            if not limited:
+                assert len(first) == (check is None)
+                continue
+            it = checked(*first)
+            limits = [shape[1] if shape[1] > 1 else TOTAL, shape[2]]
+            assert it["limits"].tolist() == limits
+            assert (first[0].grid, it["limited"], it["arrays"]) == (1, 1, 2)
+            assert told(main) == (it["results"][0],) * 2
+            assert it["results"][0] != offsets.data.ptr
+    with pytest.raises(ArgumentError, match="bias: got shape"):
+        cupyflash.attention_varlen(*arrays(cupy), ENDS, ENDS, bias=draw(cupy, (4, 30, 28))[0])
+    unchecked()
+    cupyflash.attention_varlen(*arrays(cupy), offsets, offsets, bias=bias, check=check)
 
 
 def report(word, entry, kind):
