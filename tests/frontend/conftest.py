@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 from host_cupy import HostCupy
@@ -44,3 +45,33 @@ def install(monkeypatch):
 @pytest.fixture
 def cupy(install):
     return install(HostCupy())
+
+
+@pytest.fixture
+def gpu_tensors(cupy, monkeypatch):
+    """Make a function that makes tensors, with CuPy's module as `cupy`.
+
+    Tensors in host memory say that they are on a GPU, whose memory is that of `host_cupy`.
+    """
+    import torch
+
+    from cupyflash.torch import recognised, tensors
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0, raising=False)
+    monkeypatch.setattr(device_arrays, "on_stream", lambda *_: nullcontext())
+    monkeypatch.setattr(tensors, "raw_stream", lambda device: 70 + device)
+    monkeypatch.setattr(recognised, "_known", {})
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda _: Device()), raising=False)
+
+    class Device:
+        type, index = "cuda", 0
+
+        def __eq__(self, other):
+            return isinstance(other, Device)
+
+        __hash__ = None
+
+    return lambda count=3, dtype=torch.float32, size=40: [
+        torch.zeros(2, 4, size, 16, dtype=dtype) for _ in range(count)
+    ]

@@ -67,7 +67,9 @@ def test_what_rows_answer(kind, lead, known, entries, extent, groups):
 
 def test_only_rows_that_numbers_describe_have_a_key():
     assert rows_of("dense").key == (8, 8)
-    assert all(rows_of(kind).key is None for kind in ("packed", "cache", "packed queries"))
+    assert rows_of("cache").key == ("cached", (8, 8), 8)
+    assert rows_of("cache").sized(len_k=np.array([3, 7])).key is None
+    assert all(rows_of(kind).key is None for kind in ("packed", "packed queries"))
 
 
 def test_the_queries_of_packed_rows_are_numbered_within_their_sequences():

@@ -9,23 +9,21 @@ import ctypes
 import gc
 import threading
 import weakref
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from recognised import fields
+from recognised import fields, told, unchecked
 
 from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
-from cupyflash.arrays import device_arrays, reports
+from cupyflash.arrays import reports
 from cupyflash.gpu import params
-from cupyflash.problem import cached, validate
+from cupyflash.problem import validate
 from cupyflash.problem.options import NAMES
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
 from cupyflash.torch import (  # noqa: E402 (after the skip)
     attention,
-    attention_cached,
     attention_varlen,
     autograd,
     compute,
@@ -40,37 +38,6 @@ CAUSAL = masks.causal()
 SEEN, ENDS = torch.ones(40, 40, dtype=torch.bool), torch.tensor([0, 40])
 
 
-@pytest.fixture
-def gpu_tensors(cupy, monkeypatch):
-    """Make a function that makes tensors, with CuPy's module as `cupy`."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0, raising=False)
-    monkeypatch.setattr(device_arrays, "on_stream", lambda *_: nullcontext())
-    monkeypatch.setattr(tensors, "raw_stream", lambda device: 70 + device)
-    monkeypatch.setattr(recognised, "_known", {})
-    monkeypatch.setattr(torch.Tensor, "device", property(lambda _: Device()), raising=False)
-
-    class Device:
-        type, index = "cuda", 0
-
-        def __eq__(self, other):
-            return isinstance(other, Device)
-
-        __hash__ = None
-
-    return lambda count=3, dtype=torch.float32, size=40: [
-        torch.zeros(2, 4, size, 16, dtype=dtype) for _ in range(count)
-    ]
-
-
-def unchecked(monkeypatch, kind="dense"):
-    def refuse(*_, **__):
-        raise AssertionError("the call was checked, or made arrays, again")
-
-    monkeypatch.setattr(cached if kind == "cached" else validate, "call", refuse)
-    monkeypatch.setattr(device_arrays, "borrowed", refuse)
-
-
 def gradients(q, k, v, do, **options):
     """Return the gradients of a call without PyTorch's engine, as an operator of PyTorch does."""
     settings = autograd.Settings(**options)
@@ -82,10 +49,6 @@ def gradients(q, k, v, do, **options):
 def by_engine(q, k, v, do, **options):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     return torch.autograd.grad(attention(*leaves, **options), leaves, do)
-
-
-def told(launches):
-    return {int(word) for launch in launches for word in launch.words}
 
 
 def test_what_a_recognised_call_tells(cupy, gpu_tensors, monkeypatch):
@@ -333,93 +296,6 @@ def test_an_array_in_the_memory_of_a_tensor_keeps_it(cupy, gpu_tensors):
     del rows
     gc.collect()
     assert alive() is None
-
-
-def cache(size=40, dtype=torch.float32):
-    """Return a query, keys and values, and how many keys each entry has."""
-    k, v = (torch.zeros(2, 4, size, 16, dtype=dtype) for _ in range(2))
-    return torch.zeros(2, 4, 1, 16, dtype=dtype), k, v, torch.tensor([3, 7])
-
-
-def test_calls_over_a_cache(cupy, gpu_tensors, monkeypatch):
-    attention_cached(*cache())  # CuPy launches it
-    before = len(cupy.launches)
-    attention_cached(*cache(), return_lse=True)
-    half = len(cupy.launches)
-    unchecked(monkeypatch, "cached")
-    q, k, v, lengths = cache()
-    out, lse = attention_cached(q, k, v, lengths, return_lse=True)
-    slow, quick = cupy.launches[before:half], cupy.launches[half:]
-    assert [x[0] + str(x[2:5]) for x in quick] == [x[0] + str(x[2:5]) for x in slow]
-    assert {x.stream for x in quick} == {70}
-    assert {x.data_ptr() for x in (q, k, v, lengths, out, lse)} <= told(quick)
-    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
-    out = attention_cached(q, k, v, lengths)
-    assert out.data_ptr() in told(cupy.launches[-len(quick) :])
-
-
-def test_other_calls_over_a_cache_are_told_apart(cupy, gpu_tensors):
-    q, k, v, lengths = cache()
-    codes = k.to(torch.int8), v.to(torch.int8)
-    scales = {name: torch.ones(2, 4, 40, 1) for name in ("k_scale", "v_scale")}
-    table = torch.tensor([[1, 0], [0, 1]])
-    offsets = torch.tensor([0, 1, 2])
-    pages = k[:, :, :32].clone(), v[:, :, :32].clone()
-    calls = [
-        lambda: attention_cached(q, k, v, lengths),
-        lambda: attention_cached(q, k, v, lengths, return_lse=True),
-        lambda: attention_cached(q, k, v, lengths.int()),
-        lambda: attention_cached(q, k, k, lengths),
-        lambda: attention_cached(q, k, v, lengths, mask=masks.window(3, 0)),
-        lambda: attention_cached(q, k, v, lengths, mask=SEEN[:1]),
-        lambda: attention_cached(q, k, v, lengths, score_mod=scores.softcap(2.0)),
-        lambda: attention_cached(q, k, v, lengths, bias=torch.zeros(1, 40)),
-        lambda: attention_cached(q, k, v, lengths, sink=torch.zeros(4)),
-        lambda: attention_cached(q, k, v, lengths, scale=2.0),
-        lambda: attention_cached(q, *codes, lengths, **scales),
-        lambda: attention_cached(q, *pages, lengths, table=table),
-        lambda: attention_cached(q, *pages, lengths, table=table, shared=32),
-        lambda: attention_cached(q[:, :, 0].transpose(0, 1), k, v, lengths, offsets_q=offsets),
-    ]
-    for call in calls:
-        call()
-    assert len(recognised._known) == len(calls)
-    for call in calls:
-        call()
-    assert len(recognised._known) == len(calls)
-    for _ in range(2):
-        attention_cached(q, k, v, 7)
-    assert len(recognised._known) == len(calls) + 1
-
-
-def test_a_length_of_all_entries_is_told(cupy, gpu_tensors, monkeypatch):
-    q, k, v, _ = cache()
-    for length in (7, 8):
-        attention_cached(q, k, v, length)
-    unchecked(monkeypatch, "cached")
-    attention_cached(q, k, v, 9)
-    assert 9 in told(cupy.launches[-1:])
-    for wrong in (41, -1, 9.0, True):
-        with pytest.raises((ArgumentError, ArgumentTypeError, AssertionError)):
-            attention_cached(q, k, v, wrong)
-
-
-def test_what_is_refused_after_a_recognised_call_over_a_cache(cupy, gpu_tensors):
-    q, k, v, lengths = cache()
-    for _ in range(2):
-        attention_cached(q, k, v, lengths)
-    before = len(cupy.launches)
-    for call in (
-        lambda: attention_cached(q.clone().requires_grad_(), k, v, lengths),
-        lambda: attention_cached(q, k, v.clone().requires_grad_(), lengths),
-        lambda: attention_cached(q, k, v, lengths.float()),
-        lambda: attention_cached(q, k, v, lengths, shared=True),
-        lambda: attention_cached(q, k, v, lengths, return_lse=1),
-        lambda: attention_cached(q, k.as_subclass(Named), v, lengths),
-    ):
-        with pytest.raises((ArgumentError, ArgumentTypeError)):
-            call()
-    assert len(cupy.launches) == before
 
 
 def test_other_calls_are_told_apart(cupy, gpu_tensors):

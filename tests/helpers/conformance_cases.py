@@ -312,6 +312,16 @@ CASES = [
         lambda x: np.stack([x[:, 0] + x[:, 1], x[:, 0]], 1),
     ),
     Case(
+        "tell_host fence_system",
+        """
+          ptx::tell_host(out, in[1]);
+          ptx::fence_system();
+          ptx::tell_host(out + 1, in[0]);
+        """,
+        lambda: np.random.default_rng(0).integers(0, 2**62, (2 * THREADS, 2), np.uint64),
+        lambda x: x[:, ::-1].copy(),
+    ),
+    Case(
         "fence_device: the block that is last reads what the others wrote",
         """
           out[0] = in[0];
