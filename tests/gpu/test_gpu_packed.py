@@ -153,7 +153,7 @@ def test_sequences_longer_than_a_bias_are_told_and_read_nothing_behind_it(cupy, 
         out = cupyflash.attention_varlen(q, k, v, offsets, offsets, bias=bias, check=check)
         if n != 1:
             wanted = cupyflash.attention_varlen(q, k, v, ends, ends, bias=bias[..., :300])
-            assert (out == wanted).all()
+            assert cupy.allclose(out, wanted, rtol=2e-3, atol=1e-3)
         cupy.cuda.get_current_stream().synchronize()
         if n == 1 and check is None:
             with pytest.raises(
