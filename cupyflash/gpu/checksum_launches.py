@@ -127,7 +127,7 @@ def seen_share(call: Call) -> float:
     found = key_range(allowed, problem)
     if found is None or any(end is not None and _reads(end) for end in found):
         return UNKNOWN
-    queries, keys = int(np.max(problem.len_q)), int(np.max(problem.len_k))
+    queries, keys = (int(np.max(n, initial=0)) for n in (problem.len_q, problem.len_k))
     if not queries or not keys:
         return 1.0
     symbols: dict[str, Any] = {name: np.int64(0) for name in ("b", "h")}

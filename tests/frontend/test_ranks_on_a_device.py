@@ -280,7 +280,7 @@ def test_devices_of_one_process_load_kernels_at_the_same_time(install, monkeypat
     """One may wait for messages of a rank that has to load a kernel before it sends them."""
     install(Cupy())
     both = threading.Barrier(2)
-    monkeypatch.setattr(jit, "source", lambda special: special.name)
+    monkeypatch.setattr(jit, "_text", lambda special: special.name)
     monkeypatch.setattr(jit, "_compiled", lambda *_: both.wait(10))
     special = SimpleNamespace(
         name="a kernel",

@@ -233,3 +233,10 @@ def test_the_tool_that_measures_the_cost_takes_turns(cupy, monkeypatch):
     assert row["one_of"] > 1
     assert row["sums"]["GB/s"] >= 0
     assert set(row["host_us"]) == set(row["ms"])
+
+
+def test_packed_arrays_without_a_sequence_are_summed(cupy):
+    q, k, v = draw(cupy, (2, 0, 16))
+    offsets = np.zeros(1, np.int64)
+    vjp = cupyflash.attention_varlen_vjp(q, k, v, offsets, offsets, mask=masks.window(0, 0))[1]
+    assert vjp(q).dq.shape == q.shape
