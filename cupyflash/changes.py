@@ -82,11 +82,20 @@ def refused(names: Iterable[str]) -> ArgumentError:
     )
 
 
-def sums(request: Executor, out: Array, lse: Array, every: bool) -> checksum_launches.Sums | None:
+def passes_over(request: Executor) -> bool:
+    """Whether a call is a short one on a GPU that is not among those that are checked.
+
+    It counts the call. Its forward has been computed.
+    """
+    entry = getattr(request.seen, "entry", None)
+    kind: checksum_launches.Kind | None = None if entry is None else entry.watch
+    return kind is not None and not kind.is_due()
+
+
+def sums(request: Executor, out: Array, lse: Array) -> checksum_launches.Sums | None:
     """Return what tells whether arrays in device memory have changed, without waiting for it.
 
-    Returns None if this call is not one of those that are checked. Reports of earlier calls are
-    raised.
+    Reports of earlier calls are raised. It returns None if an array is of no kind that is summed.
 
     Parameters
     ----------
@@ -94,8 +103,6 @@ def sums(request: Executor, out: Array, lse: Array, every: bool) -> checksum_lau
         The call, whose arrays are CuPy's, and whose forward has been computed.
     out, lse : array
         Its results.
-    every : bool
-        Whether every call is checked.
     """
     refuse_reported(out)
     seen = request.seen
@@ -105,8 +112,6 @@ def sums(request: Executor, out: Array, lse: Array, every: bool) -> checksum_lau
     if kind is None:
         named = {**seen.arrays, "out": out, "lse": lse}
         kind = entry.watch = _kind(request.call, named)
-    if not every and not kind.is_due():
-        return None
     seen.addresses["out"], seen.addresses["lse"] = address(out), address(lse)
     return checksum_launches.Sums(kind, seen.addresses, out)
 
