@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from emulator import build
 from emulator.calls import Emulator
-from emulator.machine import randomly
+from emulator.machine import Fault, randomly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,11 +22,11 @@ GUARD = 16  # bytes around an array, or words behind others
 FILLED = 0x1111111111111111
 
 
-def run(launches, addresses, seed=0):
+def run(launches, addresses, seed=0, read=build.read):
     def work():
         launch.compiled_recipe(Recipe(tuple(launches)), 0).forward(dict(addresses))
 
-    Emulator(schedule=randomly(seed))._run(work)
+    Emulator(schedule=randomly(seed), read=read)._run(work)
 
 
 class Kept:
@@ -53,14 +53,14 @@ class Kept:
             begin = end
         return list(found.values())
 
-    def compare(self, gradients, seed=0):
+    def compare(self, gradients, seed=0, read=build.read):
         """Compare the sums with those of now, and return which arrays are reported."""
         named = {f"g{n}": x for n, x in enumerate(gradients)}
         report = np.zeros(REPORTS, np.uint64)
         places = {name: x.ctypes.data for name, x in (named | {"report": report}).items()}
         self.turn += 1
         places |= self.places | {"turn": self.turn}
-        run(checksum_launches.launches(self.rows, named), places, seed)
+        run(checksum_launches.launches(self.rows, named), places, seed, read)
         found = np.flatnonzero(report).tolist()
         assert (found[-1:] == [REPORTS - 1]) == bool(found)
         return found[:-1]
@@ -164,3 +164,30 @@ def test_a_change_of_any_bit_of_a_few_arrays_is_seen():
         y = x.copy()
         y[place] ^= 1 << place % 8
         assert there([y]) != before
+
+
+def without(number):
+    """Return what reads sources, and leaves one of the kernel's barriers out."""
+
+    def read(name):
+        text = build.read(name)
+        if name != "rowwise/checksum.cu":
+            return text
+        parts = text.split("ptx::barrier_or")
+        first, second, third = parts
+        kept = [first + second, third] if number == 0 else [first, second + third]
+        return "ptx::barrier_or".join(kept)
+
+    return read
+
+
+@pytest.mark.thorough("mutants; what the kernel writes is quick")
+def test_no_barrier_may_be_missing():
+    (array,) = arrays = [np.zeros(40_000, np.uint8)]
+    kept = Kept(arrays)
+    array[3] = 1  # one warp sees it
+    made = [x for _, x in gradients()]
+    with pytest.raises(Fault, match="which has ended"):
+        kept.compare(made, read=without(0))
+    kept.compare(made, read=without(1))
+    assert not all(np.isnan(x.astype(np.float64)).all() for x in made)
