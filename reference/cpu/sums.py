@@ -20,7 +20,7 @@ def add(computed: Array, to: Array) -> None:
 @own_arithmetic
 def store(computed: Array, to: Array) -> None:
     """Write an array to another one, rounded to its type."""
-    to[...] = computed.astype(to.dtype, copy=False)
+    np.copyto(to, computed, casting="unsafe")  # without an array in between
 
 
 @own_arithmetic
