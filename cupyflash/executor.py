@@ -88,9 +88,9 @@ class Executor(ABC):
 
     def signature(
         self,
-        kind: str,  # noqa: ARG002, of some
-        read: Mapping[str, Any],  # noqa: ARG002
-        written: Mapping[str, Any],  # noqa: ARG002
+        kind: str,  # noqa: ARG002, of those that are recognised
+        read: Mapping[str, Any],  # noqa: ARG002, likewise
+        written: Mapping[str, Any],  # noqa: ARG002, likewise
     ) -> Recalled | None:
         """Return what recognises the call, or None if it is checked every time.
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..errors import ArgumentError
 
-# Places: of the words on changed arrays, whose last one says that there is a report; and of one
-# word for each array of offsets.
-CHANGED, OFFSETS_Q, OFFSETS_K = 0, 65, 66
+CHANGED_WORDS = 65  # on changed arrays: one for each name, and whether there is any
+# Places: of these words, and of one word for each array of offsets.
+CHANGED, OFFSETS_Q, OFFSETS_K = 0, CHANGED_WORDS, CHANGED_WORDS + 1
 OF_OFFSETS = {"offsets_q": OFFSETS_Q, "offsets_k": OFFSETS_K}
 _KINDS = {  # bits of a report on offsets; the other bits are the number of an entry
     1: "entry {0} is not 0",

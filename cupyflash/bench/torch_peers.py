@@ -226,7 +226,7 @@ class Varlen(TorchPeer):
             return f"this PyTorch has no varlen_attn: {INSTALL} --upgrade"
         return ""
 
-    def function(self, torch: Any, case: Case, q: Tensor) -> Attend:  # noqa: ARG002
+    def function(self, torch: Any, case: Case, q: Tensor) -> Attend:  # noqa: ARG002, others need them
         """Refuse: cases are not packed."""
         raise RefusalError("it is timed on packed sequences, by --suite models")
 

@@ -103,10 +103,14 @@ def calls_between(call: Call, nbytes: int, multiprocessors: int) -> int:
         Of the device.
     """
     problem = call.problem
-    pairs = problem.heads * float(np.sum(np.multiply(problem.len_q, problem.len_k, dtype=float)))
-    if np.ndim(problem.len_q) == np.ndim(problem.len_k) == 0:
-        pairs *= problem.batch
-    pairs *= seen_share(call)
+    pairs: float
+    if call.rows.unread:  # sequences may have any lengths: as if these were equal
+        pairs = float(call.q.shape[-2]) * call.k.shape[-2] / max(1, problem.batch)
+    else:
+        pairs = float(np.sum(np.multiply(problem.len_q, problem.len_k, dtype=float)))
+        if np.ndim(problem.len_q) == np.ndim(problem.len_k) == 0:
+            pairs *= problem.batch
+    pairs *= problem.heads * seen_share(call)
     operations = 5.0 * pairs * (problem.d + problem.d_v) * problem.dtype.itemsize / 2
     backward = max(LEAST, operations / (OPERATIONS * multiprocessors))
     check = 2 * (LAUNCH + nbytes / (BANDWIDTH * multiprocessors))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.dtypes import DTYPES
+from ..arrays.reports import CHANGED_WORDS
 
 MAX_LEAD = 4  # leading axes of a launch
 MAX_AXES = 8  # axes of a look-up
@@ -17,7 +18,7 @@ MAX_PARTS = 16  # operands of one launch of combine
 MAX_FACTOR = 36  # order of the small matrix of hadamard
 MAX_SUMMED = 16  # arrays of one launch of checksum
 MAX_GRADIENTS = 5
-REPORTS = 65  # words of its reports: one for each name, and whether there is any
+REPORTS = CHANGED_WORDS  # of its reports
 MAX_BYTES = 4096  # parameters that every driver takes
 
 # Element kinds, as KINDS in reference/cpu/program.py.

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 
-from llvmlite import binding
+from .target import features
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64
 
@@ -24,10 +24,10 @@ VARIABLE = "CUPYFLASH_AMX"
 @functools.cache
 def is_available() -> bool:
     """Return whether this process may use tiles of bfloat16; asks for permission."""
-    features = binding.get_host_cpu_features()
-    if sys.platform != "linux" or not (features.get("amx-tile") and features.get("amx-bf16")):
+    found = features()
+    if sys.platform != "linux" or not (found.get("amx-tile") and found.get("amx-bf16")):
         return False
-    if not features.get("avx512f"):
+    if not found.get("avx512f"):
         return False
     try:
         syscall = ctypes.CDLL(None, use_errno=True).syscall

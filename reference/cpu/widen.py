@@ -8,28 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import config
 from numba.extending import intrinsic
 
 from .jit import caller, helper, kernel, takes
 from .memory import first_address, row_address, store
+from .target import features
 from .vectors import INT, LANE, emit_widened
 
 NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
 WIDENED = 16  # elements that are widened at a time
-
-
-def _has_half() -> bool:
-    """Whether the CPU for which Numba compiles has an instruction that widens float16."""
-    chosen: str | None = config.CPU_FEATURES  # those of the setting NUMBA_CPU_NAME, too
-    of_host = binding.get_host_cpu_features().get("f16c", False)
-    has = of_host if chosen is None else "+f16c" in chosen
-    return has or platform.machine() in ("aarch64", "arm64")
-
-
-HAS_HALF = _has_half()
+# Whether the CPU has an instruction that widens float16.
+HAS_HALF = bool(features().get("f16c") or platform.machine() in ("aarch64", "arm64"))
 
 
 @functools.cache

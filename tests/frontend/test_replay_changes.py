@@ -152,6 +152,20 @@ def test_long_calls_are_checked_always(cupy):
     assert every(64) < 80
 
 
+def test_sequences_that_nobody_has_looked_at_count_as_equally_long(cupy):
+    x = np.broadcast_to(np.float16(0), (32, 1 << 14, 128))
+    ends = np.arange(0, (1 << 14) + 1, 128)
+
+    def every(offsets, check):
+        call = validate.varlen_call(x, x, x, offsets, offsets, check)
+        return checksum_launches.calls_between(call, 4 * x.nbytes, 132)
+
+    read = every(ends, True)
+    assert read > 30
+    x = draw(cupy, x.shape, np.float16, 1)[0]
+    assert every(cupy.asarray(ends), None) == read
+
+
 def test_a_recognised_call_is_not_checked_again(cupy, monkeypatch):
     options, _ = inputs(cupy)
     q, k, v = draw(cupy)

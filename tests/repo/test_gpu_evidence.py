@@ -75,6 +75,7 @@ def test_the_record_of_tests_names_what_failed(tmp_path, record):
     assert list(made["skips"]) == ["no such GPU"]
     assert (made["selected"], made["left"], made["not_ended"]) == (6, 0, [])
     assert made["commit"] == "0123abc"
+    assert gpu_machine._words(["--folder", "/a", "tests", "--folder=/b"]) == ["tests"]
     assert "H200" in made["card"]
     assert made["versions"].keys() >= {"python", "numpy", "numba"}
 

@@ -345,8 +345,8 @@ def attempt(index: int, seed: int, device: str, variants: int = 1) -> tuple[int,
     try:
         is_cached = isinstance(case, fuzz_caches.Cached)
         found = wrong_cached(case, xp) if is_cached else wrong(case, xp)
-    except Exception:  # noqa: BLE001 (whatever is raised, it is a finding)
-        found = traceback.format_exc(limit=-6)
+    except Exception as error:  # noqa: BLE001 (whatever is raised, it is a finding)
+        found = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"
     return index, case.kind, case.dtype, found and f"{found}\n    {case.describe()}"
 
 

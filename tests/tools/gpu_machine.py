@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ def commit_of(root: Path = ROOT) -> str:
     head = git("rev-parse", "--short=12", "HEAD")
     changed = git("status", "--porcelain", "--untracked-files=no")
     return head + "+" * bool(head and changed)
+
+
+def _words(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command without the folder of its record, a path of one machine."""
+    words = list(arguments)
+    if "--folder" in words:
+        place = words.index("--folder")
+        del words[place : place + 2]
+    return [word for word in words if not word.startswith("--folder=")]
 
 
 def facts(commit: str) -> dict[str, Any]:
@@ -55,7 +65,7 @@ def facts(commit: str) -> dict[str, Any]:
         "capability": "{}.{}".format(*card.capability),
         "driver": cupy.cuda.runtime.driverGetVersion(),
         "versions": versions,
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["python", Path(sys.argv[0]).name, *_words(sys.argv[1:])]),
     }
 
 
