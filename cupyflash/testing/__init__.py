@@ -49,11 +49,13 @@ from .bound import (
 from .cases import Problem, problem
 from .families import FAMILIES
 from .features import FEATURES
+from .judge import PropertyError
+from .options import mask_array
 from .placement import Layout, Placed, random_layout, same_bits
 from .properties import PROPERTIES, Property
 from .report import Failure, Report, Result
 from .simulated import Inputs
-from .subject import PropertyError, Subject
+from .subject import Subject
 from .typical import Typical, typical_errors
 from .verification import check, verify
 
@@ -96,6 +98,7 @@ __all__ = [
     "expressions",
     "forward_bound",
     "forward_bound_varlen",
+    "mask_array",
     "mask_names",
     "plain",
     "problem",

@@ -143,7 +143,9 @@ def typical_errors(
     """
     exact = simulate(given, precision, "none")
     roundings = simulate(given, precision, "roundings")
-    fewer = Inputs(*(x[:SIMULATED] if isinstance(x, np.ndarray) else x for x in given))
+    arrays = {name: getattr(given, name) for name in Inputs._fields if name != "scale"}
+    first = {name: x if x is None else x[:SIMULATED] for name, x in arrays.items()}
+    fewer = given._replace(**first)
     sums = simulate(fewer, precision, "sums", seed)
     made = []
     for name in Outputs._fields:

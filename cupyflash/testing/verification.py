@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,13 +18,15 @@ from cupyflash.similar import nearest
 
 from .cases import Problem
 from .copies import CuPyMemory, HostMemory, Memory
+from .families import FAMILIES
 from .features import FEATURES
+from .judge import NotClaimedError, PropertyError
 from .options import float_type, known_floats
 from .precision import Precision
 from .properties import NOT_APPLICABLE, PROPERTIES, Property
 from .report import FAILED, PASSED, Failure, Report, Result
 from .report import NOT_APPLICABLE as IDLE
-from .subject import PropertyError, Subject
+from .subject import EmptyRows, Subject
 
 EXAMPLES = 40
 SHRINKING = 10.0  # seconds
@@ -60,6 +65,7 @@ def strategy_of(
     dtypes: Sequence[np.dtype[Any]],
     features: Iterable[str],
     tiles: tuple[int, int] | None,
+    families: Sequence[str] | None = None,
 ) -> Any:
     """Return the hypothesis strategy that draws a property's problems.
 
@@ -73,6 +79,8 @@ def strategy_of(
         What the kernel supports.
     tiles : tuple of 2 int or None
         Rows and keys of its tiles; for None, small ones are drawn.
+    families : sequence of str, optional
+        The families of elements to draw from; by default all that the property allows.
 
     Returns
     -------
@@ -86,6 +94,9 @@ def strategy_of(
     if prop.draws == "plain":
         return plain(chosen, features=features, tiles=tiles, **prop.more)
     more = prop.more | {"packed": prop.draws == "packed"}
+    if families is not None:
+        allowed = more.get("families", tuple(FAMILIES))
+        more["families"] = [x for x in families if x in allowed]
 
     def of_dtype(dtype: Any) -> Any:
         return problems(dtype, features=features, tiles=tiles, **more)
@@ -93,7 +104,12 @@ def strategy_of(
     return st.sampled_from(chosen).flatmap(of_dtype)
 
 
-def why_not(prop: Property, subject: Subject, dtypes: Sequence[np.dtype[Any]]) -> str:
+def why_not(
+    prop: Property,
+    subject: Subject,
+    dtypes: Sequence[np.dtype[Any]],
+    families: Sequence[str] | None = None,
+) -> str:
     """Say why a property does not apply to a kernel; nothing where it does."""
     missing = prop.needs - subject.knows
     for name in sorted(missing & set(FUNCTIONS)):
@@ -102,6 +118,9 @@ def why_not(prop: Property, subject: Subject, dtypes: Sequence[np.dtype[Any]]) -
         return f"the kernel lacks {', '.join(sorted(missing))}"
     if prop.dtypes is not None and not {x.name for x in dtypes} & set(prop.dtypes):
         return f"it is about {', '.join(prop.dtypes)}"
+    own = prop.more.get("families", FAMILIES)
+    if families is not None and prop.draws != "plain" and not set(families) & set(own):
+        return f"it is about the families {', '.join(own)}"
     return ""
 
 
@@ -114,6 +133,8 @@ def run(
     *,
     shrink: bool = True,
     climb: bool = False,
+    families: Sequence[str] | None = None,
+    keep_going: bool = False,
 ) -> Result:
     """Try a property on problems that hypothesis draws.
 
@@ -131,48 +152,55 @@ def run(
         Whether to look for a smaller problem after a failure, for some seconds.
     climb : bool
         Whether to search where the ratios of error to bound are large.
+    families : sequence of str, optional
+        The families of elements to draw from.
+    keep_going : bool
+        Whether to try all problems after a failure, instead of looking for a smaller one.
 
     Returns
     -------
     Result
-        The result, with the smallest failure that was found.
+        The result, with the smallest failure that was found, or the first one of each family.
     """
     from .hypothesis_needed import hypothesis
 
-    reason, begin = why_not(prop, subject, dtypes), time.perf_counter()
+    reason, begin = why_not(prop, subject, dtypes, families), time.perf_counter()
     if reason:
         return Result(prop.name, prop.formula, IDLE, reason)
     phases = [hypothesis.Phase.generate]
     phases += [hypothesis.Phase.target] if climb else []
-    phases += [hypothesis.Phase.shrink] if shrink else []
+    phases += [hypothesis.Phase.shrink] if shrink and not keep_going else []
     settings = hypothesis.settings(
         max_examples=max(2, round(examples * prop.weight)), phases=phases, database=None,
         deadline=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=False,
         report_multiple_bugs=False, verbosity=hypothesis.Verbosity.quiet,
     )  # fmt: skip
-    subject.worst.clear()
-    failed: dict[str, str] = {}
-    tried, until, last = 0, float("inf"), ("", "")
+    subject.start()
+    failed: dict[str, Failure] = {}
+    tried, until, last = 0, float("inf"), ""
 
     def attempt(problem: Problem) -> None:
         nonlocal tried, until, last
         if problem.line not in failed:
             if time.perf_counter() > until:
                 return
-            tried += not failed
-            subject.highest = 0.0
+            subject.highest, subject.family = 0.0, problem.family
             try:
                 prop.check(subject, problem)
+            except NotClaimedError:
+                return
             except Exception as error:  # noqa: BLE001 (whatever a kernel raises is a failure)
-                failed[problem.line] = message_of(error)
-                until = min(until, time.perf_counter() + SHRINKING)
+                failed[problem.line] = failure_of(error, problem)
+                if not keep_going:
+                    until = min(until, time.perf_counter() + SHRINKING)
+            tried += keep_going or len(failed) <= 1
             if climb and np.isfinite(subject.highest):
                 hypothesis.target(subject.highest)
-        if problem.line in failed:
-            last = (failed[problem.line], problem.line)
+        if problem.line in failed and not keep_going:
+            last = problem.line
             raise _FailedError
 
-    drawn = strategy_of(prop, dtypes, subject.features, subject.tiles)
+    drawn = strategy_of(prop, dtypes, subject.features, subject.tiles, families)
     number = (zlib.crc32(prop.name.encode()) ^ seed) & (2**64 - 1)
     given: Any = hypothesis.given(drawn)
     test = hypothesis.seed(number)(settings(given(attempt)))
@@ -182,18 +210,24 @@ def run(
     except (_FailedError, hypothesis.errors.Flaky, BaseExceptionGroup):
         if not failed:
             raise
-    worst = sorted(subject.worst.values(), key=lambda x: -x.ratio)
+    first = {each.family: each for each in reversed(failed.values())} if keep_going else {}
+    found = tuple(reversed(first.values())) if keep_going else (failed[last],) if failed else ()
     return Result(
         prop.name, prop.formula, FAILED if failed else PASSED, examples=tried,
-        seconds=time.perf_counter() - begin, worst=tuple(worst),
-        failures=(Failure(*last),) if failed else (),
+        seconds=time.perf_counter() - begin, worst=subject.worst_ratios(), failures=found,
+        families=dict(subject.families),
     )  # fmt: skip
 
 
-def message_of(error: Exception) -> str:
-    """Say what went wrong in one line."""
+def failure_of(error: Exception, problem: Problem) -> Failure:
+    """Say what went wrong in one line, and where, if it is an exception of the kernel's."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, PropertyError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, PropertyError):
+        return Failure(text, problem.line, problem.family)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [x for x in frames if not Path(x.filename).is_relative_to(Path(__file__).parent)]
+    where = "".join(traceback.format_list(own or list(frames)))
+    return Failure(f"{type(error).__name__}: {text}", problem.line, problem.family, where)
 
 
 def verify(
@@ -214,6 +248,9 @@ def verify(
     cached: Callable[..., Any] | None = None,
     append: Callable[..., Any] | None = None,
     rope: Callable[..., Any] | None = None,
+    empty_rows: EmptyRows = "zero",
+    families: str | Iterable[str] | None = None,
+    keep_going: bool = False,
     only: str | Iterable[str] | None = None,
     stop: bool = False,
     progress: Callable[[int, int, Result], None] | None = None,
@@ -254,6 +291,14 @@ def verify(
         Functions like `cupyflash.attention_varlen`, `attention_varlen_backward` and `combine`.
     cached, append, rope : callable, optional
         Functions like `cupyflash.attention_cached`, `append` and `rope`.
+    empty_rows : {"zero", "mean", "nan", "any"}
+        What a row without keys gives: 0 and a log-sum-exp of -inf, the mean of all values, NaN, or
+        nothing in particular. But for "zero", properties are about the other rows.
+    families : str or iterable of str, optional
+        Names of ``cupyflash.testing.FAMILIES``: the kinds of numbers that are drawn.
+    keep_going : bool
+        Whether to try all problems of a property that fails, and to report the first failure of
+        each family, instead of looking for a smaller problem.
     only : str or iterable of str, optional
         Names of the properties to run; the others are left out.
     stop : bool
@@ -294,8 +339,9 @@ def verify(
     subject = Subject(
         attention_fn, backward_fn, varlen=varlen, varlen_backward=varlen_backward,
         combine=combine, cached=cached, append=append, rope=rope, features=features,
-        precision=precision, tiles=tiles, float8=float8, memory=memory,
+        precision=precision, tiles=tiles, float8=float8, memory=memory, empty_rows=empty_rows,
     )  # fmt: skip
+    of_families = chosen_families(families)
     given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
     unknown = [x.name for x in given if x.name not in FLOATS]
     if unknown or not given:
@@ -308,7 +354,10 @@ def verify(
         tuple(name for name in FEATURES if name in subject.features),
     )  # fmt: skip
     for number, prop in enumerate(chosen):
-        result = run(prop, subject, given, examples, seed, shrink=not stop)
+        result = run(
+            prop, subject, given, examples, seed, shrink=not stop, families=of_families,
+            keep_going=keep_going,
+        )  # fmt: skip
         report.results.append(result)
         if progress is not None:
             progress(number + 1, len(chosen), result)
@@ -317,6 +366,17 @@ def verify(
     if only is None:
         report.results += [Result(name, "", IDLE, why) for name, why in NOT_APPLICABLE.items()]
     return report
+
+
+def chosen_families(families: str | Iterable[str] | None) -> list[str] | None:
+    """Return names of families; an unknown one is an error."""
+    if families is None:
+        return None
+    names = [families] if isinstance(families, str) else list(families)
+    unknown = [name for name in names if name not in FAMILIES]
+    if unknown or not names:
+        raise ValueError(f"families: got {unknown}; expected some of {', '.join(FAMILIES)}")
+    return names
 
 
 def chosen_properties(only: str | Iterable[str] | None) -> list[Property]:
@@ -364,8 +424,8 @@ def check(
     device : str
         As given to `verify`.
     **options
-        precision, features, tiles, float8, varlen, varlen_backward, combine, cached, append and
-        rope, as given to `verify`.
+        precision, features, tiles, float8, varlen, varlen_backward, combine, cached, append, rope
+        and empty_rows, as given to `verify`.
 
     Raises
     ------
@@ -374,5 +434,5 @@ def check(
     """
     (prop,) = chosen_properties(name)
     subject = Subject(attention_fn, backward_fn, memory=memory_of(device), **options)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), contextlib.suppress(NotClaimedError):
         prop.check(subject, problem)

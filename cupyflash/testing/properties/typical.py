@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..cases import Problem
+from ..judge import PropertyError
 from ..simulated import Inputs
-from ..subject import GRADIENTS, PropertyError, Subject
+from ..subject import GRADIENTS, Subject
 from ..typical import draw, typical_errors
 from .base import a_property
 
