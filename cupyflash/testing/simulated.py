@@ -137,6 +137,16 @@ class _Steps:
             made = self.held(made * (1 + self.precision.exp2_error * self._noise(x.shape)))
         return made
 
+    def score(self, x: Array) -> Array:
+        """Round scores, where they are kept in a narrower type."""
+        return stored(x, self.precision.scores) if self.errors == "roundings" else x
+
+    def scale(self, x: float) -> float:
+        """Round the scale."""
+        if self.errors != "roundings":
+            return x
+        return float(stored(np.array(x), self.precision.scale))
+
     def operand(self, x: Array) -> Array:
         """Round P or dS to an operand of the second product."""
         return stored(x, self.precision.product) if self.errors == "roundings" else x
@@ -170,9 +180,10 @@ def simulate(given: Inputs, precision: Precision, errors: Errors, seed: int = 0)
     """
     do = _Steps(precision, errors, np.random.default_rng(seed))
     q, k, v, dout = (x.astype(do.dtype) for x in (given.q, given.k, given.v, given.do))
-    s = do.held(do.dot(q, k) * given.scale)
+    scale = do.scale(given.scale)
+    s = do.score(do.held(do.score(do.dot(q, k)) * scale))
     if given.bias is not None:
-        s = do.held(s + given.bias.astype(do.dtype))
+        s = do.score(do.held(s + given.bias.astype(do.dtype)))
     sink = None if given.sink is None else given.sink.astype(do.dtype)[:, None]
     m = s.max(axis=-1)
     m = m if sink is None else np.maximum(m, sink)
@@ -182,15 +193,16 @@ def simulate(given: Inputs, precision: Precision, errors: Errors, seed: int = 0)
         row = do.held(row + do.exp(do.held(sink - m)))
     acc = do.dot(do.operand(p), v.swapaxes(-1, -2))
     out = do.output(do.held(acc / row[..., None]))
-    lse = do.held(m + do.held(np.log(row)))
+    log_sum = do.held(m + do.held(np.log(row)))
+    lse = stored(log_sum, precision.lse) if errors == "roundings" else log_sum
 
     p = do.exp(do.held(s - lse[..., None]))
     dp = do.dot(dout, v)
     delta = do.total(dout * out)
     ds = do.held(p * do.held(dp - delta[..., None]))
     operand = do.operand(ds)
-    dq = do.output(do.held(do.dot(operand, k.swapaxes(-1, -2)) * given.scale))
-    dk = do.output(do.held(do.dot(operand.swapaxes(-1, -2), q.swapaxes(-1, -2)) * given.scale))
+    dq = do.output(do.held(do.dot(operand, k.swapaxes(-1, -2)) * scale))
+    dk = do.output(do.held(do.dot(operand.swapaxes(-1, -2), q.swapaxes(-1, -2)) * scale))
     dv = do.output(do.dot(do.operand(p).swapaxes(-1, -2), dout.swapaxes(-1, -2)))
     dsink = None
     if sink is not None:

@@ -89,6 +89,26 @@ class Appended(NamedTuple):
     v_scale: Array | None = None
 
 
+class Call(NamedTuple):
+    """A call that a property is about to make.
+
+    Attributes
+    ----------
+    q, k, v : ndarray
+        Queries, keys and values.
+    options : dict
+        The options by name: mask, scale, bias and so on.
+    gradients : bool
+        Whether gradients will be asked for.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    options: dict[str, Any]
+    gradients: bool
+
+
 class Subject(Judge):
     """A kernel, and how to judge it.
 
@@ -116,6 +136,8 @@ class Subject(Judge):
         Where its arrays are; by default in host memory.
     empty_rows : {"zero", "mean", "nan", "any"}
         What a row without keys gives: 0, the mean of all values, NaN, or nothing in particular.
+    serves : callable, optional
+        ``serves(call) -> bool``: whether the kernel serves a `Call`; others are not tried.
     """
 
     def __init__(
@@ -135,7 +157,9 @@ class Subject(Judge):
         float8: Literal["float32", "out_dtype", "codes"] = "float32",
         memory: Memory | None = None,
         empty_rows: EmptyRows = "zero",
+        serves: Callable[[Call], bool] | None = None,
     ) -> None:
+        self._serves = serves
         if empty_rows not in get_args(EmptyRows):
             known = ", ".join(get_args(EmptyRows))
             raise ValueError(f"empty_rows: got {empty_rows!r}; expected one of {known}")
@@ -165,6 +189,10 @@ class Subject(Judge):
         return Precision.of_codes(out_dtype, self.float8)
 
     # Calls
+
+    def _claim(self, call: Call) -> None:
+        if self._serves is not None and not self._serves(call):
+            raise NotClaimedError
 
     def _laid(self, array: Array | None) -> Array | None:
         if array is None or "strides" in self.features:
@@ -209,6 +237,7 @@ class Subject(Judge):
         self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any
     ) -> Rows:
         """Do the same, with rows without keys as they come."""
+        self._claim(Call(q, k, v, options, gradients=False))
         dtype = np.dtype(options.get("out_dtype", q.dtype))
         copies, self.dtype = Copies(self.memory), dtype.name
         arrays = [copies.array(self._laid(x)) for x in (q, k, v)]
@@ -229,6 +258,7 @@ class Subject(Judge):
         dlse: Array | None = None, offsets: Any = None, rows: Rows | None = None, **options: Any,
     ) -> Gradients:  # fmt: skip
         """Run the backward kernel on copies, after the forward unless its `rows` are given."""
+        self._claim(Call(q, k, v, options, gradients=True))
         if rows is None:
             rows = self.attend(q, k, v, offsets=offsets, **options)
         if self.empty_rows != "zero":

@@ -26,7 +26,7 @@ from .precision import Precision
 from .properties import NOT_APPLICABLE, PROPERTIES, Property
 from .report import FAILED, PASSED, Failure, Report, Result
 from .report import NOT_APPLICABLE as IDLE
-from .subject import EmptyRows, Subject
+from .subject import Call, EmptyRows, Subject
 
 EXAMPLES = 40
 SHRINKING = 10.0  # seconds
@@ -66,6 +66,7 @@ def strategy_of(
     features: Iterable[str],
     tiles: tuple[int, int] | None,
     families: Sequence[str] | None = None,
+    shapes: int | None = None,
 ) -> Any:
     """Return the hypothesis strategy that draws a property's problems.
 
@@ -81,6 +82,8 @@ def strategy_of(
         Rows and keys of its tiles; for None, small ones are drawn.
     families : sequence of str, optional
         The families of elements to draw from; by default all that the property allows.
+    shapes : int, optional
+        How many shapes there are at most.
 
     Returns
     -------
@@ -92,14 +95,14 @@ def strategy_of(
 
     chosen = [x for x in dtypes if prop.dtypes is None or x.name in prop.dtypes]
     if prop.draws == "plain":
-        return plain(chosen, features=features, tiles=tiles, **prop.more)
+        return plain(chosen, features=features, tiles=tiles, shapes=shapes, **prop.more)
     more = prop.more | {"packed": prop.draws == "packed"}
     if families is not None:
         allowed = more.get("families", tuple(FAMILIES))
         more["families"] = [x for x in families if x in allowed]
 
     def of_dtype(dtype: Any) -> Any:
-        return problems(dtype, features=features, tiles=tiles, **more)
+        return problems(dtype, features=features, tiles=tiles, shapes=shapes, **more)
 
     return st.sampled_from(chosen).flatmap(of_dtype)
 
@@ -135,6 +138,7 @@ def run(
     climb: bool = False,
     families: Sequence[str] | None = None,
     keep_going: bool = False,
+    shapes: int | None = None,
 ) -> Result:
     """Try a property on problems that hypothesis draws.
 
@@ -156,6 +160,8 @@ def run(
         The families of elements to draw from.
     keep_going : bool
         Whether to try all problems after a failure, instead of looking for a smaller one.
+    shapes : int, optional
+        How many shapes are drawn at most.
 
     Returns
     -------
@@ -188,7 +194,7 @@ def run(
             try:
                 prop.check(subject, problem)
             except NotClaimedError:
-                return
+                hypothesis.reject()
             except Exception as error:  # noqa: BLE001 (whatever a kernel raises is a failure)
                 failed[problem.line] = failure_of(error, problem)
                 if not keep_going:
@@ -200,7 +206,7 @@ def run(
             last = problem.line
             raise _FailedError
 
-    drawn = strategy_of(prop, dtypes, subject.features, subject.tiles, families)
+    drawn = strategy_of(prop, dtypes, subject.features, subject.tiles, families, shapes)
     number = (zlib.crc32(prop.name.encode()) ^ seed) & (2**64 - 1)
     given: Any = hypothesis.given(drawn)
     test = hypothesis.seed(number)(settings(given(attempt)))
@@ -210,6 +216,10 @@ def run(
     except (_FailedError, hypothesis.errors.Flaky, BaseExceptionGroup):
         if not failed:
             raise
+    except hypothesis.errors.Unsatisfiable:
+        pass  # the kernel serves none of the calls
+    if not tried and not failed:
+        return Result(prop.name, prop.formula, IDLE, "the kernel serves none of its calls")
     first = {each.family: each for each in reversed(failed.values())} if keep_going else {}
     found = tuple(reversed(first.values())) if keep_going else (failed[last],) if failed else ()
     return Result(
@@ -249,6 +259,8 @@ def verify(
     append: Callable[..., Any] | None = None,
     rope: Callable[..., Any] | None = None,
     empty_rows: EmptyRows = "zero",
+    serves: Callable[[Call], bool] | None = None,
+    shapes: int | None = None,
     families: str | Iterable[str] | None = None,
     keep_going: bool = False,
     only: str | Iterable[str] | None = None,
@@ -294,6 +306,13 @@ def verify(
     empty_rows : {"zero", "mean", "nan", "any"}
         What a row without keys gives: 0 and a log-sum-exp of -inf, the mean of all values, NaN, or
         nothing in particular. But for "zero", properties are about the other rows.
+    serves : callable, optional
+        ``serves(call) -> bool``, for kernels that a list of features does not describe: whether a
+        call, with its q, k, v, options and gradients, is one that the kernel serves, such as
+        ``lambda call: call.options.get("mask") == masks.causal()``. Others are not tried.
+    shapes : int, optional
+        How many shapes are drawn for each property, for kernels that compile for each of them. By
+        default there is no limit. Properties that make shapes of their own add those.
     families : str or iterable of str, optional
         Names of ``cupyflash.testing.FAMILIES``: the kinds of numbers that are drawn.
     keep_going : bool
@@ -340,6 +359,7 @@ def verify(
         attention_fn, backward_fn, varlen=varlen, varlen_backward=varlen_backward,
         combine=combine, cached=cached, append=append, rope=rope, features=features,
         precision=precision, tiles=tiles, float8=float8, memory=memory, empty_rows=empty_rows,
+        serves=serves,
     )  # fmt: skip
     of_families = chosen_families(families)
     given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
@@ -356,7 +376,7 @@ def verify(
     for number, prop in enumerate(chosen):
         result = run(
             prop, subject, given, examples, seed, shrink=not stop, families=of_families,
-            keep_going=keep_going,
+            keep_going=keep_going, shapes=shapes,
         )  # fmt: skip
         report.results.append(result)
         if progress is not None:
@@ -424,8 +444,8 @@ def check(
     device : str
         As given to `verify`.
     **options
-        precision, features, tiles, float8, varlen, varlen_backward, combine, cached, append, rope
-        and empty_rows, as given to `verify`.
+        precision, features, tiles, float8, varlen, varlen_backward, combine, cached, append, rope,
+        empty_rows and serves, as given to `verify`.
 
     Raises
     ------

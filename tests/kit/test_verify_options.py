@@ -203,6 +203,78 @@ def test_conditions_say_where():
     assert "a hidden key has the weight 1.6e-28; expected 0" in str(report)
 
 
+def test_only_calls_that_the_kernel_serves_are_tried():
+    def causal(q, k, v, *, mask=None, return_lse=True):
+        return kernel(q, k, v)(q, k, v, mask=masks.causal())
+
+    def serves(call):
+        return call.options.get("mask") == masks.causal()
+
+    some = {"features": ["causal", "lse"], "dtypes": ["float32"], "examples": 10}
+    only = [ONLY[0], "prefix_sees_nothing_behind", "queries_permuted"]
+    report = testing.verify(causal, only=only, serves=serves, **some)
+    states = {x.name: x.status for x in report.results}
+    assert states == {ONLY[0]: "passed", only[1]: "passed", only[2]: "not applicable"}
+    assert report.results[-1].reason == "the kernel serves none of its calls"
+    assert not testing.verify(causal, only=only, **some).passed
+
+
+def test_gradients_may_be_served_less():
+    asked = []
+
+    def serves(call):
+        asked.append(call.gradients)
+        return not call.gradients or "bias" not in call.options
+
+    def backward(do, q, k, v, out, lse, **options):
+        assert "bias" not in options
+        return 0 * q, 0 * k, 0 * v
+
+    report = testing.verify(zeros, backward, features=["bias"], dtypes=["float32"], examples=5,
+                            only="gradients_within_bound", serves=serves)  # fmt: skip
+    assert set(asked) == {False, True}
+    assert "AssertionError" not in str(report)
+
+
+@pytest.mark.parametrize("only", ["forward_within_bound", "convex_rows"])
+def test_shapes_may_be_few(only):
+    seen = set()
+
+    def seeing(q, k, v, *, return_lse=True):
+        seen.add((q.shape, k.shape, v.shape))
+        return zeros(q, k, v)
+
+    some = {"features": ["lengths", "gqa", "broadcast", "widths"], "dtypes": ["float32"]}
+    testing.verify(seeing, only=only, shapes=3, examples=40, **some)
+    assert len(seen) <= 3
+    seen.clear()
+    testing.verify(seeing, only=only, examples=40, **some)
+    assert len(seen) > 5
+
+
+def test_scores_in_16_bits_are_a_precision():
+    """matmul, softmax and matmul on arrays of float16, as most libraries' plain path does it."""
+
+    def plain(q, k, v, *, return_lse=True, scores=np.float16):
+        s = (q.astype(np.float32) @ k.swapaxes(-1, -2).astype(np.float32)).astype(scores)
+        s = (s * scores(1 / np.sqrt(q.shape[-1]))).astype(scores).astype(np.float32)
+        m = s.max(axis=-1, keepdims=True)
+        p = np.exp(s - m)
+        row = p.sum(axis=-1, keepdims=True)
+        out = (p / row).astype(np.float16).astype(np.float32) @ v.astype(np.float32)
+        return out.astype(np.float16), (m + np.log(row))[..., 0].astype(np.float16)
+
+    some = {"features": ["lengths", "lse"], "dtypes": ["float16"], "examples": 10,
+            "families": ["normal", "negative scores"]}  # fmt: skip
+    said = {"p": "float16", "scores": "float16", "scale": "float16", "lse": "float16"}
+    right = Precision.stated("float32", **said)
+    assert testing.verify(plain, only=ONLY[0], precision=right, **some).passed
+    assert testing.verify(plain, only="errors_are_typical", precision=right, **some).passed
+    for name in ("scores", "lse"):
+        less = Precision.stated("float32", **(said | {name: None}))
+        assert not testing.verify(plain, only=ONLY[0], precision=less, **some).passed
+
+
 def test_masks_become_arrays():
     q, k = np.zeros((2, 3, 4, 8)), np.zeros((2, 3, 5, 8))
     made = mask_array(masks.causal(), q, k)
