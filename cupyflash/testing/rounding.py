@@ -20,7 +20,7 @@ same. With one exp2 per tile::
     a_ij = tau_ij + 3u (|t_ij| + tau_ij + M_i) + (T + 1) e,      M_i = max_j |t_ij| + tau_ij, |sink|
 
 That number is another one of the row's t, and below their maximum by `Precision.lag` at most: then
-weights, their sum, the numerator and what is lost below l by underflow are up to ``exp(lag)`` larger.
+weights, their sum, the numerator and what is lost by underflow are up to ``exp(lag)`` larger.
 
 Output. With n_i = visible keys + 2 T + 2 roundings of products, sums, rescalings and the division
 (2 more with dropout, whose factor is converted and multiplied), u_p for P as an operand, and Z for

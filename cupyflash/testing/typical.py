@@ -143,10 +143,7 @@ def typical_errors(
     """
     exact = simulate(given, precision, "none")
     roundings = simulate(given, precision, "roundings")
-    arrays = {name: getattr(given, name) for name in Inputs._fields if name != "scale"}
-    first = {name: x if x is None else x[:SIMULATED] for name, x in arrays.items()}
-    fewer = given._replace(**first)
-    sums = simulate(fewer, precision, "sums", seed)
+    sums = simulate(_first_heads(given), precision, "sums", seed)
     made = []
     for name in Outputs._fields:
         if got.get(name) is None:
@@ -154,6 +151,13 @@ def typical_errors(
         right, of_roundings, of_sums = (getattr(x, name) for x in (exact, roundings, sums))
         made.append(_typical(name, got[name], right, of_roundings, of_sums, precision))
     return made
+
+
+def _first_heads(given: Inputs) -> Inputs:
+    n = SIMULATED
+    bias = None if given.bias is None else given.bias[:n]
+    sink = None if given.sink is None else given.sink[:n]
+    return Inputs(given.q[:n], given.k[:n], given.v[:n], given.do[:n], bias, sink, given.scale)
 
 
 def _typical(
