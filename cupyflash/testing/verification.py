@@ -30,6 +30,7 @@ from .subject import Call, EmptyRows, Subject
 
 EXAMPLES = 40
 SHRINKING = 10.0  # seconds
+LATE = "no time was left"
 FUNCTIONS = {
     "backward": "no backward_fn was given",
     "varlen": "no varlen function was given",
@@ -261,6 +262,7 @@ def verify(
     empty_rows: EmptyRows = "zero",
     serves: Callable[[Call], bool] | None = None,
     shapes: int | None = None,
+    seconds: float | None = None,
     families: str | Iterable[str] | None = None,
     keep_going: bool = False,
     only: str | Iterable[str] | None = None,
@@ -313,6 +315,8 @@ def verify(
     shapes : int, optional
         How many shapes are drawn for each property, for kernels that compile for each of them. By
         default there is no limit. Properties that make shapes of their own add those.
+    seconds : float, optional
+        After this time no further property is begun. Those that are left out are listed.
     families : str or iterable of str, optional
         Names of ``cupyflash.testing.FAMILIES``: the kinds of numbers that are drawn.
     keep_going : bool
@@ -373,7 +377,12 @@ def verify(
         seed, examples, device, tuple(x.name for x in given),
         tuple(name for name in FEATURES if name in subject.features),
     )  # fmt: skip
+    begin = time.perf_counter()
     for number, prop in enumerate(chosen):
+        if seconds is not None and time.perf_counter() - begin > seconds:
+            reason = why_not(prop, subject, given, of_families) or LATE
+            report.results.append(Result(prop.name, prop.formula, IDLE, reason))
+            continue
         result = run(
             prop, subject, given, examples, seed, shrink=not stop, families=of_families,
             keep_going=keep_going, shapes=shapes,

@@ -80,7 +80,7 @@ def exact_mean(s: Subject, p: Problem) -> None:
         s.near("lse", ours.lse, 0 * ours.lse + math.log(number), s.bound(q, k, v).lse.bound)
 
 
-@a_property(weight=0.5)
+@a_property("finite", weight=0.5)
 def exact_selection(s: Subject, p: Problem) -> None:
     """Keys coded by signs, 2048 apart: O_i = V_j bitwise for the key of i's code (tier T0)."""
     codes = np.where((np.arange(64)[:, None] >> np.arange(6)) & 1, 1.0, -1.0)
