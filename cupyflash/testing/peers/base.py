@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -126,6 +127,11 @@ def positive_scale(call: Call) -> bool:
     """Serve calls without a scale, or with one above 0."""
     scale = call.options.get("scale")
     return scale is None or scale > 0
+
+
+def small(call: Call) -> bool:
+    """Serve calls of few products, for libraries that are interpreted."""
+    return math.prod(call.q.shape) * call.k.shape[-2] < 4000
 
 
 def mask_or_bias(call: Call) -> bool:

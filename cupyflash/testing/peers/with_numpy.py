@@ -22,6 +22,7 @@ from .base import (
     rounded_weights,
     scale_of,
     scale_of_float32,
+    small,
 )
 
 BASIC = ("masks", "scale", "lengths", "strides", "finite")
@@ -262,7 +263,7 @@ PEERS = (
     Peer(
         "tinygrad", "tinygrad", "tinygrad", "pip install tinygrad", _tinygrad, ("float32",),
         ("masks", "gqa", "lengths", "widths", "strides", "finite"),
-        {"precision": rounded_weights, "empty_rows": "nan", "shapes": 2},
+        {"precision": rounded_weights, "empty_rows": "nan", "serves": small},
         Documented(alignment=FIRST),
     ),
     Peer(
@@ -270,5 +271,10 @@ PEERS = (
         ("float32", "float64"), ("masks", "bias", "lengths", "strides", "finite"),
         {"precision": rounded_weights, "empty_rows": "nan", "serves": no_gradient_of_more},
         Documented("(B, L, H, D)"),
+        dict.fromkeys(
+            ("gradients_within_bound", "masked_keys_get_zeros", "later_keys_get_nothing"),
+            "Its softmax takes no score as lower than 64 below the maximum, so that hidden keys "
+            "keep weights of exp(-64).",
+        ),
     ),
 )  # fmt: skip

@@ -175,6 +175,7 @@ def _flash_serves(call: Call) -> bool:
     return mask_or_bias(call) and same and no_gradient_of_more(call)
 
 
+STOPS = {"exact_sum_over_queries": "Sums of gradients in 16 bits stop growing: dV at 65536."}
 TORCH = "pip install torch"
 GENERAL = ("masks", "bias", "scale", "gqa", "lengths", "strides", "finite")
 PLAIN = GENERAL[:-1]  # scores in 16 bits overflow
@@ -191,7 +192,7 @@ PEERS = (
     ),
     Peer(
         "torch-flash", "torch", "torch", TORCH, lambda: _sdpa("flash"), TYPES, GENERAL,
-        {"precision": all_rounded, "serves": _flash_serves}, SDPA,
+        {"precision": all_rounded, "serves": _flash_serves}, SDPA, STOPS,
     ),
     Peer(
         "torch-flex", "torch", "torch", TORCH, _flex, ("float32", "float64"),
@@ -211,6 +212,6 @@ PEERS = (
     Peer(
         "transformers-sdpa", "transformers", "transformers", "pip install torch transformers",
         lambda: _of_transformers("sdpa"), NARROW, PLAIN,
-        {"precision": all_rounded, "serves": mask_or_bias, "empty_rows": "any"},
+        {"precision": all_rounded, "serves": mask_or_bias, "empty_rows": "any"}, instead=STOPS,
     ),
 )  # fmt: skip
