@@ -236,9 +236,14 @@ def failure_of(error: Exception, problem: Problem) -> Failure:
     if isinstance(error, PropertyError):
         return Failure(text, problem.line, problem.family)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [x for x in frames if not Path(x.filename).is_relative_to(Path(__file__).parent)]
+    own = [x for x in frames if not _of_the_kit(Path(x.filename))]
     where = "".join(traceback.format_list(own or list(frames)))
     return Failure(f"{type(error).__name__}: {text}", problem.line, problem.family, where)
+
+
+def _of_the_kit(file: Path) -> bool:
+    kit = Path(__file__).parent
+    return file.is_relative_to(kit) and not file.is_relative_to(kit / "peers")
 
 
 def verify(

@@ -189,7 +189,7 @@ def _tinygrad() -> Functions:
         return attend(tensors, mask, q, k).numpy(), None
 
     def backward(do: Array, q: Array, k: Array, v: Array, *_: Any, mask: Any = None) -> Any:
-        tensors = [tinygrad.Tensor(np.ascontiguousarray(x)).requires_grad_() for x in (q, k, v)]
+        tensors = [tinygrad.Tensor(np.ascontiguousarray(x)) for x in (q, k, v)]
         made = attend(tensors, mask, q, k)
         found = made.gradient(*tensors, gradient=tinygrad.Tensor(np.ascontiguousarray(do)))
         return tuple(x.numpy() for x in found)
