@@ -1,4 +1,4 @@
-"""Errors of the GPU's kernels over many elements of long rows are those of the stated arithmetic."""
+"""Errors of the GPU's kernels over long rows are those of the stated arithmetic, all together."""
 
 from __future__ import annotations
 
