@@ -24,6 +24,8 @@ TITLES = {
     "torch-flex": "FlexAttention",
     "torch-varlen": "varlen_attn",
 }
+# In suites where they are something else.
+TITLES_OF = {"programs": {"standard": "its own lines"}}
 MANY = 2  # others; of more, the fastest is shown
 
 
@@ -60,6 +62,11 @@ def filled(head: list[str], rows: list[list[str]], widths: list[int]) -> nodes.t
     return nodes.table("", group)
 
 
+def titles_of(suite: str) -> dict[str, str]:
+    """Return what contenders are called in the table of a suite."""
+    return TITLES | TITLES_OF.get(suite, {})
+
+
 def measured(report: Report) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a report of tasks, rows that lose included.
 
@@ -67,9 +74,10 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
     """
     first, *others = report.contenders
     many = len(others) > MANY
-    head = [report.suite, TITLES[first]]
-    head += ["fastest of the others"] if many else [TITLES[name] for name in others]
-    head += ["ratio"] if many else [f"ratio to {TITLES[name]}" for name in others]
+    titles = titles_of(report.suite)
+    head = [report.suite, titles[first]]
+    head += ["fastest of the others"] if many else [titles[name] for name in others]
+    head += ["ratio"] if many else [f"ratio to {titles[name]}" for name in others]
     rows = []
     for row in report.tasks:
         each = "" if row.task.each == "call" else f", each {row.task.each}"
@@ -77,7 +85,7 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
         results = [row.of(name) for name in (first, *beside)]
         times = [duration(x.seconds) if x and x.seconds else "" for x in results]
         if many and times[1]:
-            times[1] += f" ({TITLES[row.fastest]})"
+            times[1] += f" ({titles[row.fastest]})"
         ratios = [row.ratio(name) for name in beside]
         rows.append(
             [row.task.name + each, *times, *("" if x is None else three_digits(x) for x in ratios)]

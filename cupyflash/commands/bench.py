@@ -30,7 +30,7 @@ VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "so
 PICTURE_NAMES = ("rate", "speed-up", "memory")
 EXTRA = extra("bench")
 RUNS = {"cpu": 7, "gpu": 30}
-SHORT_RUNS = {"host": 50, "models": 30}  # of suites whose runs are short
+SHORT_RUNS = {"host": 50, "models": 30, "programs": 30}  # of suites whose runs are short
 SECONDS = {"cpu": 5.0, "gpu": 2.0}
 
 
@@ -333,7 +333,7 @@ def add_command(subparsers: Any) -> None:
         "standard attention), peers (against PyTorch's kernels; on a GPU 16,384 tokens in all), "
         "variants (masks and score changes), decode (one query; also over caches of 8 and 4 "
         "bits), fp8 (queries, keys and values of 8 bits), host (the host's time of small calls), "
-        "programs (whole NumPy programs, on the CPU, in a clone), models (shapes that models run, "
+        "programs (whole programs, on the CPU, in a clone), models (shapes that models run, "
         "by their names, beside PyTorch's kernels). The exit status is 1 if a result was wrong, 2 "
         "if nothing could be measured.",
     )

@@ -80,6 +80,12 @@ COMMANDS = {
         for name in ("generation", "training")
         for attention in ("cupyflash", "numpy")
     },
+    **{
+        f"python examples/{name} --attention {attention}": "tests/repo/test_programs.py"
+        for name in ("numpy_whisper.py", "numpy_gpt2.py", "numpy_triangle.py", "torch_swin.py")
+        for attention in ("cupyflash",)
+    },
+    "python examples/torch_swin.py --attention sdpa --train": "tests/repo/test_programs.py",
     "python examples/train_lm.py --check": "tests/repo/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",
