@@ -1,4 +1,4 @@
-"""Directives that write tables: `table-of` of names and meanings, `measured` of benchmarks."""
+"""Directives that write tables: `table-of` of names and meanings, others of benchmarks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ TITLES = {
     "torch-efficient": "memory-efficient",
     "torch-flex": "FlexAttention",
     "torch-varlen": "varlen_attn",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
 }
 # In suites where they are something else.
 TITLES_OF = {"programs": {"standard": "its own lines"}}
-MANY = 2  # others; of more, the fastest is shown
+MANY = 3  # others; of more, the fastest is shown
 
 
 def row_of(*cells: nodes.Node) -> nodes.row:
@@ -93,25 +95,51 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def ratios(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a grid of a report's ratios.
+
+    A task's name has three parts. The middle one says in which column its ratio is, the others in
+    which row.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    (other,) = report.contenders[1:]
+    for row in report.tasks:
+        first, column, last = row.task.name.split(", ")
+        ratio = row.ratio(other)
+        cells.setdefault(f"{last}, {first}", {})[column] = "" if ratio is None else f"{ratio:.2f}"
+    columns = list(dict.fromkeys(column for found in cells.values() for column in found))
+    head = [f"ratio to {titles_of(report.suite)[other]}", *columns]
+    rows = [[name, *(found.get(x, "") for x in columns)] for name, found in cells.items()]
+    return head, rows
+
+
 class Measured(Directive):
     """``measured FILE``: the report of tasks in a file of docs/measured, and its conditions."""
 
     required_arguments = 1
+    cells = staticmethod(measured)
 
     def run(self) -> list[nodes.Node]:
         """Return the table, and a paragraph."""
         file = MEASURED / self.arguments[0]
         self.state.document.settings.env.note_dependency(str(file))
         report = Report.from_json(file.read_text(encoding="utf-8"))
-        head, rows = measured(report)
+        head, rows = self.cells(report)
         versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
         words = f"{report.device}. {versions}. {report.method}"
         widths = [40] + [60 // (len(head) - 1)] * (len(head) - 1)
         return [filled(head, rows, widths), nodes.paragraph("", "", nodes.emphasis("", words))]
 
 
+class Ratios(Measured):
+    """``ratios FILE``: the same as a grid of ratios."""
+
+    cells = staticmethod(ratios)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Tell Sphinx of the directives."""
     app.add_directive("table-of", TableOf)
     app.add_directive("measured", Measured)
+    app.add_directive("ratios", Ratios)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -38,6 +38,8 @@ COLOURS = {
     "torch-cpu": "#D55E00",
     "torch-math": "#4D4D4D",
     "torch-sdpa": "#DDCC77",
+    "onnxruntime": "#B2182B",
+    "openvino": "#7F3C8D",
 }
 MARKERS = "osD^vP*X"
 STYLE = {

@@ -147,7 +147,12 @@ def images(meter: Meter, dtype: str, train: bool) -> Works:  # noqa: ARG001
     def work(attention: str) -> Work:
         model = module.model_of(setting, attention)
         if not train:
-            return torch.inference_mode()(lambda: (model(batch),))
+
+            def run() -> Any:
+                with torch.inference_mode():
+                    return (model(batch),)
+
+            return run
         optimizer = module.optimizer_of(model)
 
         def step() -> Any:

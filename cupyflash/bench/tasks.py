@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .contenders import Job, RefusalError
-from .measure import Meter, Work
+from .measure import Gpu, Meter, Work
 from .torch_peers import find
 
 Maker = Callable[[Meter, str], "Works"]  # of a meter and the dtype
 OURS, STANDARD, SDPA = "cupyflash", "standard", "torch-sdpa"
 NAMES = (OURS, STANDARD, SDPA)
+CALLS = 20  # in a run, at most
+RUN = 5e8  # operations of a run on the CPU, where it has several calls
 NOTHING = "it has nothing that does this task"
 
 
@@ -65,6 +69,11 @@ class Works:
     count: int = 1
     host: bool = False
     tolerance: float | None = None
+
+
+def calls(meter: Meter, flops: float) -> int:
+    """Return how many calls of so many operations are a run."""
+    return 1 if isinstance(meter, Gpu) else int(np.clip(RUN // flops, 1, CALLS))
 
 
 def repeated(work: Work, count: int) -> Work:

@@ -14,7 +14,7 @@ import pytest
 from fake_cupy import fake_cupy
 
 from cupyflash import bench
-from cupyflash.bench import host, measure, programs, torch_peers
+from cupyflash.bench import host, measure, programs, short, torch_peers
 from cupyflash.bench.tasks import NAMES, TaskSuite, Works
 from cupyflash.commands import bench_table, info
 from cupyflash.commands.main import main
@@ -124,6 +124,27 @@ def test_the_host_does_not_wait_for_the_device(monkeypatch):
     )
     assert measure.Gpu().host_seconds(lambda: did.append("work")) == 2
     assert did == ["synchronize", "clock", "work", "clock", "synchronize"]
+
+
+# --- short rows ---
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_short_rows_are_the_same_by_numpys_lines(backward):
+    suite = bench.TASKS["cpu"]["short"]
+    made = functools.partial(short.short, heads=3, tokens=8, backward=backward)
+    few = dataclasses.replace(suite, makers={"it": made})
+    (task,) = few.tasks()
+    row = run(few, task, suite.contenders)
+    assert statuses(row) == {"cupyflash": "measured", "standard": "measured"}, row
+    assert all(x.difference < 1e-5 for x in row.results)
+
+
+def test_short_rows_have_few_heads_and_tokens():
+    names = list(bench.TASKS["cpu"]["short"].makers)
+    assert names[0] == "3 heads, 8 tokens, forward"
+    assert names[-1] == "96 heads, 256 tokens, backward"
+    assert len(names) == len(set(names)) == 36
 
 
 # --- programs ---

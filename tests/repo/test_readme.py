@@ -55,6 +55,10 @@ COMMANDS = {
     "cupyflash bench --suite models --json models.json --plot models.svg": (
         "tests/cli/test_bench_models.py"
     ),
+    "cupyflash bench --device cpu --suite short": "tests/cli/test_bench_tasks.py",
+    'cupyflash bench --device cpu --suite models --task "ViT-S*forward" --task "one query" --only '
+    "cupyflash --only openvino": "tests/cli/test_bench_runtimes.py",
+    "pip install onnxruntime onnx openvino": "tests/cli/test_bench_runtimes.py",
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/repo/test_examples.py",
     "python examples/train_lm.py --plot loss.svg --save model.safetensors": (
