@@ -26,6 +26,7 @@ from cupyflash import masks
 
 Weights = dict[str, np.ndarray]
 Attention = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # of (H, L, D)
+CAUSAL = masks.causal()
 EPSILON = 1e-5  # of a norm
 
 
@@ -58,7 +59,7 @@ def attention_in_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarra
 
 def attention_by_cupyflash(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Return causal attention."""
-    return cupyflash.attention(q, k, v, mask=masks.causal())
+    return cupyflash.attention(q, k, v, mask=CAUSAL)
 
 
 ATTENTION = {"cupyflash": attention_by_cupyflash, "numpy": attention_in_numpy}

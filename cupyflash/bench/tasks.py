@@ -31,7 +31,7 @@ class Task:
     dtype : str
         Of its arrays.
     each : str
-        What a time is of: call, token or step.
+        What a time is of, in a word: call, token, step and others.
     """
 
     suite: str
@@ -56,7 +56,7 @@ class Works:
     arrays : callable
         Turns what such a function returns into arrays of the meter's array module.
     count : int
-        How many calls, tokens or steps one call of such a function does.
+        How many calls, tokens or steps one run of such a function does.
     host : bool
         Whether the host's time is measured, and not the device's.
     tolerance : float or None
