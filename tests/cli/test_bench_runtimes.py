@@ -128,7 +128,7 @@ def test_the_command(ways, monkeypatch, capsys, tmp_path):
         "--suite",
         "models",
         "--task",
-        "ViT-S*ward",
+        "iT-S*float32, ",
         "--runs",
         "1",
         *only,

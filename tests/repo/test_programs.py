@@ -180,13 +180,17 @@ def test_shifted_windows_of_swin_do_not_reach_around_the_image(swin, name):
         windows = swin.Windows(16, 12, shifted, setting, swin.ATTENTION[name])
         assert windows.shift == shifted
         x = torch.randn(1, 12, 12, 16)
-        y = x.clone()
-        y[0, 0, 5] += 1
-        with torch.no_grad():
-            differs = (windows(x) != windows(y)).any(dim=-1)[0]
-        rows, columns = (sorted(set(i.tolist())) for i in differs.nonzero(as_tuple=True))
-        assert rows == ([0] if shifted else [0, 1, 2])  # shifted, it shares a window with 10 and 11
-        assert columns == ([4, 5, 6] if shifted else [3, 4, 5])
+        for turned in (False, True):
+            y = x.clone()
+            y[(0, 5, 0) if turned else (0, 0, 5)] += 1
+            with torch.no_grad():
+                differs = (windows(x) != windows(y)).any(dim=-1)[0]
+            along, across = (sorted(set(i.tolist())) for i in differs.nonzero(as_tuple=True))
+            if turned:
+                along, across = across, along
+            # Shifted, rows 10 and 11 are in a window with row 0, which must not see them.
+            assert along == ([0] if shifted else [0, 1, 2])
+            assert across == ([4, 5, 6] if shifted else [3, 4, 5])
 
 
 @pytest.mark.parametrize("more", [[], ["--train"]], ids=["classify", "--train"])
