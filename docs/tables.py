@@ -1,4 +1,4 @@
-"""Directives that write tables: `table-of` of names and meanings, `measured` of benchmarks."""
+"""Directives that write tables: `table-of` of names and meanings, others of benchmarks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ TITLES = {
     "torch-efficient": "memory-efficient",
     "torch-flex": "FlexAttention",
     "torch-varlen": "varlen_attn",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
 }
-MANY = 2  # others; of more, the fastest is shown
+# In suites where they are something else.
+TITLES_OF = {"programs": {"standard": "its own lines"}}
+MANY = 3  # others; of more, the fastest is shown
 
 
 def row_of(*cells: nodes.Node) -> nodes.row:
@@ -60,6 +64,11 @@ def filled(head: list[str], rows: list[list[str]], widths: list[int]) -> nodes.t
     return nodes.table("", group)
 
 
+def titles_of(suite: str) -> dict[str, str]:
+    """Return what contenders are called in the table of a suite."""
+    return TITLES | TITLES_OF.get(suite, {})
+
+
 def measured(report: Report) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a report of tasks, rows that lose included.
 
@@ -67,9 +76,10 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
     """
     first, *others = report.contenders
     many = len(others) > MANY
-    head = [report.suite, TITLES[first]]
-    head += ["fastest of the others"] if many else [TITLES[name] for name in others]
-    head += ["ratio"] if many else [f"ratio to {TITLES[name]}" for name in others]
+    titles = titles_of(report.suite)
+    head = [report.suite, titles[first]]
+    head += ["fastest of the others"] if many else [titles[name] for name in others]
+    head += ["ratio"] if many else [f"ratio to {titles[name]}" for name in others]
     rows = []
     for row in report.tasks:
         each = "" if row.task.each == "call" else f", each {row.task.each}"
@@ -77,7 +87,7 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
         results = [row.of(name) for name in (first, *beside)]
         times = [duration(x.seconds) if x and x.seconds else "" for x in results]
         if many and times[1]:
-            times[1] += f" ({TITLES[row.fastest]})"
+            times[1] += f" ({titles[row.fastest]})"
         ratios = [row.ratio(name) for name in beside]
         rows.append(
             [row.task.name + each, *times, *("" if x is None else three_digits(x) for x in ratios)]
@@ -85,25 +95,51 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def ratios(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a grid of a report's ratios.
+
+    A task's name has three parts. The middle one says in which column its ratio is, the others in
+    which row.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    (other,) = report.contenders[1:]
+    for row in report.tasks:
+        first, column, last = row.task.name.split(", ")
+        ratio = row.ratio(other)
+        cells.setdefault(f"{last}, {first}", {})[column] = "" if ratio is None else f"{ratio:.2f}"
+    columns = list(dict.fromkeys(column for found in cells.values() for column in found))
+    head = [f"ratio to {titles_of(report.suite)[other]}", *columns]
+    rows = [[name, *(found.get(x, "") for x in columns)] for name, found in cells.items()]
+    return head, rows
+
+
 class Measured(Directive):
     """``measured FILE``: the report of tasks in a file of docs/measured, and its conditions."""
 
     required_arguments = 1
+    cells = staticmethod(measured)
 
     def run(self) -> list[nodes.Node]:
         """Return the table, and a paragraph."""
         file = MEASURED / self.arguments[0]
         self.state.document.settings.env.note_dependency(str(file))
         report = Report.from_json(file.read_text(encoding="utf-8"))
-        head, rows = measured(report)
+        head, rows = self.cells(report)
         versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
         words = f"{report.device}. {versions}. {report.method}"
         widths = [40] + [60 // (len(head) - 1)] * (len(head) - 1)
         return [filled(head, rows, widths), nodes.paragraph("", "", nodes.emphasis("", words))]
 
 
+class Ratios(Measured):
+    """``ratios FILE``: the same as a grid of ratios."""
+
+    cells = staticmethod(ratios)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Tell Sphinx of the directives."""
     app.add_directive("table-of", TableOf)
     app.add_directive("measured", Measured)
+    app.add_directive("ratios", Ratios)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,6 +59,16 @@ def whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number of 1 or more")
     return int(text)
+
+
+def seconds_of(work: Callable[[], Any], runs: int) -> tuple[Any, float]:
+    """Return what a function returns, and the median of its seconds after a first run."""
+    result, times = work(), []  # the first run compiles
+    for _ in range(runs):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return result, statistics.median(times)
 
 
 def readable(text: bytes) -> str:

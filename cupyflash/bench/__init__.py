@@ -16,6 +16,7 @@ from .contenders import Contender, Cupyflash, Job, RefusalError, Standard
 from .over_cache import CupyflashCodes, CupyflashPages
 from .results import Report, Result, Row, TaskRow
 from .run import run_case, run_task
+from .runtime_peers import RUNTIMES
 from .suites import CODES, PAGES, SMALL_PAGES, SUITES, TASKS, Suite, own_shapes
 from .tasks import Task, TaskSuite
 from .torch_peers import PEERS
@@ -28,6 +29,7 @@ CONTENDERS: tuple[Contender, ...] = (
     *(CupyflashCodes(name, kv_dtype) for name, kv_dtype in CODES.items()),
     CupyflashFloat8(),
     *PEERS,
+    *RUNTIMES,
 )
 
 __all__ = [

@@ -25,10 +25,11 @@ SMALL = {"cpu": (1, 1, 16, 64), "gpu": (1, 8, 128, 64)}
 
 def standard(xp: Any, q: Array, k: Array, v: Array, hidden: Any = None) -> Array:
     """Attention as a user of NumPy writes it."""
-    return _kept(xp, q, k, v, hidden)[0]
+    return kept(xp, q, k, v, hidden)[0]
 
 
-def _kept(xp: Any, q: Array, k: Array, v: Array, hidden: Any) -> tuple[Array, Array]:
+def kept(xp: Any, q: Array, k: Array, v: Array, hidden: Any = None) -> tuple[Array, Array]:
+    """`standard`, and the probabilities that its gradients need."""
     p = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
     if hidden is not None:
         p += hidden
@@ -121,7 +122,7 @@ def backward(meter: Meter, dtype: str, causal: bool) -> Works:
         return lambda: api.attention_backward(do, q, k, v, o, lse, mask=mask)[:3]
 
     def theirs() -> Work:
-        o, p = _kept(xp, q, k, v, hidden)
+        o, p = kept(xp, q, k, v, hidden)
         return lambda: standard_gradients(q, k, v, do, o, p)
 
     def by_torch() -> Work:
@@ -148,7 +149,7 @@ def both(meter: Meter, dtype: str, causal: bool) -> Works:
         return vjp(do)[:3]
 
     def theirs() -> Any:
-        return standard_gradients(q, k, v, do, *_kept(xp, q, k, v, hidden))
+        return standard_gradients(q, k, v, do, *kept(xp, q, k, v, hidden))
 
     def by_torch() -> Work:
         torch = torch_of()

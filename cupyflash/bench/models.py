@@ -10,19 +10,17 @@ import numpy as np
 
 from .. import api, cached, masks, varlen
 from ..testing.options import float_type
-from . import model_peers, model_rows
+from . import model_peers, model_rows, runtime_peers
 from .contenders import Array
 from .measure import Gpu, Meter, Work
 from .model_rows import Cached, Model, Packed
-from .tasks import OURS, SDPA, Maker, TaskSuite, Works, repeated
+from .tasks import OURS, SDPA, Maker, TaskSuite, Works, calls, repeated
 from .torch_peers import from_torch
 
-CALLS = 20  # in a run, at most
-RUN = 5e8  # operations of a run on the CPU, where it has several calls
 # Contenders drop other pairs: results are as far apart as two such draws are.
 DROPPED = 0.7
 PEERS = {
-    "cpu": (OURS, SDPA),
+    "cpu": (OURS, SDPA, runtime_peers.ONNX, runtime_peers.OPENVINO),
     "gpu": (
         OURS, "torch-cudnn", "torch-flash", "torch-efficient", "torch-flex", "torch-varlen",
     ),
@@ -54,7 +52,7 @@ def works(
     tolerance: float | None = None,
 ) -> Works:
     """Return how contenders do a task, whose results have these shapes."""
-    count = 1 if isinstance(meter, Gpu) else int(np.clip(RUN // flops, 1, CALLS))
+    count = calls(meter, flops)
 
     def arrays(found: Any) -> list[Array]:
         several = found if isinstance(found, tuple) else (found,)
@@ -108,6 +106,8 @@ def dense(meter: Meter, dtype: str, model: Model, backward: bool) -> Works:
 
     shapes = [x.shape for x in inputs] if backward else [(*q.shape[:-1], d_v)]
     peers = model_peers.of_dense(meter, model, inputs, do, lengths)
+    if do is None and not isinstance(meter, Gpu):
+        peers |= runtime_peers.of_dense(model, inputs, lengths)
     flops = (2.5 if backward else 1) * model.flops
     return works(meter, dtype, flops, ours, peers, shapes, DROPPED if model.dropout else None)
 

@@ -38,6 +38,8 @@ COLOURS = {
     "torch-cpu": "#D55E00",
     "torch-math": "#4D4D4D",
     "torch-sdpa": "#DDCC77",
+    "onnxruntime": "#B2182B",
+    "openvino": "#7F3C8D",
 }
 MARKERS = "osD^vP*X"
 STYLE = {
@@ -274,7 +276,7 @@ def _tasks_figure(report: Report, against: str) -> Any:
     rows = [row for row in report.tasks if any(x.seconds for x in row.results)]
     if not rows:
         raise ArgumentError("there is nothing to draw, because nothing was measured")
-    names, ticker = report.contenders, importlib.import_module("matplotlib.ticker")
+    names = report.contenders
     text = textwrap.fill(caption(report), 130)
     below = 0.35 + 0.19 * (text.count("\n") + 1)
     height = 1.1 + below + 0.21 * len(rows) * (len(names) + 1)
@@ -300,9 +302,9 @@ def _tasks_figure(report: Report, against: str) -> Any:
     axes.set_yticks(range(len(rows)), titles)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
     axes.grid(visible=False, axis="y")
-    axes.margins(x=0.2, y=0.01)
+    axes.margins(x=0.25, y=0.01)
     each = " or ".join(dict.fromkeys(row.task.each for row in rows))
     axes.set_xlabel(f"µs for a {each}")
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))

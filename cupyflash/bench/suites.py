@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from . import host, models, programs
+from . import host, models, programs, short
 from .cases import PASSES, VARIANTS, Case, made
 from .tasks import TaskSuite
 
@@ -176,6 +176,7 @@ SUITES: dict[str, dict[str, Suite]] = {
 TASKS: dict[str, dict[str, TaskSuite]] = {
     "cpu": {
         "host": host.SUITES["cpu"],
+        "short": short.SUITE,
         "programs": programs.SUITE,
         "models": models.SUITES["cpu"],
     },

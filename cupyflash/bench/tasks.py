@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .contenders import Job, RefusalError
-from .measure import Meter, Work
+from .measure import Gpu, Meter, Work
 from .torch_peers import find
 
 Maker = Callable[[Meter, str], "Works"]  # of a meter and the dtype
 OURS, STANDARD, SDPA = "cupyflash", "standard", "torch-sdpa"
 NAMES = (OURS, STANDARD, SDPA)
+CALLS = 20  # in a run, at most
+RUN = 5e8  # operations of a run on the CPU, where it has several calls
 NOTHING = "it has nothing that does this task"
 
 
@@ -27,7 +31,7 @@ class Task:
     dtype : str
         Of its arrays.
     each : str
-        What a time is of: call, token or step.
+        What a time is of, in a word: call, token, step and others.
     """
 
     suite: str
@@ -52,7 +56,7 @@ class Works:
     arrays : callable
         Turns what such a function returns into arrays of the meter's array module.
     count : int
-        How many calls, tokens or steps one call of such a function does.
+        How many calls, tokens or steps one run of such a function does.
     host : bool
         Whether the host's time is measured, and not the device's.
     tolerance : float or None
@@ -65,6 +69,11 @@ class Works:
     count: int = 1
     host: bool = False
     tolerance: float | None = None
+
+
+def calls(meter: Meter, flops: float) -> int:
+    """Return how many calls of so many operations are a run."""
+    return 1 if isinstance(meter, Gpu) else int(np.clip(RUN // flops, 1, CALLS))
 
 
 def repeated(work: Work, count: int) -> Work:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +26,18 @@ if TYPE_CHECKING:
     from ..bench import Case, Contender, Report, Suite, Task, TaskSuite
 
 SUITE_NAMES = ("quick", "article", "peers", "variants", "decode", "fp8")
-TASK_NAMES = ("host", "programs", "models")
+TASK_NAMES = ("host", "short", "programs", "models")
 PASS_NAMES = ("forward", "backward")
 VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
 PICTURE_NAMES = ("rate", "speed-up", "memory")
 EXTRA = extra("bench")
 RUNS = {"cpu": 7, "gpu": 30}
-SHORT_RUNS = {"host": 50, "models": 30}  # of suites whose runs are short
+SHORT_RUNS = {
+    "host": 50,
+    "short": 30,
+    "models": 30,
+    "programs": 30,
+}  # of suites whose runs are short
 SECONDS = {"cpu": 5.0, "gpu": 2.0}
 
 
@@ -43,12 +50,14 @@ def require(*libraries: str) -> None:
             raise ImportError(f"cupyflash bench needs {name} ({error}): {EXTRA}") from error
 
 
-def conditions(kind: str, with_torch: bool) -> tuple[str, dict[str, str], str]:
+def conditions(kind: str, contenders: list[Contender]) -> tuple[str, dict[str, str], str]:
     """Return the device, the versions and the method, in words."""
     from ..bench.measure import Gpu
+    from ..bench.runtime_peers import Runtime
     from ..bench.torch_peers import find
 
-    torch = find()[0] if with_torch else None
+    torch = find()[0] if any(x.name.startswith("torch") for x in contenders) else None
+    runtimes = [x for x in contenders if isinstance(x, Runtime)]
     versions = {"cupyflash": str(importlib.import_module("cupyflash").__version__)}
     if kind == "cpu":
         names = ["numpy", "numba"]
@@ -64,6 +73,7 @@ def conditions(kind: str, with_torch: bool) -> tuple[str, dict[str, str], str]:
         )
         if torch is not None:
             device += f", {torch.get_num_threads()} of PyTorch"
+        device += "".join(f", {number_of_threads()} of {x.title}" for x in runtimes)
         method = "by the wall clock"
     else:
         names, meter = ["numpy"], Gpu()
@@ -74,6 +84,7 @@ def conditions(kind: str, with_torch: bool) -> tuple[str, dict[str, str], str]:
         device += f" ({cuda})"
     versions |= {name: info.installed(name) or "unknown" for name in names}
     versions |= {"commit": commit} if (commit := info.commit()) else {}
+    versions |= {x.title: info.installed(x.name) or "unknown" for x in runtimes}
     if torch is not None:
         versions["PyTorch"] = str(torch.__version__)
         if kind == "gpu":
@@ -87,7 +98,11 @@ def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite | T
 
     if options.suite in TASK_NAMES:
         return options.suite, task_suite(options, kind)
-
+    if options.task:
+        raise ArgumentError(
+            f"got --task without a suite of tasks; add --suite {', '.join(TASK_NAMES[:-1])} or "
+            f"{TASK_NAMES[-1]}"
+        )
     if options.shape:
         if options.suite:
             raise ArgumentError("got --suite and --shape; expected only one of them")
@@ -113,7 +128,21 @@ def task_suite(options: argparse.Namespace, kind: str) -> TaskSuite:
             f"got --suite {options.suite} on the {kind.upper()}; its programs are for NumPy. Add "
             "--device cpu"
         )
-    return bench.TASKS[kind][options.suite]
+    suite = bench.TASKS[kind][options.suite]
+    if not options.task:
+        return suite
+    chosen: set[str] = set()
+    for text in options.task:
+        named = {name for name in suite.makers if fnmatch.fnmatchcase(name, f"*{text}*")}
+        chosen |= named
+        if not named:
+            raise ArgumentError(
+                f"--task: got {text!r}; expected a part of a name of --suite {options.suite}, such "
+                f"as {next(iter(suite.makers))!r}"
+            )
+    return replace(
+        suite, makers={name: maker for name, maker in suite.makers.items() if name in chosen}
+    )
 
 
 def chosen_contenders(
@@ -165,7 +194,8 @@ def progress_bar(total: int) -> Iterator[Callable[[Case | Task, str], None]]:
 def measured(options: argparse.Namespace) -> tuple[Report, str]:
     """Run what the options ask for; return what was found, and in words what ended it early."""
     from .. import bench
-    from ..bench import host, measure, models
+    from ..bench import host, measure
+    from ..bench import tasks as tasks_module
 
     kind, choice = choose_device(options.device)
     if options.device is None:
@@ -177,7 +207,7 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
             "got --graphs on the CPU; CUDA graphs are replayed on a GPU only. Leave it out"
         )
     meter: measure.Meter = measure.Cpu() if kind == "cpu" else measure.Gpu()
-    device, versions, clock = conditions(kind, any(x.name.startswith("torch") for x in contenders))
+    device, versions, clock = conditions(kind, contenders)
     runs, seconds = options.runs or RUNS[kind], options.seconds or SECONDS[kind]
     limits: dict[str, Any] = {"runs": runs, "seconds": seconds}
     tasks: list[bench.TaskRow] = []
@@ -187,8 +217,8 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
         limits["runs"] = runs = options.runs or SHORT_RUNS.get(name, runs)
         if name == "host":
             clock = f"of the host's time for {host.REPEATS} calls"
-        elif name == "models" and kind == "cpu":
-            clock += f" (of at most {models.CALLS} calls each, where these are short)"
+        elif name == "short" or (name == "models" and kind == "cpu"):
+            clock += f" (of at most {tasks_module.CALLS} calls each, where these are short)"
         method = f"Medians of at most {runs} runs {clock}, the contenders in turn."
 
         def one(problem: Any) -> None:
@@ -264,8 +294,8 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 MEASURING = (
-    "suite", "shape", "variant", "pass", "dtype", "device", "only", "runs", "seconds", "graphs",
-    "json",
+    "suite", "task", "shape", "variant", "pass", "dtype", "device", "only", "runs", "seconds",
+    "graphs", "json",
 )  # fmt: skip
 
 
@@ -328,12 +358,13 @@ def add_command(subparsers: Any) -> None:
         help=text,
         description=f"Measure {text}. Every result is compared with the first contender's before "
         "it is timed. Needs rich, and matplotlib for --plot. --shape, --pass, --variant, "
-        "--dtype, --only and --picture may be repeated.",
+        "--dtype, --task, --only and --picture may be repeated.",
         epilog="Suites: quick, article (the table of a well-known article: (2, 8, L, 64) against "
         "standard attention), peers (against PyTorch's kernels; on a GPU 16,384 tokens in all), "
         "variants (masks and score changes), decode (one query; also over caches of 8 and 4 "
         "bits), fp8 (queries, keys and values of 8 bits), host (the host's time of small calls), "
-        "programs (whole NumPy programs, on the CPU, in a clone), models (shapes that models run, "
+        "short (few heads and few tokens, beside NumPy's lines), "
+        "programs (whole programs, on the CPU, in a clone), models (shapes that models run, "
         "by their names, beside PyTorch's kernels). The exit status is 1 if a result was wrong, 2 "
         "if nothing could be measured.",
     )
@@ -347,6 +378,10 @@ def add_command(subparsers: Any) -> None:
     command.add_argument(
         "--shape", action="append", metavar="B,H,L,D",
         help="a problem of your own, instead of a suite; H may be Hq/Hkv, L may be Lq/Lk",
+    )  # fmt: skip
+    command.add_argument(
+        "--task", action="append", metavar="TEXT",
+        help=f"only tasks of {', '.join(TASK_NAMES)} whose name contains this text; * is any text",
     )  # fmt: skip
     command.add_argument("--pass", choices=PASS_NAMES, action="append", help="which passes")
     command.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -266,9 +267,9 @@ def test_the_command_knows_the_names():
 def test_the_documentation_shows_what_the_command_knows():
     page = Path(__file__).parents[2] / "docs" / "howto" / "bench.md"
     shown = re.findall(r"^cupyflash (bench .+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(shown) == 6
+    assert len(shown) == 8
     for line in shown:
-        options = parser().parse_args(line.split())
+        options = parser().parse_args(shlex.split(line))
         for shape in options.shape or ():
             bench.shape_of(shape)
         for variant in options.variant or ():

@@ -15,12 +15,13 @@ from fake_cupy import Stream, fake_cupy
 from fake_torch import fake_torch
 
 from cupyflash import bench
-from cupyflash.bench import measure, model_rows, models, plot, run, torch_peers
+from cupyflash.bench import measure, model_rows, models, plot, run, tasks, torch_peers
 from cupyflash.bench.model_rows import Cached, Model, Packed
 from cupyflash.commands import bench as command
 from cupyflash.commands.main import main
 
 KNOWN = {contender.name: contender for contender in bench.CONTENDERS}
+BOTH = ("cupyflash", "torch-sdpa")
 CPU, GPU = (bench.TASKS[kind]["models"] for kind in ("cpu", "gpu"))
 
 
@@ -61,7 +62,7 @@ def all_measured(results, names):
 
 @pytest.fixture(autouse=True)
 def _few_calls(monkeypatch):
-    monkeypatch.setattr(models, "CALLS", 2)
+    monkeypatch.setattr(tasks, "CALLS", 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,7 +79,7 @@ def test_rows_of_a_cpu(dtype, backward):
     pytest.importorskip("torch", reason="pip install torch")
     for model in {small(x) for x in model_rows.ON_CPU[dtype] if x.backward or not backward}:
         maker = functools.partial(models.dense, model=model, backward=backward)
-        all_measured(done(maker, dtype, CPU.contenders), CPU.contenders)
+        all_measured(done(maker, dtype, BOTH), BOTH)
 
 
 def packed_attention(torch):
@@ -212,7 +213,7 @@ def test_names_say_what_a_row_is():
 
 
 def test_short_calls_are_several_in_a_run(monkeypatch):
-    monkeypatch.setattr(models, "CALLS", 20)
+    monkeypatch.setattr(tasks, "CALLS", 20)
     model = Model("a test", 1, 1, 16, 16)
     assert models.dense(Quick(), "float32", model, backward=False).count == 20
     one = Model("a test", 1, 1, 1024, 128)
@@ -225,7 +226,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     pytest.importorskip("torch", reason="pip install torch")
     model = small(model_rows.ON_CPU["float32"][0])
     makers, dtypes = models._named({"bfloat16": (model,)})
-    few = dataclasses.replace(CPU, makers=makers, dtypes=dtypes)
+    few = dataclasses.replace(CPU, makers=makers, dtypes=dtypes, contenders=BOTH)
     monkeypatch.setitem(bench.TASKS["cpu"], "models", few)
     file, picture = tmp_path / "models.json", tmp_path / "models.svg"
     arguments = ["--device", "cpu", "--suite", "models", "--runs", "1", "--json", str(file)]

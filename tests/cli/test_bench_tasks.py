@@ -14,7 +14,7 @@ import pytest
 from fake_cupy import fake_cupy
 
 from cupyflash import bench
-from cupyflash.bench import host, measure, programs
+from cupyflash.bench import host, measure, programs, short, torch_peers
 from cupyflash.bench.tasks import NAMES, TaskSuite, Works
 from cupyflash.commands import bench_table, info
 from cupyflash.commands.main import main
@@ -126,34 +126,125 @@ def test_the_host_does_not_wait_for_the_device(monkeypatch):
     assert did == ["synchronize", "clock", "work", "clock", "synchronize"]
 
 
+# --- short rows ---
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_short_rows_are_the_same_by_numpys_lines(backward):
+    suite = bench.TASKS["cpu"]["short"]
+    made = functools.partial(short.short, heads=3, tokens=8, backward=backward)
+    few = dataclasses.replace(suite, makers={"it": made})
+    (task,) = few.tasks()
+    row = run(few, task, suite.contenders)
+    assert statuses(row) == {"cupyflash": "measured", "standard": "measured"}, row
+    assert all(x.difference < 1e-5 for x in row.results)
+
+
+def test_short_rows_have_few_heads_and_tokens():
+    names = list(bench.TASKS["cpu"]["short"].makers)
+    assert names[0] == "3 heads, 8 tokens, forward"
+    assert names[-1] == "96 heads, 256 tokens, backward"
+    assert len(names) == len(set(names)) == 36
+
+
 # --- programs ---
 
 
-def test_programs_are_those_of_the_examples(monkeypatch):
-    monkeypatch.setattr(programs, "FOLDER", Path(__file__).parents[2] / "examples")
+SMALL = {
+    "numpy_generation": {"width": 24, "layers": 1, "heads": 2, "hidden": 32},
+    "numpy_training": {"width": 24, "layers": 1, "heads": 2, "row": 16, "batch": 2},
+    "numpy_whisper": {"width": 24, "layers": 1, "heads": 2, "vocabulary": 40},
+    "numpy_gpt2": {"width": 24, "layers": 1, "heads": 2, "vocabulary": 40},
+    "numpy_triangle": {"width": 16, "layers": 2, "heads": 2, "head": 8},
+    "torch_swin": {
+        "width": 8, "depths": (2,), "head": 8, "window": 3, "patch": 2, "image": 12, "classes": 5,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_programs(monkeypatch):
+    """The programs of the examples, at small sizes; PyTorch has one thread."""
+    monkeypatch.setattr(programs, "FOLDER", ROOT / "examples")
     programs.program.cache_clear()
-    suite = bench.TASKS["cpu"]["programs"]
-    tasks = {x.name: x for x in suite.tasks()}
-    assert list(tasks) == [
-        *(f"generation, {n} tokens" for n in (50, 250, 2000)),
-        "training, rows of 64",
-    ]
-    setting = programs.program("numpy_generation").Setting()
-    assert (setting.width, setting.layers, setting.heads) == (288, 6, 6)
-    setting = programs.program("numpy_training").Setting()
-    assert (setting.row, setting.batch) == (64, 12)
-    for module, sizes in (("generation", {"hidden": 32}), ("training", {"row": 16, "batch": 2})):
-        module = programs.program(f"numpy_{module}")
-        small = functools.partial(module.Setting, width=24, layers=1, heads=2, **sizes)
-        monkeypatch.setattr(module, "Setting", small)
+    torch, _ = torch_peers.find()
+    for name, sizes in SMALL.items():
+        if torch is not None or name != "torch_swin":
+            module = programs.program(name)
+            monkeypatch.setattr(module, "Setting", functools.partial(module.Setting, **sizes))
+    monkeypatch.setattr(programs, "STEPS", 2)
+    threads = torch.get_num_threads() if torch is not None else 0
+    if threads:
+        torch.set_num_threads(1)
+    yield
+    if threads:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("task", list(bench.TASKS["cpu"]["programs"].tasks()), ids=lambda x: x.name)
+def test_programs_give_the_same_whoever_attends(task, small_programs):
+    suite, names = bench.TASKS["cpu"]["programs"], ["cupyflash", "standard"]
+    if "Swin" in task.name:
+        pytest.importorskip("torch", reason="pip install torch")
+        names.append("torch-sdpa")
+    if "2000" in task.name:
+        suite = dataclasses.replace(
+            suite, makers={task.name: functools.partial(programs.generation, tokens=40)}
+        )
+    if task.name.startswith("triangle"):
+        suite = dataclasses.replace(
+            suite, makers={task.name: functools.partial(programs.triangle, positions=12)}
+        )
+    row = run(suite, task, suite.contenders)
+    assert statuses(row) == dict.fromkeys(names, "measured"), row
+    assert all(x.difference < 1e-5 for x in row.results)
+
+
+def test_programs_are_those_of_the_examples():
+    tasks = {x.name: x.each for x in bench.TASKS["cpu"]["programs"].tasks()}
+    assert tasks == {
+        **{f"generation, {n} tokens": "token" for n in (50, 250, 2000)},
+        "training, rows of 64": "step",
+        "Whisper's decoder, 50 tokens": "token",
+        **{f"GPT-2, a prompt of {n} tokens": "prompt" for n in (10, 50)},
+        **{f"triangle attention, {n} positions": "layer" for n in (32, 64, 128)},
+        "Swin-T, 2 images": "batch",
+        "Swin-T, 2 images, training": "step",
+    }
+    sizes = {
+        "numpy_generation": {"width": 288, "layers": 6, "heads": 6},
+        "numpy_training": {"row": 64, "batch": 12},
+        "numpy_whisper": {"width": 384, "layers": 4, "heads": 6, "recording": 1500},
+        "numpy_gpt2": {"width": 768, "layers": 12, "heads": 12, "vocabulary": 50257},
+        "numpy_triangle": {"width": 128, "heads": 4, "head": 32},
+    }
+    for name, wanted in sizes.items():
+        setting = programs.program(name).Setting()
+        assert {key: getattr(setting, key) for key in wanted} == wanted
+
+
+def test_each_training_begins_with_the_same_weights(small_programs):
     made = programs.training(Quick(), "float32", steps=2)
     ours, theirs = (made.works[name]() for name in ("cupyflash", "standard"))
-    assert np.array_equal(ours(), ours())  # each run begins with the same weights
+    assert np.array_equal(ours(), ours())
     np.testing.assert_allclose(ours(), theirs(), rtol=1e-4)
     assert made.count == 2
     assert not np.array_equal(theirs()[:1], theirs()[1:])
-    row = run(suite, tasks["generation, 50 tokens"], suite.contenders)
-    assert statuses(row) == {"cupyflash": "measured", "standard": "measured"}
+
+
+def test_a_wrong_program_is_told(small_programs, monkeypatch):
+    """Gradients are compared, too: here one of the biases is lost."""
+    pytest.importorskip("torch", reason="pip install torch")
+    swin = programs.program("torch_swin")
+
+    def constant(q, k, v, near, hides):
+        return swin.attention_in_lines(q, k, v, near.detach() + 0 * near, hides)
+
+    monkeypatch.setitem(swin.ATTENTION, "lines", constant)
+    suite = bench.TASKS["cpu"]["programs"]
+    (task,) = (x for x in suite.tasks() if x.name.endswith("images, training"))
+    row = run(suite, task, suite.contenders)
+    assert statuses(row) == {"cupyflash": "measured", "standard": "WRONG", "torch-sdpa": "measured"}
 
 
 def test_without_a_clone_the_remedy_is_told(monkeypatch, tmp_path):

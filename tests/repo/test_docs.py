@@ -24,7 +24,7 @@ MODULES = [
     for x in "masks scores expr figures analysis bench distributed streamed testing".split()
 ]
 FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$]+?\$", re.DOTALL)
-MEASURED = re.compile(r"^:::\{measured\} (\S+)$", re.MULTILINE)
+MEASURED = re.compile(r"^:::\{(measured|ratios)\} (\S+)$", re.MULTILINE)
 BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")
 REMEDY = 'the site is built by what pip install ".[docs]" brings'
 
@@ -97,9 +97,17 @@ def test_measured_tables_show_every_row(monkeypatch):
         for page in PAGES
         for name in MEASURED.findall((ROOT / page).read_text(encoding="utf-8"))
     ]
-    assert sorted(shown) == sorted(x.name for x in tables.MEASURED.iterdir())
-    for name in shown:
+    assert sorted(name for _, name in shown) == sorted(x.name for x in tables.MEASURED.iterdir())
+    for directive, name in shown:
         report = bench.Report.from_json((tables.MEASURED / name).read_text(encoding="utf-8"))
+        if directive == "ratios":
+            head, rows = tables.ratios(report)
+            cells = [x for row in rows for x in row[1:]]
+            assert len(cells) == len(report.tasks)
+            assert sorted(map(float, cells)) == sorted(
+                round(row.ratio("standard"), 2) for row in report.tasks
+            )
+            continue
         head, rows = tables.measured(report)
         assert len(rows) == len(report.tasks) > 3
         assert head[1] == "cupyflash"
@@ -108,8 +116,26 @@ def test_measured_tables_show_every_row(monkeypatch):
             assert len(cells) == len(head)
             for other in report.contenders[1:]:
                 ratio = row.ratio(other)
-                shown = cells[head.index(f"ratio to {tables.TITLES[other]}")]
+                title = tables.titles_of(report.suite)[other]
+                shown = cells[head.index(f"ratio to {title}")]
                 assert shown == "" if ratio is None else float(shown) == pytest.approx(ratio, 0.01)
+
+
+def test_a_grid_of_ratios(monkeypatch):
+    pytest.importorskip("docutils", reason=REMEDY)
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tables = importlib.import_module("tables")
+
+    def row(name, ours, theirs):
+        times = {"cupyflash": ours, "standard": theirs}
+        made = [bench.Result(x, "measured", seconds=t) for x, t in times.items()]
+        return bench.TaskRow(bench.Task("short", name, "float32"), tuple(made))
+
+    rows = (row("3 heads, 8 tokens, forward", 3e-5, 2e-5), row("3 heads, 16 tokens, forward", 1, 2))
+    rows += (row("9 heads, 16 tokens, backward", 2e-5, 1e-5),)
+    head, cells = tables.ratios(bench.Report("short", "cpu", "", {}, "", (), {}, rows))
+    assert head == ["ratio to NumPy", "8 tokens", "16 tokens"]
+    assert cells == [["forward, 3 heads", "1.50", "0.50"], ["backward, 9 heads", "", "2.00"]]
 
 
 def test_of_many_contenders_the_fastest_is_shown(monkeypatch):
@@ -129,7 +155,7 @@ def test_of_many_contenders_the_fastest_is_shown(monkeypatch):
         row("a", cupyflash=2e-3, cudnn=3e-3, efficient=1e-3),
         row("b", cupyflash=2e-3, cudnn=4e-3),
         row("c", cupyflash=2e-3),
-        row("d", cupyflash=2e-3, flex=1e-3),
+        row("d", cupyflash=2e-3, flex=1e-3, varlen=2e-3),
     )
     head, cells = tables.measured(bench.Report("models", "gpu", "", {}, "", (), {}, rows))
     assert head == ["models", "cupyflash", "fastest of the others", "ratio"]

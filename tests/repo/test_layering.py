@@ -122,6 +122,7 @@ USERS_OF_REFERENCE = [
     "cupyflash.backends.cpu_programs",
     "cupyflash.backends.host_calls",
     "cupyflash.backends.host_replay",
+    "cupyflash.bench.runtime_peers",
     "cupyflash.expr.lower",
     "cupyflash.pieces.place",
     "cupyflash.rowwise",

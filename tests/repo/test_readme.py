@@ -55,6 +55,10 @@ COMMANDS = {
     "cupyflash bench --suite models --json models.json --plot models.svg": (
         "tests/cli/test_bench_models.py"
     ),
+    "cupyflash bench --device cpu --suite short": "tests/cli/test_bench_tasks.py",
+    'cupyflash bench --device cpu --suite models --task "ViT-S*forward" --task "one query" --only '
+    "cupyflash --only openvino": "tests/cli/test_bench_runtimes.py",
+    "pip install onnxruntime onnx openvino": "tests/cli/test_bench_runtimes.py",
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/repo/test_examples.py",
     "python examples/train_lm.py --plot loss.svg --save model.safetensors": (
@@ -80,6 +84,12 @@ COMMANDS = {
         for name in ("generation", "training")
         for attention in ("cupyflash", "numpy")
     },
+    **{
+        f"python examples/{name} --attention {attention}": "tests/repo/test_programs.py"
+        for name in ("numpy_whisper.py", "numpy_gpt2.py", "numpy_triangle.py", "torch_swin.py")
+        for attention in ("cupyflash",)
+    },
+    "python examples/torch_swin.py --attention sdpa --train": "tests/repo/test_programs.py",
     "python examples/train_lm.py --check": "tests/repo/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",
