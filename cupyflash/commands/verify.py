@@ -1,4 +1,4 @@
-"""The command `cupyflash verify`: the verification kit on this package's own kernels."""
+"""The command `cupyflash verify`: the verification kit on this package's kernels, or on others'."""
 
 from __future__ import annotations
 
@@ -102,8 +102,38 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     )
 
 
+def _verify_peers(options: argparse.Namespace) -> int:
+    """Judge functions of other libraries, and print what they do otherwise."""
+    from ..testing.peers import PEERS, run
+
+    try:
+        if options.json is not None:
+            check_ending(options.json, "--json", (".json",))
+            check_writable(options.json, "--json")
+        named = list(PEERS) if "all" in options.peer else options.peer
+        chosen = {name: run.peer_of(name) for name in named}
+        absent = [x for x in chosen.values() if x.version is None]
+        judged = []
+        for name, peer in chosen.items():
+            if peer.version is not None:
+                print(f"{name} {peer.version} ...", file=sys.stderr, flush=True)
+                examples = options.examples or run.EXAMPLES
+                judged.append(run.verify_peer(name, examples=examples, seed=options.seed))
+        print(printable(run.table(judged, absent)))
+        if options.json is not None:
+            write_text(options.json, run.to_json(judged, absent) + "\n")
+    except (AttributeError, ImportError, OSError, ValueError) as error:
+        complain(error)
+        return 2
+    if not judged:
+        return 2
+    return 1 if any(x.failures or x.ended for x in judged) else 0
+
+
 def verify(options: argparse.Namespace) -> int:
     """Run the properties, print the table, and for failures how to see them again."""
+    if options.peer:
+        return _verify_peers(options)
     if options.list:
         from ..testing import PROPERTIES
 
@@ -156,6 +186,11 @@ def add_command(subparsers: Any) -> None:
         help="problems for a property; bounds get 8 times as many (default: "
         f"{EXAMPLES['cpu']}, which take about a minute; on a GPU, where every problem compiles "
         f"kernels of its own, {EXAMPLES['gpu']}, which take some)",
+    )  # fmt: skip
+    command.add_argument(
+        "--peer", action="append", metavar="NAME",
+        help="judge a function of another library on the CPU instead, all that are installed, or "
+        "MODULE:NAME of a Peer of your own; may be repeated",
     )  # fmt: skip
     command.add_argument(
         "--only", action="append", metavar="NAME", help="run this property; may be repeated"

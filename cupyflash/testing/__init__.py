@@ -7,6 +7,8 @@ From the shell, ``cupyflash verify`` does that for this package's kernels. The p
   a computed value may lie from them in a given arithmetic (`Precision`); `rho` is the worst ratio
   of error to bound, and at most 1 for a correct kernel whatever its order of summation, tiles or
   schedule.
+- `typical_errors` compares the errors of many elements with those that the stated arithmetic
+  typically makes, which are far below the bound.
 - `problem` makes the inputs of one call from one line; `problems` and `plain` are hypothesis
   strategies that draw them, and `expressions` draws expression trees.
 - `PROPERTIES` are the properties, by name; `check` tries one on one problem.
@@ -47,10 +49,14 @@ from .bound import (
 from .cases import Problem, problem
 from .families import FAMILIES
 from .features import FEATURES
+from .judge import PropertyError
+from .options import mask_array
 from .placement import Layout, Placed, random_layout, same_bits
 from .properties import PROPERTIES, Property
 from .report import Failure, Report, Result
-from .subject import PropertyError, Subject
+from .simulated import Inputs
+from .subject import Subject
+from .typical import Typical, typical_errors
 from .verification import check, verify
 
 if TYPE_CHECKING:
@@ -73,6 +79,7 @@ __all__ = [
     "Bounded",
     "Failure",
     "ForwardBound",
+    "Inputs",
     "Layout",
     "Placed",
     "Precision",
@@ -84,12 +91,14 @@ __all__ = [
     "Rho",
     "Rounding",
     "Subject",
+    "Typical",
     "backward_bound",
     "backward_bound_varlen",
     "check",
     "expressions",
     "forward_bound",
     "forward_bound_varlen",
+    "mask_array",
     "mask_names",
     "plain",
     "problem",
@@ -97,6 +106,7 @@ __all__ = [
     "random_layout",
     "rho",
     "same_bits",
+    "typical_errors",
     "verify",
 ]
 

@@ -4,8 +4,9 @@
 arithmetic, whatever its order of summation, tiles, splits or schedule; there is no tolerance to
 choose. The bound is a function of the problem alone. `rounding` has its derivation.
 
-It also has teeth, because it is componentwise and follows the data: a dropped key, a constant with
-four digits or an epsilon in a row sum exceeds it.
+It also has teeth, because it is componentwise and follows the data: a dropped key exceeds it, and
+in float64 a constant with four digits or an epsilon in a row sum, too. What stays within it because
+it allows for the worst case, `typical` finds.
 
 Rows whose logits are so large that their rounding errors reach the weights (half or more of a
 row's sum) are ill-conditioned. Nothing can be claimed about them, so their bound is infinite, and

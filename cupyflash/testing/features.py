@@ -22,6 +22,7 @@ FEATURES = {
     "dlse": "dlse=, a gradient by the LSE",
     "out": "out=, lse_out= and grads_out=, arrays to write to",
     "nonfinite": "NaN and infinities reach no row that does not see them",
+    "finite": "no NaN of finite inputs, even where logits are so large that no bound holds",
     "codes": "caches of codes: k_scale=, v_scale= and kv_dtype= of cached and append",
     "mixed": "caches whose keys and values have two types, codes of two or one of numbers: "
     "kv_dtype= is a pair",

@@ -217,6 +217,30 @@ MASKS: dict[str, Callable[[Sizes], masks.Mask]] = {
 }
 
 
+def mask_array(mask: Any, q: Array, k: Array) -> Array | None:
+    """Turn the mask that a kernel is given into an array.
+
+    Parameters
+    ----------
+    mask : Mask, array_like of bool, or None
+        As in `cupyflash.attention`. ``mask == masks.causal()`` tells whether it is that mask, for
+        kernels that have an option of their own for it.
+    q, k : ndarray
+        The arrays of the call.
+
+    Returns
+    -------
+    ndarray of bool or None
+        True means attend; it broadcasts to (..., Hq, Lq, Lk).
+    """
+    if not isinstance(mask, masks.Mask):
+        return None if mask is None else np.asarray(mask)
+    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3])
+    heads = q.shape[-3] if q.ndim > 2 else 1
+    made = mask.to_array(lead, heads, q.shape[-2], k.shape[-2])
+    return made if max(q.ndim, k.ndim) > 2 else made[0]
+
+
 def mask_of(text: str | None, z: Sizes) -> Any:
     """Make a mask from its name, "~name", "name & name", "name | name", or "array"."""
     if text is None:

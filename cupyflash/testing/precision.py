@@ -81,6 +81,9 @@ class Rounding:
         return cls(known.unit_roundoff, known.underflow, known.largest)
 
 
+NOT_ROUNDED = Rounding(0.0, 0.0, math.inf)
+
+
 @dataclass(frozen=True)
 class Precision:
     """Constants of a kernel's arithmetic.
@@ -119,6 +122,13 @@ class Precision:
     operand_underflow : float
         Largest absolute error of a number below the normal range when it is rounded to the type in
         which it is multiplied; 0 if it is not rounded.
+    scores : Rounding
+        Rounding of scores where they are kept in a narrower type: of the product, after the scale,
+        after each score change and after the bias.
+    scale : Rounding
+        Rounding of the scale.
+    lse : Rounding
+        Rounding of the log-sum-exp when it is stored.
     """
 
     unit: float
@@ -133,6 +143,9 @@ class Precision:
     lag: float = 0.0
     code_unit: float = 0.0
     operand_underflow: float = 0.0
+    scores: Rounding = NOT_ROUNDED
+    scale: Rounding = NOT_ROUNDED
+    lse: Rounding = NOT_ROUNDED
 
     @classmethod
     def of(
@@ -185,6 +198,9 @@ class Precision:
         truncates: bool = False,
         output: DTypeLike | None = None,
         lag: float = 0.0,
+        scores: DTypeLike | None = None,
+        scale: DTypeLike | None = None,
+        lse: DTypeLike | None = None,
     ) -> Precision:
         """Return the arithmetic of a kernel that you describe in words.
 
@@ -205,6 +221,13 @@ class Precision:
         lag : float
             How far below a row's largest logit the number used in its place may be: ``8 * log(2)``
             for a kernel that rescales its sums only if the maximum grows by a factor of 2^8.
+        scores : dtype_like or None
+            Type in which the matrix of scores is kept, as in code that calls matmul and softmax;
+            None for the accumulator's.
+        scale : dtype_like or None
+            Type that the scale is rounded to; None for the accumulator's.
+        lse : dtype_like or None
+            Type of the log-sum-exp that is returned; None for the accumulator's.
 
         Returns
         -------
@@ -228,6 +251,9 @@ class Precision:
             output=held if output is None else Rounding.to(output),
             truncates=truncates,
             lag=lag,
+            scores=NOT_ROUNDED if scores is None else Rounding.to(scores),
+            scale=NOT_ROUNDED if scale is None else Rounding.to(scale),
+            lse=NOT_ROUNDED if lse is None else Rounding.to(lse),
         )
 
     def with_codes(self) -> Precision:

@@ -7,8 +7,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from .subject import Worst
+from .judge import Worst
 
+LEAST_BOUNDED = 0.5  # of the elements: with less, a property says little
 PASSED, FAILED, NOT_APPLICABLE = "passed", "FAILED", "not applicable"
 
 
@@ -22,10 +23,16 @@ class Failure:
         What was expected.
     problem : str
         A line of Python that makes the problem.
+    family : str
+        The family of its elements.
+    trace : str
+        For an exception of the kernel: where it was raised.
     """
 
     message: str
     problem: str
+    family: str = ""
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ class Result:
         The worst ratio of error to bound by output and dtype, the largest first; empty for
         properties that hold bit by bit.
     failures : tuple of Failure
-        At most one.
+        At most one, or with ``keep_going`` one of each family.
+    families : dict of str to float
+        The worst ratio by family of elements.
     """
 
     name: str
@@ -59,6 +68,12 @@ class Result:
     seconds: float = 0.0
     worst: tuple[Worst, ...] = ()
     failures: tuple[Failure, ...] = ()
+    families: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def weak(self) -> tuple[Worst, ...]:
+        """The outputs of which less than half of the elements had a finite bound."""
+        return tuple(x for x in self.worst if x.bounded < LEAST_BOUNDED)
 
 
 @dataclass
@@ -120,8 +135,14 @@ class Report:
             text += ["", "Not run:"]
             width = max(len(x.name) for x in idle)
             text += [f"  {x.name:<{width}}  {x.reason}" for x in idle]
+        weak = [
+            f"  {x.name}: {y.bounded:.0%} of {y.output}, {y.dtype}" for x in run for y in x.weak
+        ]
+        if weak:
+            text += ["", "Weak, because the stated precision bounds few of the elements:", *weak]
+        seen: dict[str, str] = {}
         for result in self.failures:
-            text += ["", *failure_lines(result)]
+            text += ["", *failure_lines(result, seen)]
         failed, total = len(self.failures), sum(x.examples for x in run)
         end = "nothing was run" if not run else (
             f"{failed} of {len(run)} properties FAILED" if failed
@@ -144,12 +165,16 @@ def line_of(result: Result) -> list[str]:
     ]
 
 
-def failure_lines(result: Result) -> list[str]:
-    """Say what failed, why, and how to see it again."""
+def failure_lines(result: Result, seen: dict[str, str]) -> list[str]:
+    """Say what failed, why, and how to see it again; an exception's place is said once."""
     lines = [f"FAILED {result.name}: {result.formula}"]
     for failure in result.failures:
+        lines.append(f"  {failure.message}")
+        if failure.trace:
+            first = seen.setdefault(failure.trace, result.name)
+            again = [f"  (raised where {first} met it)"]
+            lines += failure.trace.rstrip().splitlines() if first == result.name else again
         lines += [
-            f"  {failure.message}",
             f"  problem = {failure.problem}",
             f"  cupyflash.testing.check({result.name!r}, problem, attention_fn, backward_fn)",
         ]

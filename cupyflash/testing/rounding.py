@@ -9,7 +9,8 @@ Logits. A computed s errs by at most ``gamma(d + 3) sigma`` with ``sigma = |scal
 the products and their sum, 3 for the conversion of the scale and its product; where numbers are
 split for tensor cores, every product errs by `Precision.split`, too. The score chain turns that
 into an error of t and of its slope by its own running error analysis; a bias adds its conversion
-and the sum. The result is ``tau_ij``.
+and the sum. A scale errs by its type, and scores that are kept in a narrower one by that at each of
+these steps, and before the scale. The result is ``tau_ij``.
 
 Weights. Any number may stand for the row maximum, since it cancels, so that only the evaluation of
 ``t - m`` counts: at most ``3u(|t| + |m|)`` whichever way it is computed (conversion of log2 e,
@@ -19,8 +20,7 @@ same. With one exp2 per tile::
     a_ij = tau_ij + 3u (|t_ij| + tau_ij + M_i) + (T + 1) e,      M_i = max_j |t_ij| + tau_ij, |sink|
 
 That number is another one of the row's t, and below their maximum by `Precision.lag` at most: then
-weights, their sum and the numerator are up to ``exp(lag)`` times as large as with the maximum, and
-so is what is lost where a factor underflows, relative to l.
+weights, their sum, the numerator and what is lost by underflow are up to ``exp(lag)`` larger.
 
 Output. With n_i = visible keys + 2 T + 2 roundings of products, sums, rescalings and the division
 (2 more with dropout, whose factor is converted and multiplied), u_p for P as an operand, and Z for
@@ -31,8 +31,8 @@ the dropout weights::
     B_O = (1 + u_o) (N + theta |O|) / (1 - theta) + u_o |O| + lam_o
 
 Where keys and values are codes with scales, a scale is a factor of either product and rounds it
-once: `Precision.with_codes` adds u to `split` and 2u to u_p, which covers the product of both, and
-to lam_o what values lose below the normal range.
+once: `Precision.with_codes` adds u to `split`, 2u to u_p, and to lam_o what values lose below the
+normal range.
 
 Where queries, keys and values are codes of float8, their numbers ``scale * code`` are exact, and
 `Precision.of_codes` says what is rounded. If they become numbers of another type first, `split` has
@@ -64,16 +64,15 @@ Each gradient is then one sum over all pairs that reach it, over queries, the he
 broadcast axes alike: ``sum of term errors + gamma(terms + 3) * sum of |terms|``, then the output's
 rounding.
 
-Domain. A sum may overflow on the way to a result that does not: where the magnitudes of what it
-adds up come to half the accumulator's largest number, the bound is infinite. That concerns the
-products of a logit, before and after the scale; the weighted values, before they are divided by l;
-do v and do out; and the sums of dq and dk, before and after the scale.
+Domain. A sum may overflow on the way to a result that does not: where the magnitudes of its terms
+come to half the accumulator's largest number, the bound is infinite. That concerns a logit's
+products and the sums of dq and dk, before and after the scale; weighted values; do v and do out.
 
 References
 ----------
 N. J. Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., 2002, section 3.1.
-P. Blanchard, D. J. Higham, N. J. Higham, "Accurately computing the log-sum-exp and softmax
-functions", IMA J. Numer. Anal. 41, 2021.
+P. Blanchard et al., "Accurately computing the log-sum-exp and softmax functions", IMA J. Numer.
+Anal. 41, 2021.
 """
 
 from __future__ import annotations
@@ -178,6 +177,12 @@ def stored(error: Floats, exact: Any, rounding: Rounding) -> Floats:
     return np.where(size + bound < rounding.largest, bound, np.inf)
 
 
+def kept(error: Floats, size: Floats, rounding: Rounding) -> Floats:
+    """Add the rounding of scores that are kept in a type; infinite where they may overflow."""
+    error = error + rounding.unit * (size + error) + rounding.underflow
+    return np.where(size + error < rounding.largest, error, np.inf)
+
+
 def total(terms: Terms, extra: int, precision: Precision, rounding: Rounding) -> Floats:
     """Bound a stored sum: its terms' errors, `extra` + count roundings, the output's rounding."""
     summation = times(precision.gamma(terms.number + extra), terms.magnitude)
@@ -211,6 +216,10 @@ def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -
         error = error + scale * (1.01 * precision.split * products + 2 * lam * sizes)
         error = error + 1.01 * scale * precision.operand_underflow * sizes
         products = np.maximum(products, sizes)  # a split number may be rounded up
+    error = error + 1.01 * precision.scale.unit * scale * products
+    if precision.scores.unit:  # before the scale, and after it
+        error = kept(error, scale * products, precision.scores)
+        error = kept(error, magnitude(f.scores), precision.scores)
     if precision.code_unit:
         error = error + 1.01 * scale * code_errors(f.q, f.k, precision.code_unit)
     # Products that may overflow the accumulator, before or after the scale.
@@ -224,10 +233,15 @@ def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -
         product = (slope + slope_error) * (d + d_error)
         slope_error = slope * d_error + slope_error * (d + d_error) + unit * product
         slope = slope * d
+        if precision.scores.unit:
+            s_error = kept(np.asarray(s_error, np.float64), magnitude(s), precision.scores)
     error = np.asarray(s_error, np.float64)
     if f.bias is not None:
         error = error + unit * magnitude(f.bias)
-        error = error + unit * (magnitude(np.where(f.allowed, f.logits, 0)) + error)
+        sums = magnitude(np.where(f.allowed, f.logits, 0))
+        error += unit * (sums + error)
+        if precision.scores.unit:
+            error = kept(error + precision.scores.unit * magnitude(f.bias), sums, precision.scores)
 
     def clean(x: Floats) -> Floats:
         return np.where(f.allowed, np.where(np.isnan(x), np.inf, x), 0)
@@ -337,6 +351,8 @@ def forward_errors(
     log_theta = exponent(theta)
     m = magnitude(f.maximum) + tau.max(axis=-1, initial=0)
     bound_lse = log_theta + 4 * unit * (m + log_l + log_theta + 2 * precision.lag) + error_exp
+    if precision.lse.unit:
+        bound_lse = kept(bound_lse, magnitude(lse), precision.lse)
     nothing = count == 0
     unseen = nothing if f.sink is None else nothing & np.isinf(f.lse)
     return Errors(

@@ -79,6 +79,17 @@ def _shrunk(
     return lead, group, lengths
 
 
+def _picker(draw: Any, shapes: int | None, seed: int) -> tuple[Any, np.random.Generator]:
+    """Return what picks one of a list, and a generator for the rest of a shape.
+
+    Hypothesis picks, or one of a number of seeds.
+    """
+    if shapes is None:
+        return lambda several: draw(st.sampled_from(several)), np.random.default_rng(seed)
+    rng = np.random.default_rng(draw(st.integers(0, shapes - 1)))
+    return lambda several: several[int(rng.integers(len(several)))], rng
+
+
 @composite
 def problems(
     draw: Any,
@@ -87,6 +98,7 @@ def problems(
     packed: bool = False,
     features: Iterable[str] = ALL,
     tiles: tuple[int, int] | None = None,
+    shapes: int | None = None,
 ) -> Problem:
     """Draw a problem with any options.
 
@@ -103,6 +115,8 @@ def problems(
     tiles : tuple of 2 int, optional
         Rows and keys of the kernel's tiles. By default, the problem's `tiles` is drawn; it may be
         None, which means those of the public functions.
+    shapes : int, optional
+        How many shapes there are at most; by default any.
 
     Returns
     -------
@@ -113,38 +127,38 @@ def problems(
     dtype = np.dtype(dtype)
     most = MOST_PRODUCTS.get(dtype, 2_000_000)
     seed = draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
+    pick, rng = _picker(draw, shapes, seed)
     family = draw(st.sampled_from(list(families)))
     if tiles is None:
         small = st.tuples(*[st.sampled_from(SMALL_TILES)] * 2)
         tiles = draw(st.one_of(small, small, small, st.none()))
         lengths_of = [edges(block) for block in tiles or (64, 64)]
     else:  # kernels have edges at multiples of smaller powers of 2, too
-        lengths_of = [edges(draw(st.sampled_from([8, 16, 32, 64, block]))) for block in tiles]
+        lengths_of = [edges(pick([8, 16, 32, 64, block])) for block in tiles]
     if "empty" not in features:
         lengths_of = [[n for n in each if n] for each in lengths_of]
-    d = draw(st.sampled_from(HEAD_SIZES))
-    d_v = draw(st.sampled_from(HEAD_SIZES)) if "widths" in features else d
-    heads_kv = draw(st.sampled_from([1, 2]))
-    group = draw(st.sampled_from([1, 1, 2, 3])) if "gqa" in features else 1
+    d = pick(HEAD_SIZES)
+    d_v = pick(HEAD_SIZES) if "widths" in features else d
+    heads_kv = pick([1, 2])
+    group = pick([1, 1, 2, 3]) if "gqa" in features else 1
     more: dict[str, Any] = {}
     if packed:
-        n = draw(st.sampled_from([0, 1, 2, 3, 4] if "empty" in features else [1, 2, 3, 4]))
+        n = pick([0, 1, 2, 3, 4] if "empty" in features else [1, 2, 3, 4])
         cap = max(1, math.isqrt(most // (8 * group * max(d, d_v))))
-        pairs = [[min(draw(st.sampled_from(x)), cap) for _ in range(n)] for x in lengths_of]
+        pairs = [[min(pick(x), cap) for _ in range(n)] for x in lengths_of]
         if "lengths" not in features:
             pairs[1] = pairs[0]
         offsets = tuple([0, *np.cumsum(x).tolist()] for x in pairs)
         totals = [x[-1] for x in offsets]
-        shapes: list[Shape] = [(heads_kv * group, totals[0], d), (heads_kv, totals[1], d),
+        drawn: list[Shape] = [(heads_kv * group, totals[0], d), (heads_kv, totals[1], d),
                                (heads_kv, totals[1], d_v)]  # fmt: skip
         more["offsets"] = offsets
     else:
-        lead: Shape = (draw(st.sampled_from([1, 2])),)
+        lead: Shape = (pick([1, 2]),)
         if "broadcast" in features:
             leads = LEADS if "empty" in features else LEADS[:-1]
-            lead = draw(st.sampled_from(leads))
-        lengths = [draw(st.sampled_from(each)) for each in lengths_of]
+            lead = pick(leads)
+        lengths = [pick(each) for each in lengths_of]
         if "lengths" not in features:
             lengths[1] = lengths[0]
         kept, group, lengths = _shrunk(most, lead, group * heads_kv, lengths, max(d, d_v))
@@ -156,15 +170,15 @@ def problems(
         tails = [(heads_kv * group, lengths[0], d), (heads_kv, lengths[1], d),
                  (heads_kv, lengths[1], d_v)]  # fmt: skip
         own = [_part_of_lead(rng, kept) if "broadcast" in features else kept for _ in "qkv"]
-        shapes = [(*a, *b) for a, b in zip(own, tails, strict=True)]
+        drawn = [(*a, *b) for a, b in zip(own, tails, strict=True)]
         if "broadcast" in features:  # one head may be a matrix
-            shapes = [
-                x[1:] if len(x) == 3 and x[0] == 1 and draw(st.booleans()) else x for x in shapes
+            drawn = [
+                x[1:] if len(x) == 3 and x[0] == 1 and pick([False, True]) else x for x in drawn
             ]
     more |= draw(_options(features, d))
     layouts = ["plain", "rows", "random"] if "strides" in features else ["plain"]
     return problem(
-        dtype, *shapes, family=family, layouts=draw(st.sampled_from(layouts)), tiles=tiles,
+        dtype, *drawn, family=family, layouts=draw(st.sampled_from(layouts)), tiles=tiles,
         workspace=draw(st.booleans()), seed=seed, **more,
     )  # fmt: skip
 
@@ -198,6 +212,7 @@ def plain(
     group: int | None = None,
     features: Iterable[str] = ALL,
     tiles: tuple[int, int] | None = None,
+    shapes: int | None = None,
 ) -> Problem:
     """Draw arrays of shape (2, H, L, D) without options, for properties that set their own.
 
@@ -215,6 +230,8 @@ def plain(
         What the kernel supports.
     tiles : tuple of 2 int, optional
         Rows and keys of the kernel's tiles; by default small ones are drawn.
+    shapes : int, optional
+        How many shapes there are at most; by default any.
 
     Returns
     -------
@@ -224,18 +241,17 @@ def plain(
     features = frozenset(features)
     seed = draw(st.integers(0, 2**32 - 1))
     dtype = np.dtype(draw(st.sampled_from([np.dtype(x) for x in dtypes or known_floats()])))
-    blocks = tiles or draw(st.tuples(*[st.sampled_from([5, 8, 16])] * 2))
+    pick, _ = _picker(draw, shapes, seed)
+    blocks = tiles or (pick([5, 8, 16]), pick([5, 8, 16]))
     most, more = (40, edges(8)) if max(blocks) <= 16 else (130, edges(8) + edges(64))
-    lengths = [
-        draw(st.sampled_from([n for n in edges(block) + more if 0 < n <= most])) for block in blocks
-    ]
+    lengths = [pick([n for n in edges(block) + more if 0 < n <= most]) for block in blocks]
     if square or "lengths" not in features:
         lengths[1] = lengths[0]
-    d = draw(st.sampled_from([1, 3, 8, 17, 33]))
-    d_v = draw(st.sampled_from([1, 3, 8, 17, 33])) if "widths" in features else d
-    heads_kv = draw(st.sampled_from([1, 2]))
+    d = pick([1, 3, 8, 17, 33])
+    d_v = pick([1, 3, 8, 17, 33]) if "widths" in features else d
+    heads_kv = pick([1, 2])
     if "gqa" in features:
-        heads = heads_kv * (group or draw(st.sampled_from([1, 2])))
+        heads = heads_kv * (group or pick([1, 2]))
     else:
         heads = heads_kv
     return problem(

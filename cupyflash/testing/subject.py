@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -28,31 +26,16 @@ from .bound import (
     backward_bound_varlen,
     forward_bound,
     forward_bound_varlen,
-    rho,
 )
 from .cases import Problem
 from .copies import Copies, HostMemory, Memory
 from .features import features_of
-from .placement import same_bits
+from .judge import Judge, NotClaimedError, expect
 from .precision import Precision, Rounding
 
 Array = np.ndarray[Any, Any]
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
-
-
-def wide(x: Any) -> Array:
-    """Return numbers in long double."""
-    return np.asarray(x).astype(np.longdouble)
-
-
-class PropertyError(AssertionError):
-    """A property does not hold."""
-
-
-def expect(condition: Any, message: str) -> None:
-    """Raise `PropertyError` with a message unless all of a condition is true."""
-    if not np.all(condition):
-        raise PropertyError(message)
+EmptyRows = Literal["zero", "mean", "nan", "any"]
 
 
 class Rows(NamedTuple):
@@ -106,29 +89,27 @@ class Appended(NamedTuple):
     v_scale: Array | None = None
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The worst ratio of error to bound that was met.
+class Call(NamedTuple):
+    """A call that a property is about to make.
 
     Attributes
     ----------
-    ratio : float
-        At most 1 is right.
-    output : str
-        The output: out, lse, dq, dk, dv, dbias or dsink.
-    dtype : str
-        Of q, k and v.
-    index : tuple of int
-        Where in the output.
+    q, k, v : ndarray
+        Queries, keys and values.
+    options : dict
+        The options by name: mask, scale, bias and so on.
+    gradients : bool
+        Whether gradients will be asked for.
     """
 
-    ratio: float
-    output: str
-    dtype: str
-    index: tuple[int, ...]
+    q: Array
+    k: Array
+    v: Array
+    options: dict[str, Any]
+    gradients: bool
 
 
-class Subject:
+class Subject(Judge):
     """A kernel, and how to judge it.
 
     Parameters
@@ -153,6 +134,10 @@ class Subject:
         What it multiplies for codes of float8: see `Precision.of_codes`.
     memory : Memory, optional
         Where its arrays are; by default in host memory.
+    empty_rows : {"zero", "mean", "nan", "any"}
+        What a row without keys gives: 0, the mean of all values, NaN, or nothing in particular.
+    serves : callable, optional
+        ``serves(call) -> bool``: whether the kernel serves a `Call`; others are not tried.
     """
 
     def __init__(
@@ -171,20 +156,24 @@ class Subject:
         tiles: tuple[int, int] = (64, 64),
         float8: Literal["float32", "out_dtype", "codes"] = "float32",
         memory: Memory | None = None,
+        empty_rows: EmptyRows = "zero",
+        serves: Callable[[Call], bool] | None = None,
     ) -> None:
+        self._serves = serves
+        if empty_rows not in get_args(EmptyRows):
+            known = ", ".join(get_args(EmptyRows))
+            raise ValueError(f"empty_rows: got {empty_rows!r}; expected one of {known}")
+        self.empty_rows = empty_rows
         self._forward, self._backward = forward, backward
         self._varlen, self._varlen_backward = varlen, varlen_backward
         self._combine, self._precision = combine, precision
         self._cached, self._append, self._rope = cached, append, rope
         self.tiles, self.memory, self.float8 = tiles, memory or HostMemory(), float8
-        self.features = features_of(features)
+        super().__init__(features_of(features))
         parts = {"backward": backward, "varlen": varlen, "varlen_backward": varlen_backward,
                  "combine": combine, "cached": cached, "append": append,
                  "rope": rope}  # fmt: skip
         self.knows = self.features | {name for name, part in parts.items() if part is not None}
-        self.worst: dict[tuple[str, str], Worst] = {}
-        self.highest = 0.0  # largest ratio since this was last set to 0
-        self._dtype = ""
 
     def precision(self, dtype: Any) -> Precision:
         """Return the arithmetic for a type of q, k and v."""
@@ -200,6 +189,10 @@ class Subject:
         return Precision.of_codes(out_dtype, self.float8)
 
     # Calls
+
+    def _claim(self, call: Call) -> None:
+        if self._serves is not None and not self._serves(call):
+            raise NotClaimedError
 
     def _laid(self, array: Array | None) -> Array | None:
         if array is None or "strides" in self.features:
@@ -220,9 +213,33 @@ class Subject:
         return host
 
     def attend(self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any) -> Rows:
-        """Run the forward kernel on copies, and check shapes, types and surroundings."""
+        """Run the forward kernel on copies, and check shapes, types and surroundings.
+
+        Of a kernel that gives something else in rows without keys, these rows are made 0 and -inf,
+        so that properties are about the others.
+        """
+        rows = self.attend_as_is(q, k, v, offsets=offsets, **options)
+        if self.empty_rows == "zero":
+            return rows
+        empty = self.rows_without_keys(q, k, v, offsets=offsets, **options)
+        out = np.where(empty[..., None], rows.out.dtype.type(0), rows.out)
+        return Rows(out, None if rows.lse is None else np.where(empty, -np.inf, rows.lse))
+
+    def rows_without_keys(
+        self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any
+    ) -> Array:
+        """Return which rows see no key and no sink."""
+        if not {"mask", "bias", "score_mod"} & options.keys() and k.shape[-2] and offsets is None:
+            return np.zeros(out_shape(q, k, v)[:-1], bool)
+        return np.isneginf(self.bound(q, k, v, offsets=offsets, **options).lse.exact)
+
+    def attend_as_is(
+        self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any
+    ) -> Rows:
+        """Do the same, with rows without keys as they come."""
+        self._claim(Call(q, k, v, options, gradients=False))
         dtype = np.dtype(options.get("out_dtype", q.dtype))
-        copies, self._dtype = Copies(self.memory), dtype.name
+        copies, self.dtype = Copies(self.memory), dtype.name
         arrays = [copies.array(self._laid(x)) for x in (q, k, v)]
         given = self._copied(copies, options)
         function = self._forward if offsets is None else self._varlen
@@ -241,8 +258,15 @@ class Subject:
         dlse: Array | None = None, offsets: Any = None, rows: Rows | None = None, **options: Any,
     ) -> Gradients:  # fmt: skip
         """Run the backward kernel on copies, after the forward unless its `rows` are given."""
+        self._claim(Call(q, k, v, options, gradients=True))
         if rows is None:
             rows = self.attend(q, k, v, offsets=offsets, **options)
+        if self.empty_rows != "zero":
+            empty = self.rows_without_keys(q, k, v, offsets=offsets, **options)
+            if empty.any() and self.empty_rows != "mean":
+                raise NotClaimedError
+            do = np.where(empty[..., None], do.dtype.type(0), do)
+            dlse = None if dlse is None else np.where(empty, dlse.dtype.type(0), dlse)
         copies = Copies(self.memory)
         arrays = [copies.array(self._laid(x)) for x in (do, q, k, v, *rows)]
         given = self._copied(copies, options | {"dlse": dlse})
@@ -286,7 +310,7 @@ class Subject:
         table: Array | None = None, offsets: Any = None, **options: Any,
     ) -> Rows:  # fmt: skip
         """Attend to a cache. An integer `v` makes the first `v` columns of the keys the values."""
-        copies, self._dtype = Copies(self.memory), q.dtype.name
+        copies, self.dtype = Copies(self.memory), q.dtype.name
         given = self._copied(copies, options | {"table": table})
         if offsets is not None:
             given["offsets_q"] = offsets
@@ -336,7 +360,7 @@ class Subject:
 
     def rope(self, x: Array, positions: Array, rotary: Angles, **options: Any) -> Array:
         """Rotate rows."""
-        copies, self._dtype = Copies(self.memory), x.dtype.name
+        copies, self.dtype = Copies(self.memory), x.dtype.name
         angles = self._rotary(copies, rotary)
         assert self._rope is not None, "a property that needs it asks for rope"
         returned = self._rope(
@@ -384,46 +408,7 @@ class Subject:
             return backward_bound(do, q, k, v, **options)
         return backward_bound_varlen(do, q, k, v, *offsets, **options)
 
-    # Judgements
-
-    def judge(self, name: str, actual: Any, exact: Any, bound: Any) -> None:
-        """Expect a ratio of at most 1, and remember the worst."""
-        worst = rho(actual, exact, np.broadcast_to(bound, np.shape(exact)))
-        key = (name, self._dtype)
-        self.highest = max(self.highest, worst.value)
-        met = self.worst.get(key)
-        if met is None or worst.value > met.ratio:
-            self.worst[key] = Worst(worst.value, *key, worst.index)
-        if worst.value > 1:
-            at = worst.index
-            got, right = (float(np.asarray(x)[at]) for x in (actual, exact))
-            limit = float(np.broadcast_to(bound, np.shape(exact))[at])
-            if math.isnan(got) or math.isnan(right) or math.isinf(worst.value):
-                how = f"where {right:.9g} was expected, with a bound of {limit:.3g}"
-            else:
-                off = abs(wide(actual)[at] - wide(exact)[at])
-                how = (
-                    f"where {right:.9g} was expected: off by {float(off):.3g}, "
-                    f"{worst.value:.3g} times the bound of {limit:.3g}"
-                )
-            raise PropertyError(f"{name}{list(at)} is {got:.9g} {how}")
-
-    def near(self, name: str, a: Any, b: Any, *bounds: Any) -> None:
-        """Expect two computed arrays to differ by no more than the sum of their bounds."""
-        a, b = (wide(x) for x in (a, b))
-        limit = sum(np.asarray(x, np.float64) for x in bounds)
-        self.judge(name, a, b, np.broadcast_to(limit, a.shape))
-
-    def same(self, name: str, a: Any, b: Any, bound: Callable[[], Any]) -> None:
-        """Expect equal bits, or without the feature "bitwise" agreement within two bounds."""
-        if "bitwise" not in self.features:
-            self.near(name, a, b, 2 * np.asarray(bound()))
-        elif not same_bits(a, b):
-            where = tuple(int(n) for n in np.argwhere(_differ(a, b))[0])
-            raise PropertyError(
-                f"{name}{list(where)} is {float(a[where])!r} one way and {float(b[where])!r} the "
-                "other; equal bits were expected"
-            )
+    # Judgements of several outputs
 
     def same_rows(self, a: Rows, b: Rows, bound: Callable[[], ForwardBound]) -> None:
         """Apply `same` to out and lse."""
@@ -448,11 +433,6 @@ class Subject:
 
 def _limit(bound: Callable[[], BackwardBound], name: str) -> Any:
     return getattr(bound(), name).bound
-
-
-def _differ(a: Array, b: Array) -> Any:
-    raw = f"u{a.dtype.itemsize}"
-    return np.array(a, order="C").view(raw) != np.array(b, order="C").view(raw)
 
 
 def out_shape(q: Array, k: Array, v: Array) -> tuple[int, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,16 +18,19 @@ from cupyflash.similar import nearest
 
 from .cases import Problem
 from .copies import CuPyMemory, HostMemory, Memory
+from .families import FAMILIES
 from .features import FEATURES
+from .judge import NotClaimedError, PropertyError
 from .options import float_type, known_floats
 from .precision import Precision
 from .properties import NOT_APPLICABLE, PROPERTIES, Property
 from .report import FAILED, PASSED, Failure, Report, Result
 from .report import NOT_APPLICABLE as IDLE
-from .subject import PropertyError, Subject
+from .subject import Call, EmptyRows, Subject
 
 EXAMPLES = 40
 SHRINKING = 10.0  # seconds
+LATE = "no time was left"
 FUNCTIONS = {
     "backward": "no backward_fn was given",
     "varlen": "no varlen function was given",
@@ -60,6 +66,8 @@ def strategy_of(
     dtypes: Sequence[np.dtype[Any]],
     features: Iterable[str],
     tiles: tuple[int, int] | None,
+    families: Sequence[str] | None = None,
+    shapes: int | None = None,
 ) -> Any:
     """Return the hypothesis strategy that draws a property's problems.
 
@@ -73,6 +81,10 @@ def strategy_of(
         What the kernel supports.
     tiles : tuple of 2 int or None
         Rows and keys of its tiles; for None, small ones are drawn.
+    families : sequence of str, optional
+        The families of elements to draw from; by default all that the property allows.
+    shapes : int, optional
+        How many shapes there are at most.
 
     Returns
     -------
@@ -84,16 +96,24 @@ def strategy_of(
 
     chosen = [x for x in dtypes if prop.dtypes is None or x.name in prop.dtypes]
     if prop.draws == "plain":
-        return plain(chosen, features=features, tiles=tiles, **prop.more)
+        return plain(chosen, features=features, tiles=tiles, shapes=shapes, **prop.more)
     more = prop.more | {"packed": prop.draws == "packed"}
+    if families is not None:
+        allowed = more.get("families", tuple(FAMILIES))
+        more["families"] = [x for x in families if x in allowed]
 
     def of_dtype(dtype: Any) -> Any:
-        return problems(dtype, features=features, tiles=tiles, **more)
+        return problems(dtype, features=features, tiles=tiles, shapes=shapes, **more)
 
     return st.sampled_from(chosen).flatmap(of_dtype)
 
 
-def why_not(prop: Property, subject: Subject, dtypes: Sequence[np.dtype[Any]]) -> str:
+def why_not(
+    prop: Property,
+    subject: Subject,
+    dtypes: Sequence[np.dtype[Any]],
+    families: Sequence[str] | None = None,
+) -> str:
     """Say why a property does not apply to a kernel; nothing where it does."""
     missing = prop.needs - subject.knows
     for name in sorted(missing & set(FUNCTIONS)):
@@ -102,6 +122,9 @@ def why_not(prop: Property, subject: Subject, dtypes: Sequence[np.dtype[Any]]) -
         return f"the kernel lacks {', '.join(sorted(missing))}"
     if prop.dtypes is not None and not {x.name for x in dtypes} & set(prop.dtypes):
         return f"it is about {', '.join(prop.dtypes)}"
+    own = prop.more.get("families", FAMILIES)
+    if families is not None and prop.draws != "plain" and not set(families) & set(own):
+        return f"it is about the families {', '.join(own)}"
     return ""
 
 
@@ -114,6 +137,9 @@ def run(
     *,
     shrink: bool = True,
     climb: bool = False,
+    families: Sequence[str] | None = None,
+    keep_going: bool = False,
+    shapes: int | None = None,
 ) -> Result:
     """Try a property on problems that hypothesis draws.
 
@@ -131,48 +157,57 @@ def run(
         Whether to look for a smaller problem after a failure, for some seconds.
     climb : bool
         Whether to search where the ratios of error to bound are large.
+    families : sequence of str, optional
+        The families of elements to draw from.
+    keep_going : bool
+        Whether to try all problems after a failure, instead of looking for a smaller one.
+    shapes : int, optional
+        How many shapes are drawn at most.
 
     Returns
     -------
     Result
-        The result, with the smallest failure that was found.
+        The result, with the smallest failure that was found, or the first one of each family.
     """
     from .hypothesis_needed import hypothesis
 
-    reason, begin = why_not(prop, subject, dtypes), time.perf_counter()
+    reason, begin = why_not(prop, subject, dtypes, families), time.perf_counter()
     if reason:
         return Result(prop.name, prop.formula, IDLE, reason)
     phases = [hypothesis.Phase.generate]
     phases += [hypothesis.Phase.target] if climb else []
-    phases += [hypothesis.Phase.shrink] if shrink else []
+    phases += [hypothesis.Phase.shrink] if shrink and not keep_going else []
     settings = hypothesis.settings(
         max_examples=max(2, round(examples * prop.weight)), phases=phases, database=None,
         deadline=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=False,
         report_multiple_bugs=False, verbosity=hypothesis.Verbosity.quiet,
     )  # fmt: skip
-    subject.worst.clear()
-    failed: dict[str, str] = {}
-    tried, until, last = 0, float("inf"), ("", "")
+    subject.start()
+    failed: dict[str, Failure] = {}
+    tried, until, last = 0, float("inf"), ""
 
     def attempt(problem: Problem) -> None:
         nonlocal tried, until, last
         if problem.line not in failed:
             if time.perf_counter() > until:
                 return
-            tried += not failed
-            subject.highest = 0.0
+            subject.highest, subject.family = 0.0, problem.family
             try:
                 prop.check(subject, problem)
+            except NotClaimedError:
+                hypothesis.reject()
             except Exception as error:  # noqa: BLE001 (whatever a kernel raises is a failure)
-                failed[problem.line] = message_of(error)
-                until = min(until, time.perf_counter() + SHRINKING)
+                failed[problem.line] = failure_of(error, problem)
+                if not keep_going:
+                    until = min(until, time.perf_counter() + SHRINKING)
+            tried += keep_going or len(failed) <= 1
             if climb and np.isfinite(subject.highest):
                 hypothesis.target(subject.highest)
-        if problem.line in failed:
-            last = (failed[problem.line], problem.line)
+        if problem.line in failed and not keep_going:
+            last = problem.line
             raise _FailedError
 
-    drawn = strategy_of(prop, dtypes, subject.features, subject.tiles)
+    drawn = strategy_of(prop, dtypes, subject.features, subject.tiles, families, shapes)
     number = (zlib.crc32(prop.name.encode()) ^ seed) & (2**64 - 1)
     given: Any = hypothesis.given(drawn)
     test = hypothesis.seed(number)(settings(given(attempt)))
@@ -182,18 +217,33 @@ def run(
     except (_FailedError, hypothesis.errors.Flaky, BaseExceptionGroup):
         if not failed:
             raise
-    worst = sorted(subject.worst.values(), key=lambda x: -x.ratio)
+    except hypothesis.errors.Unsatisfiable:
+        pass  # the kernel serves none of the calls
+    if not tried and not failed:
+        return Result(prop.name, prop.formula, IDLE, "the kernel serves none of its calls")
+    first = {each.family: each for each in reversed(failed.values())} if keep_going else {}
+    found = tuple(reversed(first.values())) if keep_going else (failed[last],) if failed else ()
     return Result(
         prop.name, prop.formula, FAILED if failed else PASSED, examples=tried,
-        seconds=time.perf_counter() - begin, worst=tuple(worst),
-        failures=(Failure(*last),) if failed else (),
+        seconds=time.perf_counter() - begin, worst=subject.worst_ratios(), failures=found,
+        families=dict(subject.families),
     )  # fmt: skip
 
 
-def message_of(error: Exception) -> str:
-    """Say what went wrong in one line."""
+def failure_of(error: Exception, problem: Problem) -> Failure:
+    """Say what went wrong in one line, and where, if it is an exception of the kernel's."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, PropertyError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, PropertyError):
+        return Failure(text, problem.line, problem.family)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [x for x in frames if not _of_the_kit(Path(x.filename))]
+    where = "".join(traceback.format_list(own or list(frames)))
+    return Failure(f"{type(error).__name__}: {text}", problem.line, problem.family, where)
+
+
+def _of_the_kit(file: Path) -> bool:
+    kit = Path(__file__).parent
+    return file.is_relative_to(kit) and not file.is_relative_to(kit / "peers")
 
 
 def verify(
@@ -214,6 +264,12 @@ def verify(
     cached: Callable[..., Any] | None = None,
     append: Callable[..., Any] | None = None,
     rope: Callable[..., Any] | None = None,
+    empty_rows: EmptyRows = "zero",
+    serves: Callable[[Call], bool] | None = None,
+    shapes: int | None = None,
+    seconds: float | None = None,
+    families: str | Iterable[str] | None = None,
+    keep_going: bool = False,
     only: str | Iterable[str] | None = None,
     stop: bool = False,
     progress: Callable[[int, int, Result], None] | None = None,
@@ -254,6 +310,23 @@ def verify(
         Functions like `cupyflash.attention_varlen`, `attention_varlen_backward` and `combine`.
     cached, append, rope : callable, optional
         Functions like `cupyflash.attention_cached`, `append` and `rope`.
+    empty_rows : {"zero", "mean", "nan", "any"}
+        What a row without keys gives: 0 and a log-sum-exp of -inf, the mean of all values, NaN, or
+        nothing in particular. But for "zero", properties are about the other rows.
+    serves : callable, optional
+        ``serves(call) -> bool``, for kernels that a list of features does not describe: whether a
+        call, with its q, k, v, options and gradients, is one that the kernel serves, such as
+        ``lambda call: call.options.get("mask") == masks.causal()``. Others are not tried.
+    shapes : int, optional
+        How many shapes are drawn for each property, for kernels that compile for each of them. By
+        default there is no limit. Properties that make shapes of their own add those.
+    seconds : float, optional
+        After this time no further property is begun. Those that are left out are listed.
+    families : str or iterable of str, optional
+        Names of ``cupyflash.testing.FAMILIES``: the kinds of numbers that are drawn.
+    keep_going : bool
+        Whether to try all problems of a property that fails, and to report the first failure of
+        each family, instead of looking for a smaller problem.
     only : str or iterable of str, optional
         Names of the properties to run; the others are left out.
     stop : bool
@@ -294,8 +367,10 @@ def verify(
     subject = Subject(
         attention_fn, backward_fn, varlen=varlen, varlen_backward=varlen_backward,
         combine=combine, cached=cached, append=append, rope=rope, features=features,
-        precision=precision, tiles=tiles, float8=float8, memory=memory,
+        precision=precision, tiles=tiles, float8=float8, memory=memory, empty_rows=empty_rows,
+        serves=serves,
     )  # fmt: skip
+    of_families = chosen_families(families)
     given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
     unknown = [x.name for x in given if x.name not in FLOATS]
     if unknown or not given:
@@ -307,8 +382,16 @@ def verify(
         seed, examples, device, tuple(x.name for x in given),
         tuple(name for name in FEATURES if name in subject.features),
     )  # fmt: skip
+    begin = time.perf_counter()
     for number, prop in enumerate(chosen):
-        result = run(prop, subject, given, examples, seed, shrink=not stop)
+        if seconds is not None and time.perf_counter() - begin > seconds:
+            reason = why_not(prop, subject, given, of_families) or LATE
+            report.results.append(Result(prop.name, prop.formula, IDLE, reason))
+            continue
+        result = run(
+            prop, subject, given, examples, seed, shrink=not stop, families=of_families,
+            keep_going=keep_going, shapes=shapes,
+        )  # fmt: skip
         report.results.append(result)
         if progress is not None:
             progress(number + 1, len(chosen), result)
@@ -317,6 +400,17 @@ def verify(
     if only is None:
         report.results += [Result(name, "", IDLE, why) for name, why in NOT_APPLICABLE.items()]
     return report
+
+
+def chosen_families(families: str | Iterable[str] | None) -> list[str] | None:
+    """Return names of families; an unknown one is an error."""
+    if families is None:
+        return None
+    names = [families] if isinstance(families, str) else list(families)
+    unknown = [name for name in names if name not in FAMILIES]
+    if unknown or not names:
+        raise ValueError(f"families: got {unknown}; expected some of {', '.join(FAMILIES)}")
+    return names
 
 
 def chosen_properties(only: str | Iterable[str] | None) -> list[Property]:
@@ -364,8 +458,8 @@ def check(
     device : str
         As given to `verify`.
     **options
-        precision, features, tiles, float8, varlen, varlen_backward, combine, cached, append and
-        rope, as given to `verify`.
+        precision, features, tiles, float8, varlen, varlen_backward, combine, cached, append, rope,
+        empty_rows and serves, as given to `verify`.
 
     Raises
     ------
@@ -374,5 +468,5 @@ def check(
     """
     (prop,) = chosen_properties(name)
     subject = Subject(attention_fn, backward_fn, memory=memory_of(device), **options)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), contextlib.suppress(NotClaimedError):
         prop.check(subject, problem)

@@ -29,6 +29,7 @@ from . import (
     packed,
     rotary,
     symmetry,
+    typical,
 )
 from .base import Property
 
@@ -52,7 +53,7 @@ _FIRST = (
 
 def _all() -> dict[str, Property]:
     modules = (
-        *(forward, keys, symmetry, gradients, dropout, nonfinite, packed, calls),
+        *(forward, typical, keys, symmetry, gradients, dropout, nonfinite, packed, calls),
         *(cached, appending, rotary, codes),
     )
     found = {each.name: each for each in _FIRST}

@@ -8,8 +8,9 @@ import numpy as np
 
 from ..caches import Cache, Pages
 from ..cases import Problem
+from ..judge import expect
 from ..placement import same_bits
-from ..subject import Subject, expect
+from ..subject import Subject
 from .base import a_property
 from .rotary import drawn_angles
 

@@ -13,7 +13,8 @@ from cupyflash import masks
 from cupyflash.arrays.dtypes import DTYPES
 
 from ..cases import Problem
-from ..subject import Rows, Subject, wide
+from ..judge import wide
+from ..subject import Rows, Subject
 
 __all__ = [
     "ROUNDED",

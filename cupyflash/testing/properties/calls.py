@@ -14,8 +14,9 @@ from cupyflash.problem.call import Gradients
 
 from ..cases import Problem
 from ..copies import Copies
+from ..judge import expect
 from ..placement import Layout, Placed, random_layout, same_bits
-from ..subject import Subject, expect, out_shape
+from ..subject import Subject, out_shape
 from .base import a_property
 
 NAMES = ("dq", "dk", "dv", "dbias", "dsink")

@@ -11,8 +11,9 @@ from cupyflash.problem import codes
 
 from ..cases import Problem
 from ..coded import CodedCache, Float8, encoded
+from ..judge import expect
 from ..placement import same_bits
-from ..subject import Subject, expect
+from ..subject import Subject
 from .base import a_property, cut_rows, some_mask
 
 # Queries and keys, and a divisor of columns, for which GPUs multiply codes as they are.

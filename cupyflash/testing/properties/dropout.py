@@ -13,8 +13,9 @@ import numpy as np
 from cupyflash.reference.cpu import philox
 
 from ..cases import Problem
+from ..judge import expect
 from ..placement import same_bits
-from ..subject import Subject, expect
+from ..subject import Subject
 from .base import Array, a_property, some_mask, wide
 
 

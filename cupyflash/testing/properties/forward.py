@@ -13,8 +13,9 @@ import numpy as np
 
 from ..bound import forward_bound
 from ..cases import Problem
+from ..judge import PropertyError, expect
 from ..precision import Rounding
-from ..subject import PropertyError, Subject, expect
+from ..subject import Subject
 from .base import (
     ROUNDED,
     WIDE,
@@ -36,7 +37,7 @@ def forward_within_bound(s: Subject, p: Problem) -> None:
         s.judge("lse", rows.lse, *bound.lse)
 
 
-@a_property(draws="any", families=("huge logits",))
+@a_property("finite", draws="any", families=("huge logits",))
 def logits_of_any_size(s: Subject, p: Problem) -> None:
     """O is finite and min V - g <= O <= max V + g, even where no bound can be claimed.
 
@@ -61,10 +62,14 @@ def logits_of_any_size(s: Subject, p: Problem) -> None:
 
 @a_property(weight=0.5)
 def exact_mean(s: Subject, p: Problem) -> None:
-    """Q = 0 and N = 2**n keys of small whole values: O = mean(V) bitwise, L = ln N (tier T0)."""
-    number = 2 ** int(p.rng.integers(0, 9))
+    """Q = 0 and N = 2**n keys of small whole values: O = mean(V) bitwise, L = ln N (tier T0).
+
+    N is 65,536 at most: a sum in 16 bits stops growing before that.
+    """
+    long = "lengths" in s.features and p.rng.random() < 0.2
+    number = 2 ** int(p.rng.integers(12, 17) if long else p.rng.integers(0, 9))
     rows = p.q.shape[2] if "lengths" in s.features else number
-    q = np.zeros((2, p.q.shape[1], rows, p.q.shape[3]), p.dtype)
+    q = np.zeros((2, p.q.shape[1], min(rows, 2) if long else rows, p.q.shape[3]), p.dtype)
     k = p.rng.standard_normal((2, p.k.shape[1], number, p.k.shape[3])).astype(p.dtype)
     v = p.rng.integers(-2, 3, (2, p.v.shape[1], number, p.v.shape[3])).astype(p.dtype)
     ours = s.attend(q, k, v)
@@ -75,7 +80,7 @@ def exact_mean(s: Subject, p: Problem) -> None:
         s.near("lse", ours.lse, 0 * ours.lse + math.log(number), s.bound(q, k, v).lse.bound)
 
 
-@a_property(weight=0.5)
+@a_property("finite", weight=0.5)
 def exact_selection(s: Subject, p: Problem) -> None:
     """Keys coded by signs, 2048 apart: O_i = V_j bitwise for the key of i's code (tier T0)."""
     codes = np.where((np.arange(64)[:, None] >> np.arange(6)) & 1, 1.0, -1.0)
@@ -232,14 +237,16 @@ def power_of_two_between_q_and_scale(s: Subject, p: Problem) -> None:
 
 @a_property()
 def both_signs_turned(s: Subject, p: Problem) -> None:
-    """O(-Q, -K) = O(Q, K) bitwise, and O(-Q, K, -scale) where there is a scale."""
+    """O(-Q, -K) = O(Q, K) bitwise, and O(-Q, K, -scale) = O(Q, K, scale) where there is a scale."""
     options = some_mask(s, p)
     bound = s.bound(p.q, p.k, p.v, **options)
     ours = s.attend(p.q, p.k, p.v, **options)
     s.same_rows(ours, s.attend(-p.q, -p.k, p.v, **options), lambda: bound)
     if "scale" in s.features:
-        scale = -1 / math.sqrt(p.q.shape[-1])
-        s.same_rows(ours, s.attend(-p.q, p.k, p.v, scale=scale, **options), lambda: bound)
+        scale = 0.3
+        ours = s.attend(p.q, p.k, p.v, scale=scale, **options)
+        bound = s.bound(p.q, p.k, p.v, scale=scale, **options)
+        s.same_rows(ours, s.attend(-p.q, p.k, p.v, scale=-scale, **options), lambda: bound)
 
 
 @a_property()

@@ -15,7 +15,8 @@ from cupyflash.problem.call import Gradients
 
 from ..bound import BackwardBound
 from ..cases import Problem
-from ..subject import Subject, expect
+from ..judge import expect
+from ..subject import Subject
 from .base import (
     Array,
     a_property,
@@ -52,7 +53,7 @@ def gradients_within_bound(s: Subject, p: Problem) -> None:
             s.judge(name, made, *exact)
 
 
-@a_property("backward", draws="any", families=("huge logits",))
+@a_property("backward finite", draws="any", families=("huge logits",))
 def gradients_at_any_size(s: Subject, p: Problem) -> None:
     """No gradient is NaN, and none is infinite but by overflow of a 16-bit type."""
     for name, gradient in zip(NAMES, s.gradients_problem(p), strict=False):
@@ -320,6 +321,19 @@ def sink_of_minus_infinity_backward(s: Subject, p: Problem) -> None:
     without, bound = _gradients(s, p, **options)
     s.same_gradients(ours, without, lambda: bound)
     expect(ours.dsink == 0, "dsink is not 0 for a sink of -inf")
+
+
+@a_property("backward lengths", weight=0.2)
+def exact_sum_over_queries(s: Subject, p: Problem) -> None:
+    """One key and up to 2**17 queries of whole dO: dV = sum dO bitwise, and dQ = dK = 0."""
+    rows = 2 ** int(p.rng.integers(10, 18)) + int(p.rng.integers(2))
+    q = p.rng.standard_normal((1, 1, rows, 8)).astype(p.dtype)
+    k, v = (p.rng.standard_normal((1, 1, 1, 8)).astype(p.dtype) for _ in "kv")
+    do = np.ones((1, 1, rows, 8), p.dtype)
+    do[:, :, :: int(p.rng.integers(2, 9))] = 0
+    ours = s.gradients(do, q, k, v)
+    exact = do.astype(np.float64).sum(axis=2, keepdims=True).astype(p.dtype)
+    expect(ours.dv == exact, f"dV is not the sum of {rows} rows of dO")
 
 
 @a_property("backward broadcast empty bias sink", weight=0.2)

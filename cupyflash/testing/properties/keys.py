@@ -16,7 +16,8 @@ from cupyflash import masks
 
 from ..bound import ForwardBound
 from ..cases import Problem
-from ..subject import Rows, Subject, expect
+from ..judge import expect
+from ..subject import Rows, Subject
 from .base import (
     a_property,
     cut_rows,

@@ -16,8 +16,9 @@ from cupyflash.expr import where
 from cupyflash.expr.functions import SCORE
 
 from ..cases import Problem
+from ..judge import expect
 from ..placement import same_bits
-from ..subject import Subject, expect
+from ..subject import Subject
 from .base import Array, a_property
 
 NAMES = ("dq", "dk", "dv")

@@ -11,7 +11,8 @@ from cupyflash import masks, scores
 from cupyflash.problem.call import Gradients
 
 from ..cases import Problem, problem
-from ..subject import Rows, Subject, expect
+from ..judge import expect
+from ..subject import Rows, Subject
 from .base import a_property, cut_rows
 from .forward import forward_within_bound
 from .gradients import gradients_within_bound

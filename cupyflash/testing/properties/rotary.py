@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..cases import Problem
-from ..subject import Angles, Subject, wide
+from ..judge import wide
+from ..subject import Angles, Subject
 from .base import a_property
 
 Array = np.ndarray[Any, Any]

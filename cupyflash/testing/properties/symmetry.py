@@ -10,8 +10,9 @@ import numpy as np
 from cupyflash import masks, scores
 
 from ..cases import Problem
+from ..judge import expect
 from ..options import MASKS, Sizes
-from ..subject import Subject, expect
+from ..subject import Subject
 from .base import WIDE, a_property, cut_rows, some_mask
 
 
@@ -60,7 +61,10 @@ def causal_is_aligned_at_the_end(s: Subject, p: Problem) -> None:
     q, k = np.zeros((1, 1, rows, width), p.dtype), np.zeros((1, 1, keys, width), p.dtype)
     out = s.attend(q, k, v, mask=masks.causal()).out[0, 0]
     seen = np.tri(rows, keys, keys - rows, dtype=bool)
-    expect((out != 0) == seen, "a causal row sees other keys than j <= i + Lk - Lq")
+    share = 0.5 / keys  # of a key that is seen, at least
+    expect((out > share) == seen, "a causal row sees other keys than j <= i + Lk - Lq")
+    hidden = np.where(seen, 0, out)
+    expect(hidden == 0, f"a hidden key has the weight {float(hidden.max()):.3g}; expected 0")
 
 
 @a_property("causal", square=True)
@@ -179,25 +183,45 @@ def score_is_a_bias(s: Subject, p: Problem) -> None:
     s.same_rows(by_score, by_bias, lambda: s.bound(p.q, p.k, p.v, bias=bias))
 
 
-@a_property("masks sink bias", weight=0.5)
+@a_property("masks", weight=0.5)
 def rows_that_see_nothing(s: Subject, p: Problem) -> None:
-    """A row without keys has O = 0 and L = -inf, or L = sink: by a mask or by a bias of -inf."""
+    """A row without keys has O = 0 and L = -inf, or L = sink: by a mask or by a bias of -inf.
+
+    Of a kernel whose `empty_rows` say something else, O is that.
+    """
     n = p.q.shape[2]
     empty = p.rng.random(n) < 0.5
     allowed = np.broadcast_to(~empty[:, None], (n, p.k.shape[2]))
     sink = p.rng.standard_normal(p.q.shape[1]).astype(np.float32)
-    for hidden in ({"mask": allowed}, {"bias": np.where(allowed, 0, -np.inf).astype(np.float32)}):
-        ours = s.attend(p.q, p.k, p.v, **hidden)
-        expect(ours.out[:, :, empty] == 0, "O is not 0 in a row without keys")
+    ways: list[dict[str, Any]] = [{"mask": allowed}]
+    if "bias" in s.features:
+        ways.append({"bias": np.where(allowed, 0, -np.inf).astype(np.float32)})
+    for hidden in ways:
+        ours = s.attend_as_is(p.q, p.k, p.v, **hidden)
+        _judge_empty(s, p, ours.out, np.broadcast_to(empty, ours.out.shape[:-1]))
         if ours.lse is not None:
-            expect(np.isneginf(ours.lse[:, :, empty]), "L is not -inf in a row without keys")
+            if s.empty_rows == "zero":
+                expect(np.isneginf(ours.lse[:, :, empty]), "L is not -inf in a row without keys")
             expect(np.isfinite(ours.lse[:, :, ~empty]), "L is infinite in a row with keys")
+        if "sink" not in s.features:
+            continue
         ours = s.attend(p.q, p.k, p.v, sink=sink, **hidden)
         expect(ours.out[:, :, empty] == 0, "O is not 0 in a row with a sink alone")
         if ours.lse is not None:
             bound = s.bound(p.q, p.k, p.v, sink=sink, **hidden)
             rows, limit = ours.lse[:, :, empty], bound.lse.bound[:, :, empty]
             s.near("lse", rows, np.broadcast_to(sink[:, None], rows.shape), limit)
+
+
+def _judge_empty(s: Subject, p: Problem, out: Any, empty: Any) -> None:
+    """Expect in rows without keys what the kernel says that it gives there."""
+    if s.empty_rows == "zero":
+        expect((out == 0) | ~empty[..., None], "O is not 0 in a row without keys")
+    elif s.empty_rows == "nan":
+        expect(np.isnan(out) | ~empty[..., None], "O is not NaN in a row without keys")
+    elif s.empty_rows == "mean":
+        mean = s.bound(0 * p.q, p.k, p.v).out
+        s.near("out", out[empty], mean.exact[empty], mean.bound[empty])
 
 
 @a_property("empty lengths", weight=0.2)
