@@ -33,7 +33,10 @@ def save(path: Path, weights: Weights, setting: Setting, xp: Any) -> None:
         "tokens": TOKENS,
         "setting": json.dumps(dataclasses.asdict(setting)),
     }
-    on_host = {name: w if xp is np else w.get() for name, w in weights.items()}
+    # The writer takes memory as it lies, whatever the strides say.
+    on_host = {
+        name: np.ascontiguousarray(w if xp is np else w.get()) for name, w in weights.items()
+    }
     require("safetensors.numpy").save_file(on_host, path, metadata)
 
 

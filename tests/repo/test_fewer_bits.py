@@ -77,6 +77,18 @@ def saved(tmp_path):
     return path
 
 
+def test_a_transposed_weight_is_saved_as_it_is(tmp_path):
+    pytest.importorskip("safetensors", reason=program.INSTALL)
+    pytest.importorskip("ml_dtypes")
+    weights = some_weights()
+    turned = {name: np.asfortranarray(w) for name, w in weights.items()}
+    assert any(not w.flags.c_contiguous for w in turned.values())
+    model_file.save(tmp_path / "turned.safetensors", turned, SETTING, np)
+    read, _ = model_file.load(tmp_path / "turned.safetensors", np)
+    for name, w in weights.items():
+        assert np.array_equal(read[name], w), name
+
+
 @pytest.mark.parametrize("outliers", [[], ["--outliers", "16"]], ids=["own keys", "outliers"])
 def test_the_program(saved, outliers, capsys):
     short = ["--device", "cpu", "--texts", "2", "--bytes", "9"]
