@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,35 +32,44 @@ ALIGNMENT = 256  # bytes, of the parts of a workspace
 Addresses = dict[str, int]
 
 
-class CompiledLaunch:
-    """A launch whose kernel is compiled; it lacks addresses only."""
+class CompiledLaunches:
+    """Launches, in order, whose kernels are compiled; they lack addresses only.
 
-    def __init__(self, launch: Launch, device: int) -> None:
-        special = launch.special
-        self._kernel = compiler.kernel(special, device)
-        self._function = driver.function(self._kernel, device)
+    Any thread can make them.
+
+    Parameters
+    ----------
+    launches : sequence of Launch
+        The launches.
+    device : int
+        Where.
+
+    Attributes
+    ----------
+    names : frozenset of str
+        The names of the addresses that they take.
+    """
+
+    def __init__(self, launches: Sequence[Launch], device: int) -> None:
         queue = driver.queue(device)
-        self._launch, self._early = queue.launch, queue.overlaps and special.spec.overlaps
-        self._grid, self._threads = launch.grid, special.tiles.threads
-        self._shared_memory = special.tiles.shared_memory
-        self._template = launch.template
-        self._slots = tuple((offset // 8, name) for offset, name in launch.slots)
-        first = driver.words_of(launch.template)
-        self._maps = tuple(
-            (
-                slice(first + n * driver.MAP_WORDS, first + (n + 1) * driver.MAP_WORDS),
-                made.name,
-                tma.Encoded(made),
-            )
-            for n, made in enumerate(launch.maps)
-        )
+        self._launch = queue.launch
+        slots: list[tuple[int, str]] = []
+        maps: list[tuple[slice, str, tma.Encoded]] = []
+        kernels = []
+        begin = 0
+        for launch in launches:
+            kernel = _kernel(launch, queue)
+            slots += [(begin + offset // 8, name) for offset, name in launch.slots]
+            first = begin + kernel.parameter_words
+            for made in launch.maps:
+                places = slice(first, first + driver.MAP_WORDS)
+                maps.append((places, made.name, tma.Encoded(made)))
+                first += driver.MAP_WORDS
+            begin += kernel.words
+            kernels.append(kernel)
+        self._kernels, self._slots, self._maps = tuple(kernels), tuple(slots), tuple(maps)
         self._unused: list[driver.Buffer] = []  # one for each thread that has launched
-        self.name = special.name
-
-    @property
-    def names(self) -> set[str]:
-        """The names of the addresses that it takes."""
-        return {name for _, name in self._slots} | {name for _, name, _ in self._maps}
+        self.names = frozenset([name for _, name in slots] + [name for _, name, _ in maps])
 
     def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
         """Launch on the current device's current stream.
@@ -70,34 +79,63 @@ class CompiledLaunch:
         try:
             buffer = self._unused.pop()
         except IndexError:
-            buffer = self._buffer()
-        words, arguments, pointers, early = buffer
+            buffer = driver.Buffer(self._kernels)
+        words = buffer.words
         for place, name in self._slots:
             words[place] = addresses[name]
         for places, name, encoded in self._maps:
             words[places] = encoded.words(addresses[name])
-        grid, threads, shared_memory = self._grid, self._threads, self._shared_memory
-        try:
-            if stream is None:
-                self._kernel((grid,), (threads,), arguments, shared_mem=shared_memory)
-            elif early is not None:
-                early(stream, pointers)
-            else:
-                self._launch(
-                    self._function, grid, 1, 1, threads, 1, 1, shared_memory, stream, pointers, 0
-                )
-            if WAIT_AFTER_LAUNCH:
-                cuda_device.synchronize()
-        except Exception as error:
-            error.add_note(f"while running the kernel {self.name}")
-            raise
+        if stream is None or WAIT_AFTER_LAUNCH:
+            self._start_slowly(buffer, stream)
+        else:
+            if stream != buffer.stream:
+                buffer.move(stream)
+            launch = self._launch
+            for call in buffer.calls:
+                if error := launch(*call):
+                    raise self._error(error, buffer.calls.index(call))
         self._unused.append(buffer)  # when a launch returns, it has copied its parameters
 
-    def _buffer(self) -> driver.Buffer:
-        early = None
-        if self._early:
-            early = driver.Early(self._function, self._grid, self._threads, self._shared_memory)
-        return driver.buffer(self._template, len(self._maps), early)
+    def _start_slowly(self, buffer: driver.Buffer, stream: int | None) -> None:
+        """Launch by CuPy if there is no stream, and wait if that is wanted."""
+        if stream is not None:
+            buffer.move(stream)
+        for n, call in enumerate(buffer.calls):
+            if stream is not None and (error := self._launch(*call)):
+                raise self._error(error, n)
+            try:
+                if stream is None:
+                    buffer.launch_by_cupy(n)
+                if WAIT_AFTER_LAUNCH:
+                    cuda_device.synchronize()
+            except Exception as raised:
+                raised.add_note(self._note(n))
+                raise
+
+    def _error(self, error: int, n: int) -> RuntimeError:
+        made = driver.error(error, driver.LAUNCH)
+        made.add_note(self._note(n))
+        return made
+
+    def _note(self, n: int) -> str:
+        return f"while running the kernel {self._kernels[n].name}"
+
+
+def _kernel(launch: Launch, queue: driver.Queue) -> driver.Kernel:
+    special = launch.special
+    tiles = special.tiles
+    kernel = compiler.kernel(special, queue.device)
+    return driver.Kernel(
+        special.name,
+        kernel,
+        driver.function(kernel, queue.device),
+        launch.grid,
+        tiles.threads,
+        tiles.shared_memory,
+        launch.template,
+        len(launch.maps),
+        queue.overlaps and special.spec.overlaps,
+    )
 
 
 @dataclass(frozen=True)
@@ -108,7 +146,7 @@ class CompiledRecipe:
     ----------
     queue : Queue
         Where.
-    launches : tuple of CompiledLaunch
+    launches : CompiledLaunches
         In order.
     scratch : tuple of (str, int, ArraySpec)
         As in the recipe, with the size of each in bytes.
@@ -121,7 +159,7 @@ class CompiledRecipe:
     """
 
     queue: driver.Queue
-    launches: tuple[CompiledLaunch, ...]
+    launches: CompiledLaunches
     scratch: tuple[tuple[str, int, ArraySpec], ...]
     all_zero: bool = False
     atomic_dq: bool = False
@@ -142,8 +180,7 @@ class CompiledRecipe:
         elif self.scratch:
             self._divide(addresses, device_arrays.address(workspace))
         stream = self.queue.pointer()
-        for launch in self.launches:
-            launch.start(addresses, stream)
+        self.launches.start(addresses, stream)
         del held  # its memory may be freed now
         return taken
 
@@ -189,9 +226,8 @@ class CompiledRecipe:
         if self.scratch:
             self._divide(addresses, workspace)
             if self._sums:
-                self.queue.memset(addresses["dq_accum"], 0, self._sums, stream)
-        for launch in self.launches:
-            launch.start(addresses, stream)
+                self.queue.clear(addresses["dq_accum"], self._sums, stream)
+        self.launches.start(addresses, stream)
 
     @cached_property
     def _places(self) -> tuple[tuple[str, int], ...]:
@@ -245,8 +281,7 @@ class CompiledRecipe:
         if self.adds_to_dq:
             device_arrays.fill(gradients.dq, 0)
         stream = self.queue.pointer()
-        for launch in self.launches:
-            launch.start(addresses, stream)
+        self.launches.start(addresses, stream)
         for name, part, memory in made:
             if name in gradients._fields:
                 computed = device_arrays.view(part.shape, part.dtype, memory)
@@ -261,7 +296,7 @@ def compiled_recipe(
 
     `from_host` are the arrays of int64 in host memory that they read.
     """
-    launches = tuple(CompiledLaunch(each, device) for each in made.launches)
+    launches = CompiledLaunches(made.launches, device)
     scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
     names = {name for launch in made.launches for _, name in launch.slots}
     places = {name: reports.address(device, word) for name, word in offsets.words_of(names).items()}

@@ -32,6 +32,7 @@ def install(monkeypatch):
         monkeypatch.setattr(replay, "_entries", {})
         monkeypatch.setattr(reports, "_reports", {})
         monkeypatch.setattr(driver, "_thread", driver._Thread())
+        monkeypatch.setattr(driver, "library", lambda: cupy.library)
         monkeypatch.setattr(device_arrays, "_sides", device_arrays._Sides())
         for cached in REMEMBERED:
             cached.cache_clear()

@@ -96,7 +96,7 @@ def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
         times = [microseconds(cupy, call, runs)]
         with never_early():
             times.append(microseconds(cupy, call, runs))
-        with mock.patch.object(launch.CompiledLaunch, "start", _launch_nothing):
+        with mock.patch.object(launch.CompiledLaunches, "start", _launch_nothing):
             times.append(microseconds(cupy, call, runs))
         rows[name] = times
     queue = driver.queue(cupy.cuda.runtime.getDevice())
