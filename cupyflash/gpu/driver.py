@@ -27,7 +27,7 @@ KNOWN = ("13", "14")  # versions of CuPy in which `Function.ptr` works as it is 
 OVERLAP_CAPABILITY, OVERLAP_DRIVER = (9, 0), 12030
 # CUlaunchConfig and CUlaunchAttribute of cuda.h, in words of eight bytes.
 _CONFIG_WORDS, _STREAM, _ATTRIBUTES, _COUNT = 7, 4, 5, 6
-LAUNCH = "cuLaunchKernelEx"
+LAUNCH, CLEAR = "cuLaunchKernelEx", "cuMemsetD32Async"
 _ATTRIBUTE_WORDS, _ATTRIBUTE_VALUE, _OVERLAPS = 9, 1, 6  # the last one is the attribute's number
 
 
@@ -175,6 +175,9 @@ class Queue:
     launch : callable or None
         The driver's function, which returns an error's number or 0. It takes one of
         `Buffer.calls`; None if CuPy must launch.
+    clear : callable or None
+        Likewise; it takes an address, a number of 32 bits, how often to write it from there on, and
+        the stream.
     overlaps : bool
         Whether a launch may begin while the one before ends.
     """
@@ -186,14 +189,13 @@ class Queue:
         self._current_device = cupy.cuda.runtime.getDevice
         self.current_stream = cupy.cuda.get_current_stream
         self._is_known = _is_known(cupy)
-        self.launch: Any = library().cuLaunchKernelEx if self._is_known else None
+        self.launch: Any = None
+        self.clear: Any = None
+        if self._is_known:
+            self.launch, self.clear = library().cuLaunchKernelEx, library().cuMemsetD32Async
+            pointer = ctypes.c_void_p
+            self.clear.argtypes = pointer, ctypes.c_uint, ctypes.c_size_t, pointer
         self.overlaps = self._is_known and _overlaps(cupy, device)
-
-    def clear(self, place: int, size: int, stream: int) -> None:
-        """Fill bytes of the device's memory, whose number is a multiple of four, with 0."""
-        pointer, count = ctypes.c_void_p, ctypes.c_size_t
-        if number := library().cuMemsetD32Async(pointer(place), 0, count(size // 4), pointer(stream)):
-            raise error(number, "cuMemsetD32Async")
 
     def is_here(self) -> bool:
         """Whether the device is the current one."""
@@ -202,7 +204,8 @@ class Queue:
 
     def is_open(self) -> bool:
         """Whether `launch` works in this thread, on any stream of the device."""
-        return self.device in _thread.devices and self.is_here()
+        device = self.device
+        return device in _thread.devices and self._current_device() == device
 
     def pointer(self) -> Any:
         """Return the current stream's pointer for `launch`, or None if CuPy must launch.

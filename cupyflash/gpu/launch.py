@@ -48,42 +48,42 @@ class CompiledLaunches:
     ----------
     names : frozenset of str
         The names of the addresses that they take.
+    words, maps : tuple
+        Where these belong in a buffer: words, and the words of encoded tensor maps.
+    unused : list of driver.Buffer
+        One for each thread that has launched.
     """
 
     def __init__(self, launches: Sequence[Launch], device: int) -> None:
         queue = driver.queue(device)
         self._launch = queue.launch
-        slots: list[tuple[int, str]] = []
+        words: list[tuple[int, str]] = []
         maps: list[tuple[slice, str, tma.Encoded]] = []
         kernels = []
-        begin = 0
+        begin, size = 0, driver.MAP_WORDS
         for launch in launches:
             kernel = _kernel(launch, queue)
-            slots += [(begin + offset // 8, name) for offset, name in launch.slots]
+            words += [(begin + offset // 8, name) for offset, name in launch.slots]
             first = begin + kernel.parameter_words
-            for made in launch.maps:
-                places = slice(first, first + driver.MAP_WORDS)
+            for n, made in enumerate(launch.maps):
+                places = slice(first + n * size, first + (n + 1) * size)
                 maps.append((places, made.name, tma.Encoded(made)))
-                first += driver.MAP_WORDS
             begin += kernel.words
             kernels.append(kernel)
-        self._kernels, self._slots, self._maps = tuple(kernels), tuple(slots), tuple(maps)
-        self._unused: list[driver.Buffer] = []  # one for each thread that has launched
-        self.names = frozenset([name for _, name in slots] + [name for _, name, _ in maps])
+        self._kernels, self.words, self.maps = tuple(kernels), tuple(words), tuple(maps)
+        self.names = frozenset(name for _, name, *_ in (*words, *maps))
+        self.unused: list[driver.Buffer] = []
 
     def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
         """Launch on the current device's current stream.
 
         `stream` is what `driver.Queue.pointer` returns.
         """
-        try:
-            buffer = self._unused.pop()
-        except IndexError:
-            buffer = driver.Buffer(self._kernels)
+        buffer = self.buffer()
         words = buffer.words
-        for place, name in self._slots:
+        for place, name in self.words:
             words[place] = addresses[name]
-        for places, name, encoded in self._maps:
+        for places, name, encoded in self.maps:
             words[places] = encoded.words(addresses[name])
         if stream is None or WAIT_AFTER_LAUNCH:
             self._start_slowly(buffer, stream)
@@ -93,8 +93,15 @@ class CompiledLaunches:
             launch = self._launch
             for call in buffer.calls:
                 if error := launch(*call):
-                    raise self._error(error, buffer.calls.index(call))
-        self._unused.append(buffer)  # when a launch returns, it has copied its parameters
+                    raise self.error(error, buffer, call)
+        self.unused.append(buffer)  # when a launch returns, it has copied its parameters
+
+    def buffer(self) -> driver.Buffer:
+        """Return a buffer that nobody uses; it is `unused` again when launches have returned."""
+        try:
+            return self.unused.pop()
+        except IndexError:
+            return driver.Buffer(self._kernels)
 
     def _start_slowly(self, buffer: driver.Buffer, stream: int | None) -> None:
         """Launch by CuPy if there is no stream, and wait if that is wanted."""
@@ -102,7 +109,7 @@ class CompiledLaunches:
             buffer.move(stream)
         for n, call in enumerate(buffer.calls):
             if stream is not None and (error := self._launch(*call)):
-                raise self._error(error, n)
+                raise self.error(error, buffer, call)
             try:
                 if stream is None:
                     buffer.launch_by_cupy(n)
@@ -112,9 +119,10 @@ class CompiledLaunches:
                 raised.add_note(self._note(n))
                 raise
 
-    def _error(self, error: int, n: int) -> RuntimeError:
+    def error(self, error: int, buffer: driver.Buffer, call: Any) -> RuntimeError:
+        """Return what to raise if the driver returned an error for one of a buffer's calls."""
         made = driver.error(error, driver.LAUNCH)
-        made.add_note(self._note(n))
+        made.add_note(self._note(buffer.calls.index(call)))
         return made
 
     def _note(self, n: int) -> str:
@@ -193,13 +201,17 @@ class CompiledRecipe:
             If launches of this or another call have reported wrong offsets.
         """
         if self.reports:
-            reports.refuse_offsets(self.queue.device)
-            addresses.update(self.reports)
+            self.refuse_reported(addresses)
         if self.uploads is None:
             return None
         upload = self.uploads.of(self.queue.current_stream().ptr)
         addresses.update(upload.addresses)
         return upload
+
+    def refuse_reported(self, addresses: Addresses) -> None:
+        """Raise the error of an earlier call, and note the addresses to report to."""
+        reports.refuse_offsets(self.queue.device)
+        addresses.update(self.reports or {})
 
     @property
     def needs_arrays(self) -> bool:
@@ -214,37 +226,25 @@ class CompiledRecipe:
 
     @property
     def workspace_size(self) -> int:
-        """The bytes of workspace that `start` needs."""
+        """The bytes of workspace that hold all scratch memory."""
         return sum(_rounded(size) for _, size, _ in self.scratch) + ALIGNMENT * bool(self.scratch)
 
-    def start(self, addresses: Addresses, workspace: int, stream: int) -> None:
-        """Launch on a stream, with a workspace at an address; `addresses` grows.
-
-        The queue must be open, and `needs_arrays` False.
-        """
-        self._prepare(addresses)
-        if self.scratch:
-            self._divide(addresses, workspace)
-            if self._sums:
-                self.queue.clear(addresses["dq_accum"], self._sums, stream)
-        self.launches.start(addresses, stream)
-
     @cached_property
-    def _places(self) -> tuple[tuple[str, int], ...]:
+    def places(self) -> tuple[tuple[str, int], ...]:
         """Where scratch lies in a workspace that begins at a multiple of `ALIGNMENT`."""
         ends = itertools.accumulate(_rounded(size) for _, size, _ in self.scratch)
         names = [name for name, _, _ in self.scratch]
         return tuple(zip(names, (0, *ends), strict=False))
 
     @cached_property
-    def _sums(self) -> int:
+    def sums(self) -> int:
         """The bytes of sums of dq, which are 0 before."""
         return sum(size for name, size, _ in self.scratch if name == "dq_accum")
 
     def _divide(self, addresses: Addresses, workspace: int) -> None:
         """Note where scratch lies in a workspace."""
         begin = -(-workspace // ALIGNMENT) * ALIGNMENT
-        for name, place in self._places:
+        for name, place in self.places:
             addresses[name] = begin + place
 
     def _take_scratch(

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..arrays.device_arrays import is_device_array
-from ..gpu import launch_cache
-from ..gpu.launch import CompiledRecipe
+from ..gpu import driver, launch_cache
+from ..gpu.launch import ALIGNMENT, CompiledRecipe
 from ..masks import Mask
 from . import tensors
 from .operands import Operands, Settings
 from .tensors import PLAIN, SEEDS
 
 MOST = 2048  # signatures that are remembered: a generation has one for each number of keys
-MOST_GRADIENTS = 16  # of one of them
 _MASK = Operands._fields.index("mask") - 3  # its place behind q, k and v
 _NOTHING: Mapping[str, torch.Tensor | None] = {}
 
@@ -50,9 +49,11 @@ class Signature(launch_cache.Signature):
     ----------
     known : Known or None
         What is kept of calls like this one.
+    has_gradients : bool
+        Whether it has a mask and no other tensors than q, k and v.
     """
 
-    __slots__ = ("_mask", "_strides", "known")
+    __slots__ = ("_mask", "_strides", "has_gradients", "known")
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class Signature(launch_cache.Signature):
         )  # fmt: skip
         self.key = (*key, *self._parts) if self._parts else key
         self.known = _known.get(self.key)
+        self.has_gradients = False
 
     def _expression(self, made: Any) -> Hashable:
         if type(made) is Mask:  # the shortest way for the most frequent one
@@ -122,53 +124,27 @@ class Signature(launch_cache.Signature):
         """Compute the call if there was one like it; its addresses grow by those of results."""
         return None if self.known is None else self.known.launch(self.addresses, q)
 
-    def gradients(
-        self,
-        deterministic: bool,
-        operands: Sequence[Any],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        do: torch.Tensor | None,
-    ) -> list[torch.Tensor] | None:
-        """Compute the gradients of a call, if they are like some of an earlier one.
-
-        It may have a mask, and no other tensors than q, k and v. This is quicker than a signature
-        of their own. PyTorch has checked the versions of its saved tensors; users' hooks may have
-        put others in place of them, elsewhere or with other strides.
-        """
-        addresses, known = self.addresses, self.known
-        q, k, v, *others = operands
-        if known is None or do is None or type(do) not in PLAIN:
+    def pending(self, deterministic: bool, out: torch.Tensor) -> Pending | None:
+        """Return how gradients of the call, which was launched, are computed; None if unknown."""
+        known = self.known
+        if known is None or not self.has_gradients:
             return None
-        if others and others[_MASK] is not self._mask:
+        found = known.gradients.get(deterministic)
+        if found is None:
             return None
-        at = do.data_ptr()
-        found = known.gradients.get(_kind_of(deterministic, do, at))
-        if (
-            found is None
-            or q.data_ptr() != addresses["q"]
-            or k.data_ptr() != addresses["k"]
-            or v.data_ptr() != addresses["v"]
-            or out.data_ptr() != addresses.get("out")  # nothing if CuPy had to launch
-            or lse.data_ptr() != addresses.get("lse")
-            or (q.stride(), k.stride(), v.stride()) != self._strides
-            or out.stride() != known.strides
-        ):
-            return None
-        return found.launch({**addresses, "d_out": at}, q)
+        addresses = self.addresses
+        at = addresses["q"], addresses["k"], addresses["v"], addresses["out"], addresses["lse"]
+        rest = [addresses[name] for name in found.names]
+        return found, (*found.do, *at, *self._strides, out.stride()), self._mask, rest
 
     def keep_gradients(self, deterministic: bool, do: torch.Tensor, seen: Signature) -> None:
-        """Keep gradients of this call, whose signature was `seen`, for `gradients`."""
-        if self.known is not None and seen.known is not None:
-            kept = self.known.gradients
-            if len(kept) >= MOST_GRADIENTS:
-                kept.clear()
-            kept[_kind_of(deterministic, do, do.data_ptr())] = seen.known
-
-
-def _kind_of(deterministic: bool, do: torch.Tensor, place: int) -> Hashable:
-    """Return what tells gradients of a call from others of it."""
-    return deterministic, do.dtype, do.shape, do.stride(), do.is_cuda, do.get_device(), place & 15
+        """Keep gradients of this call, whose signature was `seen`, for later calls like it."""
+        known, found = self.known, seen.known
+        if known is None or found is None or not self.has_gradients:
+            return
+        made = Gradients(found, do)
+        if all(name in self.addresses for name in made.names):
+            known.gradients[deterministic] = made
 
 
 class Known:
@@ -187,13 +163,15 @@ class Known:
 
     Attributes
     ----------
-    strides : tuple of int
-        Of its first result.
+    compiled, tables, dtype
+        As they were given.
+    forms : list of (str, tuple of int, tuple of int, torch.dtype or None)
+        Names, shapes, strides and dtypes of its results; None for the dtype of its queries.
     gradients : dict
-        What is kept about the gradients of such calls.
+        What is kept about the gradients of such calls, by whether they are deterministic.
     """
 
-    __slots__ = ("_compiled", "_forms", "_queue", "_scratch", "_tables", "gradients", "strides")
+    __slots__ = ("_sizes", "compiled", "dtype", "forms", "gradients", "tables")
 
     def __init__(
         self,
@@ -202,37 +180,167 @@ class Known:
         results: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
-        self._compiled, self._tables, self._queue = compiled, tables, compiled.queue
-        self._scratch = compiled.workspace_size
-        self._forms = [
+        self.compiled, self.tables, self.dtype = compiled, tables, dtype
+        self._sizes = compiled.workspace_size, compiled.sums
+        self.forms = [
             (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)
             for name, x in results.items()
         ]
-        self.strides = self._forms[0][2]
-        self.gradients: dict[Hashable, Known] = {}
+        self.gradients: dict[bool, Gradients] = {}
 
     def launch(self, addresses: dict[str, int], q: torch.Tensor) -> list[torch.Tensor] | None:
         """Compute a call into new tensors; None if it must go through CuPy."""
-        compiled, queue, empty = self._compiled, self._queue, q.new_empty_strided
+        compiled, empty = self.compiled, q.new_empty_strided
+        queue = compiled.queue
         if not queue.is_open():
             return None
         made = []
-        for name, shape, strides, dtype in self._forms:
+        for name, shape, strides, dtype in self.forms:
             x = empty(shape, strides) if dtype is None else empty(shape, strides, dtype=dtype)
             addresses[name] = place = x.data_ptr()
             if place & 15:
                 return None
             made.append(x)
-        for name, place_name in self._tables:
+        for name, place_name in self.tables:
             addresses[name] = addresses[place_name]
+        if compiled.reports:
+            compiled.refuse_reported(addresses)
         if compiled.adds_to_dq:
             made[0].zero_()
-        workspace = 0
-        if self._scratch:
-            scratch = empty((self._scratch,), (1,), dtype=torch.uint8)
-            workspace = scratch.data_ptr()
-        compiled.start(addresses, workspace, tensors.raw_stream(queue.device))
+        stream = tensors.raw_stream(queue.device)
+        size, sums = self._sizes
+        if size:
+            scratch = empty((size,), (1,), dtype=torch.uint8)
+            begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
+            for name, place in compiled.places:
+                addresses[name] = begin + place
+            if sums:
+                queue.clear(addresses["dq_accum"], 0, sums // 4, stream)
+        compiled.launches.start(addresses, stream)
         return made
+
+
+class Gradients:
+    """Gradients of calls with one signature, which need no signature of their own.
+
+    What computes them is one function without loops over names. It runs on a thread of PyTorch's
+    that has nothing of it in its caches, so that each function, object and name takes time.
+
+    Parameters
+    ----------
+    known : Known
+        What is kept about gradients that were computed of such a call.
+    do : torch.Tensor
+        What they were computed of.
+
+    Attributes
+    ----------
+    do : tuple
+        What tells it from others.
+    names : tuple of str
+        The names of addresses, in the signature of the call, that are told in addition.
+    """
+
+    __slots__ = (
+        "_adds", "_clear", "_launches", "_maps", "_numbers", "_offsets", "_queue", "_results",
+        "_size", "_words", "do", "names",
+    )  # fmt: skip
+
+    def __init__(self, known: Known, do: torch.Tensor) -> None:
+        compiled = known.compiled
+        self._launches, self._queue = compiled.launches, compiled.queue
+        self.do = _form_of(do, do.data_ptr())
+        self._results = [(shape, strides) for _, shape, strides, _ in known.forms]
+        self._size = -(-compiled.workspace_size // known.dtype.itemsize)
+        scratch, tables = dict(compiled.places), dict(known.tables)
+        self._clear = scratch.get("dq_accum", 0), compiled.sums // 4
+        self._adds = compiled.adds_to_dq
+        names = [*_TOLD, *({*compiled.launches.names} - {*_TOLD, *scratch})]
+        self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
+        number = {name: n for n, name in enumerate(names)} | dict.fromkeys(scratch, _SCRATCH)
+        self._words = [place for place, _ in compiled.launches.words]
+        self._numbers = [number[name] for _, name in compiled.launches.words]
+        self._offsets = [scratch.get(name, 0) for _, name in compiled.launches.words]
+        self._maps = [(place, number[name], made) for place, name, made in compiled.launches.maps]
+
+    def compute(
+        self, pending: Pending, saved: Sequence[Any], do: Any
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Compute gradients, given the operands of a call, out and lse; None if they are unlike.
+
+        PyTorch has checked the versions of saved tensors; users' hooks may have put others in place
+        of them, elsewhere or with other strides.
+        """
+        _, expected, mask, rest = pending
+        if type(do) not in PLAIN:
+            return None
+        if len(saved) == _FEWEST:
+            q, k, v, out, lse = saved
+        else:
+            q, k, v, *others, out, lse = saved
+            if others[_MASK] is not mask:
+                return None
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        at_out, at_lse, at_do = out.data_ptr(), lse.data_ptr(), do.data_ptr()
+        found = (
+            do.dtype, do.shape, do.stride(), do.get_device(), at_do & 15,
+            at_q, at_k, at_v, at_out, at_lse, q.stride(), k.stride(), v.stride(), out.stride(),
+        )  # fmt: skip
+        queue = self._queue
+        if found != expected or not queue.is_open():
+            return None
+        empty = q.new_empty_strided
+        of_q, of_k, of_v = self._results
+        dq, dk, dv = empty(*of_q), empty(*of_k), empty(*of_v)
+        at_dq, at_dk, at_dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        if (at_dq | at_dk | at_dv) & 15:
+            return None
+        stream = tensors.raw_stream(queue.device)
+        begin = 0
+        if self._size:
+            scratch = empty((self._size,), (1,))
+            begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
+            place, count = self._clear
+            if count and (error := queue.clear(begin + place, 0, count, stream)):
+                raise driver.error(error, driver.CLEAR)
+        if self._adds:
+            dq.zero_()
+        told = (
+            at_q, at_k, at_v, at_out, at_lse, at_do, at_dq, at_dk, at_dv, begin, *rest,
+        )  # fmt: skip
+        launches = self._launches
+        try:
+            buffer = launches.unused.pop()
+        except IndexError:
+            buffer = launches.buffer()
+        words = buffer.words
+        for place, n, offset in zip(self._words, self._numbers, self._offsets, strict=True):
+            words[place] = told[n] + offset
+        for places, n, encoded in self._maps:
+            words[places] = encoded.words(told[n])
+        if stream != buffer.stream:
+            buffer.move(stream)
+        launch = queue.launch
+        for arguments in buffer.calls:
+            if error := launch(*arguments):
+                raise launches.error(error, buffer, arguments)
+        launches.unused.append(buffer)
+        return dq, dk, dv
+
+
+# The order in which launches of gradients are told addresses.
+_TOLD = "q", "k", "v", "out", "lse", "d_out", "dq", "dk", "dv", "scratch"
+_SCRATCH = _TOLD.index("scratch")
+_FEWEST = 5  # tensors that are saved: q, k, v, out and lse
+
+# Gradients of one call: what computes them, what their tensors look like, its mask if that is a
+# tensor, and the further addresses.
+Pending: TypeAlias = tuple[Gradients, tuple[Any, ...], torch.Tensor | None, list[int]]
+
+
+def _form_of(do: torch.Tensor, place: int) -> tuple[Any, ...]:
+    """Return what tells gradients of a call from others of it."""
+    return do.dtype, do.shape, do.stride(), do.get_device(), place & 15
 
 
 _lock = threading.Lock()  # for writing; look-ups need no lock

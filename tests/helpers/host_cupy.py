@@ -218,7 +218,7 @@ class HostCupy(ModuleType):
             return 0
 
         def clear(place, value, count, stream):
-            ctypes.memset(place.value, value, 4 * count.value)
+            ctypes.memset(place, value, 4 * count)
             return 0
 
         def error_name(error, place):
