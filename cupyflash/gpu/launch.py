@@ -71,7 +71,7 @@ class CompiledLaunches:
             begin += kernel.words
             kernels.append(kernel)
         self._kernels, self.words, self.maps = tuple(kernels), tuple(words), tuple(maps)
-        self.names = frozenset(name for _, name, *_ in (*words, *maps))
+        self.names = frozenset([name for _, name in words] + [name for _, name, _ in maps])
         self.unused: list[driver.Buffer] = []
 
     def start(self, addresses: Mapping[str, int], stream: int | None) -> None:

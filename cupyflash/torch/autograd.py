@@ -59,29 +59,33 @@ class _Replayed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: tuple[Settings, recognised.Signature, bool], *operands: Any
-    ) -> Any:
+    def forward(ctx: Any, call: tuple[Settings, recognised.Signature, bool], *operands: Any) -> Any:
         settings, seen, wants_lse = call
         made = seen.launch(operands[0])
         out, lse = made or compute.forward(settings, Operands(*operands))
         pending = seen.pending(settings.deterministic, out) if made else None
-        ctx.call = settings, seen, pending
-        ctx.save_for_backward(*operands, out, lse)
-        if not wants_lse:
-            return out
-        ctx.set_materialize_grads(False)
-        return out, lse
+        if wants_lse:
+            ctx.call = settings, seen, pending, None
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*operands, out, lse)
+            return out, lse
+        ctx.call = settings, seen, pending, lse
+        ctx.save_for_backward(*operands, out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
-        settings, seen, pending = ctx.call
+        settings, seen, pending, lse = ctx.call
         saved = ctx.saved_tensors
+        if lse is None:
+            *saved, lse = saved
+            if pending is not None and lse.data_ptr() != pending.places[-1]:
+                pending = None
         if pending is not None and dlse is None and not (records() or is_transforming()):
-            made = pending[0].compute(pending, saved, do)
+            made = pending.gradients.compute(pending, saved, do)
             if made is not None:
-                return None, *made, *_NONE[: len(saved) - 5]
-        return None, *_gradients(ctx, settings, saved, do, dlse, seen)
+                return None, *made, *_NONE[: len(saved) - 4]
+        return None, *_gradients(ctx, settings, (*saved, lse), do, dlse, seen)
 
 
 # PyTorch calls `apply` of a function's node, which looks for `backward` and calls it. On a thread
@@ -162,9 +166,7 @@ for _function in (_Attention, _Gradients, _Replayed):
     # PyTorch asks for the signature at every call of `apply`, so it is stored here.
     vars(_function)["forward"].__func__.__signature__ = inspect.signature(_function.forward)
 
-_FORWARD = Rule(
-    lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False
-)
+_FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
 
 # PyTorch's own `apply` asks first whether a transform is active. Without one it then calls the
 # method of its base class; calling that directly saves 20 us.

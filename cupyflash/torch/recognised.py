@@ -10,9 +10,10 @@ PyTorch's takes several times as long as later, so that little code matters more
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from .operands import Operands, Settings
 from .tensors import PLAIN, SEEDS
 
 MOST = 2048  # signatures that are remembered: a generation has one for each number of keys
+SMALL = 1 << 20  # bytes of gradients and scratch memory that a forward asks for
 _MASK = Operands._fields.index("mask") - 3  # its place behind q, k and v
 _NOTHING: Mapping[str, torch.Tensor | None] = {}
 
@@ -133,9 +135,13 @@ class Signature(launch_cache.Signature):
         if found is None:
             return None
         addresses = self.addresses
-        at = addresses["q"], addresses["k"], addresses["v"], addresses["out"], addresses["lse"]
+        at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
         rest = [addresses[name] for name in found.names]
-        return found, (*found.do, *at, *self._strides, out.stride()), self._mask, rest
+        expected = *found.do, *at, *self._strides, out.stride()
+        pending = Pending(found, expected, self._mask, (*at, addresses["lse"]), rest)
+        if found.are_small and (ready := found.prepared(pending, out)) is not None:
+            pending.ready.append(ready)
+        return pending
 
     def keep_gradients(self, deterministic: bool, do: torch.Tensor, seen: Signature) -> None:
         """Keep gradients of this call, whose signature was `seen`, for later calls like it."""
@@ -220,11 +226,74 @@ class Known:
         return made
 
 
+class Pending:
+    """The gradients of one call, which are computed later.
+
+    Parameters
+    ----------
+    gradients : Gradients
+        What computes them.
+    expected : tuple
+        What their tensors look like.
+    mask : torch.Tensor or None
+        The mask of the call, if that is a tensor.
+    places : tuple of int
+        The addresses of q, k, v, out and lse.
+    rest : list of int
+        Further addresses.
+
+    Attributes
+    ----------
+    ready : list of Ready
+        What is there already, once at most.
+    """
+
+    __slots__ = ("expected", "gradients", "mask", "places", "ready", "rest")
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        expected: tuple[Any, ...],
+        mask: torch.Tensor | None,
+        places: tuple[int, ...],
+        rest: list[int],
+    ) -> None:
+        self.gradients, self.expected, self.mask = gradients, expected, mask
+        self.places, self.rest = places, rest
+        self.ready: list[Ready] = []
+
+    def __del__(self) -> None:
+        if self.ready:
+            self.gradients.launches.unused.append(self.ready.pop().buffer)
+
+
+class Ready(NamedTuple):
+    """The results of a backward, and launches that lack one address.
+
+    Attributes
+    ----------
+    results : tuple of torch.Tensor
+        dq, dk and dv.
+    buffer : driver.Buffer
+        What the driver is told.
+    sums : int
+        The address of sums of dq, which are 0 before.
+    scratch : torch.Tensor or None
+        What is kept until the launches.
+    """
+
+    results: tuple[torch.Tensor, ...]
+    buffer: driver.Buffer
+    sums: int
+    scratch: torch.Tensor | None
+
+
 class Gradients:
     """Gradients of calls with one signature, which need no signature of their own.
 
-    What computes them is one function without loops over names. It runs on a thread of PyTorch's
-    that has nothing of it in its caches, so that each function, object and name takes time.
+    They are computed on a thread of PyTorch's that has nothing of this in its caches: each function
+    and each object takes several times as long as in a forward. So the forward prepares all that it
+    can; memory is asked for there only if it is little, as the time of the host matters only then.
 
     Parameters
     ----------
@@ -239,103 +308,118 @@ class Gradients:
         What tells it from others.
     names : tuple of str
         The names of addresses, in the signature of the call, that are told in addition.
+    are_small : bool
+        Whether their memory is asked for in the forward.
+    launches : CompiledLaunches
+        What computes them.
     """
 
     __slots__ = (
-        "_adds", "_clear", "_launches", "_maps", "_numbers", "_offsets", "_queue", "_results",
-        "_size", "_words", "do", "names",
+        "_adds", "_maps", "_maps_of_do", "_of_do", "_queue", "_results", "_size", "_sums", "_words",
+        "are_small", "do", "launches", "names",
     )  # fmt: skip
 
     def __init__(self, known: Known, do: torch.Tensor) -> None:
         compiled = known.compiled
-        self._launches, self._queue = compiled.launches, compiled.queue
+        self.launches, self._queue = compiled.launches, compiled.queue
         self.do = _form_of(do, do.data_ptr())
         self._results = [(shape, strides) for _, shape, strides, _ in known.forms]
-        self._size = -(-compiled.workspace_size // known.dtype.itemsize)
+        item = known.dtype.itemsize
+        self._size = -(-compiled.workspace_size // item)
+        elements = sum(math.prod(shape) for shape, _ in self._results) + self._size
+        self.are_small = elements * item <= SMALL
         scratch, tables = dict(compiled.places), dict(known.tables)
-        self._clear = scratch.get("dq_accum", 0), compiled.sums // 4
+        self._sums = scratch.get("dq_accum", 0), compiled.sums // 4
         self._adds = compiled.adds_to_dq
-        names = [*_TOLD, *({*compiled.launches.names} - {*_TOLD, *scratch})]
+        names = [*_TOLD, *({*self.launches.names} - {*_TOLD, *scratch, "d_out"})]
         self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
         number = {name: n for n, name in enumerate(names)} | dict.fromkeys(scratch, _SCRATCH)
-        self._words = [place for place, _ in compiled.launches.words]
-        self._numbers = [number[name] for _, name in compiled.launches.words]
-        self._offsets = [scratch.get(name, 0) for _, name in compiled.launches.words]
-        self._maps = [(place, number[name], made) for place, name, made in compiled.launches.maps]
+        words, maps = self.launches.words, self.launches.maps
+        self._of_do = [place for place, name in words if name == "d_out"]
+        self._maps_of_do = [(place, made) for place, name, made in maps if name == "d_out"]
+        self._words = [(x, number[y], scratch.get(y, 0)) for x, y in words if y != "d_out"]
+        self._maps = [(place, number[y], made) for place, y, made in maps if y != "d_out"]
+
+    def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
+        """Return new results, and launches that know all but the address of do.
+
+        Returns None if the results must go through CuPy.
+        """
+        empty = q.new_empty_strided
+        of_q, of_k, of_v = self._results
+        results = dq, dk, dv = empty(*of_q), empty(*of_k), empty(*of_v)
+        at_dq, at_dk, at_dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        if (at_dq | at_dk | at_dv) & 15:
+            return None
+        begin, scratch = 0, None
+        if self._size:
+            scratch = empty((self._size,), (1,))
+            begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
+        told = *pending.places, at_dq, at_dk, at_dv, begin, *pending.rest
+        buffer = self.launches.buffer()
+        words = buffer.words
+        for place, n, offset in self._words:
+            words[place] = told[n] + offset
+        for places, n, encoded in self._maps:
+            words[places] = encoded.words(told[n])
+        return Ready(results, buffer, begin + self._sums[0], scratch)
 
     def compute(
         self, pending: Pending, saved: Sequence[Any], do: Any
     ) -> tuple[torch.Tensor, ...] | None:
-        """Compute gradients, given the operands of a call, out and lse; None if they are unlike.
+        """Compute gradients, given the operands of a call and out; None if they are unlike.
 
         PyTorch has checked the versions of saved tensors; users' hooks may have put others in place
         of them, elsewhere or with other strides.
         """
-        _, expected, mask, rest = pending
         if type(do) not in PLAIN:
             return None
         if len(saved) == _FEWEST:
-            q, k, v, out, lse = saved
+            q, k, v, out = saved
         else:
-            q, k, v, *others, out, lse = saved
-            if others[_MASK] is not mask:
+            q, k, v, *others, out = saved
+            if others[_MASK] is not pending.mask:
                 return None
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        at_out, at_lse, at_do = out.data_ptr(), lse.data_ptr(), do.data_ptr()
+        place, queue = do.data_ptr(), self._queue
         found = (
-            do.dtype, do.shape, do.stride(), do.get_device(), at_do & 15,
-            at_q, at_k, at_v, at_out, at_lse, q.stride(), k.stride(), v.stride(), out.stride(),
+            do.dtype, do.shape, do.stride(), do.get_device(), place & 15,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            q.stride(), k.stride(), v.stride(), out.stride(),
         )  # fmt: skip
-        queue = self._queue
-        if found != expected or not queue.is_open():
+        if found != pending.expected or not queue.is_open():
             return None
-        empty = q.new_empty_strided
-        of_q, of_k, of_v = self._results
-        dq, dk, dv = empty(*of_q), empty(*of_k), empty(*of_v)
-        at_dq, at_dk, at_dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        if (at_dq | at_dk | at_dv) & 15:
-            return None
-        stream = tensors.raw_stream(queue.device)
-        begin = 0
-        if self._size:
-            scratch = empty((self._size,), (1,))
-            begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
-            place, count = self._clear
-            if count and (error := queue.clear(begin + place, 0, count, stream)):
-                raise driver.error(error, driver.CLEAR)
-        if self._adds:
-            dq.zero_()
-        told = (
-            at_q, at_k, at_v, at_out, at_lse, at_do, at_dq, at_dk, at_dv, begin, *rest,
-        )  # fmt: skip
-        launches = self._launches
+        ready: Ready | None
         try:
-            buffer = launches.unused.pop()
+            ready = pending.ready.pop()
         except IndexError:
-            buffer = launches.buffer()
+            if (ready := self.prepared(pending, q)) is None:
+                return None
+        results, buffer, sums, _ = ready
         words = buffer.words
-        for place, n, offset in zip(self._words, self._numbers, self._offsets, strict=True):
-            words[place] = told[n] + offset
-        for places, n, encoded in self._maps:
-            words[places] = encoded.words(told[n])
+        for n in self._of_do:
+            words[n] = place
+        for places, encoded in self._maps_of_do:
+            words[places] = encoded.words(place)
+        stream = tensors.raw_stream(queue.device)
+        count = self._sums[1]
+        if count and (error := queue.clear(sums, 0, count, stream)):
+            raise driver.error(error, driver.CLEAR)
+        if self._adds:
+            results[0].zero_()
         if stream != buffer.stream:
             buffer.move(stream)
         launch = queue.launch
         for arguments in buffer.calls:
             if error := launch(*arguments):
-                raise launches.error(error, buffer, arguments)
-        launches.unused.append(buffer)
-        return dq, dk, dv
+                raise self.launches.error(error, buffer, arguments)
+        self.launches.unused.append(buffer)
+        return results
 
 
-# The order in which launches of gradients are told addresses.
-_TOLD = "q", "k", "v", "out", "lse", "d_out", "dq", "dk", "dv", "scratch"
+# The order in which launches of gradients are told addresses but that of do.
+_TOLD = "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scratch"
 _SCRATCH = _TOLD.index("scratch")
-_FEWEST = 5  # tensors that are saved: q, k, v, out and lse
-
-# Gradients of one call: what computes them, what their tensors look like, its mask if that is a
-# tensor, and the further addresses.
-Pending: TypeAlias = tuple[Gradients, tuple[Any, ...], torch.Tensor | None, list[int]]
+_FEWEST = 4  # tensors that are saved: q, k, v and out
 
 
 def _form_of(do: torch.Tensor, place: int) -> tuple[Any, ...]:

@@ -319,20 +319,20 @@ class Emulator:
 
     def _ready(self, launches: Sequence[Launch], _: int) -> Any:
         def start(addresses: Mapping[str, int], _: Any) -> None:
-            for launch in launches:
-                if self.runs(launch.special):
-                    self._launch(launch, addresses)
+            for each in launches:
+                if self.runs(each.special):
+                    self._launch(each, addresses)
 
         return SimpleNamespace(start=start)
 
-    def _launch(self, launch: Launch, addresses: Mapping[str, int]) -> None:
-        kernel = machine(launch.special, self.flavour, self.read)
-        maps = [encode(each, addresses[each.name]) for each in launch.maps]
-        packed = launch.packed(addresses) + b"".join(maps)
+    def _launch(self, made: Launch, addresses: Mapping[str, int]) -> None:
+        kernel = machine(made.special, self.flavour, self.read)
+        maps = [encode(x, addresses[x.name]) for x in made.maps]
+        packed = made.packed(addresses) + b"".join(maps)
         for array, values in self.late:
             if not np.array_equal(array, values):
                 kernel.write_late(array, values)
-        kernel.launch(launch.grid, packed, self.schedule)
+        kernel.launch(made.grid, packed, self.schedule)
 
     @contextlib.contextmanager
     def _answering(self, ready: Callable[[Sequence[Launch], int], Any]) -> Iterator[None]:

@@ -361,6 +361,6 @@ def test_a_refused_launch_names_the_kernel(cupy):
     cupyflash.attention_cached(q, k, v, 9)
     refusals = [None, TOO_MANY_RESOURCES]  # of the second launch
     cupy.during_launch = lambda: refusals.pop(0)
-    with pytest.raises(RuntimeError, match="cuLaunchKernelEx: .*OUT_OF_RESOURCES") as caught:
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx: .*OUT_OF_RESOURCES") as caught:
         cupyflash.attention_cached(q, k, v, 9)
     assert any("decode_combine" in note for note in caught.value.__notes__)

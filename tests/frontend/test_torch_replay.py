@@ -48,7 +48,8 @@ def gradients(q, k, v, do, **options):
 
 def by_engine(q, k, v, do, **options):
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(attention(*leaves, **options), leaves, do)
+    made = attention(*leaves, **options)
+    return torch.autograd.grad(made[0] if type(made) is tuple else made, leaves, do)
 
 
 def test_what_a_recognised_call_tells(cupy, gpu_tensors, monkeypatch):
@@ -132,7 +133,8 @@ SAVED = "q", "k", "v", "mask", "out", "lse"
 )
 def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, name):
     """A hook may return a tensor at another address, or at the same one with other strides."""
-    options, saved = ({"mask": SEEN.T}, SAVED) if name == "mask" else ({}, (*SAVED[:3], *SAVED[4:]))
+    options = {"mask": {"mask": SEEN.T}, "lse": {"return_lse": True}}.get(name, {})
+    saved = [x for x in SAVED if x == name or x not in ("mask", "lse")]
 
     def rows():
         return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gpu_tensors(4)]
@@ -150,11 +152,12 @@ def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, nam
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), unpack):
         out = attention(*leaves, **options)
+    lse = None if name == "lse" else out.grad_fn.call[-1]  # which is no result, and is not saved
     before = len(cupy.launches)
-    torch.autograd.grad(out, leaves, do)
+    torch.autograd.grad(out[0] if name == "lse" else out, leaves, do)
     found = cupy.launches[before:]
-    assert list(seen) == list(saved)
-    results = seen.pop("out"), seen.pop("lse")
+    assert list(seen) == saved
+    results = seen.pop("out"), seen.pop("lse", lse)
     before = len(cupy.launches)
     compute.backward(autograd.Settings(), autograd.Operands(**seen), results, do, None, False)
     wanted = cupy.launches[before:]
@@ -163,6 +166,41 @@ def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, nam
     for a, b in zip(found, wanted, strict=True):  # all but the addresses of new memory
         assert a.kernel == b.kernel
         assert np.count_nonzero(a.words != b.words) <= 5
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_forward_asks_for_the_memory_of_small_gradients(cupy, gpu_tensors, monkeypatch, small):
+    if not small:
+        monkeypatch.setattr(recognised, "SMALL", 0)
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    unchecked(monkeypatch)
+    monkeypatch.setattr(compute, "backward", None)
+    q, k, v, do = gpu_tensors(4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    pending = out.grad_fn.call[2]
+    there = {x.data_ptr() for ready in pending.ready for x in ready.results}
+    before = len(cupy.launches)
+    first, second = (torch.autograd.grad(out, leaves, do, retain_graph=True) for _ in range(2))
+    assert there == ({x.data_ptr() for x in first} if small else set())
+    assert len({x.data_ptr() for x in (*first, *second)}) == 6  # nobody else has them
+    launches = cupy.launches[before:]
+    half = len(launches) // 2
+    for made, launched in ((first, launches[:half]), (second, launches[half:])):
+        assert {x.data_ptr() for x in (q, k, v, do, *made)} <= told(launched)
+
+
+def test_what_is_ready_for_gradients_that_nobody_wants_is_used_again(cupy, gpu_tensors):
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    leaves = [x.requires_grad_() for x in gpu_tensors()]
+    buffers = []
+    for _ in range(3):
+        pending = attention(*leaves).grad_fn.call[2]
+        buffers.append(pending.ready[0].buffer)
+        del pending
+    assert buffers[0] is buffers[1] is buffers[2]
 
 
 def test_a_forward_of_a_thread_in_which_cupy_has_launched_nothing(cupy, gpu_tensors):
