@@ -10,6 +10,7 @@ import gc
 import threading
 import weakref
 
+import gpu_host
 import numpy as np
 import pytest
 from recognised import fields, told, unchecked
@@ -445,3 +446,10 @@ def test_offsets_that_are_read_have_no_place_among_recognised_calls(cupy, gpu_te
         packed_gradients(
             *(torch.zeros(4, 40, 16) for _ in range(4)), [torch.tensor([0, 11, 41])] * 2, True
         )
+
+
+def test_the_parts_of_the_time_of_a_call_are_measured(cupy, gpu_tensors, monkeypatch):
+    monkeypatch.setattr(gpu_host, "CALLS", 1)
+    rows = gpu_host.of_tensors(cupy, torch, gpu_tensors(4), 1)
+    assert [len(times) for times in rows.values()] == [2] * 3 + [1] * 6
+    assert all(time > 0 for times in rows.values() for time in times)
