@@ -10,24 +10,27 @@ PyTorch's takes several times as long as later, so that little code matters more
 
 from __future__ import annotations
 
-import math
+import copy
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..arrays.device_arrays import is_device_array
-from ..gpu import driver, launch_cache
+from ..gpu import growing, launch_cache
 from ..gpu.launch import ALIGNMENT, CompiledRecipe
 from ..masks import Mask
+from ..problem.call import Call
 from . import tensors
 from .operands import Operands, Settings
+from .pending import Gradients, Pending
 from .tensors import PLAIN, SEEDS
 
 MOST = 2048  # signatures that are remembered: a generation has one for each number of keys
-SMALL = 1 << 20  # bytes of gradients and scratch memory that a forward asks for
-_MASK = Operands._fields.index("mask") - 3  # its place behind q, k and v
+MOST_GROWING = 64  # forms of calls whose keys grow
+_AXES = 4
+_OPERAND = 7  # parts of a key: the kind, and six of the queries; then six of keys, and of values
 _NOTHING: Mapping[str, torch.Tensor | None] = {}
 
 
@@ -53,9 +56,11 @@ class Signature(launch_cache.Signature):
         What is kept of calls like this one.
     has_gradients : bool
         Whether it has a mask and no other tensors than q, k and v.
+    form : hashable
+        Equal for calls of one query that differ in the number of keys, too; None for others.
     """
 
-    __slots__ = ("_mask", "_strides", "has_gradients", "known")
+    __slots__ = ("_mask", "_strides", "form", "has_gradients", "known")
 
     def __init__(
         self,
@@ -97,8 +102,29 @@ class Signature(launch_cache.Signature):
             None if precision is None else self._word(precision),
         )  # fmt: skip
         self.key = (*key, *self._parts) if self._parts else key
-        self.known = _known.get(self.key)
         self.has_gradients = False
+        self.form: Hashable = None
+        self.known = _known.get(self.key)
+        if self.known is None and q.shape[-2] == 1 and q.ndim == k.ndim == v.ndim == _AXES:
+            others = mask, bias, sink, made, changes, seed, offsets_q
+            if not read and all(each is None for each in others):
+                self._look_for_others(key, k, v)
+
+    def _look_for_others(self, key: tuple[Any, ...], k: torch.Tensor, v: torch.Tensor) -> None:
+        """Look for calls with other numbers of keys; only this number and strides tell them."""
+        keys = k.shape[-2]
+        if v.shape[-2] != keys or not (k.is_contiguous() and v.is_contiguous()):
+            return
+        kind, *of_q = key[:_OPERAND]
+        of_k, of_v = key[_OPERAND : 2 * _OPERAND - 1], key[2 * _OPERAND - 1 : 3 * _OPERAND - 2]
+        shapes = [(*x.shape[:-2], x.shape[-1]) for x in (k, v)]
+        rest = key[3 * _OPERAND - 2 :]
+        sizes = of_k[0], *of_k[3:], of_v[0], *of_v[3:]
+        self.form = form = (kind, *of_q, *shapes, *sizes, *rest)
+        found = _growing.get(form)
+        if found is not None and found[0].least <= keys <= found[0].most:
+            growing, known = found
+            _remember(self, known.told(growing.told(keys)))
 
     def _expression(self, made: Any) -> Hashable:
         if type(made) is Mask:  # the shortest way for the most frequent one
@@ -148,7 +174,8 @@ class Signature(launch_cache.Signature):
         known, found = self.known, seen.known
         if known is None or found is None or not self.has_gradients:
             return
-        made = Gradients(found, do)
+        results = [(shape, strides) for _, shape, strides, _ in found.forms]
+        made = Gradients(found.compiled, dict(found.tables), results, do)
         if all(name in self.addresses for name in made.names):
             known.gradients[deterministic] = made
 
@@ -177,7 +204,7 @@ class Known:
         What is kept about the gradients of such calls, by whether they are deterministic.
     """
 
-    __slots__ = ("_sizes", "compiled", "dtype", "forms", "gradients", "tables")
+    __slots__ = ("_numbers", "_sizes", "compiled", "dtype", "forms", "gradients", "tables")
 
     def __init__(
         self,
@@ -193,6 +220,13 @@ class Known:
             for name, x in results.items()
         ]
         self.gradients: dict[bool, Gradients] = {}
+        self._numbers: Mapping[str, int] = {}
+
+    def told(self, numbers: Mapping[str, int]) -> Known:
+        """Return the same for a call that is told further numbers."""
+        made = copy.copy(self)
+        made._numbers, made.gradients = numbers, {}
+        return made
 
     def launch(self, addresses: dict[str, int], q: torch.Tensor) -> list[torch.Tensor] | None:
         """Compute a call into new tensors; None if it must go through CuPy."""
@@ -209,6 +243,8 @@ class Known:
             made.append(x)
         for name, place_name in self.tables:
             addresses[name] = addresses[place_name]
+        if self._numbers:
+            addresses.update(self._numbers)
         if compiled.reports:
             compiled.refuse_reported(addresses)
         if compiled.adds_to_dq:
@@ -226,209 +262,10 @@ class Known:
         return made
 
 
-class Pending:
-    """The gradients of one call, which are computed later.
-
-    Parameters
-    ----------
-    gradients : Gradients
-        What computes them.
-    expected : tuple
-        What their tensors look like.
-    mask : torch.Tensor or None
-        The mask of the call, if that is a tensor.
-    places : tuple of int
-        The addresses of q, k, v, out and lse.
-    rest : list of int
-        Further addresses.
-
-    Attributes
-    ----------
-    ready : list of Ready
-        What is there already, once at most.
-    """
-
-    __slots__ = ("expected", "gradients", "mask", "places", "ready", "rest")
-
-    def __init__(
-        self,
-        gradients: Gradients,
-        expected: tuple[Any, ...],
-        mask: torch.Tensor | None,
-        places: tuple[int, ...],
-        rest: list[int],
-    ) -> None:
-        self.gradients, self.expected, self.mask = gradients, expected, mask
-        self.places, self.rest = places, rest
-        self.ready: list[Ready] = []
-
-    def __del__(self) -> None:
-        if self.ready:
-            self.gradients.launches.unused.append(self.ready.pop().buffer)
-
-
-class Ready(NamedTuple):
-    """The results of a backward, and launches that lack one address.
-
-    Attributes
-    ----------
-    results : tuple of torch.Tensor
-        dq, dk and dv.
-    buffer : driver.Buffer
-        What the driver is told.
-    sums : int
-        The address of sums of dq, which are 0 before.
-    scratch : torch.Tensor or None
-        What is kept until the launches.
-    """
-
-    results: tuple[torch.Tensor, ...]
-    buffer: driver.Buffer
-    sums: int
-    scratch: torch.Tensor | None
-
-
-class Gradients:
-    """Gradients of calls with one signature, which need no signature of their own.
-
-    They are computed on a thread of PyTorch's that has nothing of this in its caches: each function
-    and each object takes several times as long as in a forward. So the forward prepares all that it
-    can; memory is asked for there only if it is little, as the time of the host matters only then.
-
-    Parameters
-    ----------
-    known : Known
-        What is kept about gradients that were computed of such a call.
-    do : torch.Tensor
-        What they were computed of.
-
-    Attributes
-    ----------
-    do : tuple
-        What tells it from others.
-    names : tuple of str
-        The names of addresses, in the signature of the call, that are told in addition.
-    are_small : bool
-        Whether their memory is asked for in the forward.
-    launches : CompiledLaunches
-        What computes them.
-    """
-
-    __slots__ = (
-        "_adds", "_maps", "_maps_of_do", "_of_do", "_queue", "_results", "_size", "_sums", "_words",
-        "are_small", "do", "launches", "names",
-    )  # fmt: skip
-
-    def __init__(self, known: Known, do: torch.Tensor) -> None:
-        compiled = known.compiled
-        self.launches, self._queue = compiled.launches, compiled.queue
-        self.do = _form_of(do, do.data_ptr())
-        self._results = [(shape, strides) for _, shape, strides, _ in known.forms]
-        item = known.dtype.itemsize
-        self._size = -(-compiled.workspace_size // item)
-        elements = sum(math.prod(shape) for shape, _ in self._results) + self._size
-        self.are_small = elements * item <= SMALL
-        scratch, tables = dict(compiled.places), dict(known.tables)
-        self._sums = scratch.get("dq_accum", 0), compiled.sums // 4
-        self._adds = compiled.adds_to_dq
-        names = [*_TOLD, *({*self.launches.names} - {*_TOLD, *scratch, "d_out"})]
-        self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
-        number = {name: n for n, name in enumerate(names)} | dict.fromkeys(scratch, _SCRATCH)
-        words, maps = self.launches.words, self.launches.maps
-        self._of_do = [place for place, name in words if name == "d_out"]
-        self._maps_of_do = [(place, made) for place, name, made in maps if name == "d_out"]
-        self._words = [(x, number[y], scratch.get(y, 0)) for x, y in words if y != "d_out"]
-        self._maps = [(place, number[y], made) for place, y, made in maps if y != "d_out"]
-
-    def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
-        """Return new results, and launches that know all but the address of do.
-
-        Returns None if the results must go through CuPy.
-        """
-        empty = q.new_empty_strided
-        of_q, of_k, of_v = self._results
-        results = dq, dk, dv = empty(*of_q), empty(*of_k), empty(*of_v)
-        at_dq, at_dk, at_dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        if (at_dq | at_dk | at_dv) & 15:
-            return None
-        begin, scratch = 0, None
-        if self._size:
-            scratch = empty((self._size,), (1,))
-            begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
-        told = *pending.places, at_dq, at_dk, at_dv, begin, *pending.rest
-        buffer = self.launches.buffer()
-        words = buffer.words
-        for place, n, offset in self._words:
-            words[place] = told[n] + offset
-        for places, n, encoded in self._maps:
-            words[places] = encoded.words(told[n])
-        return Ready(results, buffer, begin + self._sums[0], scratch)
-
-    def compute(
-        self, pending: Pending, saved: Sequence[Any], do: Any
-    ) -> tuple[torch.Tensor, ...] | None:
-        """Compute gradients, given the operands of a call and out; None if they are unlike.
-
-        PyTorch has checked the versions of saved tensors; users' hooks may have put others in place
-        of them, elsewhere or with other strides.
-        """
-        if type(do) not in PLAIN:
-            return None
-        if len(saved) == _FEWEST:
-            q, k, v, out = saved
-        else:
-            q, k, v, *others, out = saved
-            if others[_MASK] is not pending.mask:
-                return None
-        place, queue = do.data_ptr(), self._queue
-        found = (
-            do.dtype, do.shape, do.stride(), do.get_device(), place & 15,
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            q.stride(), k.stride(), v.stride(), out.stride(),
-        )  # fmt: skip
-        if found != pending.expected or not queue.is_open():
-            return None
-        ready: Ready | None
-        try:
-            ready = pending.ready.pop()
-        except IndexError:
-            if (ready := self.prepared(pending, q)) is None:
-                return None
-        results, buffer, sums, _ = ready
-        words = buffer.words
-        for n in self._of_do:
-            words[n] = place
-        for places, encoded in self._maps_of_do:
-            words[places] = encoded.words(place)
-        stream = tensors.raw_stream(queue.device)
-        count = self._sums[1]
-        if count and (error := queue.clear(sums, 0, count, stream)):
-            raise driver.error(error, driver.CLEAR)
-        if self._adds:
-            results[0].zero_()
-        if stream != buffer.stream:
-            buffer.move(stream)
-        launch = queue.launch
-        for arguments in buffer.calls:
-            if error := launch(*arguments):
-                raise self.launches.error(error, buffer, arguments)
-        self.launches.unused.append(buffer)
-        return results
-
-
-# The order in which launches of gradients are told addresses but that of do.
-_TOLD = "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scratch"
-_SCRATCH = _TOLD.index("scratch")
-_FEWEST = 4  # tensors that are saved: q, k, v and out
-
-
-def _form_of(do: torch.Tensor, place: int) -> tuple[Any, ...]:
-    """Return what tells gradients of a call from others of it."""
-    return do.dtype, do.shape, do.stride(), do.get_device(), place & 15
-
-
 _lock = threading.Lock()  # for writing; look-ups need no lock
 _known: dict[Hashable, Known] = {}
+_growing: dict[Hashable, tuple[growing.Growing, Known]] = {}
+_last: dict[Hashable, int] = {}  # numbers of keys
 
 
 def signature(
@@ -489,7 +326,38 @@ def keep(
         if len(found) != 1:
             return  # which array is read is not sure
         tables.append((name, found[0]))
+    _remember(seen, Known(compiled, tables, results, dtype))
+
+
+def _remember(seen: Signature, known: Known) -> None:
     with _lock:
-        _known[seen.key] = seen.known = Known(compiled, tables, results, dtype)
+        _known[seen.key] = seen.known = known
         while len(_known) > MOST:
             del _known[next(iter(_known))]
+
+
+def keep_growing(
+    seen: Signature | None, call: Call, results: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Keep a call that was computed for those with more keys, if it has a key more than the last.
+
+    The current device is that of the call.
+    """
+    if seen is None or seen.known is None or seen.form is None:
+        return
+    keys = call.k.shape[-2]
+    with _lock:
+        before = _last.pop(seen.form, None)
+        _last[seen.form] = keys
+        while len(_last) > MOST_GROWING:
+            del _last[next(iter(_last))]
+        served = _growing.get(seen.form)
+    if keys - 1 not in (before, served and served[0].most):
+        return
+    found = growing.of(call, "lse" in results)
+    if found is None or found.compiled.needs_arrays:
+        return
+    with _lock:
+        _growing[seen.form] = found, Known(found.compiled, [], results, dtype)
+        while len(_growing) > MOST_GROWING:
+            del _growing[next(iter(_growing))]

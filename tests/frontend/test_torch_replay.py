@@ -28,6 +28,7 @@ from cupyflash.torch import (  # noqa: E402 (after the skip)
     attention_varlen,
     autograd,
     compute,
+    pending,
     recognised,
     scaled_dot_product_attention,
     tensors,
@@ -172,7 +173,7 @@ def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, nam
 @pytest.mark.parametrize("small", [True, False])
 def test_a_forward_asks_for_the_memory_of_small_gradients(cupy, gpu_tensors, monkeypatch, small):
     if not small:
-        monkeypatch.setattr(recognised, "SMALL", 0)
+        monkeypatch.setattr(pending, "SMALL", 0)
     for _ in range(3):
         by_engine(*gpu_tensors(4))
     unchecked(monkeypatch)
@@ -180,8 +181,8 @@ def test_a_forward_asks_for_the_memory_of_small_gradients(cupy, gpu_tensors, mon
     q, k, v, do = gpu_tensors(4)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = attention(*leaves)
-    pending = out.grad_fn.call[2]
-    there = {x.data_ptr() for ready in pending.ready for x in ready.results}
+    made = out.grad_fn.call[2]
+    there = {x.data_ptr() for ready in made.ready for x in ready.results}
     before = len(cupy.launches)
     first, second = (torch.autograd.grad(out, leaves, do, retain_graph=True) for _ in range(2))
     assert there == ({x.data_ptr() for x in first} if small else set())
@@ -198,9 +199,9 @@ def test_what_is_ready_for_gradients_that_nobody_wants_is_used_again(cupy, gpu_t
     leaves = [x.requires_grad_() for x in gpu_tensors()]
     buffers = []
     for _ in range(3):
-        pending = attention(*leaves).grad_fn.call[2]
-        buffers.append(pending.ready[0].buffer)
-        del pending
+        made = attention(*leaves).grad_fn.call[2]
+        buffers.append(made.ready[0].buffer)
+        del made
     assert buffers[0] is buffers[1] is buffers[2]
 
 
