@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,7 +31,7 @@ class Pending:
         The mask of the call, if that is a tensor.
     places : tuple of int
         The addresses of q, k, v, out and lse.
-    rest : list of int
+    rest : tuple of int
         Further addresses.
 
     Attributes
@@ -48,7 +48,7 @@ class Pending:
         expected: tuple[Any, ...],
         mask: torch.Tensor | None,
         places: tuple[int, ...],
-        rest: list[int],
+        rest: tuple[int, ...],
     ) -> None:
         self.gradients, self.expected, self.mask = gradients, expected, mask
         self.places, self.rest = places, rest
@@ -56,28 +56,14 @@ class Pending:
 
     def __del__(self) -> None:
         if self.ready:
-            self.gradients.launches.unused.append(self.ready.pop().buffer)
+            self.gradients.launches.unused.append(self.ready.pop()[1])
 
 
-class Ready(NamedTuple):
-    """The results of a backward, and launches that lack one address.
-
-    Attributes
-    ----------
-    results : tuple of torch.Tensor
-        dq, dk and dv.
-    buffer : driver.Buffer
-        What the driver is told.
-    sums : int
-        The address of sums of dq, which are 0 before.
-    scratch : torch.Tensor or None
-        What is kept until the launches.
-    """
-
-    results: tuple[torch.Tensor, ...]
-    buffer: driver.Buffer
-    sums: int
-    scratch: torch.Tensor | None
+# dq, dk and dv; launches that lack one address; the address of sums of dq, which are 0 before; and
+# scratch memory, which is kept until the launches.
+Ready: TypeAlias = tuple[
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor], driver.Buffer, int, torch.Tensor | None
+]
 
 
 class Gradients:
@@ -163,7 +149,7 @@ class Gradients:
             words[place] = told[n] + offset
         for places, n, encoded in self._maps:
             words[places] = encoded.words(told[n])
-        return Ready(results, buffer, begin + self._sums[0], scratch)
+        return results, buffer, begin + self._sums[0], scratch
 
     def compute(
         self, pending: Pending, saved: Sequence[Any], do: Any

@@ -162,7 +162,7 @@ class Signature(launch_cache.Signature):
             return None
         addresses = self.addresses
         at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
-        rest = [addresses[name] for name in found.names]
+        rest = tuple(map(addresses.__getitem__, found.names))
         expected = *found.do, *at, *self._strides, out.stride()
         pending = Pending(found, expected, self._mask, (*at, addresses["lse"]), rest)
         if found.are_small and (ready := found.prepared(pending, out)) is not None:
