@@ -59,10 +59,9 @@ class Pending:
             self.gradients.launches.unused.append(self.ready.pop()[1])
 
 
-# dq, dk and dv; launches that lack one address; the address of sums of dq, which are 0 before; and
-# scratch memory, which is kept until the launches.
+# dq, dk and dv; launches that lack one address; and scratch memory, which is kept until then.
 Ready: TypeAlias = tuple[
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor], driver.Buffer, int, torch.Tensor | None
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor], driver.Buffer, torch.Tensor | None
 ]
 
 
@@ -116,7 +115,7 @@ class Gradients:
         elements = sum(math.prod(shape) for shape, _ in self._results) + self._size
         self.are_small = elements * item <= SMALL
         scratch = dict(compiled.places)
-        self._sums = scratch.get("dq_accum", 0), compiled.sums // 4
+        self._sums = scratch.get("dq_accum", 0), compiled.sums // 4  # place, and words of 4 bytes
         self._adds = compiled.adds_to_dq
         names = [*_TOLD, *({*self.launches.names} - {*_TOLD, *scratch, "d_out"})]
         self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
@@ -130,7 +129,7 @@ class Gradients:
     def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
         """Return new results, and launches that know all but the address of do.
 
-        Returns None if the results must go through CuPy.
+        What sums are added to is 0. Returns None if the call must go through CuPy.
         """
         empty = q.new_empty_strided
         of_q, of_k, of_v = self._results
@@ -142,6 +141,16 @@ class Gradients:
         if self._size:
             scratch = empty((self._size,), (1,))
             begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
+            place, count = self._sums
+            if count:
+                queue = self._queue
+                stream = tensors.raw_stream(queue.device)
+                if error := queue.clear(begin + place, 0, count, stream):
+                    if not queue.is_open():
+                        return None
+                    raise driver.error(error, driver.CLEAR)
+        if self._adds:
+            dq.zero_()
         told = *pending.places, at_dq, at_dk, at_dv, begin, *pending.rest
         buffer = self.launches.buffer()
         words = buffer.words
@@ -149,7 +158,7 @@ class Gradients:
             words[place] = told[n] + offset
         for places, n, encoded in self._maps:
             words[places] = encoded.words(told[n])
-        return results, buffer, begin + self._sums[0], scratch
+        return results, buffer, scratch
 
     def compute(
         self, pending: Pending, saved: Sequence[Any], do: Any
@@ -173,7 +182,7 @@ class Gradients:
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
             q.stride(), k.stride(), v.stride(), out.stride(),
         )  # fmt: skip
-        if found != pending.expected or not queue.is_open():
+        if found != pending.expected:
             return None
         ready: Ready | None
         try:
@@ -181,23 +190,21 @@ class Gradients:
         except IndexError:
             if (ready := self.prepared(pending, q)) is None:
                 return None
-        results, buffer, sums, _ = ready
+        results, buffer, _ = ready
         words = buffer.words
         for n in self._of_do:
             words[n] = place
         for places, encoded in self._maps_of_do:
             words[places] = encoded.words(place)
         stream = tensors.raw_stream(queue.device)
-        count = self._sums[1]
-        if count and (error := queue.clear(sums, 0, count, stream)):
-            raise driver.error(error, driver.CLEAR)
-        if self._adds:
-            results[0].zero_()
         if stream != buffer.stream:
             buffer.move(stream)
         launch = queue.launch
         for arguments in buffer.calls:
             if error := launch(*arguments):
+                # A thread of PyTorch's may have no context yet, which CuPy makes.
+                if arguments is buffer.calls[0] and not queue.is_open():
+                    return None
                 raise self.launches.error(error, buffer, arguments)
         self.launches.unused.append(buffer)
         return results

@@ -165,8 +165,10 @@ class Signature(launch_cache.Signature):
         rest = tuple(map(addresses.__getitem__, found.names))
         expected = *found.do, *at, *self._strides, out.stride()
         pending = Pending(found, expected, self._mask, (*at, addresses["lse"]), rest)
-        if found.are_small and (ready := found.prepared(pending, out)) is not None:
-            pending.ready.append(ready)
+        if found.are_small and not tensors.is_capturing():  # a graph may run several times
+            ready = found.prepared(pending, out)
+            if ready is not None:
+                pending.ready.append(ready)
         return pending
 
     def keep_gradients(self, deterministic: bool, do: torch.Tensor, seen: Signature) -> None:

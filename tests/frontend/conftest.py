@@ -62,6 +62,7 @@ def gpu_tensors(cupy, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0, raising=False)
     monkeypatch.setattr(device_arrays, "on_stream", lambda *_: nullcontext())
     monkeypatch.setattr(tensors, "raw_stream", lambda device: 70 + device)
+    monkeypatch.setattr(tensors, "is_capturing", lambda: False)
     for kept in ("_known", "_growing", "_last"):
         monkeypatch.setattr(recognised, kept, {})
     monkeypatch.setattr(torch.Tensor, "device", property(lambda _: Device()), raising=False)

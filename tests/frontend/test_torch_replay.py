@@ -13,11 +13,12 @@ import weakref
 import gpu_host
 import numpy as np
 import pytest
+from host_cupy import TOO_MANY_RESOURCES
 from recognised import fields, told, unchecked
 
 from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
 from cupyflash.arrays import reports
-from cupyflash.gpu import params
+from cupyflash.gpu import driver, params
 from cupyflash.problem import validate
 from cupyflash.problem.options import NAMES
 
@@ -170,10 +171,13 @@ def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, nam
         assert np.count_nonzero(a.words != b.words) <= 5
 
 
-@pytest.mark.parametrize("small", [True, False])
-def test_a_forward_asks_for_the_memory_of_small_gradients(cupy, gpu_tensors, monkeypatch, small):
-    if not small:
+@pytest.mark.parametrize("why", ["small", "large", "capturing"])
+def test_a_forward_asks_for_the_memory_of_small_gradients(cupy, gpu_tensors, monkeypatch, why):
+    """Not while a graph is captured, which may run several times: sums are 0 only once."""
+    small = why == "small"
+    if why == "large":
         monkeypatch.setattr(pending, "SMALL", 0)
+    monkeypatch.setattr(tensors, "is_capturing", lambda: why == "capturing")
     for _ in range(3):
         by_engine(*gpu_tensors(4))
     unchecked(monkeypatch)
@@ -191,6 +195,24 @@ def test_a_forward_asks_for_the_memory_of_small_gradients(cupy, gpu_tensors, mon
     half = len(launches) // 2
     for made, launched in ((first, launches[:half]), (second, launches[half:])):
         assert {x.data_ptr() for x in (q, k, v, do, *made)} <= told(launched)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["ready", "computed twice"])
+def test_sums_of_gradients_are_0_before(cupy, gpu_tensors, monkeypatch, again):
+    for _ in range(3):
+        by_engine(*gpu_tensors(4, torch.float16))
+    q, k, v, do = gpu_tensors(4, torch.float16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    cleared = []
+    clear = driver.queue(0).clear
+    monkeypatch.setattr(driver.queue(0), "clear", lambda *x: cleared.append(x) or clear(*x))
+    out = attention(*leaves)
+    for n in range(1 + again):
+        torch.autograd.grad(out, leaves, do, retain_graph=True)
+        (place, value, count, stream) = cleared[n]
+        assert (value, count, stream) == (0, q.numel(), 70)
+        assert place in told(cupy.launches[-2:])
+    assert len(cleared) == 1 + again
 
 
 def test_what_is_ready_for_gradients_that_nobody_wants_is_used_again(cupy, gpu_tensors):
@@ -221,6 +243,28 @@ def test_a_forward_of_a_thread_in_which_cupy_has_launched_nothing(cupy, gpu_tens
     torch.autograd.grad(made[0], leaves, do)
     backward = cupy.launches[before:]
     assert {made[0].data_ptr(), int(forward.words[LSE])} <= told(backward)
+
+
+@pytest.mark.parametrize("why", ["no context", "a fault"])
+def test_the_first_launch_of_a_thread_of_pytorchs(cupy, gpu_tensors, monkeypatch, why):
+    """It may have no context yet: then CuPy launches. Other errors are the user's."""
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    q, k, v, do = gpu_tensors(4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    if why == "no context":
+        monkeypatch.setattr(driver, "_thread", driver._Thread())
+    before = len(cupy.launches)
+    cupy.during_launch = lambda: TOO_MANY_RESOURCES
+    if why == "a fault":
+        with pytest.raises(RuntimeError, match="OUT_OF_RESOURCES"):
+            torch.autograd.grad(out, leaves, do)
+        return
+    made = torch.autograd.grad(out, leaves, do)
+    launches = cupy.launches[before:]
+    assert not any(x.by_driver for x in launches)
+    assert {x.data_ptr() for x in (q, k, v, do, *made)} <= told(launches)
 
 
 def test_tensors_that_were_changed_in_place(cupy, gpu_tensors):
