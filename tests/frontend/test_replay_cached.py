@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 from host_cupy import TOO_MANY_RESOURCES
@@ -10,7 +12,7 @@ from recognised import draw, fields
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, cache_update, quantization
 from cupyflash.arrays import device_arrays
-from cupyflash.gpu import params, tma
+from cupyflash.gpu import driver, params, tma
 from cupyflash.problem import cached as cached_calls
 from cupyflash.problem.hadamard import matrix_of
 
@@ -353,6 +355,32 @@ def test_a_step_may_begin_while_the_one_before_ends(cupy, driver):
         assert launch.early == (driver >= 12030)
         assert (launch.kernel, *launch[2:5]) == (like.kernel, *like[2:5])
     assert not any(x.early for x in others)
+
+
+def test_what_the_driver_is_told_lies_as_in_cuda_h(cupy):
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    for overlaps in (False, True):
+        sizes = {"grid": 7, "threads": 96, "shared_memory": 5000}
+        kernels = [driver.Kernel("one", None, 1234, **sizes, template=bytes(20), maps=2,
+                                 overlaps=overlaps)] * 2  # fmt: skip
+        buffer = driver.Buffer(kernels)
+        buffer.move(4321)
+        start = np.frombuffer(buffer.words, np.uint64).ctypes.data
+        for n, (place, function, pointers, extra) in enumerate(buffer.calls):
+            assert (function.value, extra.value) == (1234, None)
+            config = bindings.CUlaunchConfig(place.value)
+            assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 1, 1)
+            assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (96, 1, 1)
+            assert (config.sharedMemBytes, int(config.hStream)) == (5000, 4321)
+            assert config.numAttrs == overlaps
+            attributes = ctypes.c_uint64.from_address(place.value + 40).value
+            attribute = bindings.CUlaunchAttribute(attributes)
+            kinds = bindings.CUlaunchAttributeID
+            assert attribute.id == kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            assert attribute.value.programmaticStreamSerializationAllowed == 1
+            first = start + 8 * n * kernels[0].words
+            listed = (ctypes.c_uint64 * 3).from_address(pointers.value)
+            assert list(listed) == [first, first + 24, first + 24 + 128]
 
 
 def test_a_refused_launch_names_the_kernel(cupy):
