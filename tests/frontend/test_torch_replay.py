@@ -18,7 +18,7 @@ from recognised import fields, told, unchecked
 
 from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
 from cupyflash.arrays import reports
-from cupyflash.gpu import driver, params
+from cupyflash.gpu import driver, params, tma
 from cupyflash.problem import validate
 from cupyflash.problem.options import NAMES
 
@@ -195,6 +195,29 @@ def test_a_forward_asks_for_the_memory_of_small_gradients(cupy, gpu_tensors, mon
     half = len(launches) // 2
     for made, launched in ((first, launches[:half]), (second, launches[half:])):
         assert {x.data_ptr() for x in (q, k, v, do, *made)} <= told(launched)
+
+
+def test_maps_of_gradients_have_the_addresses_of_the_moment(cupy, gpu_tensors, monkeypatch):
+    def encode(made, address):
+        rows = (address, *made.shape, *made.strides, made.rows)
+        return np.array([*rows, *(0,) * (16 - len(rows))], np.uint64).tobytes()
+
+    def arrays():
+        return [torch.zeros(1, 2, 2048, 128, dtype=torch.float16) for _ in range(4)]
+
+    monkeypatch.setattr(tma, "encode", encode)
+    for _ in range(3):
+        by_engine(*arrays())
+    monkeypatch.setattr(compute, "backward", None)
+    q, k, v, do = arrays()
+    before = len(cupy.launches)
+    made = by_engine(q, k, v, do)
+    (launch,) = [x for x in cupy.launches[before:] if x.kernel.startswith("backward_sm90")]
+    size = launch.words.size
+    maps = launch.words[size - size // 16 * 16 :].reshape(-1, 16)
+    shown = {int(row[0]) for row in maps}
+    assert {x.data_ptr() for x in (q, k, v, do)} <= shown
+    assert {x.data_ptr() for x in made} <= told(cupy.launches[before:])
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["ready", "computed twice"])
