@@ -30,9 +30,9 @@ ORDER = [
     ["dispatch"],
     ["outputs"],
     ["executor"],
-    ["request"],
+    ["request", "row_request"],
     ["changes"],
-    ["execute", "execute_rows"],
+    ["execute"],
     ["pieces"],
     [
         "api",
