@@ -185,11 +185,12 @@ class Gradients:
         if found != pending.expected:
             return None
         ready: Ready | None
-        try:
-            ready = pending.ready.pop()
+        try:  # a graph may run several times, and sums are 0 only once
+            ready = None if tensors.is_capturing() else pending.ready.pop()
         except IndexError:
-            if (ready := self.prepared(pending, q)) is None:
-                return None
+            ready = None  # it was too large, or this is the second time
+        if ready is None and (ready := self.prepared(pending, q)) is None:
+            return None
         results, buffer, _ = ready
         words = buffer.words
         for n in self._of_do:
