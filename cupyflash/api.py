@@ -7,7 +7,7 @@ from typing import Literal, SupportsFloat, SupportsIndex, Unpack, overload
 
 from numpy.typing import NDArray
 
-from . import execute, execute_rows
+from . import execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import DType, F, FloatArray, Number
 from .masks import Mask
@@ -18,6 +18,7 @@ from .problem.keywords import explained
 from .problem.options import Options
 from .problem.signatures import ForwardOptions, WorkspaceBackwardOptions
 from .request import Request
+from .row_request import RowRequest
 from .rowwise import COMBINE, Parts, arrays_of_parts
 from .scores import Score
 
@@ -349,5 +350,5 @@ def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Fl
     def check() -> Parts:
         return validate.parts(parts)
 
-    results = execute_rows.run(COMBINE, check, arrays_of_parts(parts))
+    results = execute.rows(RowRequest(COMBINE, check, arrays_of_parts(parts)))
     return results["out"], results["lse"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, overload
 
-from . import execute_rows
+from . import execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import CacheDType
 from .problem.append import Append, told_length
@@ -14,6 +14,7 @@ from .problem.call import Array
 from .problem.codes import CacheCodes
 from .problem.keywords import explained
 from .problem.rotary import Rotary, Rotation, rotation
+from .row_request import RowRequest
 from .rowwise import APPEND, ROPE
 
 
@@ -175,8 +176,8 @@ def append(
     written = {"k": k, "v": v, "out": out, "k_scale": k_scale, "v_scale": v_scale}
     numbers = given.kind, shared, length is None
     told = {} if length is None else {"length": length}
-    results = execute_rows.run(
-        APPEND, check, read, written, numbers=numbers, rotary=rotary, told=told
+    results = execute.rows(
+        RowRequest(APPEND, check, read, written, numbers=numbers, rotary=rotary, told=told)
     )
     return results.get("out")
 
@@ -242,5 +243,7 @@ def rope(
         return rotation(x, positions, rotary, inverse, out)
 
     read, written = {"x": x, "positions": positions}, {"out": out}
-    results = execute_rows.run(ROPE, check, read, written, numbers=(inverse,), rotary=rotary)
+    results = execute.rows(
+        RowRequest(ROPE, check, read, written, numbers=(inverse,), rotary=rotary)
+    )
     return results["out"]

@@ -14,9 +14,37 @@ from .outputs import Outputs, Targets
 from .problem.call import Array, Call, Gradients
 
 Prepared = TypeVar("Prepared", Outputs, Targets)
+Made = TypeVar("Made", bound="Shown")
 
 
-class Recalled(Protocol):
+class Shown(Protocol):
+    """A call that is checked, with memory for its results."""
+
+    @property
+    def shown(self) -> Any:
+        """The results as users see them."""
+
+
+class Keeper(Protocol):
+    """What recognises calls."""
+
+    def keep(self, served: Any, results: Any) -> None:
+        """Keep a call that was checked: what its computation returned, and results as shown."""
+        ...
+
+
+def carry_out(
+    prepare: Callable[[], Made], compute: Callable[[Made], Any], recalled: Keeper | None
+) -> Any:
+    """Check a call and allocate its results, compute it, and keep it; return the results."""
+    made = prepare()
+    served = compute(made)
+    if recalled is not None:
+        recalled.keep(served, made.shown)
+    return made.shown
+
+
+class Recalled(Keeper, Protocol):
     """A call that may look like an earlier one."""
 
     def forward(self, out: Any, lse: Any, workspace: Any = None) -> Any:
@@ -28,10 +56,6 @@ class Recalled(Protocol):
 
     def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
         """Compute its gradients likewise."""
-        ...
-
-    def keep(self, served: Any, results: Any) -> None:
-        """Keep a call that was checked: what its computation returned, and results as shown."""
         ...
 
 
@@ -118,8 +142,4 @@ class Executor(ABC):
         recalled: Recalled | None,
     ) -> Any:
         """Check a call and compute it by one of the above; return its results as users see them."""
-        made = prepare()
-        served = compute(made)
-        if recalled is not None:
-            recalled.keep(served, made.shown)
-        return made.shown
+        return carry_out(prepare, compute, recalled)

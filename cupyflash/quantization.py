@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from . import execute_rows
+from . import execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import FloatArray
 from .problem.call import Array
@@ -14,6 +14,7 @@ from .problem.formats import name_of
 from .problem.hadamard import Transform, transform
 from .problem.keywords import explained
 from .problem.quantize import Quantisation, quantisation
+from .row_request import RowRequest
 from .rowwise import HADAMARD, QUANTIZE
 
 
@@ -83,7 +84,7 @@ def quantize(
         return quantisation(x, dtype, group)
 
     numbers = name_of(dtype), group
-    results = execute_rows.run(QUANTIZE, check, {"x": x}, numbers=numbers)
+    results = execute.rows(RowRequest(QUANTIZE, check, {"x": x}, numbers=numbers))
     return results["codes"], results["scale"]
 
 
@@ -150,5 +151,7 @@ def hadamard(
         return transform(x, seed, inverse, out)
 
     read, written = {"x": x}, {"out": out}
-    results = execute_rows.run(HADAMARD, check, read, written, numbers=(inverse,), seed=seed)
+    results = execute.rows(
+        RowRequest(HADAMARD, check, read, written, numbers=(inverse,), seed=seed)
+    )
     return results["out"]

@@ -75,19 +75,19 @@ Step = Callable[[_State], None]
 _Sent = tuple[int, int, int]  # a rank, an address, and bytes
 
 
-class Launch(Protocol):
-    """A launch of one kernel."""
+class Kernels(Protocol):
+    """Launches of kernels."""
 
     @property
-    def names(self) -> set[str]:
-        """The names of the addresses that it takes."""
+    def names(self) -> frozenset[str]:
+        """The names of the addresses that they take."""
 
 
 class Launches(Protocol):
     """Launches that are made together, as `cupyflash.gpu.launch.CompiledRecipe` has them."""
 
     @property
-    def launches(self) -> Sequence[Launch]:
+    def launches(self) -> Kernels:
         """The launches."""
 
     @property
@@ -229,7 +229,7 @@ class Tape:
 
         `start` takes the addresses and, if there are `gradients`, these and no workspace.
         """
-        wanted = set().union(*(launch.names for launch in compiled.launches))
+        wanted = compiled.launches.names
         places = [
             (name, *(self._place(place) if name not in self._numbers else (self._numbers[name], 0)))
             for name, place in addresses.items()

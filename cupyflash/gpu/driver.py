@@ -1,18 +1,20 @@
-"""Launches compiled kernels by one call of CUDA's driver, which is half of CuPy's way to it.
+"""Launches compiled kernels by CUDA's driver alone, which is half of CuPy's way to it.
 
-A kernel's parameters are in a buffer that is used again and again; only addresses change in it.
-A kernel that waits for earlier grids itself (kernels_cu/ptx/grid.cuh) is launched such that it may
-begin while the one before it ends, where the device and its driver can do that.
-CuPy documents neither `cupy.cuda.driver` nor `Function.ptr`. So CuPy itself launches if its version
-is not among those whose sources were checked for this, or if the environment selects per-thread
-default streams.
+What the driver is told of some launches is in host memory that is used again and again; only
+addresses and the stream change in it. A kernel that waits for earlier grids itself
+(kernels_cu/ptx/grid.cuh) is launched such that it may begin while the one before it ends, where the
+device and its driver can do that: CUDA's programmatic dependent launches.
+CuPy does not document `Function.ptr`. So CuPy itself launches if its version is not among those
+whose sources were checked for this, or if the environment selects per-thread default streams.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,82 +22,137 @@ import numpy as np
 from ..arrays import cuda_device
 
 MAP_WORDS = 16  # of an encoded tensor map
-KNOWN = ("13", "14")  # versions of CuPy in which both work as they are used here
+KNOWN = ("13", "14")  # versions of CuPy in which `Function.ptr` works as it is used here
 # The oldest device on which grids overlap, and the first driver whose graphs keep that.
 OVERLAP_CAPABILITY, OVERLAP_DRIVER = (9, 0), 12030
+# CUlaunchConfig and CUlaunchAttribute of cuda.h, in words of eight bytes.
+_CONFIG_WORDS, _STREAM, _ATTRIBUTES, _COUNT = 7, 4, 5, 6
+LAUNCH, CLEAR = "cuLaunchKernelEx", "cuMemsetD32Async"
+_ATTRIBUTE_WORDS, _ATTRIBUTE_VALUE, _OVERLAPS = 9, 1, 6  # the last one is the attribute's number
 
 
-class Buffer(NamedTuple):
-    """Parameters of one launch in host memory.
+class Kernel(NamedTuple):
+    """A compiled kernel, and how it is launched.
+
+    Attributes
+    ----------
+    name : str
+        Of the kernel.
+    by_cupy : Any
+        The kernel as CuPy has it.
+    function : int
+        The driver's handle.
+    grid, threads, shared_memory : int
+        Blocks, threads of a block, and its bytes of dynamic shared memory.
+    template : bytes
+        Its parameters without addresses.
+    maps : int
+        How many tensor maps follow them as further parameters.
+    overlaps : bool
+        Whether it may begin while the launch before ends.
+    """
+
+    name: str
+    by_cupy: Any
+    function: int
+    grid: int
+    threads: int
+    shared_memory: int
+    template: bytes
+    maps: int
+    overlaps: bool
+
+    @property
+    def parameter_words(self) -> int:
+        """How many words of eight bytes parameters take; tensor maps follow them."""
+        return -(-len(self.template) // 8)
+
+    @property
+    def words(self) -> int:
+        """How many words what the driver is told takes: parameters, pointers to them, and how."""
+        parameters = self.parameter_words + MAP_WORDS * self.maps
+        return parameters + 1 + self.maps + _CONFIG_WORDS + _ATTRIBUTE_WORDS
+
+
+class Buffer:
+    """What the driver is told of some launches, in host memory, for one thread at a time.
+
+    Parameters
+    ----------
+    kernels : sequence of Kernel
+        What is launched, in order. What the driver is told of one begins behind that of the others.
 
     Attributes
     ----------
     words : memoryview
         Words of eight bytes, to write to.
-    arguments : tuple of numpy.ndarray
-        The same memory, as CuPy's arguments.
-    pointers : int
-        The address of the list of arguments, as the driver expects it.
-    early : Early or None
-        How to launch with them, if that may begin while the launch before ends.
+    calls : tuple of tuple
+        The arguments of `Queue.launch` for each launch.
+    stream : int
+        Where they launch.
     """
 
-    words: Any
-    arguments: tuple[Any, ...]
-    pointers: int
-    early: Early | None = None
+    __slots__ = ("_arguments", "_kernels", "_streams", "calls", "stream", "words")
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        memory = np.zeros(sum(kernel.words for kernel in kernels), np.uint64)
+        self._kernels, self.words, self.stream = kernels, memory.data, 0
+        self._arguments: list[list[Any]] = []  # of each launch, as CuPy takes them
+        self._streams: list[int] = []  # the words that have the stream
+        calls = []
+        begin, start = 0, memory.ctypes.data
+        for kernel in kernels:
+            parameters = memory[begin : begin + kernel.parameter_words].view(np.uint8)
+            parameters = parameters[: len(kernel.template)]
+            parameters[:] = np.frombuffer(kernel.template, np.uint8)
+            arguments = [parameters.view(f"V{len(kernel.template)}")]
+            first = begin + kernel.parameter_words
+            for n in range(kernel.maps):
+                held = memory[first + n * MAP_WORDS : first + (n + 1) * MAP_WORDS]
+                arguments.append(held.view(f"V{8 * MAP_WORDS}"))
+            pointers = first + kernel.maps * MAP_WORDS
+            memory[pointers : pointers + len(arguments)] = [x.ctypes.data for x in arguments]
+            config = pointers + len(arguments)
+            attribute = config + _CONFIG_WORDS
+            sizes = kernel.grid, 1, 1, kernel.threads, 1, 1, kernel.shared_memory, 0
+            memory[config : config + _STREAM].view(np.uint32)[:] = sizes
+            memory[config + _ATTRIBUTES] = start + 8 * attribute
+            memory[config + _COUNT] = int(kernel.overlaps)
+            memory[attribute] = _OVERLAPS
+            memory[attribute + _ATTRIBUTE_VALUE] = 1
+            self._arguments.append(arguments)
+            self._streams.append(config + _STREAM)
+            places = start + 8 * config, kernel.function, start + 8 * pointers, None
+            calls.append(tuple(map(ctypes.c_void_p, places)))
+            begin += kernel.words
+        self.calls = tuple(calls)
+
+    def move(self, stream: int) -> None:
+        """Launch on another stream from now on."""
+        self.stream = stream
+        for place in self._streams:
+            self.words[place] = stream
+
+    def launch_by_cupy(self, n: int) -> None:
+        """Make one of the launches on CuPy's current stream."""
+        kernel = self._kernels[n]
+        kernel.by_cupy(
+            (kernel.grid,), (kernel.threads,), self._arguments[n], shared_mem=kernel.shared_memory
+        )
 
 
-def words_of(template: bytes) -> int:
-    """Return how many words of a buffer parameters take; tensor maps follow them."""
-    return -(-len(template) // 8)
+def error(number: int, function: str) -> RuntimeError:
+    """Return what to raise for an error that a function of the driver returned."""
+    name = ctypes.c_char_p()
+    library().cuGetErrorName(number, ctypes.byref(name))
+    words = f"error {number}" if name.value is None else name.value.decode()
+    return RuntimeError(f"{function}: {words}")
 
 
-def buffer(template: bytes, maps: int = 0, early: Early | None = None) -> Buffer:
-    """Return a new buffer that begins as `template`, with so many arguments of `MAP_WORDS` more."""
-    count = words_of(template)
-    end = count + MAP_WORDS * maps
-    memory = np.zeros(end + 1 + maps, np.uint64)
-    memory.view(np.uint8)[: len(template)] = np.frombuffer(template, np.uint8)
-    start = memory.ctypes.data
-    memory[end] = start  # the list of arguments has this entry, and those of maps
-    arguments = [memory.view(np.uint8)[: len(template)].view(f"V{len(template)}")]
-    for n in range(maps):
-        first = count + MAP_WORDS * n
-        memory[end + 1 + n] = start + 8 * first
-        arguments.append(memory[first : first + MAP_WORDS].view(f"V{8 * MAP_WORDS}"))
-    return Buffer(memory.data, tuple(arguments), start + 8 * end, early)
-
-
-class Early:
-    """Launches of one kernel that may begin while the launch before ends, for one thread.
-
-    They are CUDA's programmatic dependent launches.
-    """
-
-    def __init__(self, function: int, grid: int, threads: int, shared_memory: int) -> None:
-        from cuda.bindings import driver
-
-        self._launch, self._function = driver.cuLaunchKernelEx, driver.CUfunction(function)
-        self._success = driver.CUresult.CUDA_SUCCESS
-        self._config = config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared_memory
-        overlaps = driver.CUlaunchAttribute()
-        kinds = driver.CUlaunchAttributeID
-        overlaps.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        value = driver.CUlaunchAttributeValue()
-        value.programmaticStreamSerializationAllowed = 1
-        overlaps.value = value
-        config.attrs, config.numAttrs = [overlaps], 1
-
-    def __call__(self, stream: int, pointers: int) -> None:
-        """Launch on a stream, with parameters at the addresses that `pointers` lists."""
-        self._config.hStream = stream
-        (error,) = self._launch(self._config, self._function, pointers, 0)
-        if error != self._success:
-            raise RuntimeError(f"cuLaunchKernelEx: {error}")
+@functools.cache
+def library() -> Any:
+    """Return CUDA's driver, whose functions take and return what C's do."""
+    return ctypes.CDLL("nvcuda" if os.name == "nt" else "libcuda.so.1")
 
 
 class _Thread(threading.local):
@@ -109,7 +166,21 @@ _thread = _Thread()
 
 
 class Queue:
-    """Where launches on one device go: the current stream of the calling thread."""
+    """Where launches on one device go: the current stream of the calling thread.
+
+    Attributes
+    ----------
+    device : int
+        Its number.
+    launch : callable or None
+        The driver's function, which returns an error's number or 0. It takes one of
+        `Buffer.calls`; None if CuPy must launch.
+    clear : callable or None
+        Likewise; it takes an address, a number of 32 bits, how often to write it from there on, and
+        the stream.
+    overlaps : bool
+        Whether a launch may begin while the one before ends.
+    """
 
     def __init__(self, device: int) -> None:
         import cupy
@@ -118,8 +189,12 @@ class Queue:
         self._current_device = cupy.cuda.runtime.getDevice
         self.current_stream = cupy.cuda.get_current_stream
         self._is_known = _is_known(cupy)
-        self.launch: Any = cupy.cuda.driver.launchKernel if self._is_known else None
-        self.memset: Any = cupy.cuda.runtime.memsetAsync
+        self.launch: Any = None
+        self.clear: Any = None
+        if self._is_known:
+            self.launch, self.clear = library().cuLaunchKernelEx, library().cuMemsetD32Async
+            pointer = ctypes.c_void_p
+            self.clear.argtypes = pointer, ctypes.c_uint, ctypes.c_size_t, pointer
         self.overlaps = self._is_known and _overlaps(cupy, device)
 
     def is_here(self) -> bool:
@@ -129,7 +204,8 @@ class Queue:
 
     def is_open(self) -> bool:
         """Whether `launch` works in this thread, on any stream of the device."""
-        return self.device in _thread.devices and self.is_here()
+        device = self.device
+        return device in _thread.devices and self._current_device() == device
 
     def pointer(self) -> Any:
         """Return the current stream's pointer for `launch`, or None if CuPy must launch.
@@ -153,14 +229,18 @@ def _overlaps(cupy: Any, device: int) -> bool:
     target = cuda_device.of(device)
     return (
         target.capability >= OVERLAP_CAPABILITY
-        and not target.lacks
         and cupy.cuda.runtime.driverGetVersion() >= OVERLAP_DRIVER
     )
 
 
 def _is_known(cupy: Any) -> bool:
     per_thread = os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") != "0"
-    return cupy.__version__.partition(".")[0] in KNOWN and not per_thread
+    if cupy.__version__.partition(".")[0] not in KNOWN or per_thread:
+        return False
+    try:
+        return hasattr(library(), LAUNCH)
+    except OSError:  # under another name than those that are known
+        return False
 
 
 def function(kernel: Any, device: int) -> int:

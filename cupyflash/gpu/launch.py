@@ -1,14 +1,12 @@
 """Runs recipes on a GPU: compiles their kernels, gives them addresses, launches them in order.
 
 Everything happens on the current stream of the arrays' device, and nothing waits for it. In
-addition to the results, it needs the memory that `workspace_size` states. With
-``CUPYFLASH_DEBUG=1`` it waits for every launch, so that an error names its kernel.
+addition to the results, it needs the memory that `workspace_size` states.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,84 +18,15 @@ from ..errors import ArgumentError
 from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
-from . import decode_route, driver, offsets, route, tma
-from . import jit as compiler
+from . import decode_route, driver, offsets, route
+from .compiled import CompiledLaunches
 from .uploads import Uploads
 from .workspace import ArraySpec
-from .writer import Launch, Recipe
+from .writer import Recipe
 
-WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
 
 Addresses = dict[str, int]
-
-
-class CompiledLaunch:
-    """A launch whose kernel is compiled; it lacks addresses only."""
-
-    def __init__(self, launch: Launch, device: int) -> None:
-        special = launch.special
-        self._kernel = compiler.kernel(special, device)
-        self._function = driver.function(self._kernel, device)
-        queue = driver.queue(device)
-        self._launch, self._early = queue.launch, queue.overlaps and special.spec.overlaps
-        self._grid, self._threads = launch.grid, special.tiles.threads
-        self._shared_memory = special.tiles.shared_memory
-        self._template = launch.template
-        self._slots = tuple((offset // 8, name) for offset, name in launch.slots)
-        first = driver.words_of(launch.template)
-        self._maps = tuple(
-            (
-                slice(first + n * driver.MAP_WORDS, first + (n + 1) * driver.MAP_WORDS),
-                made.name,
-                tma.Encoded(made),
-            )
-            for n, made in enumerate(launch.maps)
-        )
-        self._unused: list[driver.Buffer] = []  # one for each thread that has launched
-        self.name = special.name
-
-    @property
-    def names(self) -> set[str]:
-        """The names of the addresses that it takes."""
-        return {name for _, name in self._slots} | {name for _, name, _ in self._maps}
-
-    def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
-        """Launch on the current device's current stream.
-
-        `stream` is what `driver.Queue.pointer` returns.
-        """
-        try:
-            buffer = self._unused.pop()
-        except IndexError:
-            buffer = self._buffer()
-        words, arguments, pointers, early = buffer
-        for place, name in self._slots:
-            words[place] = addresses[name]
-        for places, name, encoded in self._maps:
-            words[places] = encoded.words(addresses[name])
-        grid, threads, shared_memory = self._grid, self._threads, self._shared_memory
-        try:
-            if stream is None:
-                self._kernel((grid,), (threads,), arguments, shared_mem=shared_memory)
-            elif early is not None:
-                early(stream, pointers)
-            else:
-                self._launch(
-                    self._function, grid, 1, 1, threads, 1, 1, shared_memory, stream, pointers, 0
-                )
-            if WAIT_AFTER_LAUNCH:
-                cuda_device.synchronize()
-        except Exception as error:
-            error.add_note(f"while running the kernel {self.name}")
-            raise
-        self._unused.append(buffer)  # when a launch returns, it has copied its parameters
-
-    def _buffer(self) -> driver.Buffer:
-        early = None
-        if self._early:
-            early = driver.Early(self._function, self._grid, self._threads, self._shared_memory)
-        return driver.buffer(self._template, len(self._maps), early)
 
 
 @dataclass(frozen=True)
@@ -108,7 +37,7 @@ class CompiledRecipe:
     ----------
     queue : Queue
         Where.
-    launches : tuple of CompiledLaunch
+    launches : CompiledLaunches
         In order.
     scratch : tuple of (str, int, ArraySpec)
         As in the recipe, with the size of each in bytes.
@@ -121,7 +50,7 @@ class CompiledRecipe:
     """
 
     queue: driver.Queue
-    launches: tuple[CompiledLaunch, ...]
+    launches: CompiledLaunches
     scratch: tuple[tuple[str, int, ArraySpec], ...]
     all_zero: bool = False
     atomic_dq: bool = False
@@ -142,8 +71,7 @@ class CompiledRecipe:
         elif self.scratch:
             self._divide(addresses, device_arrays.address(workspace))
         stream = self.queue.pointer()
-        for launch in self.launches:
-            launch.start(addresses, stream)
+        self.launches.start(addresses, stream)
         del held  # its memory may be freed now
         return taken
 
@@ -156,19 +84,23 @@ class CompiledRecipe:
             If launches of this or another call have reported wrong offsets.
         """
         if self.reports:
-            reports.refuse_offsets(self.queue.device)
-            addresses.update(self.reports)
+            self.refuse_reported(addresses)
         if self.uploads is None:
             return None
         upload = self.uploads.of(self.queue.current_stream().ptr)
         addresses.update(upload.addresses)
         return upload
 
+    def refuse_reported(self, addresses: Addresses) -> None:
+        """Raise the error of an earlier call, and note the addresses to report to."""
+        reports.refuse_offsets(self.queue.device)
+        addresses.update(self.reports or {})
+
     @property
     def needs_arrays(self) -> bool:
         """Whether a launch takes more than addresses: it sums or copies, or waits for CuPy."""
         sums = any(name in Gradients._fields for name, _, _ in self.scratch)
-        return self.all_zero or sums or self.uploads is not None or WAIT_AFTER_LAUNCH
+        return self.all_zero or sums or self.uploads is not None or self.launches.waits
 
     @cached_property
     def adds_to_dq(self) -> bool:
@@ -177,38 +109,25 @@ class CompiledRecipe:
 
     @property
     def workspace_size(self) -> int:
-        """The bytes of workspace that `start` needs."""
+        """The bytes of workspace that hold all scratch memory."""
         return sum(_rounded(size) for _, size, _ in self.scratch) + ALIGNMENT * bool(self.scratch)
 
-    def start(self, addresses: Addresses, workspace: int, stream: int) -> None:
-        """Launch on a stream, with a workspace at an address; `addresses` grows.
-
-        The queue must be open, and `needs_arrays` False.
-        """
-        self._prepare(addresses)
-        if self.scratch:
-            self._divide(addresses, workspace)
-            if self._sums:
-                self.queue.memset(addresses["dq_accum"], 0, self._sums, stream)
-        for launch in self.launches:
-            launch.start(addresses, stream)
-
     @cached_property
-    def _places(self) -> tuple[tuple[str, int], ...]:
+    def places(self) -> tuple[tuple[str, int], ...]:
         """Where scratch lies in a workspace that begins at a multiple of `ALIGNMENT`."""
         ends = itertools.accumulate(_rounded(size) for _, size, _ in self.scratch)
         names = [name for name, _, _ in self.scratch]
         return tuple(zip(names, (0, *ends), strict=False))
 
     @cached_property
-    def _sums(self) -> int:
+    def sums(self) -> int:
         """The bytes of sums of dq, which are 0 before."""
         return sum(size for name, size, _ in self.scratch if name == "dq_accum")
 
     def _divide(self, addresses: Addresses, workspace: int) -> None:
         """Note where scratch lies in a workspace."""
         begin = -(-workspace // ALIGNMENT) * ALIGNMENT
-        for name, place in self._places:
+        for name, place in self.places:
             addresses[name] = begin + place
 
     def _take_scratch(
@@ -245,8 +164,7 @@ class CompiledRecipe:
         if self.adds_to_dq:
             device_arrays.fill(gradients.dq, 0)
         stream = self.queue.pointer()
-        for launch in self.launches:
-            launch.start(addresses, stream)
+        self.launches.start(addresses, stream)
         for name, part, memory in made:
             if name in gradients._fields:
                 computed = device_arrays.view(part.shape, part.dtype, memory)
@@ -261,7 +179,7 @@ def compiled_recipe(
 
     `from_host` are the arrays of int64 in host memory that they read.
     """
-    launches = tuple(CompiledLaunch(each, device) for each in made.launches)
+    launches = CompiledLaunches(made.launches, device)
     scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
     names = {name for launch in made.launches for _, name in launch.slots}
     places = {name: reports.address(device, word) for name, word in offsets.words_of(names).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -20,53 +20,28 @@ _OTHER = (
 )
 
 
-# The options of a call, its signature if it is like an earlier one, and whether this has gradients.
-_Call: TypeAlias = tuple[Settings, recognised.Signature | None, bool]
-
-
 class _Attention(torch.autograd.Function):
     """Computes out and lse of a call."""
 
     @staticmethod
-    def forward(call: _Call, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        settings, seen, _ = call
-        made = None if seen is None else seen.launch(operands[0])
-        out, lse = made or compute.forward(settings, Operands(*operands))
+    def forward(settings: Settings, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = compute.forward(settings, Operands(*operands))
+        assert lse is not None
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        (ctx.settings, seen, has_gradients), *operands = inputs
-        ctx.seen = seen if has_gradients else None
+        ctx.settings, *operands = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, *output)
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        settings, seen = ctx.settings, ctx.seen
-        saved = ctx.saved_tensors
-        records = torch.is_grad_enabled() or is_transforming()  # of gradients, for derivatives
-        *operands, out, lse = saved
-        nothing = (None,) * (1 + len(operands))
-        if seen is not None and dlse is None and not records:
-            made = seen.gradients(settings.deterministic, operands, out, lse, do)
-            if made is not None:
-                return None, *made, *nothing[4:]
-        if do is None and dlse is None:
-            return nothing
-        x = Operands(*operands)
-        wanted = x.bias is not None and ctx.needs_input_grad[4]
-        if records:
-            made = _run(_Gradients, settings, wanted, do, dlse, out, lse, *operands)
-        else:
-            made = compute.backward(settings, x, (out, lse), do, dlse, wanted, forward=seen)
-        gradients = [None, *made[:3], made[3] if wanted else None]
-        gradients.append(None if x.sink is None else made[-1])
-        return (*gradients, *nothing[len(gradients) :])[: len(nothing)]
+        return None, *_gradients(ctx, ctx.settings, ctx.saved_tensors, do, dlse)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *operands: Any) -> Any:
-        return batched(_FORWARD, info.batch_size, in_dims[1:], call[0], operands)
+    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, *operands: Any) -> Any:
+        return batched(_FORWARD, info.batch_size, in_dims[1:], settings, operands)
 
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
@@ -74,6 +49,75 @@ class _Attention(torch.autograd.Function):
             "attention: got a request for a derivative in forward mode; expected reverse mode. "
             f"{_OTHER}"
         )
+
+
+class _Replayed(torch.autograd.Function):
+    """Computes out, and lse if it is wanted, of a call like an earlier one.
+
+    It is for calls without a transform, whose gradients mostly need no check either. An lse that
+    nobody wants is kept for the gradients, but is no result: results cost PyTorch time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Settings, recognised.Signature, bool], *operands: Any) -> Any:
+        settings, seen, wants_lse = call
+        made = seen.launch(operands[0])
+        out, lse = made or compute.forward(settings, Operands(*operands))
+        pending = seen.pending(settings.deterministic, out) if made else None
+        if wants_lse:
+            ctx.call = settings, seen, pending, None
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*operands, out, lse)
+            return out, lse
+        ctx.call = settings, seen, pending, lse
+        ctx.save_for_backward(*operands, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
+        settings, seen, pending, lse = ctx.call
+        saved = ctx.saved_tensors
+        if lse is None:
+            *saved, lse = saved
+            if pending is not None and lse.data_ptr() != pending.places[-1]:
+                pending = None
+        if pending is not None and dlse is None and not (records() or is_transforming()):
+            made = pending.gradients.compute(pending, saved, do)
+            if made is not None:
+                return None, *made, *_NONE[: len(saved) - 4]
+        return None, *_gradients(ctx, settings, (*saved, lse), do, dlse, seen)
+
+
+# PyTorch calls `apply` of a function's node, which looks for `backward` and calls it. On a thread
+# that has nothing of that in its caches, it takes as long as a launch.
+vars(_Replayed)["_backward_cls"].apply = _Replayed.backward
+
+# Whether gradients are recorded, also of gradients.
+records = torch.is_grad_enabled
+
+_NONE = (None,) * len(Operands._fields)
+
+
+def _gradients(
+    ctx: Any,
+    settings: Settings,
+    saved: tuple[Any, ...],
+    do: Any,
+    dlse: Any,
+    seen: recognised.Signature | None = None,
+) -> list[Any]:
+    """Return the gradients of a call's operands, which are the second argument and so on."""
+    *operands, out, lse = saved
+    if do is None and dlse is None:
+        return [None] * len(operands)
+    x = Operands(*operands)
+    wanted = x.bias is not None and ctx.needs_input_grad[4]
+    if records() or is_transforming():  # gradients are recorded for derivatives
+        made = _run(_Gradients, settings, wanted, do, dlse, out, lse, *operands)
+    else:
+        made = compute.backward(settings, x, (out, lse), do, dlse, wanted, forward=seen)
+    found = [*made[:3], made[3] if wanted else None, None if x.sink is None else made[-1], *_NONE]
+    return found[: len(operands)]
 
 
 class _Gradients(torch.autograd.Function):
@@ -118,20 +162,21 @@ class _Gradients(torch.autograd.Function):
         return batched(rule, info.batch_size, in_dims[2:], settings, tensors)
 
 
-for _function in (_Attention, _Gradients):
+for _function in (_Attention, _Gradients, _Replayed):
     # PyTorch asks for the signature at every call of `apply`, so it is stored here.
     vars(_function)["forward"].__func__.__signature__ = inspect.signature(_function.forward)
 
-_FORWARD = Rule(
-    lambda settings, *tensors: _run(_Attention, (settings, None, False), *tensors), 0, expands=False
-)
+_FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
 
 # PyTorch's own `apply` asks first whether a transform is active. Without one it then calls the
 # method of its base class; calling that directly saves 20 us.
 _APPLY = {
     function: super(torch.autograd.Function, function).apply
-    for function in (_Attention, _Gradients)
+    for function in (_Attention, _Gradients, _Replayed)
 }
+
+
+_replay = _APPLY[_Replayed]
 
 
 def _run(function: Any, *args: Any) -> Any:
@@ -144,7 +189,7 @@ def attention(
     """Return out and lse of a call, through which gradients flow; lse may be None if not wanted."""
     if not (_may_have_derivatives(operands) or is_transforming()):
         return compute.forward(settings, operands, wants_lse=return_lse)
-    out, lse = _run(_Attention, (settings, None, False), *operands)
+    out, lse = _run(_Attention, settings, *operands)
     return out, lse
 
 
@@ -171,10 +216,10 @@ def again(
         return None
     if records:
         q, k, v, bias, sink, mask, seed, offsets, _ = operands
-        few = bias is sink is seed is offsets is None
+        seen.has_gradients = few = bias is sink is seed is offsets is None
         given = (q, k, v) if few and mask is None else operands
-        out, lse = _APPLY[_Attention]((settings, seen, few), *given)
-        return out, lse
+        made = _replay((settings, seen, return_lse), *given)
+        return made if return_lse else (made, None)
     made = seen.launch(q)
     return None if made is None else (made[0], made[1] if return_lse else None)
 

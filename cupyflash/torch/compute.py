@@ -89,10 +89,12 @@ def forward(
     targets = array_of(out), array_of(lse)
     with tensors.stream_of(x.q.device):
         execute.forward(request, wants_lse, *targets)
-    if on_gpu:
-        of_arrays = execute.forward_signature(request, wants_lse, *targets)
-        written = {"out": out} if lse is None else {"out": out, "lse": lse}
-        recognised.keep(seen, of_arrays, written, x.q.dtype)
+        if on_gpu:
+            of_arrays = execute.forward_signature(request, wants_lse, *targets)
+            written = {"out": out} if lse is None else {"out": out, "lse": lse}
+            recognised.keep(seen, of_arrays, written, x.q.dtype)
+            if seen is not None and seen.form is not None:
+                recognised.keep_growing(seen, request.call, written, x.q.dtype)
     return out, lse
 
 

@@ -10,6 +10,7 @@ PyTorch's takes several times as long as later, so that little code matters more
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -17,16 +18,19 @@ from typing import Any
 import torch
 
 from ..arrays.device_arrays import is_device_array
-from ..gpu import launch_cache
-from ..gpu.launch import CompiledRecipe
+from ..gpu import growing, launch_cache
+from ..gpu.launch import ALIGNMENT, CompiledRecipe
 from ..masks import Mask
+from ..problem.call import Call
 from . import tensors
 from .operands import Operands, Settings
+from .pending import Gradients, Pending
 from .tensors import PLAIN, SEEDS
 
 MOST = 2048  # signatures that are remembered: a generation has one for each number of keys
-MOST_GRADIENTS = 16  # of one of them
-_MASK = Operands._fields.index("mask") - 3  # its place behind q, k and v
+MOST_GROWING = 64  # forms of calls whose keys grow
+_AXES = 4
+_OPERAND = 7  # parts of a key: the kind, and six of the queries; then six of keys, and of values
 _NOTHING: Mapping[str, torch.Tensor | None] = {}
 
 
@@ -50,9 +54,13 @@ class Signature(launch_cache.Signature):
     ----------
     known : Known or None
         What is kept of calls like this one.
+    has_gradients : bool
+        Whether it has a mask and no other tensors than q, k and v.
+    form : hashable
+        Equal for calls of one query that differ in the number of keys, too; None for others.
     """
 
-    __slots__ = ("_mask", "_strides", "known")
+    __slots__ = ("_mask", "_strides", "form", "has_gradients", "known")
 
     def __init__(
         self,
@@ -94,7 +102,29 @@ class Signature(launch_cache.Signature):
             None if precision is None else self._word(precision),
         )  # fmt: skip
         self.key = (*key, *self._parts) if self._parts else key
+        self.has_gradients = False
+        self.form: Hashable = None
         self.known = _known.get(self.key)
+        if self.known is None and q.shape[-2] == 1 and q.ndim == k.ndim == v.ndim == _AXES:
+            others = mask, bias, sink, made, changes, seed, offsets_q
+            if not read and all(each is None for each in others):
+                self._look_for_others(key, k, v)
+
+    def _look_for_others(self, key: tuple[Any, ...], k: torch.Tensor, v: torch.Tensor) -> None:
+        """Look for calls with other numbers of keys; only this number and strides tell them."""
+        keys = k.shape[-2]
+        if v.shape[-2] != keys or not (k.is_contiguous() and v.is_contiguous()):
+            return
+        kind, *of_q = key[:_OPERAND]
+        of_k, of_v = key[_OPERAND : 2 * _OPERAND - 1], key[2 * _OPERAND - 1 : 3 * _OPERAND - 2]
+        shapes = [(*x.shape[:-2], x.shape[-1]) for x in (k, v)]
+        rest = key[3 * _OPERAND - 2 :]
+        sizes = of_k[0], *of_k[3:], of_v[0], *of_v[3:]
+        self.form = form = (kind, *of_q, *shapes, *sizes, *rest)
+        found = _growing.get(form)
+        if found is not None and found[0].least <= keys <= found[0].most:
+            growing, known = found
+            _remember(self, known.told(growing.told(keys)))
 
     def _expression(self, made: Any) -> Hashable:
         if type(made) is Mask:  # the shortest way for the most frequent one
@@ -122,53 +152,34 @@ class Signature(launch_cache.Signature):
         """Compute the call if there was one like it; its addresses grow by those of results."""
         return None if self.known is None else self.known.launch(self.addresses, q)
 
-    def gradients(
-        self,
-        deterministic: bool,
-        operands: Sequence[Any],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        do: torch.Tensor | None,
-    ) -> list[torch.Tensor] | None:
-        """Compute the gradients of a call, if they are like some of an earlier one.
-
-        It may have a mask, and no other tensors than q, k and v. This is quicker than a signature
-        of their own. PyTorch has checked the versions of its saved tensors; users' hooks may have
-        put others in place of them, elsewhere or with other strides.
-        """
-        addresses, known = self.addresses, self.known
-        q, k, v, *others = operands
-        if known is None or do is None or type(do) not in PLAIN:
+    def pending(self, deterministic: bool, out: torch.Tensor) -> Pending | None:
+        """Return how gradients of the call, which was launched, are computed; None if unknown."""
+        known = self.known
+        if known is None or not self.has_gradients:
             return None
-        if others and others[_MASK] is not self._mask:
+        found = known.gradients.get(deterministic)
+        if found is None:
             return None
-        at = do.data_ptr()
-        found = known.gradients.get(_kind_of(deterministic, do, at))
-        if (
-            found is None
-            or q.data_ptr() != addresses["q"]
-            or k.data_ptr() != addresses["k"]
-            or v.data_ptr() != addresses["v"]
-            or out.data_ptr() != addresses.get("out")  # nothing if CuPy had to launch
-            or lse.data_ptr() != addresses.get("lse")
-            or (q.stride(), k.stride(), v.stride()) != self._strides
-            or out.stride() != known.strides
-        ):
-            return None
-        return found.launch({**addresses, "d_out": at}, q)
+        addresses = self.addresses
+        at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
+        rest = tuple(map(addresses.__getitem__, found.names))
+        expected = *found.do, *at, *self._strides, out.stride()
+        pending = Pending(found, expected, self._mask, (*at, addresses["lse"]), rest)
+        if found.are_small and not tensors.is_capturing():  # a graph may run several times
+            ready = found.prepared(pending, out)
+            if ready is not None:
+                pending.ready.append(ready)
+        return pending
 
     def keep_gradients(self, deterministic: bool, do: torch.Tensor, seen: Signature) -> None:
-        """Keep gradients of this call, whose signature was `seen`, for `gradients`."""
-        if self.known is not None and seen.known is not None:
-            kept = self.known.gradients
-            if len(kept) >= MOST_GRADIENTS:
-                kept.clear()
-            kept[_kind_of(deterministic, do, do.data_ptr())] = seen.known
-
-
-def _kind_of(deterministic: bool, do: torch.Tensor, place: int) -> Hashable:
-    """Return what tells gradients of a call from others of it."""
-    return deterministic, do.dtype, do.shape, do.stride(), do.is_cuda, do.get_device(), place & 15
+        """Keep gradients of this call, whose signature was `seen`, for later calls like it."""
+        known, found = self.known, seen.known
+        if known is None or found is None or not self.has_gradients:
+            return
+        results = [(shape, strides) for _, shape, strides, _ in found.forms]
+        made = Gradients(found.compiled, dict(found.tables), results, do)
+        if all(name in self.addresses for name in made.names):
+            known.gradients[deterministic] = made
 
 
 class Known:
@@ -187,13 +198,15 @@ class Known:
 
     Attributes
     ----------
-    strides : tuple of int
-        Of its first result.
+    compiled, tables, dtype
+        As they were given.
+    forms : list of (str, tuple of int, tuple of int, torch.dtype or None)
+        Names, shapes, strides and dtypes of its results; None for the dtype of its queries.
     gradients : dict
-        What is kept about the gradients of such calls.
+        What is kept about the gradients of such calls, by whether they are deterministic.
     """
 
-    __slots__ = ("_compiled", "_forms", "_queue", "_scratch", "_tables", "gradients", "strides")
+    __slots__ = ("_numbers", "_sizes", "compiled", "dtype", "forms", "gradients", "tables")
 
     def __init__(
         self,
@@ -202,41 +215,59 @@ class Known:
         results: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
-        self._compiled, self._tables, self._queue = compiled, tables, compiled.queue
-        self._scratch = compiled.workspace_size
-        self._forms = [
+        self.compiled, self.tables, self.dtype = compiled, tables, dtype
+        self._sizes = compiled.workspace_size, compiled.sums
+        self.forms = [
             (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)
             for name, x in results.items()
         ]
-        self.strides = self._forms[0][2]
-        self.gradients: dict[Hashable, Known] = {}
+        self.gradients: dict[bool, Gradients] = {}
+        self._numbers: Mapping[str, int] = {}
+
+    def told(self, numbers: Mapping[str, int]) -> Known:
+        """Return the same for a call that is told further numbers."""
+        made = copy.copy(self)
+        made._numbers, made.gradients = numbers, {}
+        return made
 
     def launch(self, addresses: dict[str, int], q: torch.Tensor) -> list[torch.Tensor] | None:
         """Compute a call into new tensors; None if it must go through CuPy."""
-        compiled, queue, empty = self._compiled, self._queue, q.new_empty_strided
+        compiled, empty = self.compiled, q.new_empty_strided
+        queue = compiled.queue
         if not queue.is_open():
             return None
         made = []
-        for name, shape, strides, dtype in self._forms:
+        for name, shape, strides, dtype in self.forms:
             x = empty(shape, strides) if dtype is None else empty(shape, strides, dtype=dtype)
             addresses[name] = place = x.data_ptr()
             if place & 15:
                 return None
             made.append(x)
-        for name, place_name in self._tables:
+        for name, place_name in self.tables:
             addresses[name] = addresses[place_name]
+        if self._numbers:
+            addresses.update(self._numbers)
+        if compiled.reports:
+            compiled.refuse_reported(addresses)
         if compiled.adds_to_dq:
             made[0].zero_()
-        workspace = 0
-        if self._scratch:
-            scratch = empty((self._scratch,), (1,), dtype=torch.uint8)
-            workspace = scratch.data_ptr()
-        compiled.start(addresses, workspace, tensors.raw_stream(queue.device))
+        stream = tensors.raw_stream(queue.device)
+        size, sums = self._sizes
+        if size:
+            scratch = empty((size,), (1,), dtype=torch.uint8)
+            begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
+            for name, place in compiled.places:
+                addresses[name] = begin + place
+            if sums:
+                queue.clear(addresses["dq_accum"], 0, sums // 4, stream)
+        compiled.launches.start(addresses, stream)
         return made
 
 
 _lock = threading.Lock()  # for writing; look-ups need no lock
 _known: dict[Hashable, Known] = {}
+_growing: dict[Hashable, tuple[growing.Growing, Known]] = {}
+_last: dict[Hashable, int] = {}  # numbers of keys
 
 
 def signature(
@@ -297,7 +328,38 @@ def keep(
         if len(found) != 1:
             return  # which array is read is not sure
         tables.append((name, found[0]))
+    _remember(seen, Known(compiled, tables, results, dtype))
+
+
+def _remember(seen: Signature, known: Known) -> None:
     with _lock:
-        _known[seen.key] = seen.known = Known(compiled, tables, results, dtype)
+        _known[seen.key] = seen.known = known
         while len(_known) > MOST:
             del _known[next(iter(_known))]
+
+
+def keep_growing(
+    seen: Signature | None, call: Call, results: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Keep a call that was computed for those with more keys, if it has a key more than the last.
+
+    The current device is that of the call.
+    """
+    if seen is None or seen.known is None or seen.form is None:
+        return
+    keys = call.k.shape[-2]
+    with _lock:
+        before = _last.pop(seen.form, None)
+        _last[seen.form] = keys
+        while len(_last) > MOST_GROWING:
+            del _last[next(iter(_last))]
+        served = _growing.get(seen.form)
+    if keys - 1 not in (before, served and served[0].most):
+        return
+    found = growing.of(call, "lse" in results)
+    if found is None or found.compiled.needs_arrays:
+        return
+    with _lock:
+        _growing[seen.form] = found, Known(found.compiled, [], results, dtype)
+        while len(_growing) > MOST_GROWING:
+            del _growing[next(iter(_growing))]

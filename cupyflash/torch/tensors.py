@@ -220,6 +220,12 @@ def _stream_of_object(device: int) -> int:
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
 
 
+# Whether PyTorch's current stream records a graph. The public function is one in Python.
+is_capturing = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse q, k and v of different dtypes, with the remedy for tensors."""
     if not q.dtype == k.dtype == v.dtype:

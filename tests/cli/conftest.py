@@ -21,6 +21,7 @@ def cupy(monkeypatch):
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(replay, "_entries", {})
     monkeypatch.setattr(driver, "_thread", driver._Thread())
+    monkeypatch.setattr(driver, "library", lambda: module.library)
     monkeypatch.setattr(tma, "encode", lambda *_: bytes(128))
     for cached in (driver.queue, cuda_device.of):
         cached.cache_clear()

@@ -44,7 +44,7 @@ def run(q, k, totals, longest=(2**40, 2**40), reports_them=True, read=build.read
         for n, name in enumerate(held):
             places[offsets.REPORT + name] = words.ctypes.data + 8 * n
         compiled = launch.CompiledRecipe(
-            SimpleNamespace(pointer=lambda: 0), (launch.CompiledLaunch(made, 0),), ()
+            SimpleNamespace(pointer=lambda: 0), launch.CompiledLaunches((made,), 0), ()
         )
         compiled.forward(places)
 

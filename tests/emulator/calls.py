@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -306,9 +306,8 @@ class Emulator:
     def _run(self, work: Callable[[], Any]) -> None:
         specials: list[Specialisation] = []
 
-        def collected(launch: Launch, _: int) -> Any:
-            if self.runs(launch.special):
-                specials.append(launch.special)
+        def collected(launches: Sequence[Launch], _: int) -> Any:
+            specials.extend(x.special for x in launches if self.runs(x.special))
             return SimpleNamespace(start=lambda addresses, stream: None)
 
         # What sums between the launches find in the arrays means nothing yet.
@@ -318,26 +317,29 @@ class Emulator:
         with self._answering(self._ready):
             work()
 
-    def _ready(self, launch: Launch, _: int) -> Any:
+    def _ready(self, launches: Sequence[Launch], _: int) -> Any:
         def start(addresses: Mapping[str, int], _: Any) -> None:
-            if not self.runs(launch.special):
-                return
-            kernel = machine(launch.special, self.flavour, self.read)
-            maps = [encode(each, addresses[each.name]) for each in launch.maps]
-            packed = launch.packed(addresses) + b"".join(maps)
-            for array, values in self.late:
-                if not np.array_equal(array, values):
-                    kernel.write_late(array, values)
-            kernel.launch(launch.grid, packed, self.schedule)
+            for each in launches:
+                if self.runs(each.special):
+                    self._launch(each, addresses)
 
         return SimpleNamespace(start=start)
 
+    def _launch(self, made: Launch, addresses: Mapping[str, int]) -> None:
+        kernel = machine(made.special, self.flavour, self.read)
+        maps = [encode(x, addresses[x.name]) for x in made.maps]
+        packed = made.packed(addresses) + b"".join(maps)
+        for array, values in self.late:
+            if not np.array_equal(array, values):
+                kernel.write_late(array, values)
+        kernel.launch(made.grid, packed, self.schedule)
+
     @contextlib.contextmanager
-    def _answering(self, ready: Callable[[Launch, int], Any]) -> Iterator[None]:
+    def _answering(self, ready: Callable[[Sequence[Launch], int], Any]) -> Iterator[None]:
         """Answer what launches ask of CuPy, and take the launches."""
 
         with (
-            mock.patch.object(launch, "CompiledLaunch", ready),
+            mock.patch.object(launch, "CompiledLaunches", ready),
             mock.patch.object(launch_cache, "signature", return_value=None),  # nothing is kept
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(registry, "find", self.blocks.find),

@@ -32,6 +32,7 @@ def install(monkeypatch):
         monkeypatch.setattr(replay, "_entries", {})
         monkeypatch.setattr(reports, "_reports", {})
         monkeypatch.setattr(driver, "_thread", driver._Thread())
+        monkeypatch.setattr(driver, "library", lambda: cupy.library)
         monkeypatch.setattr(device_arrays, "_sides", device_arrays._Sides())
         for cached in REMEMBERED:
             cached.cache_clear()
@@ -61,7 +62,9 @@ def gpu_tensors(cupy, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0, raising=False)
     monkeypatch.setattr(device_arrays, "on_stream", lambda *_: nullcontext())
     monkeypatch.setattr(tensors, "raw_stream", lambda device: 70 + device)
-    monkeypatch.setattr(recognised, "_known", {})
+    monkeypatch.setattr(tensors, "is_capturing", lambda: False)
+    for kept in ("_known", "_growing", "_last"):
+        monkeypatch.setattr(recognised, kept, {})
     monkeypatch.setattr(torch.Tensor, "device", property(lambda _: Device()), raising=False)
 
     class Device:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
+from host_cupy import TOO_MANY_RESOURCES
 from recognised import draw, fields
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, cache_update, quantization
 from cupyflash.arrays import device_arrays
-from cupyflash.gpu import params, tma
+from cupyflash.gpu import driver, params, tma
 from cupyflash.problem import cached as cached_calls
 from cupyflash.problem.hadamard import matrix_of
 
@@ -335,25 +338,9 @@ def test_what_entries_share_is_part_of_what_is_recognised(cupy, monkeypatch):
 
 
 @pytest.mark.parametrize("driver", [12030, 12020])
-def test_a_step_may_begin_while_the_one_before_ends(cupy, monkeypatch, driver):
+def test_a_step_may_begin_while_the_one_before_ends(cupy, driver):
     """Where the driver keeps that in graphs; attention of whole sequences never does."""
-    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     cupy.driver_version = driver
-    early = []
-
-    def launch(config, function, pointers, extra):
-        (attribute,) = config.attrs
-        assert config.numAttrs == 1
-        assert attribute.value.programmaticStreamSerializationAllowed == 1
-        shape = (config.gridDimX, config.blockDimX, config.sharedMemBytes)
-        assert (config.gridDimY, config.gridDimZ, config.blockDimY, config.blockDimZ) == (1,) * 4
-        early.append((int(config.hStream), *shape))
-        cupy.cuda.driver.launchKernel(
-            int(function), shape[0], 1, 1, shape[1], 1, 1, shape[2], early[-1][0], pointers, extra
-        )
-        return (bindings.CUresult.CUDA_SUCCESS,)
-
-    monkeypatch.setattr(bindings, "cuLaunchKernelEx", launch)
     (q,) = draw(cupy, (2, 4, 1, 16), count=1)
     k, v = draw(cupy, (2, 2, 64, 16), count=2)
     for n in range(3):
@@ -361,18 +348,47 @@ def test_a_step_may_begin_while_the_one_before_ends(cupy, monkeypatch, driver):
             cupyflash.attention_cached(q, k, v, 9)
     cupyflash.attention(q, k, v)
     cupyflash.attention(q, k, v)
-    told = [(x.stream, x.grid, x.threads, x.shared_memory) for x in cupy.launches[2:6]]
-    assert early == (told if driver >= 12030 else [])
+    first, steps, others = cupy.launches[:2], cupy.launches[2:6], cupy.launches[6:]
+    assert [x.stream for x in steps] == [7001, 7001, 7002, 7002]
+    for launch, like in zip(steps, first * 2, strict=True):
+        assert (launch.by_driver, like.by_driver) == (True, False)
+        assert launch.early == (driver >= 12030)
+        assert (launch.kernel, *launch[2:5]) == (like.kernel, *like[2:5])
+    assert not any(x.early for x in others)
 
 
-def test_a_refused_launch_names_the_kernel(cupy, monkeypatch):
+def test_what_the_driver_is_told_lies_as_in_cuda_h(cupy):
     bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    cupy.driver_version = 13000
-    refused = bindings.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
-    monkeypatch.setattr(bindings, "cuLaunchKernelEx", lambda *_: (refused,))
+    for overlaps in (False, True):
+        sizes = {"grid": 7, "threads": 96, "shared_memory": 5000}
+        kernels = [driver.Kernel("one", None, 1234, **sizes, template=bytes(20), maps=2,
+                                 overlaps=overlaps)] * 2  # fmt: skip
+        buffer = driver.Buffer(kernels)
+        buffer.move(4321)
+        start = np.frombuffer(buffer.words, np.uint64).ctypes.data
+        for n, (place, function, pointers, extra) in enumerate(buffer.calls):
+            assert (function.value, extra.value) == (1234, None)
+            config = bindings.CUlaunchConfig(place.value)
+            assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 1, 1)
+            assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (96, 1, 1)
+            assert (config.sharedMemBytes, int(config.hStream)) == (5000, 4321)
+            assert config.numAttrs == overlaps
+            attributes = ctypes.c_uint64.from_address(place.value + 40).value
+            attribute = bindings.CUlaunchAttribute(attributes)
+            kinds = bindings.CUlaunchAttributeID
+            assert attribute.id == kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            assert attribute.value.programmaticStreamSerializationAllowed == 1
+            first = start + 8 * n * kernels[0].words
+            listed = (ctypes.c_uint64 * 3).from_address(pointers.value)
+            assert list(listed) == [first, first + 24, first + 24 + 128]
+
+
+def test_a_refused_launch_names_the_kernel(cupy):
     (q,) = draw(cupy, (2, 4, 1, 16), count=1)
     k, v = draw(cupy, (2, 2, 64, 16), count=2)
     cupyflash.attention_cached(q, k, v, 9)
-    with pytest.raises(RuntimeError, match="OUT_OF_RESOURCES") as caught:
+    refusals = [None, TOO_MANY_RESOURCES]  # of the second launch
+    cupy.during_launch = lambda: refusals.pop(0)
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx: .*OUT_OF_RESOURCES") as caught:
         cupyflash.attention_cached(q, k, v, 9)
-    assert any("decode" in note for note in caught.value.__notes__)
+    assert any("decode_combine" in note for note in caught.value.__notes__)

@@ -428,4 +428,6 @@ def test_the_parts_of_the_time_of_a_call_are_measured(cupy, monkeypatch):
     monkeypatch.setattr(tma, "encode", lambda *_: bytes(tma.BYTES))
     rows = gpu_host.table(cupy, 1)
     assert {len(times) for name, times in rows.items() if name.startswith("attention")} == {3}
-    assert sum(len(times) == 1 for times in rows.values()) == 5
+    assert sum(len(times) == 1 for times in rows.values()) == 17
+    early = [x.early for x in cupy.launches if x.by_driver and x.stream == 9000]
+    assert (len(early), sum(early)) == (2 * 4 * 4, 4 * 4)  # each kernel alone, and together

@@ -10,6 +10,7 @@ import gc
 import threading
 import weakref
 
+import gpu_host
 import numpy as np
 import pytest
 from recognised import fields, told, unchecked
@@ -48,7 +49,8 @@ def gradients(q, k, v, do, **options):
 
 def by_engine(q, k, v, do, **options):
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(attention(*leaves, **options), leaves, do)
+    made = attention(*leaves, **options)
+    return torch.autograd.grad(made[0] if type(made) is tuple else made, leaves, do)
 
 
 def test_what_a_recognised_call_tells(cupy, gpu_tensors, monkeypatch):
@@ -132,7 +134,8 @@ SAVED = "q", "k", "v", "mask", "out", "lse"
 )
 def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, name):
     """A hook may return a tensor at another address, or at the same one with other strides."""
-    options, saved = ({"mask": SEEN.T}, SAVED) if name == "mask" else ({}, (*SAVED[:3], *SAVED[4:]))
+    options = {"mask": {"mask": SEEN.T}, "lse": {"return_lse": True}}.get(name, {})
+    saved = [x for x in SAVED if x == name or x not in ("mask", "lse")]
 
     def rows():
         return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gpu_tensors(4)]
@@ -150,11 +153,12 @@ def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, nam
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), unpack):
         out = attention(*leaves, **options)
+    lse = None if name == "lse" else out.grad_fn.call[-1]  # which is no result, and is not saved
     before = len(cupy.launches)
-    torch.autograd.grad(out, leaves, do)
+    torch.autograd.grad(out[0] if name == "lse" else out, leaves, do)
     found = cupy.launches[before:]
-    assert list(seen) == list(saved)
-    results = seen.pop("out"), seen.pop("lse")
+    assert list(seen) == saved
+    results = seen.pop("out"), seen.pop("lse", lse)
     before = len(cupy.launches)
     compute.backward(autograd.Settings(), autograd.Operands(**seen), results, do, None, False)
     wanted = cupy.launches[before:]
@@ -407,3 +411,10 @@ def test_offsets_that_are_read_have_no_place_among_recognised_calls(cupy, gpu_te
         packed_gradients(
             *(torch.zeros(4, 40, 16) for _ in range(4)), [torch.tensor([0, 11, 41])] * 2, True
         )
+
+
+def test_the_parts_of_the_time_of_a_call_are_measured(cupy, gpu_tensors, monkeypatch):
+    monkeypatch.setattr(gpu_host, "CALLS", 1)
+    rows = gpu_host.of_tensors(cupy, torch, gpu_tensors(4), 1)
+    assert [len(times) for times in rows.values()] == [2] * 3 + [1] * 6
+    assert all(time > 0 for times in rows.values() for time in times)

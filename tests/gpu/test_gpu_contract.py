@@ -16,7 +16,7 @@ from gpu_calls import precision_of
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
 from cupyflash.arrays import cuda_device
-from cupyflash.gpu import jit
+from cupyflash.gpu import compiled, jit
 from cupyflash.gpu import launch as launches
 from cupyflash.reference.cpu import philox
 from cupyflash.reference.spec import naive
@@ -357,7 +357,7 @@ def test_debugging_waits_for_every_launch(cupy, monkeypatch):
     monkeypatch.setattr(cuda_device, "synchronize", lambda: waited.append(True))
     q, k, v = (cupy.asarray(x) for x in draw())
     for wait in (False, True):
-        monkeypatch.setattr(launches, "WAIT_AFTER_LAUNCH", wait)
+        monkeypatch.setattr(compiled, "WAIT_AFTER_LAUNCH", wait)
         close(cupyflash.attention(q, k, v), naive.attention(*draw()).out)
         assert len(waited) == wait
 

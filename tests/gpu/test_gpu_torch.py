@@ -98,6 +98,54 @@ def test_gradients_that_are_recognised_by_their_forward(cupy, masked):
             assert bool((array_of(a) == b).all()), n
 
 
+@pytest.mark.parametrize("dtype", TYPES[:3], ids=str)
+@pytest.mark.parametrize("length", [60, 500])
+def test_gradients_that_the_forward_prepares(cupy, dtype, length):
+    """Their sums are 0 in time, also if they are computed twice, or late."""
+    leaves = [x.requires_grad_() for x in qkv(dtype, length)]
+    do = draw(2, 4, length, 64, dtype=dtype, seed=9)
+    wanted = torch.autograd.grad(attention(*leaves, deterministic=True), leaves, do)
+    for _ in range(4):
+        late, out = attention(*leaves), attention(*leaves)
+        found = [torch.autograd.grad(out, leaves, do, retain_graph=True) for _ in range(2)]
+        found.append(torch.autograd.grad(late, leaves, do))
+        for a, b in zip(sum(found, ()), wanted * 3, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_a_graph_of_the_backward_alone(cupy):
+    """It runs several times after one forward."""
+    leaves = [x.requires_grad_() for x in qkv(torch.float16, 100)]
+    do = draw(2, 4, 100, 64, dtype=torch.float16, seed=9)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            wanted = torch.autograd.grad(attention(*leaves), leaves, do)
+        out = attention(*leaves)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = torch.autograd.grad(out, leaves, do)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("d", [20, 64, 128])
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8)], ids=str)
+def test_a_generation_gives_the_bits_of_arrays(cupy, d, heads):
+    k, v = (draw(1, heads[1], 600, d, dtype=torch.float16, seed=n) for n in range(2))
+    for keys in (*range(55, 75), *range(125, 135), *range(505, 520)):
+        q = draw(1, heads[0], 1, d, dtype=torch.float16, seed=keys)
+        arrays = q, k[:, :, :keys].contiguous(), v[:, :, :keys].contiguous()
+        for _ in range(2):
+            found = attention(*arrays)
+            wanted = cupyflash.attention(*map(array_of, arrays))
+            assert bool((array_of(found) == wanted).all()), keys
+
+
 def test_saved_tensors_that_were_on_the_cpu(cupy):
     """They come back elsewhere, or at the same address with other strides."""
     q, k, v, do = (

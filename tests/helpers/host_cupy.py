@@ -87,6 +87,28 @@ class Launch(NamedTuple):
     shared_memory: int
     stream: int
     words: np.ndarray  # its parameters
+    early: bool = False  # whether it may begin while the one before ends
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "tx", "ty", "tz", "shared_memory")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, with the only value that is set here."""
+
+    _fields_ = [("id", ctypes.c_uint), ("_", ctypes.c_uint), ("allowed", ctypes.c_int)]
+
+
+OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+TOO_MANY_RESOURCES = 701  # CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
 
 
 class HostCupy(ModuleType):
@@ -97,7 +119,9 @@ class HostCupy(ModuleType):
     launches : list of Launch
         In order.
     during_launch : callable
-        Runs while the driver is asked.
+        Runs while the driver is asked; what it returns is the driver's error, if it is not None.
+    library : namespace
+        The driver's functions.
     """
 
     def __init__(self, version="14.2.0", devices=1, properties=H200):
@@ -172,17 +196,38 @@ class HostCupy(ModuleType):
                 how = self.name, False, grid[0], block[0], shared_mem, stream, words
                 module.launches.append(Launch(*how))
 
-        def launch_kernel(f, x, y, z, tx, ty, tz, shared_mem, stream, pointers, extra):
-            assert (y, z, ty, tz, extra) == (1, 1, 1, 1, 0)
-            kernel = module._kernels[f]
-            place = ctypes.c_uint64.from_address(pointers).value
-            words_of = ctypes.c_uint64 * ((pointers - place) // 8)  # `driver.buffer` lays them so
+        def launch_kernel(config, f, pointers, extra):
+            told = Config.from_address(config.value)
+            kernel = module._kernels[f.value]
+            assert (told.y, told.z, told.ty, told.tz, extra.value) == (1, 1, 1, 1, None)
+            early = told.count > 0
+            if early:
+                attribute = Attribute.from_address(told.attributes)
+                assert (told.count, attribute.id, attribute.allowed) == (1, OVERLAPS, 1)
+            place = ctypes.c_uint64.from_address(pointers.value).value
+            size = (pointers.value - place) // 8  # `driver.Buffer` lays them so
+            words_of = ctypes.c_uint64 * size
             words = np.array(words_of.from_address(place))
-            module.during_launch()
+            error = module.during_launch()
             again = np.array(words_of.from_address(place))
             assert (words == again).all(), "another launch wrote to these parameters"
-            how = kernel.name, True, x, tx, shared_mem, stream, words
-            module.launches.append(Launch(*how))
+            if error is not None:
+                return error
+            how = kernel.name, True, told.x, told.tx, told.shared_memory, told.stream or 0, words
+            module.launches.append(Launch(*how, early))
+            return 0
+
+        def clear(place, value, count, stream):
+            ctypes.memset(place, value, 4 * count)
+            return 0
+
+        def error_name(error, place):
+            assert error == TOO_MANY_RESOURCES
+            place._obj.value = b"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
+
+        self.library = SimpleNamespace(
+            cuLaunchKernelEx=launch_kernel, cuMemsetD32Async=clear, cuGetErrorName=error_name
+        )
 
         class Event:
             done = True
@@ -227,13 +272,11 @@ class HostCupy(ModuleType):
             Stream=Stream,
             nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
-            driver=SimpleNamespace(launchKernel=launch_kernel),
             runtime=SimpleNamespace(
                 getDevice=lambda: self.device,
                 getDeviceCount=lambda: devices,
                 getDeviceProperties=lambda _: properties,
                 driverGetVersion=lambda: self.driver_version,
-                memsetAsync=lambda place, value, size, _: ctypes.memset(place, value, size),
                 memcpy2DAsync=lambda *x: copy_rows(*x[:6]),
             ),
         )

@@ -3,9 +3,11 @@
     python tests/tools/gpu_host.py
 
 Each row is a call that is recognised. `all` is the whole; `plain` has launches that never begin
-early; `python` has no launches, so that it is the package and CuPy's memory alone. Below are CuPy's
-parts, each alone. Times are medians over runs of 20 calls, for which an idle device has room, in
-microseconds.
+early; `python` has no launches, so that it is the package and the memory of arrays alone. Below are
+CuPy's parts, each alone, and the launches of one query over a cache: by the driver's function as
+the package calls it, plain and so that they begin early, and by the functions of other packages.
+With PyTorch, the last rows are calls of tensors, and those of its own attention beside them. Times
+are medians over runs of 20 calls, for which an idle device has room, in microseconds.
 """
 
 from __future__ import annotations
@@ -85,8 +87,8 @@ def never_early() -> Iterator[None]:
     driver.queue.cache_clear()
 
 
-def _launch_nothing(*_: Any) -> None:
-    pass
+def _launch_nothing(*_: Any) -> int:
+    return 0
 
 
 def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
@@ -96,7 +98,7 @@ def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
         times = [microseconds(cupy, call, runs)]
         with never_early():
             times.append(microseconds(cupy, call, runs))
-        with mock.patch.object(launch.CompiledLaunch, "start", _launch_nothing):
+        with mock.patch.object(launch.CompiledLaunches, "start", _launch_nothing):
             times.append(microseconds(cupy, call, runs))
         rows[name] = times
     queue = driver.queue(cupy.cuda.runtime.getDevice())
@@ -107,15 +109,125 @@ def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
         "whether it is captured": lambda: queue.current_stream().is_capturing(),
         "the device": queue.is_here,
     }
-    return rows | {name: [microseconds(cupy, part, runs)] for name, part in parts.items()}
+    rows |= {name: [microseconds(cupy, part, runs)] for name, part in parts.items()}
+    for name, launched in launches(cupy, queue):
+        rows[name] = [microseconds(cupy, launched, runs)]
+    return rows
+
+
+def launches(cupy: Any, queue: driver.Queue) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield ways to launch the kernels of one query over a cache, each until the next one."""
+    call = calls(cupy)["attention_cached"]
+    for _ in range(3):
+        call()
+    compiled = max(replay._entries.values(), key=lambda entry: entry.used).compiled.launches
+    buffer = compiled.unused.pop()  # the addresses of the last call are in it
+    kernels = compiled._kernels
+    own = cupy.cuda.Stream(non_blocking=True)
+    for stream, where in ((0, "default stream"), (own.ptr, "another stream")):
+        buffer.move(stream)
+        for early in (False, True):
+            for place in buffer._streams:
+                buffer.words[place - driver._STREAM + driver._COUNT] = int(early)
+            how = f"{'early' if early else 'plain'}, {where}"
+            for n, arguments in enumerate(buffer.calls):
+                yield f"  launch {n + 1}, {how}", functools.partial(queue.launch, *arguments)
+            yield f"  {len(kernels)} launches, {how}", functools.partial(_all, queue, buffer)
+        ours = buffer.calls[0]
+        pointers = ours[2].value
+        if by_cupy := getattr(cupy.cuda, "driver", None):
+            kernel, one = kernels[0], (1, 1)
+            sizes = kernel.grid, *one, kernel.threads, *one, kernel.shared_memory
+            arguments = kernel.function, *sizes, stream, pointers, 0
+            yield f"  by CuPy, plain, {where}", functools.partial(by_cupy.launchKernel, *arguments)
+            yield f"  by cuda-bindings, early, {where}", _by_bindings(kernels[0], stream, pointers)
+
+
+def _all(queue: driver.Queue, buffer: driver.Buffer) -> None:
+    for arguments in buffer.calls:
+        queue.launch(*arguments)
+
+
+def _by_bindings(kernel: driver.Kernel, stream: int, pointers: int) -> Callable[[], Any]:
+    """Return an early launch by the function that the package does not use."""
+    from cuda.bindings import driver as bindings
+
+    config = bindings.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = kernel.grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+    config.sharedMemBytes, config.hStream = kernel.shared_memory, stream
+    overlaps, value = bindings.CUlaunchAttribute(), bindings.CUlaunchAttributeValue()
+    kinds = bindings.CUlaunchAttributeID
+    overlaps.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value.programmaticStreamSerializationAllowed = 1
+    overlaps.value = value
+    config.attrs, config.numAttrs = [overlaps], 1
+    function = bindings.CUfunction(kernel.function)
+    return functools.partial(bindings.cuLaunchKernelEx, config, function, pointers, 0)
+
+
+def of_tensors(cupy: Any, torch: Any, tensors: Any, runs: int = RUNS) -> dict[str, list[float]]:
+    """Return the times of calls on tensors q, k, v and do, with and without launches.
+
+    PyTorch's own attention is beside them, and a function of PyTorch that launches nothing.
+    """
+    from cupyflash.torch import attention
+
+    class Nothing(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            ctx.save_for_backward(q, k, v)
+            return torch.empty_like(q)
+
+        @staticmethod
+        def backward(ctx: Any, _: Any) -> Any:
+            return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+    *arrays, do = tensors
+    leaves = [x.detach().requires_grad_() for x in arrays]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    queue = driver.queue(cupy.cuda.runtime.getDevice())
+    rows = {}
+    for name, function in (
+        ("cupyflash.torch", attention),
+        ("PyTorch's attention", sdpa),
+        ("a function that launches nothing", Nothing.apply),
+    ):
+        kinds = {
+            "forward": functools.partial(function, *arrays),
+            "forward for gradients": functools.partial(function, *leaves),
+            "forward and gradients": lambda f=function: torch.autograd.grad(f(*leaves), leaves, do),
+        }
+        for kind, call in kinds.items():
+            times = [microseconds(cupy, call, runs)]
+            if function is attention:
+                nothing = _launch_nothing
+                with (
+                    mock.patch.multiple(queue, launch=nothing, clear=nothing),
+                    mock.patch.object(launch.CompiledLaunches, "start", nothing),
+                ):
+                    times.append(microseconds(cupy, call, runs))
+            rows[f"{name}, {kind}"] = times
+    return rows
+
+
+def _show(rows: dict[str, list[float]], *columns: str) -> None:
+    print(f"{'':50}" + "".join(f"{name:>8}" for name in columns))
+    for name, times in rows.items():
+        print(f"{name:50}" + "".join(f"{each:8.1f}" for each in times), flush=True)
 
 
 def main() -> int:
     import cupy
 
-    print(f"{'':45}{'all':>8}{'plain':>8}{'python':>8}")
-    for name, times in table(cupy).items():
-        print(f"{name:45}" + "".join(f"{each:8.1f}" for each in times), flush=True)
+    _show(table(cupy), "all", "plain", "python")
+    try:
+        import torch
+    except ImportError:
+        return 0
+    if torch.cuda.is_available():
+        tensors = [torch.randn(1, 8, 128, 64, device="cuda").half() for _ in range(4)]
+        _show(of_tensors(cupy, torch, tensors), "all", "python")
     return 0
 
 

@@ -1,0 +1,222 @@
+"""Gradients of recognised calls on tensors, which their forward prepares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ..gpu import driver
+from ..gpu.launch import ALIGNMENT, CompiledRecipe
+from . import tensors
+from .operands import Operands
+from .tensors import PLAIN
+
+SMALL = 1 << 20  # bytes of gradients and scratch memory that a forward asks for
+_MASK = Operands._fields.index("mask") - 3  # its place behind q, k and v
+
+
+class Pending:
+    """The gradients of one call, which are computed later.
+
+    Parameters
+    ----------
+    gradients : Gradients
+        What computes them.
+    expected : tuple
+        What their tensors look like.
+    mask : torch.Tensor or None
+        The mask of the call, if that is a tensor.
+    places : tuple of int
+        The addresses of q, k, v, out and lse.
+    rest : tuple of int
+        Further addresses.
+
+    Attributes
+    ----------
+    ready : list of Ready
+        What is there already, once at most.
+    """
+
+    __slots__ = ("expected", "gradients", "mask", "places", "ready", "rest")
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        expected: tuple[Any, ...],
+        mask: torch.Tensor | None,
+        places: tuple[int, ...],
+        rest: tuple[int, ...],
+    ) -> None:
+        self.gradients, self.expected, self.mask = gradients, expected, mask
+        self.places, self.rest = places, rest
+        self.ready: list[Ready] = []
+
+    def __del__(self) -> None:
+        if self.ready:
+            self.gradients.launches.unused.append(self.ready.pop()[1])
+
+
+# dq, dk and dv; launches that lack one address; and scratch memory, which is kept until then.
+Ready: TypeAlias = tuple[
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor], driver.Buffer, torch.Tensor | None
+]
+
+
+class Gradients:
+    """Gradients of calls with one signature, which need no signature of their own.
+
+    They are computed on a thread of PyTorch's that has nothing of this in its caches: each function
+    and each object takes several times as long as in a forward. So the forward prepares all that it
+    can; memory is asked for there only if it is little, as the time of the host matters only then.
+
+    Parameters
+    ----------
+    compiled : CompiledRecipe
+        The launches of gradients that were computed of such a call.
+    tables : mapping of str to str
+        Names of the arrays that its kernels look up: in the kernels, and in the signature.
+    results : sequence of (tuple of int, tuple of int)
+        Shapes and strides of dq, dk and dv.
+    do : torch.Tensor
+        What they were computed of.
+
+    Attributes
+    ----------
+    do : tuple
+        What tells it from others.
+    names : tuple of str
+        The names of addresses, in the signature of the call, that are told in addition.
+    are_small : bool
+        Whether their memory is asked for in the forward.
+    launches : CompiledLaunches
+        What computes them.
+    """
+
+    __slots__ = (
+        "_adds", "_maps", "_maps_of_do", "_of_do", "_queue", "_results", "_size", "_sums", "_words",
+        "are_small", "do", "launches", "names",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        compiled: CompiledRecipe,
+        tables: Mapping[str, str],
+        results: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+        do: torch.Tensor,
+    ) -> None:
+        self.launches, self._queue = compiled.launches, compiled.queue
+        self.do = _form_of(do, do.data_ptr())
+        self._results = results
+        item = do.dtype.itemsize
+        self._size = -(-compiled.workspace_size // item)
+        elements = sum(math.prod(shape) for shape, _ in self._results) + self._size
+        self.are_small = elements * item <= SMALL
+        scratch = dict(compiled.places)
+        self._sums = scratch.get("dq_accum", 0), compiled.sums // 4  # place, and words of 4 bytes
+        self._adds = compiled.adds_to_dq
+        names = [*_TOLD, *({*self.launches.names} - {*_TOLD, *scratch, "d_out"})]
+        self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
+        number = {name: n for n, name in enumerate(names)} | dict.fromkeys(scratch, _SCRATCH)
+        words, maps = self.launches.words, self.launches.maps
+        self._of_do = [place for place, name in words if name == "d_out"]
+        self._maps_of_do = [(place, made) for place, name, made in maps if name == "d_out"]
+        self._words = [(x, number[y], scratch.get(y, 0)) for x, y in words if y != "d_out"]
+        self._maps = [(place, number[y], made) for place, y, made in maps if y != "d_out"]
+
+    def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
+        """Return new results, and launches that know all but the address of do.
+
+        What sums are added to is 0. Returns None if the call must go through CuPy.
+        """
+        empty = q.new_empty_strided
+        of_q, of_k, of_v = self._results
+        results = dq, dk, dv = empty(*of_q), empty(*of_k), empty(*of_v)
+        at_dq, at_dk, at_dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        if (at_dq | at_dk | at_dv) & 15:
+            return None
+        begin, scratch = 0, None
+        if self._size:
+            scratch = empty((self._size,), (1,))
+            begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
+            place, count = self._sums
+            if count:
+                queue = self._queue
+                stream = tensors.raw_stream(queue.device)
+                if error := queue.clear(begin + place, 0, count, stream):
+                    if not queue.is_open():
+                        return None
+                    raise driver.error(error, driver.CLEAR)
+        if self._adds:
+            dq.zero_()
+        told = *pending.places, at_dq, at_dk, at_dv, begin, *pending.rest
+        buffer = self.launches.buffer()
+        words = buffer.words
+        for place, n, offset in self._words:
+            words[place] = told[n] + offset
+        for places, n, encoded in self._maps:
+            words[places] = encoded.words(told[n])
+        return results, buffer, scratch
+
+    def compute(
+        self, pending: Pending, saved: Sequence[Any], do: Any
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Compute gradients, given the operands of a call and out; None if they are unlike.
+
+        PyTorch has checked the versions of saved tensors; users' hooks may have put others in place
+        of them, elsewhere or with other strides.
+        """
+        if type(do) not in PLAIN:
+            return None
+        if len(saved) == _FEWEST:
+            q, k, v, out = saved
+        else:
+            q, k, v, *others, out = saved
+            if others[_MASK] is not pending.mask:
+                return None
+        place, queue = do.data_ptr(), self._queue
+        found = (
+            do.dtype, do.shape, do.stride(), do.get_device(), place & 15,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            q.stride(), k.stride(), v.stride(), out.stride(),
+        )  # fmt: skip
+        if found != pending.expected:
+            return None
+        ready: Ready | None
+        try:  # a graph may run several times, and sums are 0 only once
+            ready = None if tensors.is_capturing() else pending.ready.pop()
+        except IndexError:
+            ready = None  # it was too large, or this is the second time
+        if ready is None and (ready := self.prepared(pending, q)) is None:
+            return None
+        results, buffer, _ = ready
+        words = buffer.words
+        for n in self._of_do:
+            words[n] = place
+        for places, encoded in self._maps_of_do:
+            words[places] = encoded.words(place)
+        stream = tensors.raw_stream(queue.device)
+        if stream != buffer.stream:
+            buffer.move(stream)
+        launch = queue.launch
+        for arguments in buffer.calls:
+            if error := launch(*arguments):
+                # A thread of PyTorch's may have no context yet, which CuPy makes.
+                if arguments is buffer.calls[0] and not queue.is_open():
+                    return None
+                raise self.launches.error(error, buffer, arguments)
+        self.launches.unused.append(buffer)
+        return results
+
+
+# The order in which launches of gradients are told addresses but that of do.
+_TOLD = "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scratch"
+_SCRATCH = _TOLD.index("scratch")
+_FEWEST = 4  # tensors that are saved: q, k, v and out
+
+
+def _form_of(do: torch.Tensor, place: int) -> tuple[Any, ...]:
+    """Return what tells gradients of a call from others of it."""
+    return do.dtype, do.shape, do.stride(), do.get_device(), place & 15

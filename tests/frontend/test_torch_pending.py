@@ -1,0 +1,128 @@
+"""Gradients of recognised calls on tensors, which their forward prepares, without a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from host_cupy import TOO_MANY_RESOURCES
+from recognised import told, unchecked
+
+from cupyflash.gpu import driver, tma
+
+torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
+
+from cupyflash.torch import (  # noqa: E402 (after the skip)
+    attention,
+    compute,
+    pending,
+    tensors,
+)
+
+
+def by_engine(q, k, v, do, **options):
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    made = attention(*leaves, **options)
+    return torch.autograd.grad(made[0] if type(made) is tuple else made, leaves, do)
+
+
+@pytest.mark.parametrize("why", ["small", "large", "capturing", "capturing the backward"])
+def test_a_forward_asks_for_the_memory_of_small_gradients(cupy, gpu_tensors, monkeypatch, why):
+    """Not while a graph is captured, which may run several times: sums are 0 only once."""
+    small = why == "small"
+    if why == "large":
+        monkeypatch.setattr(pending, "SMALL", 0)
+    monkeypatch.setattr(tensors, "is_capturing", lambda: why == "capturing")
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    unchecked(monkeypatch)
+    monkeypatch.setattr(compute, "backward", None)
+    q, k, v, do = gpu_tensors(4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    made = out.grad_fn.call[2]
+    there = {x.data_ptr() for results, *_ in made.ready for x in results}
+    assert len(there) == (3 if why in ("small", "capturing the backward") else 0)
+    monkeypatch.setattr(tensors, "is_capturing", lambda: why.startswith("capturing"))
+    before = len(cupy.launches)
+    first, second = (torch.autograd.grad(out, leaves, do, retain_graph=True) for _ in range(2))
+    assert there & {x.data_ptr() for x in first} == (there if small else set())
+    assert len({x.data_ptr() for x in (*first, *second)}) == 6  # nobody else has them
+    launches = cupy.launches[before:]
+    half = len(launches) // 2
+    for made, launched in ((first, launches[:half]), (second, launches[half:])):
+        assert {x.data_ptr() for x in (q, k, v, do, *made)} <= told(launched)
+
+
+def test_maps_of_gradients_have_the_addresses_of_the_moment(cupy, gpu_tensors, monkeypatch):
+    def encode(made, address):
+        rows = (address, *made.shape, *made.strides, made.rows)
+        return np.array([*rows, *(0,) * (16 - len(rows))], np.uint64).tobytes()
+
+    def arrays():
+        return [torch.zeros(1, 2, 2048, 128, dtype=torch.float16) for _ in range(4)]
+
+    monkeypatch.setattr(tma, "encode", encode)
+    for _ in range(3):
+        by_engine(*arrays())
+    monkeypatch.setattr(compute, "backward", None)
+    q, k, v, do = arrays()
+    before = len(cupy.launches)
+    made = by_engine(q, k, v, do)
+    (launch,) = [x for x in cupy.launches[before:] if x.kernel.startswith("backward_sm90")]
+    size = launch.words.size
+    maps = launch.words[size - size // 16 * 16 :].reshape(-1, 16)
+    shown = {int(row[0]) for row in maps}
+    assert {x.data_ptr() for x in (q, k, v, do)} <= shown
+    assert {x.data_ptr() for x in made} <= told(cupy.launches[before:])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["ready", "computed twice"])
+def test_sums_of_gradients_are_0_before(cupy, gpu_tensors, monkeypatch, again):
+    for _ in range(3):
+        by_engine(*gpu_tensors(4, torch.float16))
+    q, k, v, do = gpu_tensors(4, torch.float16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    cleared = []
+    clear = driver.queue(0).clear
+    monkeypatch.setattr(driver.queue(0), "clear", lambda *x: cleared.append(x) or clear(*x))
+    out = attention(*leaves)
+    for n in range(1 + again):
+        torch.autograd.grad(out, leaves, do, retain_graph=True)
+        (place, value, count, stream) = cleared[n]
+        assert (value, count, stream) == (0, q.numel(), 70)
+        assert place in told(cupy.launches[-2:])
+    assert len(cleared) == 1 + again
+
+
+def test_what_is_ready_for_gradients_that_nobody_wants_is_used_again(cupy, gpu_tensors):
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    leaves = [x.requires_grad_() for x in gpu_tensors()]
+    buffers = []
+    for _ in range(3):
+        made = attention(*leaves).grad_fn.call[2]
+        buffers.append(made.ready[0][1])
+        del made
+    assert buffers[0] is buffers[1] is buffers[2]
+
+
+@pytest.mark.parametrize("why", ["no context", "a fault"])
+def test_the_first_launch_of_a_thread_of_pytorchs(cupy, gpu_tensors, monkeypatch, why):
+    """It may have no context yet: then CuPy launches. Other errors are the user's."""
+    for _ in range(3):
+        by_engine(*gpu_tensors(4))
+    q, k, v, do = gpu_tensors(4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    if why == "no context":
+        monkeypatch.setattr(driver, "_thread", driver._Thread())
+    before = len(cupy.launches)
+    cupy.during_launch = lambda: TOO_MANY_RESOURCES
+    if why == "a fault":
+        with pytest.raises(RuntimeError, match="OUT_OF_RESOURCES"):
+            torch.autograd.grad(out, leaves, do)
+        return
+    made = torch.autograd.grad(out, leaves, do)
+    launches = cupy.launches[before:]
+    assert not any(x.by_driver for x in launches)
+    assert {x.data_ptr() for x in (q, k, v, do, *made)} <= told(launches)
