@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from numba import types
 
-from .jit import INT, caller, kernel, takes, vector
+from .jit import INT, caller, helper, kernel, takes, vector
+from .memory import load, store
 from .microkernel import multiply
-from .packing import pair_lanes
+from .packing import add_transposed, pair_lanes
 
 takes_accumulate = takes(lambda number: (number, *(INT,) * 15, vector(types.boolean), INT))
 
@@ -48,3 +49,41 @@ def accumulate_product(
 
 
 accumulate = caller(accumulate_product)
+
+
+@helper
+def accumulate_columns(
+    pointers, one, tile, lanes, ni, nj, ahead, rows, row, pairs, pair, depth, columns, itemsize,
+    target, careful, seen, spare, packed,
+):  # fmt: skip
+    """target[d, i] += sum over j < nj of rows[j, d] * tile[j, i], for i < ni and d < depth.
+
+    Rows of the tile and of the target have `lanes` elements. The other rows are read where they
+    lie, `row` elements apart; only tiles of a unit take them from `pairs`, where `load_pairs` has
+    left them, and need `spare`, memory for `ni` rows of so many `columns`. With `careful`, masked
+    pairs are left out. The rest is as in `accumulate_product`.
+    """
+    if pointers.product != pointers.fallback:
+        for n in range(ni * columns):
+            store(spare + n * itemsize, one - one)
+        weighted = (
+            one, pointers.product, tile, 1, lanes, ni, nj, ahead, pairs, pair, columns, itemsize,
+            spare, columns, 0, careful, seen, packed,
+        )  # fmt: skip
+        accumulate(pointers.accumulate, weighted)
+        add_transposed(spare, columns * itemsize, ni, lanes, depth, itemsize, target, one - one)
+    elif careful:
+        for j in range(nj):
+            for d in range(depth):
+                element = load(rows + (j * row + d) * itemsize, one)
+                for i in range(ni):
+                    if seen[j * lanes + i]:
+                        place = target + (d * lanes + i) * itemsize
+                        weight = load(tile + (j * lanes + i) * itemsize, one)
+                        store(place, load(place, one) + weight * element)
+    else:
+        whole = (
+            one, rows, 1, row, tile, lanes, 0, target, lanes, 0, depth, lanes, nj, itemsize, 1, 0,
+            0, 0,
+        )  # fmt: skip
+        multiply(pointers.fallback, whole)

@@ -33,6 +33,14 @@ def size_of_pairs(rows: int, columns: int, itemsize: int) -> int:
     return rows * round_up(columns, lanes_of_pair(itemsize))
 
 
+def _is_nan(emit: Emitter, total: Any) -> Any:
+    """Return 1 if a lane is NaN, else 0."""
+    builder = emit.builder
+    found = builder.fcmp_unordered("uno", total, total)
+    lanes = builder.bitcast(found, ir.IntType(emit.lanes))
+    return builder.zext(builder.icmp_unsigned("!=", lanes, lanes.type(0)), INT)
+
+
 def _pair_copier(vectors: int) -> Callable[..., Any]:
     """Make the function that copies some vectors of every row to where its pair lies."""
 
@@ -59,9 +67,7 @@ def _pair_copier(vectors: int) -> Callable[..., Any]:
             total, *more = emit_loop(builder, rows, [emit.zero] * vectors, step)
             for other in more:
                 total = builder.fadd(total, other)
-            is_nan = builder.fcmp_unordered("uno", total, total)
-            lanes = builder.bitcast(is_nan, ir.IntType(emit.lanes))
-            return builder.zext(builder.icmp_unsigned("!=", lanes, lanes.type(0)), INT)
+            return _is_nan(emit, total)
 
         return types.int64(*[types.int64] * 4, like), codegen
 
@@ -90,6 +96,129 @@ def load_pairs(source, row_size, rows, columns, itemsize, target):
 
 
 @intrinsic
+def _search_vectors(typingctx, source, row_size, rows, columns, like):
+    """Return 1 if one of the first columns, at most a vector, has NaN or infinity, else 0."""
+
+    def codegen(context, builder, sig, args):
+        source, row_size, rows, columns, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[4]))
+        mask = emit.first_lanes(columns)
+
+        def step(j, sums):
+            place = builder.add(source, builder.mul(row_size, j))
+            value = emit.load_some(place, mask, emit.zero, emit.itemsize)
+            return [emit.multiply_add(value, emit.zero, sums[0])]
+
+        return _is_nan(emit, emit_loop(builder, rows, [emit.zero], step)[0])
+
+    return types.int64(*[types.int64] * 4, like), codegen
+
+
+@helper
+def has_nonfinite(source, row_size, rows, columns, itemsize, like):
+    """Return whether any element of some rows is NaN or infinite, as 1 or 0."""
+    found, lanes = 0, VECTOR_BYTES // itemsize
+    for d in range(0, columns, lanes):
+        found |= _search_vectors(source + d * itemsize, row_size, rows, columns - d, like)
+    return found
+
+
+def _square_turner(copies: bool = False, adds: bool = False) -> Callable[..., Any]:
+    """Make the function that writes the columns of a square as rows, or adds them to rows.
+
+    With `copies`, it writes its rows, too.
+    """
+
+    @intrinsic
+    def turn(typingctx, source, row_size, rows, columns, target, step, pairs, like):
+        """Write as many columns as there are, `step` bytes apart; rows that are not there are 0.
+
+        If rows are copied, each as a pair of vectors, whole, return 1 if one has NaN or infinity.
+        """
+
+        def codegen(context, builder, sig, args):
+            source, row_size, rows, columns, target, step, pairs, _ = args
+            emit = Emitter(builder, context.get_value_type(sig.args[7]))
+            places = [builder.add(source, builder.mul(row_size, INT(i))) for i in range(emit.lanes)]
+            values = emit.load_rows(places, rows, columns, emit.zero, emit.itemsize)
+            found = INT(0)
+            if copies:
+                emit.store_rows(values, rows, pairs, INT(2 * VECTOR_BYTES))
+                total = emit.zero
+                for value in values:
+                    total = emit.multiply_add(value, emit.zero, total)
+                found = _is_nan(emit, total)
+            turned = emit.transposed(values)
+            if adds:
+                last = builder.sub(columns, INT(1))
+                for n, value in enumerate(turned):
+                    is_there = builder.icmp_signed("<", INT(n), columns)
+                    place = builder.mul(step, builder.select(is_there, INT(n), last))
+                    turned[n] = builder.fadd(emit.load(builder.add(target, place)), value)
+            emit.store_rows(turned, columns, target, step)
+            return found
+
+        return types.int64(*[types.int64] * 7, like), codegen
+
+    function: Callable[..., Any] = turn
+    return function
+
+
+_turn, _turn_and_copy, _turn_and_add = (
+    _square_turner(), _square_turner(copies=True), _square_turner(adds=True)
+)  # fmt: skip
+
+
+@intrinsic
+def _turn_back(typingctx, source, step, rows, columns, factor, target, row_size, like):
+    """Write the columns of a square, of which the first are there, as rows; multiplied by factors.
+
+    There are as many vectors at `source`, `step` bytes apart, as `columns` of the result, and a
+    vector of factors, one for each of its rows.
+    """
+
+    def codegen(context, builder, sig, args):
+        source, step, rows, columns, factor, target, row_size, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[7]))
+        factors, last = emit.load(factor), builder.sub(columns, INT(1))
+        values = []
+        for n in range(emit.lanes):
+            is_there = builder.icmp_signed("<", INT(n), columns)
+            place = builder.mul(step, builder.select(is_there, INT(n), last))
+            values.append(builder.fmul(emit.load(builder.add(source, place)), factors))
+        turned = emit.transposed(values)
+        whole, part = builder.append_basic_block("whole"), builder.append_basic_block("part")
+        end = builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed(">=", columns, INT(emit.lanes)), whole, part)
+        builder.position_at_end(whole)
+        emit.store_rows(turned, rows, target, row_size)
+        builder.branch(end)
+        builder.position_at_end(part)
+        mask = emit.first_lanes(columns)
+        emit.store_rows(turned, rows, target, row_size, mask)
+        builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7, like), codegen
+
+
+@helper
+def store_transposed(source, count, lanes, depth, itemsize, factors, target, row_size, like):
+    """Write `count` columns of `depth` rows of so many lanes as rows, `row_size` bytes apart.
+
+    They are multiplied by factors, one for each lane.
+    """
+    square = VECTOR_BYTES // itemsize
+    for i in range(0, count, square):
+        for d in range(0, depth, square):
+            _turn_back(
+                source + (d * lanes + i) * itemsize, lanes * itemsize, count - i, depth - d,
+                factors + i * itemsize, target + i * row_size + d * itemsize, row_size, like,
+            )  # fmt: skip
+
+
+@intrinsic
 def transpose_square(typingctx, source, row_size, target, step, like):
     """Write the columns of a square of one vector's length as rows, `step` bytes apart."""
 
@@ -107,23 +236,49 @@ def transpose_square(typingctx, source, row_size, target, step, like):
 @helper
 def load_transposed(source, row_size, count, lanes, depth, itemsize, target, zero):
     """Load `count` rows as pairs of columns (depth, pair); the columns up to `lanes` are 0."""
-    pair, vector = pair_lanes(itemsize), VECTOR_BYTES // itemsize
-    whole = depth // vector * vector
+    pair, square = pair_lanes(itemsize), VECTOR_BYTES // itemsize
     step = pair * itemsize
-    for i in range(0, lanes, vector):
+    for i in range(0, lanes, square):
         begin = target + (i // pair * pair * depth + i % pair) * itemsize
-        first = 0
-        if i + vector <= count:
-            for d in range(0, whole, vector):
-                place = source + i * row_size + d * itemsize
-                transpose_square(place, row_size, begin + d * step, step, zero)
-            first = whole
-        for d in range(first, depth):
-            for n in range(min(vector, lanes - i)):
-                value = zero
-                if i + n < count:
-                    value = load(source + (i + n) * row_size + d * itemsize, zero)
-                store(begin + d * step + n * itemsize, value)
+        for d in range(0, depth, square):
+            place = source + i * row_size + d * itemsize
+            _turn(place, row_size, count - i, depth - d, begin + d * step, step, 0, zero)
+
+
+@helper
+def add_transposed(source, row_size, count, lanes, depth, itemsize, target, zero):
+    """Add `count` rows to columns (depth, lanes)."""
+    square, step = VECTOR_BYTES // itemsize, lanes * itemsize
+    for i in range(0, count, square):
+        for d in range(0, depth, square):
+            place = source + i * row_size + d * itemsize
+            _turn_and_add(
+                place, row_size, count - i, depth - d, target + (d * lanes + i) * itemsize, step, 0,
+                zero,
+            )  # fmt: skip
+
+
+@helper
+def load_both_ways(source, row_size, count, lanes, depth, itemsize, target, pairs, zero):
+    """Load rows as `load_transposed` does, and to `pairs` as `load_pairs` does.
+
+    The rows are filled with 0 up to whole vectors. Returns whether any element is NaN or infinite,
+    as 1 or 0.
+    """
+    pair, square = pair_lanes(itemsize), VECTOR_BYTES // itemsize
+    step, nonfinite = pair * itemsize, 0
+    for i in range(0, lanes, square):
+        begin = target + (i // pair * pair * depth + i % pair) * itemsize
+        for d in range(0, depth, square):
+            row = pairs + (d // pair * pair * count + i * pair + d % pair) * itemsize
+            place, column = source + i * row_size + d * itemsize, begin + d * step
+            if i < count:
+                nonfinite |= _turn_and_copy(
+                    place, row_size, count - i, depth - d, column, step, row, zero
+                )
+            else:
+                _turn(place, row_size, count - i, depth - d, column, step, 0, zero)
+    return nonfinite
 
 
 @helper
