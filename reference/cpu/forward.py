@@ -15,7 +15,7 @@ from .accumulate import accumulate_columns
 from .amx_memory import DEPTH, size_of_packed
 from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
-from .memory import ROWS, aligned, first_address, row_address, store
+from .memory import ROWS, aligned, first_address, prefetch_rows, row_address, store
 from .microkernel import multiply, padded, round_up
 from .narrow import write_narrow
 from .packing import (
@@ -173,6 +173,15 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
         ni = min(shape.block_q, shape.len_q[b] - i0)
         count = 0
 
+        # Short heads come and go faster than what they read from memory.
+        if item + 1 < last and ni == shape.len_q[b]:
+            next_b, next_h = work[(item + 1) // shape.heads, 0], (item + 1) % shape.heads
+            keys = min(shape.len_k[next_b], shape.block_kv)
+            rows = min(shape.len_q[next_b], shape.block_q)
+            prefetch_rows(q, next_b, next_h, 0, rows, shape.d)
+            prefetch_rows(k, next_b, next_h // shape.group, 0, keys, shape.d)
+            prefetch_rows(v, next_b, next_h // shape.group, 0, keys, shape.d_v)
+            prefetch_rows(out, next_b, next_h, 0, rows, shape.d_v)
         # 1 load q
         for p0 in range(0, ni, changes.panel):
             n = min(changes.panel, ni - p0)

@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 from .addresses import address
 from .jit import INT, INTS, helper
 from .structs import Struct
+from .vectors import emit_loop
 
 
 class Rows(NamedTuple):
@@ -88,3 +89,39 @@ def first_address(typingctx, array):
 def row_address(rows, b, h, i):
     """Return the address of row i of head h of batch entry b."""
     return rows.address + (rows.batch[b] + h * rows.head + i * rows.row) * rows.itemsize
+
+
+@intrinsic
+def _prefetch(typingctx, place, row_size, rows, size):
+    """Ask for the lines of some rows of `size` bytes."""
+
+    def codegen(context, builder, sig, args):
+        place, row_size, rows, size = args
+        word, lane, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), (byte, lane, lane, lane))
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        lines = builder.udiv(builder.add(size, word(LINE - 1)), word(LINE))
+
+        def row(j, values):
+            begin = builder.add(place, builder.mul(row_size, j))
+
+            def line(n, values):
+                pointer = builder.inttoptr(builder.add(begin, builder.mul(n, word(LINE))), byte)
+                builder.call(function, (pointer, lane(0), lane(3), lane(1)))
+                return values
+
+            emit_loop(builder, lines, [], line)
+            return values
+
+        emit_loop(builder, rows, [], row)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@helper
+def prefetch_rows(rows, b, h, i, count, columns):
+    """Begin to load some rows of a head, before anybody reads or writes them."""
+    size = rows.itemsize
+    _prefetch(row_address(rows, b, h, i), rows.row * size, count, columns * size)
