@@ -52,7 +52,8 @@ class GradientScratch(NamedTuple):
     k_wide: Array  # rows of 16-bit floats, widened: the tile's keys, its values, its queries
     v_wide: Array
     q_wide: Array
-    packed: Array  # for products by tiles
+    rows: Array  # what products by tiles add to dq, a row for each query
+    packed: Array  # for these products
     symbols: Array
     edges: Array  # of the tile's keys, see `tile.FIRST`
     score_ri: Array
@@ -70,7 +71,7 @@ def gradient_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         GradientScratch,
-        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 6, INTS, INTS)
+        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 7, INTS, INTS)
         + (TABLE, whole_rows(number)) * 2
         + (TABLE, of_mask) * 2,
     )
@@ -84,9 +85,9 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
     wide, wide_v = (round_up(columns, sizes.lanes_per_vector) for columns in (sizes.d, sizes.d_v))
     rows_q, rows_k = (sizes.widens * rows for rows in (lanes, sizes.block_kv))
     by_tiles = size_of_packed(sizes, lanes)
-    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide, packed = aligned(
+    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide, rows, packed = aligned(
         (cells, cells, dropped, changed, lanes, lanes, rows_k * wide, rows_k * wide_v,
-         rows_q * max(wide, wide_v), by_tiles), number
+         rows_q * max(wide, wide_v), sizes.uses_tiles * lanes * wide, by_tiles), number
     )  # fmt: skip
     return GradientScratch(
         p,
@@ -100,6 +101,7 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
         k_wide,
         v_wide,
         q_wide,
+        rows,
         packed,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),

@@ -13,7 +13,6 @@ from .amx_product import UNITS
 from .arguments import FunctionPointers
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import backward_delta
-from .backward_panels import backward_panels
 from .bias import add_bias
 from .bias_gradient import sum_bias_parts
 from .checksum import checksum
@@ -47,7 +46,7 @@ _BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 _BY_ROWS = tuple(each for products in PRODUCTS.values() for each in products)
 _NARROW = {BFLOAT16: narrow_rows, FLOAT16: halve_rows}
 KERNELS = (
-    forward, backward_delta, backward_panels, backward_dkdv, backward_dq, sum_bias_parts, combine,
+    forward, backward_delta, backward_dkdv, backward_dq, sum_bias_parts, combine,
     product, accumulate_product, run, score_by_program, add_bias, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
     narrow_rows, halve_rows,

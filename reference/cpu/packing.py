@@ -281,13 +281,31 @@ def load_both_ways(source, row_size, count, lanes, depth, itemsize, target, pair
     return nonfinite
 
 
+@intrinsic
+def _store_vectors(typingctx, source, rows, columns, factor, target, row_size):
+    """Write vectors, a pair's size apart, as the first columns of rows; multiplied by a factor."""
+
+    def codegen(context, builder, sig, args):
+        source, rows, columns, factor, target, row_size = args
+        emit = Emitter(builder, context.get_value_type(sig.args[3]))
+        factors, mask = emit.splat(factor), emit.first_lanes(columns)
+
+        def step(j, values):
+            value = emit.load(builder.add(source, builder.mul(INT(2 * VECTOR_BYTES), j)))
+            place = builder.add(target, builder.mul(row_size, j))
+            emit.store_some(builder.fmul(value, factors), place, mask)
+            return []
+
+        emit_loop(builder, rows, [], step)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, factor, *[types.int64] * 2), codegen
+
+
 @helper
 def store_pairs(source, rows, columns, itemsize, factor, target, row_size):
     """Write rows that lie as pairs of vectors, multiplied by a factor, `row_size` bytes apart."""
-    width = pair_lanes(itemsize)
-    for d in range(0, columns, width):
-        for j in range(rows):
-            begin = d * rows + j * width
-            place = target + j * row_size + d * itemsize
-            for n in range(min(width, columns - d)):
-                store(place + n * itemsize, source[begin + n] * factor)
+    pair, lanes = pair_lanes(itemsize), VECTOR_BYTES // itemsize
+    for d in range(0, columns, lanes):
+        place = source + (d // pair * pair * rows + d % pair) * itemsize
+        _store_vectors(place, rows, columns - d, factor, target + d * itemsize, row_size)

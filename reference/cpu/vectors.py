@@ -246,6 +246,11 @@ class Emitter:
         zeros = ir.Constant(ir.VectorType(LANE, lanes), [0] * lanes)
         return self.builder.shuffle_vector(first, undefined, zeros)
 
+    def every(self, flag: Any) -> Any:
+        """Return a mask of all lanes or of none."""
+        some = ir.Constant(ir.VectorType(ir.IntType(1), self.lanes), [1] * self.lanes)
+        return self.builder.select(flag, some, ir.Constant(some.type, [0] * self.lanes))
+
     def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
         """Return some lanes of a and, beyond a's, of b."""
         indices = ir.Constant(ir.VectorType(LANE, len(lanes)), lanes)
