@@ -21,7 +21,7 @@ from .gradient_tile import (
     load_row_statistics,
 )
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, first_address, row_address, store
+from .memory import ROWS, first_address, prefetch_rows, row_address, store
 from .microkernel import padded
 from .narrow import write_narrow
 from .packing import (
@@ -59,6 +59,13 @@ def store_dq(shape, changes, scratch, sums, dq, b, h, i, ni, lanes):
     if dq.kind != NATIVE:
         rounded = (target, size, ni, shape.d, place, dq.row * dq.itemsize)
         write_narrow(changes.pointers.narrow, rounded)
+
+
+@helper
+def prefetch_head(shape, rows, rows_v, b, h, count):
+    """Begin to load the first block of a head's rows."""
+    prefetch_rows(rows, b, h, 0, min(count, shape.block_kv), shape.d)
+    prefetch_rows(rows_v, b, h, 0, min(count, shape.block_kv), shape.d_v)
 
 
 @helper
@@ -149,6 +156,11 @@ def backward_dkdv(
         begin_head, end_head = h_kv * shape.group, (h_kv + 1) * shape.group
         # Whether this row has all keys of its head, in one block.
         is_whole = adds_dq and work[place, 3] == 0 and 0 < len_k <= shape.block_kv
+        if is_whole and place + 1 < runs[last]:
+            # Short heads come and go faster than what they read from memory.
+            b, h = members[work[place + 1, 0]], work[place + 1, 2]
+            prefetch_head(shape, k, v, b, h, shape.len_k[b])
+            prefetch_head(shape, q, do, b, h * shape.group, shape.len_q[b])
         if adds_dq and work[place, 3] == 0 and not is_whole:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
