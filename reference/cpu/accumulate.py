@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import types
 
 from .jit import INT, caller, helper, kernel, takes, vector
-from .memory import load, store
+from .memory import clear, load, store
 from .microkernel import multiply
 from .packing import add_transposed, pair_lanes
 
@@ -64,8 +64,7 @@ def accumulate_columns(
     pairs are left out. The rest is as in `accumulate_product`.
     """
     if pointers.product != pointers.fallback:
-        for n in range(ni * columns):
-            store(spare + n * itemsize, one - one)
+        clear(spare, ni * columns * itemsize)
         weighted = (
             one, pointers.product, tile, 1, lanes, ni, nj, ahead, pairs, pair, columns, itemsize,
             spare, columns, 0, careful, seen, packed,

@@ -21,7 +21,7 @@ from .gradient_tile import (
     load_row_statistics,
 )
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, first_address, prefetch_rows, row_address, store
+from .memory import ROWS, clear, first_address, prefetch_rows, row_address, store
 from .microkernel import padded
 from .narrow import write_narrow
 from .packing import (
@@ -35,13 +35,6 @@ from .packing import (
 )
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile, include_all
 from .widen import NATIVE, find_rows_at
-
-
-@helper
-def clear(place, count, itemsize, zero):
-    """Set so many elements to 0."""
-    for n in range(count):
-        store(place + n * itemsize, zero)
 
 
 @helper
@@ -161,6 +154,8 @@ def backward_dkdv(
             b, h = members[work[place + 1, 0]], work[place + 1, 2]
             prefetch_head(shape, k, v, b, h, shape.len_k[b])
             prefetch_head(shape, q, do, b, h * shape.group, shape.len_q[b])
+            prefetch_rows(lse, b, h * shape.group, 0, 1, shape.len_q[b])
+            prefetch_rows(delta, b, h * shape.group, 0, 1, shape.len_q[b])
         if adds_dq and work[place, 3] == 0 and not is_whole:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -168,7 +163,7 @@ def backward_dkdv(
                     for i in range(0, shape.len_q[b], shape.block_q):
                         cells = padded(min(shape.block_q, shape.len_q[b] - i), vector) * shape.d
                         target = row_address(sums, b, h, i // shape.block_q)
-                        clear(target, cells, itemsize, zero)
+                        clear(target, cells * itemsize)
         count = 0
         for block in range(work[place, 3], work[place, 4]):
             j0 = block * shape.block_kv
@@ -185,10 +180,8 @@ def backward_dkdv(
                 careful_k = search(changes, k_place, k_row, nj, shape.d, itemsize, zero)
                 if by_tiles:
                     load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
-            for n in range((columns + width - 1) // width * pair):
-                dk_tile[n] = zero
-            for n in range((columns_v + width - 1) // width * pair):
-                dv_tile[n] = zero
+            clear(first_address(dk_tile), padded(columns, width) * nj * itemsize)
+            clear(first_address(dv_tile), padded(columns_v, width) * nj * itemsize)
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
                 for h in range(begin_head, end_head):
@@ -201,7 +194,7 @@ def backward_dkdv(
                             describe_tile(scratch.symbols, shape, b, h, i, ni, j0, nj)
                             target = first_address(dq_tile)
                             if is_whole:
-                                clear(target, shape.d * lanes, itemsize, zero)
+                                clear(target, shape.d * lanes * itemsize)
                             elif adds_dq:
                                 target = row_address(sums, b, h, i0 // shape.block_q)
                                 target += (i - i0) * shape.d * itemsize
@@ -344,8 +337,7 @@ def backward_dq(
             lanes = padded(ni, vector)
             row, size = find_rows_at(widen, q, queries, h, i, ni, shape.d, columns, scratch.q_wide)
             load_transposed(row, size * itemsize, ni, lanes, shape.d, itemsize, panel, zero)
-        for n in range(padded(end_i - i0, vector) * shape.d):
-            dq_tile[n] = zero
+        clear(first_address(dq_tile), padded(end_i - i0, vector) * shape.d * itemsize)
         for member in range(work[place, 0], work[place, 1]):
             b = members[member]
             for i in range(i0, end_i, changes.panel):

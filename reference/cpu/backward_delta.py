@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from .arguments import shape_of
 from .jit import INT, helper, kernel, takes, vector
-from .memory import ROWS, first_address, load, row_address, store
+from .memory import ROWS, first_address, load, prefetch_rows, row_address, store
 from .microkernel import VECTOR_BYTES
 from .vectors import INT as WORD
 from .vectors import Emitter
@@ -69,6 +69,12 @@ def backward_delta(
     one, square = sink.dtype.type(1), VECTOR_BYTES // itemsize
     for item in range(first, last):
         b, h = item // shape.heads, item % shape.heads
+        if item + 1 < last:
+            # Short heads come and go faster than what they read from memory.
+            next_b, next_h = (item + 1) // shape.heads, (item + 1) % shape.heads
+            ahead = min(shape.len_q[next_b], shape.block_kv)
+            prefetch_rows(do, next_b, next_h, 0, ahead, columns)
+            prefetch_rows(out, next_b, next_h, 0, ahead, columns)
         # If there is a sink, outputs of 0 are left out: an empty row adds nothing to the sink's
         # gradient, whatever its do contains.
         skips = np.int64(sink[h] != -math.inf)

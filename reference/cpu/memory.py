@@ -125,3 +125,19 @@ def prefetch_rows(rows, b, h, i, count, columns):
     """Begin to load some rows of a head, before anybody reads or writes them."""
     size = rows.itemsize
     _prefetch(row_address(rows, b, h, i), rows.row * size, count, columns * size)
+
+
+@intrinsic
+def clear(typingctx, place, size):
+    """Set so many bytes to 0."""
+
+    def codegen(context, builder, sig, args):
+        word, byte = ir.IntType(64), ir.IntType(8)
+        takes = byte.as_pointer(), byte, word, ir.IntType(1)
+        name, kind = "llvm.memset.p0.i64", ir.FunctionType(ir.VoidType(), takes)
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        pointer = builder.inttoptr(args[0], byte.as_pointer())
+        builder.call(function, (pointer, byte(0), args[1], takes[3](0)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
