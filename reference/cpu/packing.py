@@ -33,12 +33,34 @@ def size_of_pairs(rows: int, columns: int, itemsize: int) -> int:
     return rows * round_up(columns, lanes_of_pair(itemsize))
 
 
-def _is_nan(emit: Emitter, total: Any) -> Any:
-    """Return 1 if a lane is NaN, else 0."""
-    builder = emit.builder
-    found = builder.fcmp_unordered("uno", total, total)
-    lanes = builder.bitcast(found, ir.IntType(emit.lanes))
-    return builder.zext(builder.icmp_unsigned("!=", lanes, lanes.type(0)), INT)
+class _Search:
+    """Emits the search for NaN and infinity: numbers whose bits are those of infinity or more."""
+
+    def __init__(self, emit: Emitter) -> None:
+        self.emit = emit
+        word = ir.IntType(8 * emit.itemsize)
+        self.kind = ir.VectorType(word, emit.lanes)
+        self.largest, self.infinite = (
+            ir.Constant(self.kind, [bits] * emit.lanes)
+            for bits in (
+                (0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000) if emit.itemsize == 8
+                else (0x7FFFFFFF, 0x7F800000)
+            )
+        )  # fmt: skip
+        self.begin = ir.Constant(self.kind, [0] * emit.lanes)
+
+    def join(self, found: Any, value: Any) -> Any:
+        """Return the larger bits of those before and of a vector's magnitudes."""
+        builder = self.emit.builder
+        bits = builder.and_(builder.bitcast(value, self.kind), self.largest)
+        return builder.select(builder.icmp_unsigned(">", bits, found), bits, found)
+
+    def end(self, found: Any) -> Any:
+        """Return 1 if a lane is not finite, else 0."""
+        builder = self.emit.builder
+        flags = builder.icmp_unsigned(">=", found, self.infinite)
+        lanes = builder.bitcast(flags, ir.IntType(self.emit.lanes))
+        return builder.zext(builder.icmp_unsigned("!=", lanes, lanes.type(0)), INT)
 
 
 def _pair_copier(vectors: int) -> Callable[..., Any]:
@@ -52,22 +74,20 @@ def _pair_copier(vectors: int) -> Callable[..., Any]:
             source, row_size, rows, target, _ = args
             emit = Emitter(builder, context.get_value_type(sig.args[4]))
 
-            def step(j, sums):
+            search = _Search(emit)
+
+            def step(j, values):
                 row = builder.add(source, builder.mul(row_size, j))
                 place = builder.add(target, builder.mul(INT(2 * VECTOR_BYTES), j))
-                updated = []
-                for n, total in enumerate(sums):
+                (found,) = values
+                for n in range(vectors):
                     offset = INT(n * VECTOR_BYTES)
                     value = emit.load(builder.add(row, offset))
                     emit.store(value, builder.add(place, offset))
-                    updated.append(emit.multiply_add(value, emit.zero, total))
-                return updated
+                    found = search.join(found, value)
+                return [found]
 
-            # Finite numbers times 0 add up to 0, and others to NaN.
-            total, *more = emit_loop(builder, rows, [emit.zero] * vectors, step)
-            for other in more:
-                total = builder.fadd(total, other)
-            return _is_nan(emit, total)
+            return search.end(*emit_loop(builder, rows, [search.begin], step))
 
         return types.int64(*[types.int64] * 4, like), codegen
 
@@ -102,14 +122,14 @@ def _search_vectors(typingctx, source, row_size, rows, columns, like):
     def codegen(context, builder, sig, args):
         source, row_size, rows, columns, _ = args
         emit = Emitter(builder, context.get_value_type(sig.args[4]))
-        mask = emit.first_lanes(columns)
+        mask, search = emit.first_lanes(columns), _Search(emit)
 
-        def step(j, sums):
+        def step(j, values):
             place = builder.add(source, builder.mul(row_size, j))
             value = emit.load_some(place, mask, emit.zero, emit.itemsize)
-            return [emit.multiply_add(value, emit.zero, sums[0])]
+            return [search.join(values[0], value)]
 
-        return _is_nan(emit, emit_loop(builder, rows, [emit.zero], step)[0])
+        return search.end(*emit_loop(builder, rows, [search.begin], step))
 
     return types.int64(*[types.int64] * 4, like), codegen
 
@@ -144,10 +164,11 @@ def _square_turner(copies: bool = False, adds: bool = False) -> Callable[..., An
             found = INT(0)
             if copies:
                 emit.store_rows(values, rows, pairs, INT(2 * VECTOR_BYTES))
-                total = emit.zero
+                search = _Search(emit)
+                larger = search.begin
                 for value in values:
-                    total = emit.multiply_add(value, emit.zero, total)
-                found = _is_nan(emit, total)
+                    larger = search.join(larger, value)
+                found = search.end(larger)
             turned = emit.transposed(values)
             if adds:
                 last = builder.sub(columns, INT(1))
