@@ -10,7 +10,7 @@ it.
 
 from __future__ import annotations
 
-from .accumulate import accumulate, accumulate_columns
+from .accumulate import accumulate, add_columns
 from .amx_memory import DEPTH
 from .arguments import CHANGES, shape_of
 from .bias_gradient import add_to_bias, bias_sums_of
@@ -21,17 +21,16 @@ from .gradient_tile import (
     load_row_statistics,
 )
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, clear, first_address, prefetch_rows, row_address, store
+from .memory import ROWS, clear, first_address, prefetch_rows, row_address
 from .microkernel import padded
 from .narrow import write_narrow
 from .packing import (
     has_nonfinite,
-    load_both_ways,
     load_pairs,
-    load_transposed,
+    load_panel,
     pair_lanes,
     store_pairs,
-    store_transposed,
+    store_panel,
 )
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile, include_all
 from .widen import NATIVE, find_rows_at
@@ -48,7 +47,8 @@ def store_dq(shape, changes, scratch, sums, dq, b, h, i, ni, lanes):
     if dq.kind != NATIVE:
         target, size = first_address(scratch.q_wide), columns * itemsize
     factors = first_address(scratch.delta)
-    store_transposed(sums, ni, lanes, shape.d, itemsize, factors, target, size, zero)
+    scaled = (sums, ni, lanes, shape.d, itemsize, factors, target, size, zero)
+    store_panel(changes.pointers.store, scaled)
     if dq.kind != NATIVE:
         rounded = (target, size, ni, shape.d, place, dq.row * dq.itemsize)
         write_narrow(changes.pointers.narrow, rounded)
@@ -213,17 +213,19 @@ def backward_dkdv(
                             row, size = find_rows_at(
                                 widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                             )
-                            careful_do = changes.may_mask & load_both_ways(
+                            rows = (
                                 row, size * itemsize, ni, lanes, shape.d_v, itemsize, dot,
                                 first_address(do_pairs), zero,
                             )  # fmt: skip
+                            careful_do = load_panel(changes.pointers.load, rows) & changes.may_mask
                             row, size = find_rows_at(
                                 widen, q, b, h, i, ni, shape.d, columns, scratch.q_wide
                             )
-                            careful_q = changes.may_mask & load_both_ways(
+                            rows = (
                                 row, size * itemsize, ni, lanes, shape.d, itemsize, qt,
                                 first_address(q_pairs), zero,
                             )  # fmt: skip
+                            careful_q = load_panel(changes.pointers.load, rows) & changes.may_mask
                             careful = careful_do | careful_q | careful_k
                             if careful:
                                 include_all(edges, nj)
@@ -256,12 +258,13 @@ def backward_dkdv(
                             accumulate(changes.pointers.accumulate, weighted)
                             if adds_dq:
                                 pairs = first_address(k_pairs) + begin * width * itemsize
-                                accumulate_columns(
+                                weighted = (
                                     changes.pointers, one, ds + cells, lanes, ni, nk,
                                     begin % DEPTH, k_place + begin * k_row * itemsize, k_row,
                                     pairs, pair, shape.d, columns, itemsize, target, careful_k,
                                     scratch.seen, first_address(scratch.rows), packed,
                                 )  # fmt: skip
+                                add_columns(changes.pointers.columns, weighted)
                             if is_whole:
                                 store_dq(shape, changes, scratch, target, dq, b, h, i, ni, lanes)
                         count += is_visited
@@ -336,7 +339,8 @@ def backward_dq(
             panel = first_address(q_panel) + (i - i0) * shape.d * itemsize
             lanes = padded(ni, vector)
             row, size = find_rows_at(widen, q, queries, h, i, ni, shape.d, columns, scratch.q_wide)
-            load_transposed(row, size * itemsize, ni, lanes, shape.d, itemsize, panel, zero)
+            rows = (row, size * itemsize, ni, lanes, shape.d, itemsize, panel, 0, zero)
+            load_panel(changes.pointers.load, rows)
         clear(first_address(dq_tile), padded(end_i - i0, vector) * shape.d * itemsize)
         for member in range(work[place, 0], work[place, 1]):
             b = members[member]
@@ -347,7 +351,8 @@ def backward_dq(
                 row, size = find_rows_at(
                     widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                 )
-                load_transposed(row, size * itemsize, ni, lanes, shape.d_v, itemsize, panel, zero)
+                rows = (row, size * itemsize, ni, lanes, shape.d_v, itemsize, panel, 0, zero)
+                load_panel(changes.pointers.load, rows)
             for j0 in range(0, shape.len_k[b], shape.block_kv):
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
                 width = pair_lanes(itemsize)
@@ -381,7 +386,7 @@ def backward_dq(
                     if changes.slope.code.shape[0]:
                         apply_dscore(scratch, ni, lanes)
                     begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
-                    accumulate_columns(
+                    weighted = (
                         changes.pointers, one,
                         first_address(scratch.ds) + begin * lanes * itemsize, lanes, ni, nk,
                         begin % DEPTH, k_place + begin * k_row * itemsize, k_row,
@@ -390,6 +395,7 @@ def backward_dq(
                         first_address(dq_tile) + (i - i0) * shape.d * itemsize, careful,
                         scratch.seen, first_address(scratch.rows), packed,
                     )  # fmt: skip
+                    add_columns(changes.pointers.columns, weighted)
         # 7 scale and store
         for i in range(i0, end_i, changes.panel):
             ni = min(changes.panel, end_i - i)

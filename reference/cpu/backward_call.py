@@ -38,7 +38,7 @@ from .structs import Packed
 from .sums import store
 from .thread_limits import num_threads
 from .threads import parallel
-from .widen import NATIVE, kind_of
+from .widen import kind_of
 
 Step = Callable[[object], None]  # gets what holds the arrays of the call
 

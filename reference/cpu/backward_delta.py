@@ -19,7 +19,6 @@ from .vectors import INT as WORD
 from .vectors import Emitter
 from .widen import find_rows_at
 
-
 BLOCK = 32  # rows that are widened at once: whole squares
 
 
@@ -80,9 +79,7 @@ def backward_delta(
         skips = np.int64(sink[h] != -math.inf)
         for begin in range(0, shape.len_q[b], BLOCK):
             count = min(BLOCK, shape.len_q[b] - begin)
-            do_row, do_size = find_rows_at(
-                widen, do, b, h, begin, count, columns, columns, do_wide
-            )
+            do_row, do_size = find_rows_at(widen, do, b, h, begin, count, columns, columns, do_wide)
             out_row, out_size = find_rows_at(
                 widen, out, b, h, begin, count, columns, columns, out_wide
             )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .accumulate import accumulate_columns
+from .accumulate import add_columns
 from .amx_memory import DEPTH, size_of_packed
 from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
@@ -21,10 +21,10 @@ from .narrow import write_narrow
 from .packing import (
     has_nonfinite,
     load_pairs,
-    load_transposed,
+    load_panel,
     pair_lanes,
     size_of_pairs,
-    store_transposed,
+    store_panel,
 )
 from .softmax import (
     begin_maxima,
@@ -63,7 +63,7 @@ Array = np.ndarray[Any, Any]
 class ForwardScratch(NamedTuple):
     """What one thread needs to work on tiles; tiles of scores are kept as [key, query]."""
 
-    qt: Array  # queries, as `load_transposed` leaves them
+    qt: Array  # queries, as `load_columns` leaves them
     s: Array  # scores, then probabilities
     z: Array  # dropout factors
     wide: Array  # rows of 16-bit floats, widened
@@ -177,18 +177,19 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
         if item + 1 < last and ni == shape.len_q[b]:
             next_b, next_h = work[(item + 1) // shape.heads, 0], (item + 1) % shape.heads
             keys = min(shape.len_k[next_b], shape.block_kv)
-            rows = min(shape.len_q[next_b], shape.block_q)
-            prefetch_rows(q, next_b, next_h, 0, rows, shape.d)
+            queries = min(shape.len_q[next_b], shape.block_q)
+            prefetch_rows(q, next_b, next_h, 0, queries, shape.d)
             prefetch_rows(k, next_b, next_h // shape.group, 0, keys, shape.d)
             prefetch_rows(v, next_b, next_h // shape.group, 0, keys, shape.d_v)
-            prefetch_rows(out, next_b, next_h, 0, rows, shape.d_v)
+            prefetch_rows(out, next_b, next_h, 0, queries, shape.d_v)
         # 1 load q
         for p0 in range(0, ni, changes.panel):
             n = min(changes.panel, ni - p0)
             lanes = padded(n, vector)
             qt = first_address(scratch.qt) + p0 * shape.d * itemsize
             row, size = find_rows_at(widen, q, b, h, i0 + p0, n, shape.d, width, wide)
-            load_transposed(row, size * itemsize, n, lanes, shape.d, itemsize, qt, zero)
+            rows = (row, size * itemsize, n, lanes, shape.d, itemsize, qt, 0, zero)
+            load_panel(changes.pointers.load, rows)
         init_state(scratch.m, scratch.l, scratch.acc, padded(ni, vector), columns, sink[h])
         if resumes:
             for p0 in range(0, ni, changes.panel):
@@ -264,12 +265,13 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                     words = scratch.words
                     dropout_factors(shape, changes, b, h, i0 + p0, n, j0, nj, lanes, z, words)
                     scale_tile(s, z, begin * lanes, end * lanes)
-                accumulate_columns(
+                weighted = (
                     changes.pointers, one, first_address(s) + begin * lanes * itemsize, lanes, n,
                     end - begin, begin % DEPTH, v_place + begin * v_row * itemsize, v_row,
                     first_address(scratch.v_pairs) + begin * pair * itemsize, nj * pair, shape.d_v,
                     columns, itemsize, acc, careful, seen, first_address(scratch.rows), packed,
                 )  # fmt: skip
+                add_columns(changes.pointers.columns, weighted)
             count += is_visited
 
         for p0 in range(0, ni, changes.panel):
@@ -281,10 +283,11 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
             target, size = row_address(out, b, h, i0 + p0), out.row * itemsize
             if out.kind != NATIVE:
                 target, size = first_address(wide), columns * itemsize
-            store_transposed(
+            normalised = (
                 first_address(acc), n, lanes, shape.d_v, itemsize, first_address(s), target, size,
                 zero,
             )  # fmt: skip
+            store_panel(changes.pointers.store, normalised)
             if out.kind != NATIVE:
                 rounded = (
                     target, size, n, shape.d_v, row_address(out, b, h, i0 + p0),

@@ -174,7 +174,7 @@ def fill_gradient_tile(
     """Fill scratch.p with p (after dropout) and scratch.ds with the gradient of the changed scores.
 
     They are filled for the keys between the ends of `scratch.edges`. `qt` and `dot` are addresses
-    of the tile's queries and output gradients as `load_transposed` leaves them; `k` and `v` are
+    of the tile's queries and output gradients as `load_columns` leaves them; `k` and `v` are
     those of its keys and values, whose rows begin `k_row` and `v_row` elements apart. Where scores
     are changed, scratch.slope is their derivative: the gradient of the scores themselves is
     ds * slope. With `careful`, scratch.seen says which pairs take part.

@@ -102,12 +102,15 @@ def _prefetch(typingctx, place, row_size, rows, size):
         name = "llvm.prefetch.p0"
         function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
         lines = builder.udiv(builder.add(size, word(LINE - 1)), word(LINE))
+        same = ir.InlineAsm(ir.FunctionType(word, (word,)), "", "=r,0")
 
         def row(j, values):
             begin = builder.add(place, builder.mul(row_size, j))
 
             def line(n, values):
-                pointer = builder.inttoptr(builder.add(begin, builder.mul(n, word(LINE))), byte)
+                # LLVM would unroll loops whose steps it can count.
+                offset = builder.call(same, (builder.mul(n, word(LINE)),))
+                pointer = builder.inttoptr(builder.add(begin, offset), byte)
                 builder.call(function, (pointer, lane(0), lane(3), lane(1)))
                 return values
 

@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import helper
-from .memory import first_address, load, store
+from .jit import caller, helper, kernel, takes
+from .memory import first_address
 from .microkernel import VECTOR_BYTES, round_up
 from .vectors import INT, Emitter, emit_loop
 
@@ -143,17 +143,15 @@ def has_nonfinite(source, row_size, rows, columns, itemsize, like):
     return found
 
 
-def _square_turner(copies: bool = False, adds: bool = False) -> Callable[..., Any]:
-    """Make the function that writes the columns of a square as rows, or adds them to rows.
-
-    With `copies`, it writes its rows, too.
-    """
+def _square_turner(adds: bool) -> Callable[..., Any]:
+    """Make the function that writes the columns of a square as rows, or adds them to rows."""
 
     @intrinsic
     def turn(typingctx, source, row_size, rows, columns, target, step, pairs, like):
         """Write as many columns as there are, `step` bytes apart; rows that are not there are 0.
 
-        If rows are copied, each as a pair of vectors, whole, return 1 if one has NaN or infinity.
+        Where `pairs` is an address, the rows are copied there, each as a vector of a pair. Return 1
+        if one has NaN or infinity.
         """
 
         def codegen(context, builder, sig, args):
@@ -161,14 +159,17 @@ def _square_turner(copies: bool = False, adds: bool = False) -> Callable[..., An
             emit = Emitter(builder, context.get_value_type(sig.args[7]))
             places = [builder.add(source, builder.mul(row_size, INT(i))) for i in range(emit.lanes)]
             values = emit.load_rows(places, rows, columns, emit.zero, emit.itemsize)
-            found = INT(0)
-            if copies:
+            search = _Search(emit)
+            found = search.begin
+            for value in values:
+                found = search.join(found, value)
+            if not adds:
+                copy, go_on = (builder.append_basic_block(name) for name in ("copy", "go_on"))
+                builder.cbranch(builder.icmp_signed("!=", pairs, INT(0)), copy, go_on)
+                builder.position_at_end(copy)
                 emit.store_rows(values, rows, pairs, INT(2 * VECTOR_BYTES))
-                search = _Search(emit)
-                larger = search.begin
-                for value in values:
-                    larger = search.join(larger, value)
-                found = search.end(larger)
+                builder.branch(go_on)
+                builder.position_at_end(go_on)
             turned = emit.transposed(values)
             if adds:
                 last = builder.sub(columns, INT(1))
@@ -177,7 +178,7 @@ def _square_turner(copies: bool = False, adds: bool = False) -> Callable[..., An
                     place = builder.mul(step, builder.select(is_there, INT(n), last))
                     turned[n] = builder.fadd(emit.load(builder.add(target, place)), value)
             emit.store_rows(turned, columns, target, step)
-            return found
+            return search.end(found)
 
         return types.int64(*[types.int64] * 7, like), codegen
 
@@ -185,9 +186,7 @@ def _square_turner(copies: bool = False, adds: bool = False) -> Callable[..., An
     return function
 
 
-_turn, _turn_and_copy, _turn_and_add = (
-    _square_turner(), _square_turner(copies=True), _square_turner(adds=True)
-)  # fmt: skip
+_turn, _turn_and_add = _square_turner(adds=False), _square_turner(adds=True)
 
 
 @intrinsic
@@ -224,21 +223,6 @@ def _turn_back(typingctx, source, step, rows, columns, factor, target, row_size,
     return types.void(*[types.int64] * 7, like), codegen
 
 
-@helper
-def store_transposed(source, count, lanes, depth, itemsize, factors, target, row_size, like):
-    """Write `count` columns of `depth` rows of so many lanes as rows, `row_size` bytes apart.
-
-    They are multiplied by factors, one for each lane.
-    """
-    square = VECTOR_BYTES // itemsize
-    for i in range(0, count, square):
-        for d in range(0, depth, square):
-            _turn_back(
-                source + (d * lanes + i) * itemsize, lanes * itemsize, count - i, depth - d,
-                factors + i * itemsize, target + i * row_size + d * itemsize, row_size, like,
-            )  # fmt: skip
-
-
 @intrinsic
 def transpose_square(typingctx, source, row_size, target, step, like):
     """Write the columns of a square of one vector's length as rows, `step` bytes apart."""
@@ -254,16 +238,49 @@ def transpose_square(typingctx, source, row_size, target, step, like):
     return types.void(*[types.int64] * 4, like), codegen
 
 
-@helper
-def load_transposed(source, row_size, count, lanes, depth, itemsize, target, zero):
-    """Load `count` rows as pairs of columns (depth, pair); the columns up to `lanes` are 0."""
+_takes_panel = takes(lambda number: (*(types.int64,) * 8, number))
+
+
+@_takes_panel
+@kernel
+def load_columns(source, row_size, count, lanes, depth, itemsize, target, pairs, like):
+    """Load `count` rows as pairs of columns (depth, pair); the columns up to `lanes` are 0.
+
+    Where `pairs` is an address, the rows are written there as `load_pairs` does, and filled with 0
+    up to whole vectors. Returns whether any element is NaN or infinite, as 1 or 0.
+    """
     pair, square = pair_lanes(itemsize), VECTOR_BYTES // itemsize
-    step = pair * itemsize
+    step, nonfinite = pair * itemsize, 0
     for i in range(0, lanes, square):
         begin = target + (i // pair * pair * depth + i % pair) * itemsize
         for d in range(0, depth, square):
+            row = 0
+            if pairs and i < count:
+                row = pairs + (d // pair * pair * count + i * pair + d % pair) * itemsize
             place = source + i * row_size + d * itemsize
-            _turn(place, row_size, count - i, depth - d, begin + d * step, step, 0, zero)
+            nonfinite |= _turn(
+                place, row_size, count - i, depth - d, begin + d * step, step, row, like
+            )
+    return nonfinite
+
+
+@_takes_panel
+@kernel
+def store_columns(source, count, lanes, depth, itemsize, factors, target, row_size, like):
+    """Write `count` columns of `depth` rows of so many lanes as rows, `row_size` bytes apart.
+
+    They are multiplied by the factors at an address, one for each lane.
+    """
+    square = VECTOR_BYTES // itemsize
+    for i in range(0, count, square):
+        for d in range(0, depth, square):
+            _turn_back(
+                source + (d * lanes + i) * itemsize, lanes * itemsize, count - i, depth - d,
+                factors + i * itemsize, target + i * row_size + d * itemsize, row_size, like,
+            )  # fmt: skip
+
+
+load_panel, store_panel = caller(load_columns, types.int64), caller(store_columns)
 
 
 @helper
@@ -277,29 +294,6 @@ def add_transposed(source, row_size, count, lanes, depth, itemsize, target, zero
                 place, row_size, count - i, depth - d, target + (d * lanes + i) * itemsize, step, 0,
                 zero,
             )  # fmt: skip
-
-
-@helper
-def load_both_ways(source, row_size, count, lanes, depth, itemsize, target, pairs, zero):
-    """Load rows as `load_transposed` does, and to `pairs` as `load_pairs` does.
-
-    The rows are filled with 0 up to whole vectors. Returns whether any element is NaN or infinite,
-    as 1 or 0.
-    """
-    pair, square = pair_lanes(itemsize), VECTOR_BYTES // itemsize
-    step, nonfinite = pair * itemsize, 0
-    for i in range(0, lanes, square):
-        begin = target + (i // pair * pair * depth + i % pair) * itemsize
-        for d in range(0, depth, square):
-            row = pairs + (d // pair * pair * count + i * pair + d % pair) * itemsize
-            place, column = source + i * row_size + d * itemsize, begin + d * step
-            if i < count:
-                nonfinite |= _turn_and_copy(
-                    place, row_size, count - i, depth - d, column, step, row, zero
-                )
-            else:
-                _turn(place, row_size, count - i, depth - d, column, step, 0, zero)
-    return nonfinite
 
 
 @intrinsic
