@@ -258,13 +258,13 @@ def backward_dkdv(
                             accumulate(changes.pointers.accumulate, weighted)
                             if adds_dq:
                                 pairs = first_address(k_pairs) + begin * width * itemsize
-                                weighted = (
+                                columns_of_dq = (
                                     changes.pointers, one, ds + cells, lanes, ni, nk,
                                     begin % DEPTH, k_place + begin * k_row * itemsize, k_row,
                                     pairs, pair, shape.d, columns, itemsize, target, careful_k,
                                     scratch.seen, first_address(scratch.rows), packed,
                                 )  # fmt: skip
-                                add_columns(changes.pointers.columns, weighted)
+                                add_columns(changes.pointers.columns, columns_of_dq)
                             if is_whole:
                                 store_dq(shape, changes, scratch, target, dq, b, h, i, ni, lanes)
                         count += is_visited
