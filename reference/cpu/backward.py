@@ -55,13 +55,6 @@ def store_dq(shape, changes, scratch, sums, dq, b, h, i, ni, lanes):
 
 
 @helper
-def prefetch_head(shape, rows, rows_v, b, h, count):
-    """Begin to load the first block of a head's rows."""
-    prefetch_rows(rows, b, h, 0, min(count, shape.block_kv), shape.d)
-    prefetch_rows(rows_v, b, h, 0, min(count, shape.block_kv), shape.d_v)
-
-
-@helper
 def is_by_tiles(changes):
     """Return whether a unit multiplies by tiles."""
     return changes.pointers.product != changes.pointers.fallback
@@ -149,13 +142,16 @@ def backward_dkdv(
         begin_head, end_head = h_kv * shape.group, (h_kv + 1) * shape.group
         # Whether this row has all keys of its head, in one block.
         is_whole = adds_dq and work[place, 3] == 0 and 0 < len_k <= shape.block_kv
+        # Short heads come and go faster than what they read from memory, so that of the next one is
+        # loaded ahead: keys here, and with each panel of queries one of its panels.
+        next_b = next_h = -1
         if is_whole and place + 1 < runs[last]:
-            # Short heads come and go faster than what they read from memory.
-            b, h = members[work[place + 1, 0]], work[place + 1, 2]
-            prefetch_head(shape, k, v, b, h, shape.len_k[b])
-            prefetch_head(shape, q, do, b, h * shape.group, shape.len_q[b])
-            prefetch_rows(lse, b, h * shape.group, 0, 1, shape.len_q[b])
-            prefetch_rows(delta, b, h * shape.group, 0, 1, shape.len_q[b])
+            next_b, next_h = members[work[place + 1, 0]], work[place + 1, 2] * shape.group
+            ahead = min(shape.len_k[next_b], shape.block_kv)
+            prefetch_rows(k, next_b, work[place + 1, 2], 0, ahead, shape.d)
+            prefetch_rows(v, next_b, work[place + 1, 2], 0, ahead, shape.d_v)
+            prefetch_rows(lse, next_b, next_h, 0, 1, shape.len_q[next_b])
+            prefetch_rows(delta, next_b, next_h, 0, 1, shape.len_q[next_b])
         if adds_dq and work[place, 3] == 0 and not is_whole:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -210,6 +206,10 @@ def backward_dkdv(
                             is_visited = 1
                             load_row_statistics(shape, lse, delta, b, h, i, ni, lanes, scratch)
                             dot, qt = first_address(do_panel), first_address(q_panel)
+                            if next_b >= 0:
+                                ahead = min(ni, shape.len_q[next_b] - i)
+                                prefetch_rows(q, next_b, next_h, i, ahead, shape.d)
+                                prefetch_rows(do, next_b, next_h, i, ahead, shape.d_v)
                             row, size = find_rows_at(
                                 widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                             )

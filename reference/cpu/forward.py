@@ -173,15 +173,14 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
         ni = min(shape.block_q, shape.len_q[b] - i0)
         count = 0
 
-        # Short heads come and go faster than what they read from memory.
+        # Short heads come and go faster than what they read from memory, so that of the next one is
+        # loaded ahead: keys here, and with each panel of queries one of its panels.
+        next_b = next_h = -1
         if item + 1 < last and ni == shape.len_q[b]:
             next_b, next_h = work[(item + 1) // shape.heads, 0], (item + 1) % shape.heads
-            keys = min(shape.len_k[next_b], shape.block_kv)
-            queries = min(shape.len_q[next_b], shape.block_q)
-            prefetch_rows(q, next_b, next_h, 0, queries, shape.d)
-            prefetch_rows(k, next_b, next_h // shape.group, 0, keys, shape.d)
-            prefetch_rows(v, next_b, next_h // shape.group, 0, keys, shape.d_v)
-            prefetch_rows(out, next_b, next_h, 0, queries, shape.d_v)
+            ahead = min(shape.len_k[next_b], shape.block_kv)
+            prefetch_rows(k, next_b, next_h // shape.group, 0, ahead, shape.d)
+            prefetch_rows(v, next_b, next_h // shape.group, 0, ahead, shape.d_v)
         # 1 load q
         for p0 in range(0, ni, changes.panel):
             n = min(changes.panel, ni - p0)
@@ -226,6 +225,10 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                 m, l = scratch.m[p0:], scratch.l[p0:]
                 qt = first_address(scratch.qt) + p0 * shape.d * itemsize
 
+                if j0 == 0 and next_b >= 0:
+                    ahead = min(n, shape.len_q[next_b] - p0)
+                    prefetch_rows(q, next_b, next_h, p0, ahead, shape.d)
+                    prefetch_rows(out, next_b, next_h, p0, ahead, shape.d_v)
                 # 2 scores
                 begin_maxima(m, lanes, m_new)
                 for part in range(3):
