@@ -150,8 +150,9 @@ def backward_dkdv(
             ahead = min(shape.len_k[next_b], shape.block_kv)
             prefetch_rows(k, next_b, work[place + 1, 2], 0, ahead, shape.d)
             prefetch_rows(v, next_b, work[place + 1, 2], 0, ahead, shape.d_v)
-            prefetch_rows(lse, next_b, next_h, 0, 1, shape.len_q[next_b])
-            prefetch_rows(delta, next_b, next_h, 0, 1, shape.len_q[next_b])
+            numbers = min(shape.len_q[next_b], shape.block_q)
+            prefetch_rows(lse, next_b, next_h, 0, 1, numbers)
+            prefetch_rows(delta, next_b, next_h, 0, 1, numbers)
         if adds_dq and work[place, 3] == 0 and not is_whole:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
