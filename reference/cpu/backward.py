@@ -135,6 +135,7 @@ def backward_dkdv(
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
     packed, by_tiles = first_address(scratch.packed), is_by_tiles(changes)
+    prefetch = changes.pointers.prefetch
     for place in range(runs[first], runs[last]):
         h_kv = work[place, 2]
         keys = members[work[place, 0]]
@@ -148,11 +149,11 @@ def backward_dkdv(
         if is_whole and place + 1 < runs[last]:
             next_b, next_h = members[work[place + 1, 0]], work[place + 1, 2] * shape.group
             ahead = min(shape.len_k[next_b], shape.block_kv)
-            prefetch_rows(k, next_b, work[place + 1, 2], 0, ahead, shape.d)
-            prefetch_rows(v, next_b, work[place + 1, 2], 0, ahead, shape.d_v)
+            prefetch_rows(prefetch, k, next_b, work[place + 1, 2], 0, ahead, shape.d)
+            prefetch_rows(prefetch, v, next_b, work[place + 1, 2], 0, ahead, shape.d_v)
             numbers = min(shape.len_q[next_b], shape.block_q)
-            prefetch_rows(lse, next_b, next_h, 0, 1, numbers)
-            prefetch_rows(delta, next_b, next_h, 0, 1, numbers)
+            prefetch_rows(prefetch, lse, next_b, next_h, 0, 1, numbers)
+            prefetch_rows(prefetch, delta, next_b, next_h, 0, 1, numbers)
         if adds_dq and work[place, 3] == 0 and not is_whole:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -209,8 +210,8 @@ def backward_dkdv(
                             dot, qt = first_address(do_panel), first_address(q_panel)
                             if next_b >= 0:
                                 ahead = min(ni, shape.len_q[next_b] - i)
-                                prefetch_rows(q, next_b, next_h, i, ahead, shape.d)
-                                prefetch_rows(do, next_b, next_h, i, ahead, shape.d_v)
+                                prefetch_rows(prefetch, q, next_b, next_h, i, ahead, shape.d)
+                                prefetch_rows(prefetch, do, next_b, next_h, i, ahead, shape.d_v)
                             row, size = find_rows_at(
                                 widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                             )

@@ -212,6 +212,7 @@ class BackwardCall(PreparedCall):
                 number,
                 self.shape,
                 pointers.widen,
+                pointers.prefetch,
                 self._do.rows,
                 self._out.rows,
                 self._dlse.rows,

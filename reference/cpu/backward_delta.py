@@ -51,18 +51,33 @@ def _add_products(typingctx, a, b, a_row, b_row, rows, columns, skips, sums, lik
 
 @takes(
     lambda number: (
-        INT, INT, shape_of(number), INT, ROWS, ROWS, ROWS, ROWS, vector(number), ROWS,
+        INT, INT, shape_of(number), INT, INT, ROWS, ROWS, ROWS, ROWS, vector(number), ROWS,
         *(vector(number),) * 4,
     )
 )  # fmt: skip
 @kernel
 def backward_delta(
-    first, last, shape, widen, do, out, dlse, lse, sink, delta, dsink, do_wide, out_wide, sums
+    first,
+    last,
+    shape,
+    widen,
+    prefetch,
+    do,
+    out,
+    dlse,
+    lse,
+    sink,
+    delta,
+    dsink,
+    do_wide,
+    out_wide,
+    sums,
 ):
     """Compute delta of batch entry and head ``n = b * heads + h`` from `first` to `last`.
 
-    ``dsink[n]`` receives that entry's part of the sink's gradient. `widen` is the address of
-    `widen_rows`; `do_wide` and `out_wide` have memory for `BLOCK` rows, `sums` for as many numbers.
+    ``dsink[n]`` receives that entry's part of the sink's gradient. `widen` and `prefetch` are the
+    addresses of `widen_rows` and `load_ahead`; `do_wide` and `out_wide` have memory for `BLOCK`
+    rows, `sums` for as many numbers.
     """
     itemsize, columns = shape.itemsize, shape.d_v
     one, square = sink.dtype.type(1), VECTOR_BYTES // itemsize
@@ -72,8 +87,8 @@ def backward_delta(
             # Short heads come and go faster than what they read from memory.
             next_b, next_h = (item + 1) // shape.heads, (item + 1) % shape.heads
             ahead = min(shape.len_q[next_b], shape.block_kv)
-            prefetch_rows(do, next_b, next_h, 0, ahead, columns)
-            prefetch_rows(out, next_b, next_h, 0, ahead, columns)
+            prefetch_rows(prefetch, do, next_b, next_h, 0, ahead, columns)
+            prefetch_rows(prefetch, out, next_b, next_h, 0, ahead, columns)
         # If there is a sink, outputs of 0 are left out: an empty row adds nothing to the sink's
         # gradient, whatever its do contains.
         skips = np.int64(sink[h] != -math.inf)

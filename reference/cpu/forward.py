@@ -158,6 +158,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
     pair = pair_lanes(itemsize)
     columns, width = padded(shape.d_v, vector), padded(shape.d, vector)
     widen, wide = changes.pointers.widen, scratch.wide
+    prefetch = changes.pointers.prefetch
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
     symbols, edges = scratch.symbols, scratch.edges
@@ -179,8 +180,8 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
         if item + 1 < last and ni == shape.len_q[b]:
             next_b, next_h = work[(item + 1) // shape.heads, 0], (item + 1) % shape.heads
             ahead = min(shape.len_k[next_b], shape.block_kv)
-            prefetch_rows(k, next_b, next_h // shape.group, 0, ahead, shape.d)
-            prefetch_rows(v, next_b, next_h // shape.group, 0, ahead, shape.d_v)
+            prefetch_rows(prefetch, k, next_b, next_h // shape.group, 0, ahead, shape.d)
+            prefetch_rows(prefetch, v, next_b, next_h // shape.group, 0, ahead, shape.d_v)
         # 1 load q
         for p0 in range(0, ni, changes.panel):
             n = min(changes.panel, ni - p0)
@@ -227,8 +228,8 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
 
                 if j0 == 0 and next_b >= 0:
                     ahead = min(n, shape.len_q[next_b] - p0)
-                    prefetch_rows(q, next_b, next_h, p0, ahead, shape.d)
-                    prefetch_rows(out, next_b, next_h, p0, ahead, shape.d_v)
+                    prefetch_rows(prefetch, q, next_b, next_h, p0, ahead, shape.d)
+                    prefetch_rows(prefetch, out, next_b, next_h, p0, ahead, shape.d_v)
                 # 2 scores
                 begin_maxima(m, lanes, m_new)
                 for part in range(3):

@@ -23,6 +23,7 @@ from .gradient_tile import fill_gradient_tile
 from .hadamard import hadamard
 from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Problem, Programs
+from .memory import load_ahead
 from .merge import merge
 from .microkernel import product
 from .narrow import halve_rows, narrow_rows
@@ -48,9 +49,9 @@ _BY_ROWS = tuple(each for products in PRODUCTS.values() for each in products)
 _NARROW = {BFLOAT16: narrow_rows, FLOAT16: halve_rows}
 KERNELS = (
     forward, backward_delta, backward_dkdv, backward_dq, sum_bias_parts, combine, product,
-    accumulate_product, accumulate_columns, load_columns, store_columns, run, score_by_program,
-    add_bias, mask_by_program, mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge,
-    widen_rows, quantize, hadamard, narrow_rows, halve_rows,
+    accumulate_product, accumulate_columns, load_columns, store_columns, load_ahead, run,
+    score_by_program, add_bias, mask_by_program, mask_by_ranges, draw_dropout,
+    fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
     *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
@@ -87,7 +88,7 @@ def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
     """Return the kernels that multiply operands whose elements are stored in some way."""
     found = {
         "product": product, "columns": accumulate_columns, "fallback": product,
-        "load": load_columns, "store": store_columns,
+        "load": load_columns, "store": store_columns, "prefetch": load_ahead,
     }  # fmt: skip
     unit = tile_unit() if kind == BFLOAT16 and number == _FLOAT32 else NONE
     if unit != NONE:

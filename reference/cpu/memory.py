@@ -11,7 +11,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .addresses import address
-from .jit import INT, INTS, helper
+from .jit import INT, INTS, caller, helper, kernel, takes
 from .structs import Struct
 from .vectors import emit_loop
 
@@ -123,11 +123,21 @@ def _prefetch(typingctx, place, row_size, rows, size):
     return types.void(*[types.int64] * 4), codegen
 
 
+@takes(lambda number: (INT,) * 4)
+@kernel
+def load_ahead(place, row_size, rows, size):
+    """Begin to load some rows of `size` bytes, before anybody reads or writes them."""
+    _prefetch(place, row_size, rows, size)
+
+
+_load_ahead = caller(load_ahead)
+
+
 @helper
-def prefetch_rows(rows, b, h, i, count, columns):
-    """Begin to load some rows of a head, before anybody reads or writes them."""
+def prefetch_rows(pointer, rows, b, h, i, count, columns):
+    """Begin to load some rows of a head by `load_ahead`, whose address is `pointer`."""
     size = rows.itemsize
-    _prefetch(row_address(rows, b, h, i), rows.row * size, count, columns * size)
+    _load_ahead(pointer, (row_address(rows, b, h, i), rows.row * size, count, columns * size))
 
 
 @intrinsic
