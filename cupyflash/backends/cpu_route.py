@@ -85,9 +85,9 @@ def of_gradients(call: Call) -> CpuRoute:
     item, tiles = problem.accumulator.itemsize, (plan.block_q, plan.block_kv)
 
     def nbytes() -> int:
-        """Return the bytes of delta, of queries and do transposed, and of sums of dq."""
-        numbers = _queries(call) * (1 + problem.d + problem.d_v)
-        return numbers * item + (item * call.q.size if problem.dtype.itemsize == 2 else 0)
+        """Return the bytes of delta, and of dq's sums over several blocks of keys."""
+        several = bool(np.any(np.asarray(problem.len_k) > plan.block_kv))
+        return _queries(call) * (1 + problem.d * several) * item
 
     blocks: dict[str, Callable[[], int]] = {
         "delta": lambda: problem.batch * problem.heads,

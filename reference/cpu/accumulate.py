@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from numba import types
 
+from .arguments import FUNCTION_POINTERS
 from .jit import INT, caller, kernel, takes, vector
+from .memory import clear, load, store
 from .microkernel import multiply
-from .packing import pair_lanes
+from .packing import add_transposed, pair_lanes
 
 takes_accumulate = takes(lambda number: (number, *(INT,) * 15, vector(types.boolean), INT))
 
@@ -48,3 +50,60 @@ def accumulate_product(
 
 
 accumulate = caller(accumulate_product)
+
+
+takes_columns = takes(
+    lambda number: (FUNCTION_POINTERS, number, *(INT,) * 14, vector(types.boolean), INT, INT)
+)
+
+
+@takes_columns
+@kernel
+def accumulate_columns(
+    pointers, one, tile, lanes, ni, nj, ahead, rows, row, pairs, pair, depth, columns, itemsize,
+    target, careful, seen, spare, memory,
+):  # fmt: skip
+    """target[d, i] += sum over j < nj of rows[j, d] * tile[j, i], for i < ni and d < depth.
+
+    Rows of the tile and of the target have `lanes` elements. The other rows are read where they
+    lie, `row` elements apart. With `careful`, masked pairs are left out. What is not read here is
+    for `columns_by_tiles`.
+    """
+    if not careful:
+        whole = (
+            one, rows, 1, row, tile, lanes, 0, target, lanes, 0, depth, lanes, nj, itemsize, 1, 0,
+            0, 0,
+        )  # fmt: skip
+        multiply(pointers.product, whole)
+        return
+    for j in range(nj):
+        for d in range(depth):
+            element = load(rows + (j * row + d) * itemsize, one)
+            for i in range(ni):
+                if seen[j * lanes + i]:
+                    place = target + (d * lanes + i) * itemsize
+                    weight = load(tile + (j * lanes + i) * itemsize, one)
+                    store(place, load(place, one) + weight * element)
+
+
+@takes_columns
+@kernel
+def columns_by_tiles(
+    pointers, one, tile, lanes, ni, nj, ahead, rows, row, pairs, pair, depth, columns, itemsize,
+    target, careful, seen, spare, memory,
+):  # fmt: skip
+    """Do what `accumulate_columns` does, where tiles of a unit add up rows of results.
+
+    They take the rows from `pairs`, where `load_pairs` has left them, `pair` elements apart, and
+    need `spare`, memory for `ni` rows of so many `columns`.
+    """
+    clear(spare, ni * columns * itemsize)
+    weighted = (
+        one, pointers.product, tile, 1, lanes, ni, nj, ahead, pairs, pair, columns, itemsize, spare,
+        columns, 0, careful, seen, memory,
+    )  # fmt: skip
+    accumulate(pointers.accumulate, weighted)
+    add_transposed(spare, columns * itemsize, ni, lanes, depth, itemsize, target, one - one)
+
+
+add_columns = caller(accumulate_columns)

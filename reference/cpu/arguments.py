@@ -56,6 +56,10 @@ class FunctionPointers(NamedTuple):
 
     product: int
     accumulate: int
+    columns: int  # adds products to columns of results
+    load: int  # rows, to columns; see `packing`
+    store: int
+    prefetch: int
     fallback: int  # what `product` calls for numbers that it does not multiply itself
     widen: int  # rows of 16-bit floats
     narrow: int  # results, to rows of 16 bits; 0 where others round them

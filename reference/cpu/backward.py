@@ -10,7 +10,7 @@ it.
 
 from __future__ import annotations
 
-from .accumulate import accumulate
+from .accumulate import accumulate, add_columns
 from .amx_memory import DEPTH
 from .arguments import CHANGES, shape_of
 from .bias_gradient import add_to_bias, bias_sums_of
@@ -21,30 +21,51 @@ from .gradient_tile import (
     load_row_statistics,
 )
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, first_address, load, row_address, store
+from .memory import ROWS, clear, first_address, prefetch_rows, row_address
 from .microkernel import padded
 from .narrow import write_narrow
-from .packing import load_pairs, load_transposed, pair_lanes, store_pairs
+from .packing import (
+    has_nonfinite,
+    load_pairs,
+    load_panel,
+    pair_lanes,
+    store_pairs,
+    store_panel,
+)
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile, include_all
 from .widen import NATIVE, find_rows_at
 
 
 @helper
-def scale_rows(rows, b, h, count, columns, itemsize, factor):
-    """Multiply the rows of a head by a factor."""
-    for i in range(count):
-        target = row_address(rows, b, h, i)
-        for x in range(target, target + columns * itemsize, itemsize):
-            store(x, load(x, factor) * factor)
+def store_dq(shape, changes, scratch, sums, dq, b, h, i, ni, lanes):
+    """Write the rows of dq whose sums are at `sums`, (d, lanes), multiplied by the scale."""
+    itemsize, zero = shape.itemsize, scratch.delta.dtype.type(0)
+    for n in range(lanes):
+        scratch.delta[n] = shape.scale
+    place, columns = row_address(dq, b, h, i), padded(shape.d, shape.lanes_per_vector)
+    target, size = place, dq.row * itemsize
+    if dq.kind != NATIVE:
+        target, size = first_address(scratch.q_wide), columns * itemsize
+    factors = first_address(scratch.delta)
+    scaled = (sums, ni, lanes, shape.d, itemsize, factors, target, size, zero)
+    store_panel(changes.pointers.store, scaled)
+    if dq.kind != NATIVE:
+        rounded = (target, size, ni, shape.d, place, dq.row * dq.itemsize)
+        write_narrow(changes.pointers.narrow, rounded)
 
 
 @helper
-def clear_rows(rows, b, h, count, columns, itemsize, zero):
-    """Set the rows of a head to 0."""
-    for i in range(count):
-        target = row_address(rows, b, h, i)
-        for x in range(target, target + columns * itemsize, itemsize):
-            store(x, zero)
+def is_by_tiles(changes):
+    """Return whether a unit multiplies by tiles."""
+    return changes.pointers.product != changes.pointers.fallback
+
+
+@helper
+def search(changes, place, row, rows, columns, itemsize, zero):
+    """Return whether rows have NaN or infinity, where that matters: where pairs are left out."""
+    if not changes.may_mask:
+        return 0
+    return has_nonfinite(place, row * itemsize, rows, columns, itemsize, zero)
 
 
 @helper
@@ -56,16 +77,17 @@ def store_rows(narrow, tile, count, columns, itemsize, factor, rows, place, widt
     target, size = place, rows.row * itemsize
     if rows.kind != NATIVE:
         target, size = first_address(wide), width * itemsize
-    store_pairs(tile, count, columns, itemsize, factor, target, size)
+    store_pairs(first_address(tile), count, columns, itemsize, factor, target, size)
     if rows.kind != NATIVE:
         rounded = (target, size, count, columns, place, rows.row * rows.itemsize)
         write_narrow(narrow, rounded)
 
 
 @takes(
-    lambda number: (INT, INT, INTS, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
-    + (INT, ROWS, ROWS, ROWS, ROWS, bias_sums_of(number), INTS, gradient_scratch_of(number))
-    + (vector(number),) * 5
+    lambda number: (INT, INT, INTS, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 6
+    + (INT, ROWS, ROWS)
+    + (ROWS, ROWS, bias_sums_of(number), INTS, gradient_scratch_of(number))
+    + (vector(number),) * 8
 )  # fmt: skip
 @kernel
 def backward_dkdv(
@@ -82,48 +104,64 @@ def backward_dkdv(
     do,
     lse,
     delta,
-    qt,
-    dot,
     adds_dq,
+    sums,
     dq,
-    rounded,
     dk,
     dv,
     bias,
     visited,
     scratch,
     k_pairs,
-    dk_tile,
-    dv_tile,
+    q_panel,
+    do_panel,
     q_pairs,
     do_pairs,
+    dq_tile,
+    dk_tile,
+    dv_tile,
 ):
     """Compute dk and dv of the work items from `first` to `last`.
 
     Item n is the rows ``runs[n] : runs[n + 1]`` of `work`, in order. Row m has the blocks of keys
     from ``work[m, 3]`` to before ``work[m, 4]`` of key-value head ``work[m, 2]``; the batch entries
-    that share these keys are ``members[work[m, 0] : work[m, 1]]``. `qt` and `dot` are panels of q
-    and do. The sum runs over those entries, the group's heads and the query blocks, in that order.
-    With `adds_dq`, a row adds what its blocks give to the rows of `dq`; that of the first block
-    begins them, and that of the last one scales them, and writes them to `rounded` if that has 16
-    bits. The gradient of a bias is added to the sums
-    `bias`.
+    that share these keys are ``members[work[m, 0] : work[m, 1]]``. The sum runs over those entries,
+    the group's heads and the query blocks, in that order. With `adds_dq`, a row computes dq, too:
+    where it has all keys of a head, panel by panel; else blocks of keys add to `sums`, and the row
+    with the last one writes dq. The gradient of a bias is added to the sums `bias`.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
-    packed = first_address(scratch.packed)
+    packed, by_tiles = first_address(scratch.packed), is_by_tiles(changes)
+    prefetch = changes.pointers.prefetch
     for place in range(runs[first], runs[last]):
         h_kv = work[place, 2]
         keys = members[work[place, 0]]
         len_k = shape.len_k[keys]
         begin_head, end_head = h_kv * shape.group, (h_kv + 1) * shape.group
-        if adds_dq and work[place, 3] == 0:
+        # Whether this row has all keys of its head, in one block.
+        is_whole = adds_dq and work[place, 3] == 0 and 0 < len_k <= shape.block_kv
+        # Short heads come and go faster than what they read from memory, so that of the next one is
+        # loaded ahead: keys here, and with each panel of queries one of its panels.
+        next_b = next_h = -1
+        if is_whole and place + 1 < runs[last]:
+            next_b, next_h = members[work[place + 1, 0]], work[place + 1, 2] * shape.group
+            ahead = min(shape.len_k[next_b], shape.block_kv)
+            prefetch_rows(prefetch, k, next_b, work[place + 1, 2], 0, ahead, shape.d)
+            prefetch_rows(prefetch, v, next_b, work[place + 1, 2], 0, ahead, shape.d_v)
+            numbers = min(shape.len_q[next_b], shape.block_q)
+            prefetch_rows(prefetch, lse, next_b, next_h, 0, 1, numbers)
+            prefetch_rows(prefetch, delta, next_b, next_h, 0, 1, numbers)
+        if adds_dq and work[place, 3] == 0 and not is_whole:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
                 for h in range(begin_head, end_head):
-                    clear_rows(dq, b, h, shape.len_q[b], columns, itemsize, zero)
+                    for i in range(0, shape.len_q[b], shape.block_q):
+                        cells = padded(min(shape.block_q, shape.len_q[b] - i), vector) * shape.d
+                        target = row_address(sums, b, h, i // shape.block_q)
+                        clear(target, cells * itemsize)
         count = 0
         for block in range(work[place, 3], work[place, 4]):
             j0 = block * shape.block_kv
@@ -137,13 +175,11 @@ def backward_dkdv(
             )
             careful_k = 0
             if adds_dq:
-                careful_k = changes.may_mask & load_pairs(
-                    k_place, k_row * itemsize, nj, columns, itemsize, k_pairs
-                )
-            for n in range((columns + width - 1) // width * pair):
-                dk_tile[n] = zero
-            for n in range((columns_v + width - 1) // width * pair):
-                dv_tile[n] = zero
+                careful_k = search(changes, k_place, k_row, nj, shape.d, itemsize, zero)
+                if by_tiles:
+                    load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
+            clear(first_address(dk_tile), padded(columns, width) * nj * itemsize)
+            clear(first_address(dv_tile), padded(columns_v, width) * nj * itemsize)
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
                 for h in range(begin_head, end_head):
@@ -154,35 +190,50 @@ def backward_dkdv(
                             ni = min(changes.panel, end_i - i)
                             lanes = padded(ni, vector)
                             describe_tile(scratch.symbols, shape, b, h, i, ni, j0, nj)
+                            target = first_address(dq_tile)
+                            if is_whole:
+                                clear(target, shape.d * lanes * itemsize)
+                            elif adds_dq:
+                                target = row_address(sums, b, h, i0 // shape.block_q)
+                                target += (i - i0) * shape.d * itemsize
                             ri, rf = scratch.tile_ri, scratch.tile_rf
                             if class_of_tile(
                                 changes, scratch.symbols, ni, nj, edges, ri, rf
                             ) == EMPTY:  # fmt: skip
+                                if is_whole:
+                                    store_dq(
+                                        shape, changes, scratch, target, dq, b, h, i, ni, lanes
+                                    )
                                 continue
                             is_visited = 1
                             load_row_statistics(shape, lse, delta, b, h, i, ni, lanes, scratch)
-                            q_panel = row_address(qt, b, h, i0 // shape.block_q)
-                            do_panel = row_address(dot, b, h, i0 // shape.block_q)
-                            q_panel += (i - i0) * shape.d * itemsize
-                            do_panel += (i - i0) * shape.d_v * itemsize
+                            dot, qt = first_address(do_panel), first_address(q_panel)
+                            if next_b >= 0:
+                                ahead = min(ni, shape.len_q[next_b] - i)
+                                prefetch_rows(prefetch, q, next_b, next_h, i, ahead, shape.d)
+                                prefetch_rows(prefetch, do, next_b, next_h, i, ahead, shape.d_v)
                             row, size = find_rows_at(
                                 widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                             )
-                            careful_do = changes.may_mask & load_pairs(
-                                row, size * itemsize, ni, columns_v, itemsize, do_pairs
-                            )
+                            rows = (
+                                row, size * itemsize, ni, lanes, shape.d_v, itemsize, dot,
+                                first_address(do_pairs), zero,
+                            )  # fmt: skip
+                            careful_do = load_panel(changes.pointers.load, rows) & changes.may_mask
                             row, size = find_rows_at(
                                 widen, q, b, h, i, ni, shape.d, columns, scratch.q_wide
                             )
-                            careful_q = changes.may_mask & load_pairs(
-                                row, size * itemsize, ni, columns, itemsize, q_pairs
-                            )
+                            rows = (
+                                row, size * itemsize, ni, lanes, shape.d, itemsize, qt,
+                                first_address(q_pairs), zero,
+                            )  # fmt: skip
+                            careful_q = load_panel(changes.pointers.load, rows) & changes.may_mask
                             careful = careful_do | careful_q | careful_k
                             if careful:
                                 include_all(edges, nj)
                             tile = (
-                                shape, changes, scratch, b, h, i, ni, j0, nj, lanes, q_panel,
-                                do_panel, k_place, k_row, v_place, v_row, careful,
+                                shape, changes, scratch, b, h, i, ni, j0, nj, lanes, qt, dot,
+                                k_place, k_row, v_place, v_row, careful,
                             )  # fmt: skip
                             gradient_tile(changes.pointers.gradient, tile)
                             if bias.places.shape[0]:
@@ -191,32 +242,33 @@ def backward_dkdv(
                             cells = begin * lanes * itemsize
                             p, ds = first_address(scratch.p), first_address(scratch.ds)
                             # 6 accumulate dv and dk
-                            target = first_address(dv_tile) + begin * width * itemsize
+                            dv_place = first_address(dv_tile) + begin * width * itemsize
                             weighted = (
                                 one, changes.pointers.product, p + cells, lanes, 1, nk, ni, 0,
-                                first_address(do_pairs), ni * width, columns_v, itemsize, target,
+                                first_address(do_pairs), ni * width, columns_v, itemsize, dv_place,
                                 width, pair, careful_do, scratch.seen, packed,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if changes.slope.code.shape[0]:
                                 apply_dscore(scratch, ni, lanes)
-                            target = first_address(dk_tile) + begin * width * itemsize
+                            dk_place = first_address(dk_tile) + begin * width * itemsize
                             weighted = (
                                 one, changes.pointers.product, ds + cells, lanes, 1, nk, ni, 0,
-                                first_address(q_pairs), ni * width, columns, itemsize, target,
+                                first_address(q_pairs), ni * width, columns, itemsize, dk_place,
                                 width, pair, careful_q, scratch.seen, packed,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if adds_dq:
-                                pairs = first_address(k_pairs)
-                                pairs += begin * width * itemsize
-                                weighted = (
-                                    one, changes.pointers.product, ds + cells, 1, lanes, ni, nk,
-                                    begin % DEPTH, pairs, pair, columns, itemsize,
-                                    row_address(dq, b, h, i), dq.row, 0, careful_k,
-                                    scratch.seen, packed,
+                                pairs = first_address(k_pairs) + begin * width * itemsize
+                                columns_of_dq = (
+                                    changes.pointers, one, ds + cells, lanes, ni, nk,
+                                    begin % DEPTH, k_place + begin * k_row * itemsize, k_row,
+                                    pairs, pair, shape.d, columns, itemsize, target, careful_k,
+                                    scratch.seen, first_address(scratch.rows), packed,
                                 )  # fmt: skip
-                                accumulate(changes.pointers.accumulate, weighted)
+                                add_columns(changes.pointers.columns, columns_of_dq)
+                            if is_whole:
+                                store_dq(shape, changes, scratch, target, dq, b, h, i, ni, lanes)
                         count += is_visited
             # 7 scale and store
             narrow = changes.pointers.narrow
@@ -226,18 +278,18 @@ def backward_dkdv(
             )
             target, wide = row_address(dv, keys, h_kv, j0), scratch.v_wide
             store_rows(narrow, dv_tile, nj, shape.d_v, itemsize, one, dv, target, columns_v, wide)
-        if adds_dq and work[place, 4] * shape.block_kv >= len_k:
+        if adds_dq and work[place, 4] * shape.block_kv >= len_k and not is_whole:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
                 for h in range(begin_head, end_head):
-                    scale_rows(dq, b, h, shape.len_q[b], columns, itemsize, shape.scale)
-                    if rounded.kind != NATIVE:
-                        target = row_address(rounded, b, h, 0)
-                        rows_of_head = (
-                            row_address(dq, b, h, 0), dq.row * itemsize, shape.len_q[b], shape.d,
-                            target, rounded.row * rounded.itemsize,
-                        )  # fmt: skip
-                        write_narrow(changes.pointers.narrow, rows_of_head)
+                    for i0 in range(0, shape.len_q[b], shape.block_q):
+                        end_i = min(i0 + shape.block_q, shape.len_q[b])
+                        for i in range(i0, end_i, changes.panel):
+                            ni = min(changes.panel, end_i - i)
+                            target = row_address(sums, b, h, i0 // shape.block_q)
+                            target += (i - i0) * shape.d * itemsize
+                            lanes = padded(ni, vector)
+                            store_dq(shape, changes, scratch, target, dq, b, h, i, ni, lanes)
         visited[place] = count
 
 
@@ -275,6 +327,7 @@ def backward_dq(
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dq_tile.dtype.type(0), dq_tile.dtype.type(1)
     edges, widen, packed = scratch.edges, changes.pointers.widen, first_address(scratch.packed)
+    by_tiles = is_by_tiles(changes)
     for item in range(first, last):
         place = item // shape.heads
         h = item % shape.heads
@@ -288,9 +341,9 @@ def backward_dq(
             panel = first_address(q_panel) + (i - i0) * shape.d * itemsize
             lanes = padded(ni, vector)
             row, size = find_rows_at(widen, q, queries, h, i, ni, shape.d, columns, scratch.q_wide)
-            load_transposed(row, size * itemsize, ni, lanes, shape.d, itemsize, panel, zero)
-        for n in range((end_i - i0) * columns):
-            dq_tile[n] = zero
+            rows = (row, size * itemsize, ni, lanes, shape.d, itemsize, panel, 0, zero)
+            load_panel(changes.pointers.load, rows)
+        clear(first_address(dq_tile), padded(end_i - i0, vector) * shape.d * itemsize)
         for member in range(work[place, 0], work[place, 1]):
             b = members[member]
             for i in range(i0, end_i, changes.panel):
@@ -300,19 +353,20 @@ def backward_dq(
                 row, size = find_rows_at(
                     widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                 )
-                load_transposed(row, size * itemsize, ni, lanes, shape.d_v, itemsize, panel, zero)
+                rows = (row, size * itemsize, ni, lanes, shape.d_v, itemsize, panel, 0, zero)
+                load_panel(changes.pointers.load, rows)
             for j0 in range(0, shape.len_k[b], shape.block_kv):
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
-                pair = nj * pair_lanes(itemsize)
+                width = pair_lanes(itemsize)
                 k_place, k_row = find_rows_at(
                     widen, k, b, h_kv, j0, nj, shape.d, columns, scratch.k_wide
                 )
                 v_place, v_row = find_rows_at(
                     widen, v, b, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
                 )
-                careful = changes.may_mask & load_pairs(
-                    k_place, k_row * itemsize, nj, columns, itemsize, k_pairs
-                )
+                careful = search(changes, k_place, k_row, nj, shape.d, itemsize, zero)
+                if by_tiles:
+                    load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
                 for i in range(i0, end_i, changes.panel):
                     ni = min(changes.panel, end_i - i)
                     lanes = padded(ni, vector)
@@ -335,25 +389,19 @@ def backward_dq(
                         apply_dscore(scratch, ni, lanes)
                     begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
                     weighted = (
-                        one, changes.pointers.product,
-                        first_address(scratch.ds) + begin * lanes * itemsize, 1, lanes, ni, nk,
-                        begin % DEPTH,
-                        first_address(k_pairs) + begin * pair_lanes(itemsize) * itemsize, pair,
-                        columns, itemsize, first_address(dq_tile) + (i - i0) * columns * itemsize,
-                        columns, 0, careful, scratch.seen, packed,
+                        changes.pointers, one,
+                        first_address(scratch.ds) + begin * lanes * itemsize, lanes, ni, nk,
+                        begin % DEPTH, k_place + begin * k_row * itemsize, k_row,
+                        first_address(k_pairs) + begin * width * itemsize, nj * width, shape.d,
+                        columns, itemsize,
+                        first_address(dq_tile) + (i - i0) * shape.d * itemsize, careful,
+                        scratch.seen, first_address(scratch.rows), packed,
                     )  # fmt: skip
-                    accumulate(changes.pointers.accumulate, weighted)
+                    add_columns(changes.pointers.columns, weighted)
         # 7 scale and store
-        for n in range((end_i - i0) * columns):
-            dq_tile[n] *= shape.scale
-        if dq.kind != NATIVE:
-            rows_of_block = (
-                first_address(dq_tile), columns * itemsize, end_i - i0, shape.d,
-                row_address(dq, queries, h, i0), dq.row * dq.itemsize,
+        for i in range(i0, end_i, changes.panel):
+            ni = min(changes.panel, end_i - i)
+            target = first_address(dq_tile) + (i - i0) * shape.d * itemsize
+            store_dq(
+                shape, changes, scratch, target, dq, queries, h, i, ni, padded(ni, vector)
             )  # fmt: skip
-            write_narrow(changes.pointers.narrow, rows_of_block)
-        else:
-            for i in range(i0, end_i):
-                target = row_address(dq, queries, h, i)
-                for d in range(shape.d):
-                    store(target + d * itemsize, dq_tile[(i - i0) * columns + d])

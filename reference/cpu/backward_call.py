@@ -13,8 +13,7 @@ import numpy as np
 
 from .arguments import tile_sizes
 from .backward import backward_dkdv, backward_dq
-from .backward_delta import backward_delta
-from .backward_panels import backward_panels
+from .backward_delta import BLOCK, backward_delta
 from .backward_work import bias_parts, is_one_pass_faster, key_blocks
 from .bias_gradient import no_bias_sums, sum_bias_parts
 from .calls import Bound
@@ -26,7 +25,7 @@ from .layout import Array, Layout, Problem, Programs, Scratch
 from .memory import ROWS, aligned
 from .microkernel import round_up
 from .operands import Operand, Result
-from .packing import lanes_of_pair, size_of_pairs
+from .packing import size_of_pairs
 from .prepared import (
     BYTES_PER_SECOND,
     PreparedCall,
@@ -39,7 +38,7 @@ from .structs import Packed
 from .sums import store
 from .thread_limits import num_threads
 from .threads import parallel
-from .widen import NATIVE, kind_of
+from .widen import kind_of
 
 Step = Callable[[object], None]  # gets what holds the arrays of the call
 
@@ -78,7 +77,7 @@ class BackwardCall(PreparedCall):
         self._is_empty = not layout.batch or not problem.heads
         if self._is_empty:
             return
-        kernels = [backward_delta, backward_panels, backward_dkdv]
+        kernels = [backward_delta, backward_dkdv]
         if dbias is not None:
             kernels.append(sum_bias_parts)
         kind = kind_of(q.dtype)
@@ -86,24 +85,22 @@ class BackwardCall(PreparedCall):
         self._pointers = pointers = made_ready(problem, programs, called, kind, *kernels)
         self._seconds = seconds(layout.shape, 5, layout.itemsize)
 
-        def read(array: Array, whole: bool, widened: bool = True, keys: bool = False) -> Operand:
-            return Operand(layout, array, scratch, whole, widened, keys)
+        def read(array: Array, widened: bool = True, keys: bool = False) -> Operand:
+            return Operand(layout, array, scratch, False, widened, keys)
 
-        self._q, self._do, self._k = read(q, True), read(do, True), read(k, True, keys=True)
-        self._v, self._out = read(v, False, keys=True), read(out, False)
-        self._lse = read(lse[..., None], False, False)
+        self._q, self._do, self._k = read(q), read(do), read(k, keys=True)
+        self._v, self._out = read(v, keys=True), read(out)
+        self._lse = read(lse[..., None], False)
         if dlse is None:
             dlse = np.broadcast_to(np.zeros((), layout.number), lse.shape)
             self._no_dlse = dlse
-        self._dlse = read(dlse[..., None], False, False)
+        self._dlse = read(dlse[..., None], False)
         delta = scratch.empty((*lse.shape, 1), layout.number)
         self._delta = Packed(ROWS, layout.rows(delta))
 
         self._sinks = sinks_of(layout, sink)
         self._dsinks = np.zeros(layout.batch * problem.heads, layout.number)
-        panels = [layout.panels(depth, scratch) for depth in (problem.d, problem.d_v)]
-        self._qt, self._dot = (Packed(ROWS, rows) for _, rows in panels)
-        self._held: list[object] = [delta, panels]
+        self._held: list[object] = [delta]
 
         # If k and v were broadcast over different axes, compute over their common ones, then sum.
         self._kv_lead = () if problem.packed else np.broadcast_shapes(k.shape[:-3], v.shape[:-3])
@@ -130,15 +127,12 @@ class BackwardCall(PreparedCall):
         self._one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(
             int(self._parts.max(initial=-1)) + 1
         )
-        # In one pass, rows of dq are sums in memory, which their last item rounds.
-        narrow = 0 if self._one_pass else pointers.narrow
-        self._dq = self._rounded = Result(layout, dq, scratch, self._one_pass, narrow)
-        self._rounds = bool(
-            self._one_pass and pointers.narrow and kind_of(dq.dtype) != NATIVE
-            and layout.has_whole_rows(dq)
-        )  # fmt: skip
-        if self._rounds:
-            self._rounded = Result(layout, dq, scratch, False, pointers.narrow)
+        self._dq = Result(layout, dq, scratch, False, pointers.narrow)
+        # In one pass, what blocks of keys add to dq waits in memory for the last one.
+        in_blocks = (layout.len_k > block_kv) | (layout.len_k == 0)
+        memory, sums = layout.panels(problem.d * int(self._one_pass and in_blocks.any()), scratch)
+        self._dq_sums = Packed(ROWS, sums)
+        self._held.append(memory)
         self.nbytes += scratch.nbytes
         if self._dbias is not None:
             self.nbytes += self._dbias.nbytes
@@ -168,7 +162,6 @@ class BackwardCall(PreparedCall):
         ):  # fmt: skip
             operand.load(array)
         self._dq.place(dq)
-        self._rounded.place(dq)
         if not self._apart:
             self._dk.place(dk)
             self._dv.place(dv)
@@ -183,8 +176,7 @@ class BackwardCall(PreparedCall):
             self._finish_sink(dsink)
         if dbias is not None and self._dbias is not None:
             self._dbias.finish(dbias)
-        if not self._rounds:
-            self._dq.finish(dq)
+        self._dq.finish(dq)
         if self._apart:
             self._finish_apart(dk, dv)
         else:
@@ -220,6 +212,7 @@ class BackwardCall(PreparedCall):
                 number,
                 self.shape,
                 pointers.widen,
+                pointers.prefetch,
                 self._do.rows,
                 self._out.rows,
                 self._dlse.rows,
@@ -227,41 +220,31 @@ class BackwardCall(PreparedCall):
                 self._sinks,
                 self._delta,
                 self._dsinks,
-                scratch=lambda: tuple(np.empty((2, problem.d_v), number)),
+                scratch=lambda: tuple(
+                    aligned((BLOCK * problem.d_v, BLOCK * problem.d_v, BLOCK), number)
+                ),
             ),
             self._dsinks.size,
             0.02,
         )
         changes = changes_of(layout, self._programs, pointers, self._ranges)
-        wide_rows = lanes_of_pair(itemsize) if pointers.widen else 0
-        add(
-            Bound(
-                backward_panels,
-                number,
-                self.shape,
-                pointers.widen,
-                self._q.rows,
-                self._qt,
-                self._do.rows,
-                self._dot,
-                scratch=lambda: tuple(np.empty((2, wide_rows * max(columns, columns_v)), number)),
-            ),
-            layout.batch * heads,
-            0.02,
-        )
         block_q, block_kv = layout.block_q, layout.block_kv
         _, members, starts = self._groups
         counts = -(-layout.len_k[members[starts]] // block_kv)
-        of_keys, of_queries = (
-            [size_of_pairs(rows, wide, itemsize) for wide in (columns, columns_v)]
-            for rows in (block_kv, changes.panel)
-        )
         sizes = tile_sizes(shape, changes)
 
-        def tiles(*counts: int) -> tuple[Any, ...]:
-            scratch = gradient_scratch(sizes, number)
-            return scratch, *aligned((of_keys[0], *counts), number)
+        def pairs(rows: int, *widths: int) -> list[int]:
+            return [size_of_pairs(rows, wide, itemsize) for wide in widths]
 
+        def tiles(*counts: int) -> tuple[Any, ...]:
+            of_tiles = pairs(block_kv, columns)[0] if sizes.uses_tiles else 0
+            return gradient_scratch(sizes, number), *aligned((of_tiles, *counts), number)
+
+        # Panels, the same rows as pairs, dq of a panel, dk and dv of a block of keys.
+        panel = changes.panel
+        in_columns = [size_of_pairs(d, panel, itemsize) for d in (problem.d, problem.d_v)]
+        of_panel = (*in_columns, *pairs(panel, columns, columns_v), in_columns[0])
+        counts_dkdv = (*of_panel, *pairs(block_kv, columns, columns_v))
         self._visited = []
         lists = list(key_blocks(layout, starts, counts, self._parts, self._one_pass))
         bias_sums = no_bias_sums(number) if self._dbias is None else self._dbias.sums
@@ -282,16 +265,14 @@ class BackwardCall(PreparedCall):
                     self._do.rows,
                     self._lse.rows,
                     self._delta,
-                    self._qt,
-                    self._dot,
                     int(self._one_pass),
+                    self._dq_sums,
                     self._dq.rows,
-                    self._rounded.rows,
                     self._dk.rows,
                     self._dv.rows,
                     bias_sums,
                     visited,
-                    scratch=lambda: tiles(*of_keys, *of_queries),
+                    scratch=lambda: tiles(*counts_dkdv),
                     sizes=sizes,
                 ),
                 len(runs.starts) - 1,
@@ -318,7 +299,7 @@ class BackwardCall(PreparedCall):
                     self._lse.rows,
                     self._delta,
                     self._dq.rows,
-                    scratch=lambda: tiles(*queries, block_q * columns),
+                    scratch=lambda: tiles(*queries, queries[0]),
                     sizes=sizes,
                 ),
                 len(q_work) * heads,
@@ -392,7 +373,6 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
         *(rows_q * wide_v,) * 2,  # do, out
         *(rows_k * wide, rows_k * wide_v) * 2,  # k, v, dk, dv
         *(rows_q * lanes,) * 3,  # lse, dlse, delta
-        panels * problem.d,
-        panels * problem.d_v,
+        panels * problem.d,  # sums of dq
     ]
     return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)

@@ -7,44 +7,110 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
 from .arguments import shape_of
 from .jit import INT, helper, kernel, takes, vector
-from .memory import ROWS, load, row_address, store
+from .memory import ROWS, first_address, load, prefetch_rows, row_address, store
+from .microkernel import VECTOR_BYTES
+from .vectors import INT as WORD
+from .vectors import Emitter
 from .widen import find_rows_at
+
+BLOCK = 32  # rows that are widened at once: whole squares
+
+
+@intrinsic
+def _add_products(typingctx, a, b, a_row, b_row, rows, columns, skips, sums, like):
+    """Add to a vector the sums of products of rows of two squares; maybe of those with a != 0."""
+
+    def codegen(context, builder, sig, args):
+        a, b, a_row, b_row, rows, columns, skips, sums, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[8]))
+        none = builder.icmp_signed("==", skips, WORD(0))
+        products = []
+        for x, y in zip(*(
+            emit.load_rows(
+                [builder.add(place, builder.mul(row, WORD(n))) for n in range(emit.lanes)],
+                rows, columns, emit.zero, emit.itemsize,
+            )
+            for place, row in ((a, a_row), (b, b_row))
+        ), strict=True):  # fmt: skip
+            counts = builder.or_(builder.fcmp_unordered("!=", x, emit.zero), emit.every(none))
+            products.append(builder.select(counts, builder.fmul(x, y), emit.zero))
+        total = emit.load(sums)
+        for column in emit.transposed(products):
+            total = builder.fadd(total, column)
+        emit.store(total, sums)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8, like), codegen
 
 
 @takes(
     lambda number: (
-        INT, INT, shape_of(number), INT, ROWS, ROWS, ROWS, ROWS, vector(number), ROWS,
-        *(vector(number),) * 3,
+        INT, INT, shape_of(number), INT, INT, ROWS, ROWS, ROWS, ROWS, vector(number), ROWS,
+        *(vector(number),) * 4,
     )
 )  # fmt: skip
 @kernel
 def backward_delta(
-    first, last, shape, widen, do, out, dlse, lse, sink, delta, dsink, do_wide, out_wide
+    first,
+    last,
+    shape,
+    widen,
+    prefetch,
+    do,
+    out,
+    dlse,
+    lse,
+    sink,
+    delta,
+    dsink,
+    do_wide,
+    out_wide,
+    sums,
 ):
     """Compute delta of batch entry and head ``n = b * heads + h`` from `first` to `last`.
 
-    ``dsink[n]`` receives that entry's part of the sink's gradient. `widen` is the address of
-    `widen_rows`; `do_wide` and `out_wide` have memory for a row.
+    ``dsink[n]`` receives that entry's part of the sink's gradient. `widen` and `prefetch` are the
+    addresses of `widen_rows` and `load_ahead`; `do_wide` and `out_wide` have memory for `BLOCK`
+    rows, `sums` for as many numbers.
     """
     itemsize, columns = shape.itemsize, shape.d_v
-    zero, one = sink.dtype.type(0), sink.dtype.type(1)
+    one, square = sink.dtype.type(1), VECTOR_BYTES // itemsize
     for item in range(first, last):
         b, h = item // shape.heads, item % shape.heads
+        if item + 1 < last:
+            # Short heads come and go faster than what they read from memory.
+            next_b, next_h = (item + 1) // shape.heads, (item + 1) % shape.heads
+            ahead = min(shape.len_q[next_b], shape.block_kv)
+            prefetch_rows(prefetch, do, next_b, next_h, 0, ahead, columns)
+            prefetch_rows(prefetch, out, next_b, next_h, 0, ahead, columns)
         # If there is a sink, outputs of 0 are left out: an empty row adds nothing to the sink's
         # gradient, whatever its do contains.
-        skips = sink[h] != -math.inf
-        for i in range(shape.len_q[b]):
-            do_row, _ = find_rows_at(widen, do, b, h, i, 1, columns, columns, do_wide)
-            out_row, _ = find_rows_at(widen, out, b, h, i, 1, columns, columns, out_wide)
-            value = zero
-            for d in range(columns):
-                element = load(out_row + d * itemsize, one)
-                if not skips or element != zero:
-                    value += element * load(do_row + d * itemsize, one)
-            value -= load(row_address(dlse, b, h, i), one)
-            store(row_address(delta, b, h, i), value)
+        skips = np.int64(sink[h] != -math.inf)
+        for begin in range(0, shape.len_q[b], BLOCK):
+            count = min(BLOCK, shape.len_q[b] - begin)
+            do_row, do_size = find_rows_at(widen, do, b, h, begin, count, columns, columns, do_wide)
+            out_row, out_size = find_rows_at(
+                widen, out, b, h, begin, count, columns, columns, out_wide
+            )
+            do_size, out_size = do_size * itemsize, out_size * itemsize
+            for i in range(count):
+                sums[i] = 0
+            for i in range(0, count, square):
+                for d in range(0, columns, square):
+                    _add_products(
+                        out_row + i * out_size + d * itemsize, do_row + i * do_size + d * itemsize,
+                        out_size, do_size, count - i, columns - d, skips,
+                        first_address(sums) + i * itemsize, one,
+                    )  # fmt: skip
+            for i in range(count):
+                value = sums[i] - load(row_address(dlse, b, h, begin + i), one)
+                store(row_address(delta, b, h, begin + i), value)
         dsink[item] = backward_sink(shape, lse, sink, delta, b, h)
 
 

@@ -37,38 +37,10 @@ def emit_square(emit: Emitter, name: str, args: Any) -> None:
     builder, lanes, itemsize = emit.builder, emit.lanes, _ITEMSIZES[name]
     kind = ir.VectorType(_STORED[name], lanes)
     places = [builder.add(source, builder.mul(row_size, WORD(i))) for i in range(lanes)]
-    whole, part = builder.append_basic_block("whole"), builder.append_basic_block("part")
-    read = builder.append_basic_block("read")
-    fills = [builder.icmp_signed(">=", count, WORD(lanes)) for count in (rows, keys)]
-    builder.cbranch(builder.and_(*fills), whole, part)
-
-    builder.position_at_end(whole)
-    all_read = []
-    for place in places:
-        value = builder.load(builder.inttoptr(place, kind.as_pointer()))
-        value.align = itemsize
-        all_read.append(value)
-    builder.branch(read)
-
-    builder.position_at_end(part)
     # Adding -0 changes no number.
     zero = 0x8000 if itemsize == 2 else -0.0
     nothing = ir.Constant(kind, [zero] * lanes)
-    mask = emit.first_lanes(keys)
-    none = ir.Constant(mask.type, [0] * lanes)
-    some_read = []
-    for i, place in enumerate(places):
-        seen = builder.select(builder.icmp_signed("<", WORD(i), rows), mask, none)
-        some_read.append(emit.load_some(place, seen, nothing, itemsize))
-    builder.branch(read)
-
-    builder.position_at_end(read)
-    values = []
-    for found, other in zip(all_read, some_read, strict=True):
-        value = builder.phi(kind)
-        value.add_incoming(found, whole)
-        value.add_incoming(other, part)
-        values.append(value)
+    values = emit.load_rows(places, rows, keys, nothing, itemsize)
     columns = emit.transposed([_converted(emit, name, value) for value in values])
     minus_infinity = ir.Constant(emit.vector, [-math.inf] * lanes)
     end = builder.append_basic_block("end")

@@ -6,21 +6,35 @@ by, and the output is divided by the row sum once, at the end. Lines refer to th
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
 
-from .accumulate import accumulate
+from .accumulate import add_columns
 from .amx_memory import DEPTH, size_of_packed
 from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
-from .memory import ROWS, aligned, first_address, row_address, store
+from .memory import ROWS, aligned, first_address, prefetch_rows, row_address, store
 from .microkernel import multiply, padded, round_up
 from .narrow import write_narrow
-from .packing import load_pairs, load_transposed, pair_lanes, size_of_pairs
-from .softmax import begin_maxima, exponentiate, init_state, rescale, resume_state, row_max
+from .packing import (
+    has_nonfinite,
+    load_pairs,
+    load_panel,
+    pair_lanes,
+    size_of_pairs,
+    store_panel,
+)
+from .softmax import (
+    begin_maxima,
+    exponentiate,
+    finish_state,
+    init_state,
+    rescale,
+    resume_state,
+    row_max,
+)
 from .structs import Struct
 from .tile import (
     EMPTY,
@@ -49,15 +63,17 @@ Array = np.ndarray[Any, Any]
 class ForwardScratch(NamedTuple):
     """What one thread needs to work on tiles; tiles of scores are kept as [key, query]."""
 
-    qt: Array  # queries, as `load_transposed` leaves them
-    v_pairs: Array  # values, as `load_pairs` leaves them
+    qt: Array  # queries, as `load_columns` leaves them
     s: Array  # scores, then probabilities
     z: Array  # dropout factors
     wide: Array  # rows of 16-bit floats, widened
-    packed: Array  # for products by tiles
+    v_wide: Array
+    v_pairs: Array  # values, as `load_pairs` leaves them, for products by tiles
+    rows: Array  # what these products add, a row for each query
+    packed: Array  # likewise
     words: Array  # of the generator, (4, lanes)
     seen: Array  # which pairs take part
-    acc: Array  # output before it is normalised, (lanes, columns)
+    acc: Array  # output before it is normalised, (columns, lanes) of each panel
     m: Array
     m_new: Array
     l: Array
@@ -76,7 +92,7 @@ def forward_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         ForwardScratch,
-        (*(tile,) * 6, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
+        (*(tile,) * 8, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
         + (TABLE, whole_rows(number))
         + (TABLE, of_mask) * 2,
     )
@@ -89,21 +105,25 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
     panel = min(lanes, sizes.panel)
     cells = sizes.block_kv * panel
     dropped = cells if sizes.drops else 0
-    pairs = size_of_pairs(sizes.block_kv, columns, sizes.itemsize)
+    pairs = size_of_pairs(sizes.block_kv, columns, sizes.itemsize) if sizes.uses_tiles else 0
+    sums = panel * columns if sizes.uses_tiles else 0
     queries = size_of_pairs(sizes.d, lanes, sizes.itemsize)
     rows = max(sizes.block_kv, panel) if sizes.widens else 0
     wide = rows * max(columns, round_up(sizes.d, sizes.lanes_per_vector))
+    wide_v = sizes.block_kv * columns if sizes.widens else 0
     by_tiles = size_of_packed(sizes, panel)
-    qt, v_pairs, s, z, wide_rows, packed, acc, m, m_new, l = aligned(
-        (queries, pairs, cells, dropped, wide, by_tiles, lanes * columns, lanes, panel, lanes),
-        number,
-    )
+    qt, s, z, wide_rows, v_rows, v_pairs, rows_of_tiles, packed, acc, m, m_new, l = aligned(
+        (queries, cells, dropped, wide, wide_v, pairs, sums, by_tiles, lanes * columns, lanes,
+         panel, lanes), number
+    )  # fmt: skip
     return ForwardScratch(
         qt,
-        v_pairs,
         s,
         z,
         wide_rows,
+        v_rows,
+        v_pairs,
+        rows_of_tiles,
         packed,
         np.empty((4, panel if sizes.drops else 0), np.uint32),
         np.empty(cells if sizes.may_mask else 0, np.bool_),
@@ -138,11 +158,13 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
     pair = pair_lanes(itemsize)
     columns, width = padded(shape.d_v, vector), padded(shape.d, vector)
     widen, wide = changes.pointers.widen, scratch.wide
+    prefetch = changes.pointers.prefetch
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
     symbols, edges = scratch.symbols, scratch.edges
     packed = first_address(scratch.packed)
     is_changed = changes.score.code.shape[0]
+    by_tiles = changes.pointers.product != changes.pointers.fallback
 
     for item in range(first, last):
         b = work[item // shape.heads, 0]
@@ -152,22 +174,32 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
         ni = min(shape.block_q, shape.len_q[b] - i0)
         count = 0
 
+        # Short heads come and go faster than what they read from memory, so that of the next one is
+        # loaded ahead: keys here, and with each panel of queries one of its panels.
+        next_b = next_h = -1
+        if item + 1 < last and ni == shape.len_q[b]:
+            next_b, next_h = work[(item + 1) // shape.heads, 0], (item + 1) % shape.heads
+            ahead = min(shape.len_k[next_b], shape.block_kv)
+            prefetch_rows(prefetch, k, next_b, next_h // shape.group, 0, ahead, shape.d)
+            prefetch_rows(prefetch, v, next_b, next_h // shape.group, 0, ahead, shape.d_v)
         # 1 load q
         for p0 in range(0, ni, changes.panel):
             n = min(changes.panel, ni - p0)
             lanes = padded(n, vector)
             qt = first_address(scratch.qt) + p0 * shape.d * itemsize
             row, size = find_rows_at(widen, q, b, h, i0 + p0, n, shape.d, width, wide)
-            load_transposed(row, size * itemsize, n, lanes, shape.d, itemsize, qt, zero)
+            rows = (row, size * itemsize, n, lanes, shape.d, itemsize, qt, 0, zero)
+            load_panel(changes.pointers.load, rows)
         init_state(scratch.m, scratch.l, scratch.acc, padded(ni, vector), columns, sink[h])
         if resumes:
-            resume_state(
-                scratch.m, scratch.l, scratch.acc, columns, out, lse, b, h, i0, ni, shape.d_v,
-                itemsize,
-            )  # fmt: skip
+            for p0 in range(0, ni, changes.panel):
+                n = min(changes.panel, ni - p0)
+                m, l, acc = scratch.m[p0:], scratch.l[p0:], scratch.acc[p0 * columns :]
+                lanes = padded(n, vector)
+                resume_state(m, l, acc, lanes, out, lse, b, h, i0 + p0, n, shape.d_v, itemsize)
         for j0 in range(0, shape.len_k[b], shape.block_kv):
             nj = min(shape.block_kv, shape.len_k[b] - j0)
-            is_visited = k_place = k_row = careful = 0
+            is_visited = k_place = k_row = v_place = v_row = careful = 0
             for p0 in range(0, ni, changes.panel):
                 n = min(changes.panel, ni - p0)
                 lanes = padded(n, vector)
@@ -176,18 +208,28 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                 if class_of_tile(changes, symbols, n, nj, edges, ri, rf) == EMPTY:
                     continue
                 if not is_visited:
-                    row, size = find_rows_at(widen, v, b, h_kv, j0, nj, shape.d_v, columns, wide)
-                    careful = changes.may_mask & load_pairs(
-                        row, size * itemsize, nj, columns, itemsize, scratch.v_pairs
+                    v_place, v_row = find_rows_at(
+                        widen, v, b, h_kv, j0, nj, shape.d_v, columns, scratch.v_wide
                     )
+                    if changes.may_mask:
+                        careful = has_nonfinite(
+                            v_place, v_row * itemsize, nj, shape.d_v, itemsize, zero
+                        )
+                    if by_tiles:
+                        size = v_row * itemsize
+                        load_pairs(v_place, size, nj, columns, itemsize, scratch.v_pairs)
                     k_place, k_row = find_rows_at(widen, k, b, h_kv, j0, nj, shape.d, width, wide)
                 is_visited = 1
                 if careful:
                     include_all(edges, nj)
                 begin, end = edges[FIRST], edges[LAST]
-                m, l, acc = scratch.m[p0:], scratch.l[p0:], scratch.acc[p0 * columns :]
+                m, l = scratch.m[p0:], scratch.l[p0:]
                 qt = first_address(scratch.qt) + p0 * shape.d * itemsize
 
+                if j0 == 0 and next_b >= 0:
+                    ahead = min(n, shape.len_q[next_b] - p0)
+                    prefetch_rows(prefetch, q, next_b, next_h, p0, ahead, shape.d)
+                    prefetch_rows(prefetch, out, next_b, next_h, p0, ahead, shape.d_v)
                 # 2 scores
                 begin_maxima(m, lanes, m_new)
                 for part in range(3):
@@ -219,7 +261,8 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                 for side in (FIRST, WHOLE_LAST):
                     row_max(s, max(edges[side], begin), min(edges[side + 1], end), lanes, m_new)
                 # 6 rescale
-                rescale(m, m_new, l, acc, lanes, columns, shape.log2_e)
+                acc = first_address(scratch.acc) + p0 * columns * itemsize
+                rescale(m, m_new, l, acc, lanes, shape.d_v, itemsize, shape.log2_e)
                 exponentiate(s, begin, end, lanes, m, l, shape.log2_e)
                 # 7 accumulate p v
                 if shape.drop_below:
@@ -227,30 +270,35 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                     dropout_factors(shape, changes, b, h, i0 + p0, n, j0, nj, lanes, z, words)
                     scale_tile(s, z, begin * lanes, end * lanes)
                 weighted = (
-                    one, changes.pointers.product, first_address(s) + begin * lanes * itemsize, 1,
-                    lanes, n, end - begin, begin % DEPTH,
-                    first_address(scratch.v_pairs) + begin * pair * itemsize, nj * pair, columns,
-                    itemsize, first_address(acc), columns, 0, careful, seen, packed,
+                    changes.pointers, one, first_address(s) + begin * lanes * itemsize, lanes, n,
+                    end - begin, begin % DEPTH, v_place + begin * v_row * itemsize, v_row,
+                    first_address(scratch.v_pairs) + begin * pair * itemsize, nj * pair, shape.d_v,
+                    columns, itemsize, acc, careful, seen, first_address(scratch.rows), packed,
                 )  # fmt: skip
-                accumulate(changes.pointers.accumulate, weighted)
+                add_columns(changes.pointers.columns, weighted)
             count += is_visited
 
-        for i in range(ni):
+        for p0 in range(0, ni, changes.panel):
+            n = min(changes.panel, ni - p0)
+            lanes = padded(n, vector)
+            m, l, acc = scratch.m[p0:], scratch.l[p0:], scratch.acc[p0 * columns :]
+            finish_state(m, l, lanes, s, m_new)
             # 8 normalise
-            empty = scratch.l[i] == 0
-            inverse = zero if empty else one / scratch.l[i]
-            target = row_address(out, b, h, i0 + i)
+            target, size = row_address(out, b, h, i0 + p0), out.row * itemsize
             if out.kind != NATIVE:
-                target = first_address(scratch.acc) + i * columns * itemsize
-            for d in range(shape.d_v):
-                store(target + d * itemsize, scratch.acc[i * columns + d] * inverse)
-            # 9 store lse
-            natural = -math.inf if empty else scratch.m[i] + math.log(scratch.l[i])
-            store(row_address(lse, b, h, i0 + i), sink.dtype.type(natural))
-        if out.kind != NATIVE:
-            rounded = (
-                first_address(scratch.acc), columns * itemsize, ni, shape.d_v,
-                row_address(out, b, h, i0), out.row * out.itemsize,
+                target, size = first_address(wide), columns * itemsize
+            normalised = (
+                first_address(acc), n, lanes, shape.d_v, itemsize, first_address(s), target, size,
+                zero,
             )  # fmt: skip
-            write_narrow(changes.pointers.narrow, rounded)
+            store_panel(changes.pointers.store, normalised)
+            if out.kind != NATIVE:
+                rounded = (
+                    target, size, n, shape.d_v, row_address(out, b, h, i0 + p0),
+                    out.row * out.itemsize,
+                )  # fmt: skip
+                write_narrow(changes.pointers.narrow, rounded)
+            # 9 store lse
+            for i in range(n):
+                store(row_address(lse, b, h, i0 + p0 + i), m_new[i])
         visited[item] = count

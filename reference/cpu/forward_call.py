@@ -46,7 +46,7 @@ class ForwardCall(PreparedCall):
         super().__init__(layout, programs)
         self._q = Operand(layout, q, scratch, False, widened=True)
         self._k = Operand(layout, k, scratch, False, widened=True, keys=True)
-        self._v = Operand(layout, v, scratch, True, widened=True, keys=True)
+        self._v = Operand(layout, v, scratch, False, widened=True, keys=True)
         self._out = Result(layout, out, scratch, narrow=pointers.narrow)
         self._lse = Result(layout, lse[..., None], scratch)
         assert not resumes or layout.readable(out, whole_vectors=False)

@@ -52,7 +52,8 @@ class GradientScratch(NamedTuple):
     k_wide: Array  # rows of 16-bit floats, widened: the tile's keys, its values, its queries
     v_wide: Array
     q_wide: Array
-    packed: Array  # for products by tiles
+    rows: Array  # what products by tiles add to dq, a row for each query
+    packed: Array  # for these products
     symbols: Array
     edges: Array  # of the tile's keys, see `tile.FIRST`
     score_ri: Array
@@ -70,7 +71,7 @@ def gradient_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         GradientScratch,
-        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 6, INTS, INTS)
+        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 7, INTS, INTS)
         + (TABLE, whole_rows(number)) * 2
         + (TABLE, of_mask) * 2,
     )
@@ -84,9 +85,9 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
     wide, wide_v = (round_up(columns, sizes.lanes_per_vector) for columns in (sizes.d, sizes.d_v))
     rows_q, rows_k = (sizes.widens * rows for rows in (lanes, sizes.block_kv))
     by_tiles = size_of_packed(sizes, lanes)
-    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide, packed = aligned(
+    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide, rows, packed = aligned(
         (cells, cells, dropped, changed, lanes, lanes, rows_k * wide, rows_k * wide_v,
-         rows_q * max(wide, wide_v), by_tiles), number
+         rows_q * max(wide, wide_v), sizes.uses_tiles * lanes * wide, by_tiles), number
     )  # fmt: skip
     return GradientScratch(
         p,
@@ -100,6 +101,7 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
         k_wide,
         v_wide,
         q_wide,
+        rows,
         packed,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
@@ -172,7 +174,7 @@ def fill_gradient_tile(
     """Fill scratch.p with p (after dropout) and scratch.ds with the gradient of the changed scores.
 
     They are filled for the keys between the ends of `scratch.edges`. `qt` and `dot` are addresses
-    of the tile's queries and output gradients as `load_transposed` leaves them; `k` and `v` are
+    of the tile's queries and output gradients as `load_columns` leaves them; `k` and `v` are
     those of its keys and values, whose rows begin `k_row` and `v_row` elements apart. Where scores
     are changed, scratch.slope is their derivative: the gradient of the scores themselves is
     ds * slope. With `careful`, scratch.seen says which pairs take part.

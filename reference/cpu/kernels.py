@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .accumulate import accumulate_product
+from .accumulate import accumulate_columns, accumulate_product, columns_by_tiles
 from .amx import NONE, tile_unit
 from .amx_product import UNITS
 from .arguments import FunctionPointers
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import backward_delta
-from .backward_panels import backward_panels
 from .bias import add_bias
 from .bias_gradient import sum_bias_parts
 from .checksum import checksum
@@ -24,9 +23,11 @@ from .gradient_tile import fill_gradient_tile
 from .hadamard import hadamard
 from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Problem, Programs
+from .memory import load_ahead
 from .merge import merge
 from .microkernel import product
 from .narrow import halve_rows, narrow_rows
+from .packing import load_columns, store_columns
 from .program import run
 from .quantize import quantize
 from .rows_product import PRODUCTS
@@ -43,14 +44,14 @@ from .widen import BFLOAT16, FLOAT16, NATIVE, widen_rows
 _FLOAT32 = np.dtype(np.float32)
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
 _OF_INTEGERS = (*_CLASSES, checksum)
-_BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
+_BY_TILES = (columns_by_tiles, *(each for unit in UNITS.values() for each in unit))
 _BY_ROWS = tuple(each for products in PRODUCTS.values() for each in products)
 _NARROW = {BFLOAT16: narrow_rows, FLOAT16: halve_rows}
 KERNELS = (
-    forward, backward_delta, backward_panels, backward_dkdv, backward_dq, sum_bias_parts, combine,
-    product, accumulate_product, run, score_by_program, add_bias, mask_by_program,
-    mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
-    narrow_rows, halve_rows,
+    forward, backward_delta, backward_dkdv, backward_dq, sum_bias_parts, combine, product,
+    accumulate_product, accumulate_columns, load_columns, store_columns, load_ahead, run,
+    score_by_program, add_bias, mask_by_program, mask_by_ranges, draw_dropout,
+    fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
     *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
@@ -79,15 +80,19 @@ def called_kernels(
         called["dropout"] = draw_dropout, number
     if backward:
         called["gradient"] = fill_gradient_tile, number
+        called["accumulate"] = accumulate_product, number
     return called
 
 
 def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
     """Return the kernels that multiply operands whose elements are stored in some way."""
-    found = {"product": product, "accumulate": accumulate_product, "fallback": product}
+    found = {
+        "product": product, "columns": accumulate_columns, "fallback": product,
+        "load": load_columns, "store": store_columns, "prefetch": load_ahead,
+    }  # fmt: skip
     unit = tile_unit() if kind == BFLOAT16 and number == _FLOAT32 else NONE
     if unit != NONE:
-        found |= UNITS[unit]._asdict()
+        found |= UNITS[unit]._asdict() | {"columns": columns_by_tiles}
     if kind != NATIVE and number == _FLOAT32:
         found["narrow"] = _NARROW[kind]
     return {name: (kernel, number) for name, kernel in found.items()}
@@ -98,7 +103,7 @@ def made_ready(
 ) -> FunctionPointers:
     """Compile what is missing; return the addresses of the kernels that others call."""
     number = problem.accumulator
-    called = {**_products(number, kind), **called}
+    called = {**called, **_products(number, kind)}
     prepare([*called.values(), *((kernel, number) for kernel in kernels)])
     return pointers_to(called)
 

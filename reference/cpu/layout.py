@@ -18,7 +18,7 @@ import numpy as np
 from . import philox
 from .addresses import address
 from .arguments import NO_RANGES, KeyRanges, Shape
-from .memory import Rows
+from .memory import LINE, Rows
 from .microkernel import vector_lanes
 from .packing import lanes_of_pair
 from .program import Program
@@ -282,12 +282,14 @@ class Layout:
         return len(starts), members, starts
 
     def panels(self, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
-        """Return memory for every block of queries as pairs of columns, and where blocks lie."""
+        """Return memory for (depth, queries) of every block of queries, and where blocks lie."""
         lanes = self.panel_lanes()
         head, first = depth * int(lanes.sum()), depth * (np.cumsum(lanes) - lanes)
-        memory = scratch.empty((self.problem.heads, head), self.number)
+        spare = LINE // self.itemsize  # blocks begin at cache lines
+        memory = scratch.empty((self.problem.heads * head + spare,), self.number)
+        place = address(memory) + -address(memory) % LINE
         block = depth * self._in_pairs(self.block_q)
-        return memory, Rows(address(memory), first, head, block, self.itemsize, NATIVE)
+        return memory, Rows(place, first, head, block, self.itemsize, NATIVE)
 
     def panel_lanes(self) -> Array:
         """Return the columns of all blocks of every batch entry."""

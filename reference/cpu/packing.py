@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import helper
-from .memory import first_address, load, store
+from .jit import caller, helper, kernel, takes
+from .memory import first_address
 from .microkernel import VECTOR_BYTES, round_up
 from .vectors import INT, Emitter, emit_loop
 
@@ -33,6 +33,36 @@ def size_of_pairs(rows: int, columns: int, itemsize: int) -> int:
     return rows * round_up(columns, lanes_of_pair(itemsize))
 
 
+class _Search:
+    """Emits the search for NaN and infinity: numbers whose bits are those of infinity or more."""
+
+    def __init__(self, emit: Emitter) -> None:
+        self.emit = emit
+        word = ir.IntType(8 * emit.itemsize)
+        self.kind = ir.VectorType(word, emit.lanes)
+        self.largest, self.infinite = (
+            ir.Constant(self.kind, [bits] * emit.lanes)
+            for bits in (
+                (0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000) if emit.itemsize == 8
+                else (0x7FFFFFFF, 0x7F800000)
+            )
+        )  # fmt: skip
+        self.begin = ir.Constant(self.kind, [0] * emit.lanes)
+
+    def join(self, found: Any, value: Any) -> Any:
+        """Return the larger bits of those before and of a vector's magnitudes."""
+        builder = self.emit.builder
+        bits = builder.and_(builder.bitcast(value, self.kind), self.largest)
+        return builder.select(builder.icmp_unsigned(">", bits, found), bits, found)
+
+    def end(self, found: Any) -> Any:
+        """Return 1 if a lane is not finite, else 0."""
+        builder = self.emit.builder
+        flags = builder.icmp_unsigned(">=", found, self.infinite)
+        lanes = builder.bitcast(flags, ir.IntType(self.emit.lanes))
+        return builder.zext(builder.icmp_unsigned("!=", lanes, lanes.type(0)), INT)
+
+
 def _pair_copier(vectors: int) -> Callable[..., Any]:
     """Make the function that copies some vectors of every row to where its pair lies."""
 
@@ -44,24 +74,20 @@ def _pair_copier(vectors: int) -> Callable[..., Any]:
             source, row_size, rows, target, _ = args
             emit = Emitter(builder, context.get_value_type(sig.args[4]))
 
-            def step(j, sums):
+            search = _Search(emit)
+
+            def step(j, values):
                 row = builder.add(source, builder.mul(row_size, j))
                 place = builder.add(target, builder.mul(INT(2 * VECTOR_BYTES), j))
-                updated = []
-                for n, total in enumerate(sums):
+                (found,) = values
+                for n in range(vectors):
                     offset = INT(n * VECTOR_BYTES)
                     value = emit.load(builder.add(row, offset))
                     emit.store(value, builder.add(place, offset))
-                    updated.append(emit.multiply_add(value, emit.zero, total))
-                return updated
+                    found = search.join(found, value)
+                return [found]
 
-            # Finite numbers times 0 add up to 0, and others to NaN.
-            total, *more = emit_loop(builder, rows, [emit.zero] * vectors, step)
-            for other in more:
-                total = builder.fadd(total, other)
-            is_nan = builder.fcmp_unordered("uno", total, total)
-            lanes = builder.bitcast(is_nan, ir.IntType(emit.lanes))
-            return builder.zext(builder.icmp_unsigned("!=", lanes, lanes.type(0)), INT)
+            return search.end(*emit_loop(builder, rows, [search.begin], step))
 
         return types.int64(*[types.int64] * 4, like), codegen
 
@@ -90,6 +116,114 @@ def load_pairs(source, row_size, rows, columns, itemsize, target):
 
 
 @intrinsic
+def _search_vectors(typingctx, source, row_size, rows, columns, like):
+    """Return 1 if one of the first columns, at most a vector, has NaN or infinity, else 0."""
+
+    def codegen(context, builder, sig, args):
+        source, row_size, rows, columns, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[4]))
+        mask, search = emit.first_lanes(columns), _Search(emit)
+
+        def step(j, values):
+            place = builder.add(source, builder.mul(row_size, j))
+            value = emit.load_some(place, mask, emit.zero, emit.itemsize)
+            return [search.join(values[0], value)]
+
+        return search.end(*emit_loop(builder, rows, [search.begin], step))
+
+    return types.int64(*[types.int64] * 4, like), codegen
+
+
+@helper
+def has_nonfinite(source, row_size, rows, columns, itemsize, like):
+    """Return whether any element of some rows is NaN or infinite, as 1 or 0."""
+    found, lanes = 0, VECTOR_BYTES // itemsize
+    for d in range(0, columns, lanes):
+        found |= _search_vectors(source + d * itemsize, row_size, rows, columns - d, like)
+    return found
+
+
+def _square_turner(adds: bool) -> Callable[..., Any]:
+    """Make the function that writes the columns of a square as rows, or adds them to rows."""
+
+    @intrinsic
+    def turn(typingctx, source, row_size, rows, columns, target, step, pairs, like):
+        """Write as many columns as there are, `step` bytes apart; rows that are not there are 0.
+
+        Where `pairs` is an address, the rows are copied there, each as a vector of a pair. Return 1
+        if one has NaN or infinity.
+        """
+
+        def codegen(context, builder, sig, args):
+            source, row_size, rows, columns, target, step, pairs, _ = args
+            emit = Emitter(builder, context.get_value_type(sig.args[7]))
+            places = [builder.add(source, builder.mul(row_size, INT(i))) for i in range(emit.lanes)]
+            values = emit.load_rows(places, rows, columns, emit.zero, emit.itemsize)
+            search = _Search(emit)
+            found = search.begin
+            for value in values:
+                found = search.join(found, value)
+            if not adds:
+                copy, go_on = (builder.append_basic_block(name) for name in ("copy", "go_on"))
+                builder.cbranch(builder.icmp_signed("!=", pairs, INT(0)), copy, go_on)
+                builder.position_at_end(copy)
+                emit.store_rows(values, rows, pairs, INT(2 * VECTOR_BYTES))
+                builder.branch(go_on)
+                builder.position_at_end(go_on)
+            turned = emit.transposed(values)
+            if adds:
+                last = builder.sub(columns, INT(1))
+                for n, value in enumerate(turned):
+                    is_there = builder.icmp_signed("<", INT(n), columns)
+                    place = builder.mul(step, builder.select(is_there, INT(n), last))
+                    turned[n] = builder.fadd(emit.load(builder.add(target, place)), value)
+            emit.store_rows(turned, columns, target, step)
+            return search.end(found)
+
+        return types.int64(*[types.int64] * 7, like), codegen
+
+    function: Callable[..., Any] = turn
+    return function
+
+
+_turn, _turn_and_add = _square_turner(adds=False), _square_turner(adds=True)
+
+
+@intrinsic
+def _turn_back(typingctx, source, step, rows, columns, factor, target, row_size, like):
+    """Write the columns of a square, of which the first are there, as rows; multiplied by factors.
+
+    There are as many vectors at `source`, `step` bytes apart, as `columns` of the result, and a
+    vector of factors, one for each of its rows.
+    """
+
+    def codegen(context, builder, sig, args):
+        source, step, rows, columns, factor, target, row_size, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[7]))
+        factors, last = emit.load(factor), builder.sub(columns, INT(1))
+        values = []
+        for n in range(emit.lanes):
+            is_there = builder.icmp_signed("<", INT(n), columns)
+            place = builder.mul(step, builder.select(is_there, INT(n), last))
+            values.append(builder.fmul(emit.load(builder.add(source, place)), factors))
+        turned = emit.transposed(values)
+        whole, part = builder.append_basic_block("whole"), builder.append_basic_block("part")
+        end = builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed(">=", columns, INT(emit.lanes)), whole, part)
+        builder.position_at_end(whole)
+        emit.store_rows(turned, rows, target, row_size)
+        builder.branch(end)
+        builder.position_at_end(part)
+        mask = emit.first_lanes(columns)
+        emit.store_rows(turned, rows, target, row_size, mask)
+        builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7, like), codegen
+
+
+@intrinsic
 def transpose_square(typingctx, source, row_size, target, step, like):
     """Write the columns of a square of one vector's length as rows, `step` bytes apart."""
 
@@ -104,35 +238,89 @@ def transpose_square(typingctx, source, row_size, target, step, like):
     return types.void(*[types.int64] * 4, like), codegen
 
 
-@helper
-def load_transposed(source, row_size, count, lanes, depth, itemsize, target, zero):
-    """Load `count` rows as pairs of columns (depth, pair); the columns up to `lanes` are 0."""
-    pair, vector = pair_lanes(itemsize), VECTOR_BYTES // itemsize
-    whole = depth // vector * vector
-    step = pair * itemsize
-    for i in range(0, lanes, vector):
+_takes_panel = takes(lambda number: (*(types.int64,) * 8, number))
+
+
+@_takes_panel
+@kernel
+def load_columns(source, row_size, count, lanes, depth, itemsize, target, pairs, like):
+    """Load `count` rows as pairs of columns (depth, pair); the columns up to `lanes` are 0.
+
+    Where `pairs` is an address, the rows are written there as `load_pairs` does, and filled with 0
+    up to whole vectors. Returns whether any element is NaN or infinite, as 1 or 0.
+    """
+    pair, square = pair_lanes(itemsize), VECTOR_BYTES // itemsize
+    step, nonfinite = pair * itemsize, 0
+    for i in range(0, lanes, square):
         begin = target + (i // pair * pair * depth + i % pair) * itemsize
-        first = 0
-        if i + vector <= count:
-            for d in range(0, whole, vector):
-                place = source + i * row_size + d * itemsize
-                transpose_square(place, row_size, begin + d * step, step, zero)
-            first = whole
-        for d in range(first, depth):
-            for n in range(min(vector, lanes - i)):
-                value = zero
-                if i + n < count:
-                    value = load(source + (i + n) * row_size + d * itemsize, zero)
-                store(begin + d * step + n * itemsize, value)
+        for d in range(0, depth, square):
+            row = 0
+            if pairs and i < count:
+                row = pairs + (d // pair * pair * count + i * pair + d % pair) * itemsize
+            place = source + i * row_size + d * itemsize
+            nonfinite |= _turn(
+                place, row_size, count - i, depth - d, begin + d * step, step, row, like
+            )
+    return nonfinite
+
+
+@_takes_panel
+@kernel
+def store_columns(source, count, lanes, depth, itemsize, factors, target, row_size, like):
+    """Write `count` columns of `depth` rows of so many lanes as rows, `row_size` bytes apart.
+
+    They are multiplied by the factors at an address, one for each lane.
+    """
+    square = VECTOR_BYTES // itemsize
+    for i in range(0, count, square):
+        for d in range(0, depth, square):
+            _turn_back(
+                source + (d * lanes + i) * itemsize, lanes * itemsize, count - i, depth - d,
+                factors + i * itemsize, target + i * row_size + d * itemsize, row_size, like,
+            )  # fmt: skip
+
+
+load_panel, store_panel = caller(load_columns, types.int64), caller(store_columns)
+
+
+@helper
+def add_transposed(source, row_size, count, lanes, depth, itemsize, target, zero):
+    """Add `count` rows to columns (depth, lanes)."""
+    square, step = VECTOR_BYTES // itemsize, lanes * itemsize
+    for i in range(0, count, square):
+        for d in range(0, depth, square):
+            place = source + i * row_size + d * itemsize
+            _turn_and_add(
+                place, row_size, count - i, depth - d, target + (d * lanes + i) * itemsize, step, 0,
+                zero,
+            )  # fmt: skip
+
+
+@intrinsic
+def _store_vectors(typingctx, source, rows, columns, factor, target, row_size):
+    """Write vectors, a pair's size apart, as the first columns of rows; multiplied by a factor."""
+
+    def codegen(context, builder, sig, args):
+        source, rows, columns, factor, target, row_size = args
+        emit = Emitter(builder, context.get_value_type(sig.args[3]))
+        factors, mask = emit.splat(factor), emit.first_lanes(columns)
+
+        def step(j, values):
+            value = emit.load(builder.add(source, builder.mul(INT(2 * VECTOR_BYTES), j)))
+            place = builder.add(target, builder.mul(row_size, j))
+            emit.store_some(builder.fmul(value, factors), place, mask)
+            return []
+
+        emit_loop(builder, rows, [], step)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, factor, *[types.int64] * 2), codegen
 
 
 @helper
 def store_pairs(source, rows, columns, itemsize, factor, target, row_size):
     """Write rows that lie as pairs of vectors, multiplied by a factor, `row_size` bytes apart."""
-    width = pair_lanes(itemsize)
-    for d in range(0, columns, width):
-        for j in range(rows):
-            begin = d * rows + j * width
-            place = target + j * row_size + d * itemsize
-            for n in range(min(width, columns - d)):
-                store(place + n * itemsize, source[begin + n] * factor)
+    pair, lanes = pair_lanes(itemsize), VECTOR_BYTES // itemsize
+    for d in range(0, columns, lanes):
+        place = source + (d // pair * pair * rows + d % pair) * itemsize
+        _store_vectors(place, rows, columns - d, factor, target + d * itemsize, row_size)

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .elementary import exp2
+from .elementary import emit_log
 from .jit import helper
 from .memory import first_address, load, row_address
 from .microkernel import VECTOR_BYTES
@@ -21,17 +21,17 @@ from .vectors import Emitter, emit_exp2, emit_loop
 
 
 @helper
-def init_state(m, l, acc, lanes, columns, sink):
+def init_state(m, l, acc, lanes, depth, sink):
     """Begin with nothing seen, or with the sink: one key of that logit and value 0."""
     for i in range(lanes):
         m[i] = sink
         l[i] = 0 if sink == -math.inf else 1
-    for n in range(lanes * columns):
+    for n in range(lanes * depth):
         acc[n] = 0
 
 
 @helper
-def resume_state(m, l, acc, columns, out, lse, b, h, i0, count, d_v, itemsize):
+def resume_state(m, l, acc, lanes, out, lse, b, h, i0, count, d_v, itemsize):
     """Begin with what `out` and `lse` say of other keys: as one key of that logit and value."""
     like = m.dtype.type(0)
     for i in range(count):
@@ -39,7 +39,7 @@ def resume_state(m, l, acc, columns, out, lse, b, h, i0, count, d_v, itemsize):
         l[i] = 0 if m[i] == -math.inf else 1
         row = row_address(out, b, h, i0 + i)
         for d in range(d_v):
-            acc[i * columns + d] = load(row + d * itemsize, like) if l[i] else like
+            acc[d * lanes + i] = load(row + d * itemsize, like) if l[i] else like
 
 
 @helper
@@ -78,17 +78,74 @@ def row_max(s, first, last, lanes, m_new):
         _row_max(tile + x, size, last - first, maxima + x, like)
 
 
+@intrinsic
+def _rescale(typingctx, m, m_new, l, acc, row_size, depth, log2_e):
+    """Bring a vector of maxima to the new ones, with l and the rows of acc, where one grew."""
+
+    def codegen(context, builder, sig, args):
+        m, m_new, l, acc, row_size, depth, log2_e = args
+        emit = Emitter(builder, context.get_value_type(sig.args[6]))
+        before, after = emit.load(m), emit.load(m_new)
+        grew = builder.fcmp_ordered(">", after, before)
+        lanes = builder.bitcast(grew, ir.IntType(emit.lanes))
+        some, end = builder.append_basic_block("some"), builder.append_basic_block("end")
+        builder.cbranch(builder.icmp_unsigned("!=", lanes, lanes.type(0)), some, end)
+        builder.position_at_end(some)
+        # Where a maximum stays, 0 stands for the difference, which may be that of infinities.
+        less = builder.select(grew, builder.fsub(before, after), emit.zero)
+        alpha = emit_exp2(builder, builder.fmul(less, emit.splat(log2_e)))
+        emit.store(builder.select(grew, after, before), m)
+        emit.store(builder.fmul(emit.load(l), alpha), l)
+
+        def step(d, values):
+            place = builder.add(acc, builder.mul(d, row_size))
+            emit.store(builder.fmul(emit.load(place), alpha), place)
+            return []
+
+        emit_loop(builder, depth, [], step)
+        builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, log2_e), codegen
+
+
 @helper
-def rescale(m, m_new, l, acc, lanes, columns, log2_e):
-    """Bring l and the accumulated output from the old maxima to the new ones, where they grew."""
-    for i in range(lanes):
-        if m_new[i] > m[i]:
-            alpha = exp2((m[i] - m_new[i]) * log2_e)
-            l[i] *= alpha
-            row = acc[i * columns : (i + 1) * columns]
-            for d in range(columns):
-                row[d] *= alpha
-            m[i] = m_new[i]
+def rescale(m, m_new, l, acc, lanes, depth, itemsize, log2_e):
+    """Bring l and the output at `acc`, (depth, lanes), from the old maxima to the new ones."""
+    size = lanes * itemsize
+    old, new, sums = first_address(m), first_address(m_new), first_address(l)
+    for x in range(0, size, VECTOR_BYTES):
+        _rescale(old + x, new + x, sums + x, acc + x, size, depth, log2_e)
+
+
+@intrinsic
+def _finish(typingctx, m, l, inverse, lse, like):
+    """Write 1 / l and m + log l of a vector; 0 and -inf where l is 0."""
+
+    def codegen(context, builder, sig, args):
+        m, l, inverse, lse, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[4]))
+        largest, total = emit.load(m), emit.load(l)
+        one = ir.Constant(emit.vector, [1.0] * emit.lanes)
+        nothing = ir.Constant(emit.vector, [-math.inf] * emit.lanes)
+        empty = builder.fcmp_ordered("==", total, emit.zero)
+        emit.store(builder.select(empty, emit.zero, builder.fdiv(one, total)), inverse)
+        natural = builder.fadd(largest, emit_log(builder, total))
+        emit.store(builder.select(empty, nothing, natural), lse)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, like), codegen
+
+
+@helper
+def finish_state(m, l, lanes, inverse, lse):
+    """Write 1 / l and m + log l, by lanes; 0 and -inf where nothing was seen."""
+    itemsize, like = m.itemsize, m.dtype.type(0)
+    largest, sums = first_address(m), first_address(l)
+    factors, logs = first_address(inverse), first_address(lse)
+    for x in range(0, lanes * itemsize, VECTOR_BYTES):
+        _finish(largest + x, sums + x, factors + x, logs + x, like)
 
 
 @intrinsic

@@ -143,15 +143,75 @@ class Emitter:
 
         Nothing is read for these lanes. `itemsize` is that of its elements.
         """
-        kind, builder = default.type, self.builder
+        kind, pointer = default.type, default.type.as_pointer()
+        function = self._masked("load", kind, itemsize, (pointer, LANE, mask.type, kind), kind)
+        where = self.builder.inttoptr(place, pointer)
+        return self.builder.call(function, (where, LANE(itemsize), mask, default))
+
+    def store_some(self, value: Any, place: Any, mask: Any) -> None:
+        """Write a vector's lanes with `mask` at an address."""
+        kind, pointer = value.type, value.type.as_pointer()
+        takes = kind, pointer, LANE, mask.type
+        function = self._masked("store", kind, self.itemsize, takes, ir.VoidType())
+        where = self.builder.inttoptr(place, pointer)
+        self.builder.call(function, (value, where, LANE(self.itemsize), mask))
+
+    def _masked(self, what: str, kind: Any, itemsize: int, takes: Any, returns: Any) -> Any:
+        """Return LLVM's function that loads or stores some lanes of a vector."""
         code = {2: "i16", 4: "f32", 8: "f64"}[itemsize]
-        name = f"llvm.masked.load.v{kind.count}{code}.p0"
-        pointer = kind.as_pointer()
-        function = builder.module.globals.get(name) or ir.Function(
-            builder.module, ir.FunctionType(kind, (pointer, LANE, mask.type, kind)), name
+        name, module = f"llvm.masked.{what}.v{kind.count}{code}.p0", self.builder.module
+        return module.globals.get(name) or ir.Function(
+            module, ir.FunctionType(returns, takes), name
         )
-        where = builder.inttoptr(place, pointer)
-        return builder.call(function, (where, LANE(itemsize), mask, default))
+
+    def load_rows(self, places: list[Any], rows: Any, columns: Any, zero: Any, size: int) -> Any:
+        """Return the vectors at some addresses: of the first `rows`, and their first `columns`.
+
+        The others are `zero`, and nothing is read for them. `size` is that of an element.
+        """
+        builder, kind, lanes = self.builder, zero.type, self.lanes
+        whole, part = builder.append_basic_block("whole"), builder.append_basic_block("part")
+        read = builder.append_basic_block("read")
+        all_rows = builder.icmp_signed(">=", rows, INT(len(places)))
+        all_columns = builder.icmp_signed(">=", columns, INT(lanes))
+        builder.cbranch(builder.and_(all_rows, all_columns), whole, part)
+        builder.position_at_end(whole)
+        found = []
+        for place in places:
+            value = builder.load(builder.inttoptr(place, kind.as_pointer()))
+            value.align = size
+            found.append(value)
+        builder.branch(read)
+        builder.position_at_end(part)
+        mask = self.first_lanes(columns)
+        none, others = ir.Constant(mask.type, [0] * lanes), []
+        for n, place in enumerate(places):
+            seen = builder.select(builder.icmp_signed("<", INT(n), rows), mask, none)
+            others.append(self.load_some(place, seen, zero, size))
+        builder.branch(read)
+        builder.position_at_end(read)
+        values = []
+        for value, other in zip(found, others, strict=True):
+            joined = builder.phi(kind)
+            joined.add_incoming(value, whole)
+            joined.add_incoming(other, part)
+            values.append(joined)
+        return values
+
+    def store_rows(
+        self, values: list[Any], count: Any, place: Any, step: Any, mask: Any = None
+    ) -> None:
+        """Write the first `count` vectors, at least one, `step` bytes apart; lanes with `mask`."""
+        builder, end = self.builder, self.builder.append_basic_block("end")
+        for n, value in enumerate(values):
+            target = builder.add(place, builder.mul(step, INT(n)))
+            if mask is None:
+                self.store(value, target)
+            else:
+                self.store_some(value, target, mask)
+            following = builder.append_basic_block("row") if n + 1 < len(values) else end
+            builder.cbranch(builder.icmp_signed("<", INT(n + 1), count), following, end)
+            builder.position_at_end(following)
 
     def first_lanes(self, count: Any) -> Any:
         """Return a mask of the first lanes, `count` of them or all."""
@@ -185,6 +245,11 @@ class Emitter:
         first = self.builder.insert_element(undefined, value, LANE(0))
         zeros = ir.Constant(ir.VectorType(LANE, lanes), [0] * lanes)
         return self.builder.shuffle_vector(first, undefined, zeros)
+
+    def every(self, flag: Any) -> Any:
+        """Return a mask of all lanes or of none."""
+        some = ir.Constant(ir.VectorType(ir.IntType(1), self.lanes), [1] * self.lanes)
+        return self.builder.select(flag, some, ir.Constant(some.type, [0] * self.lanes))
 
     def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
         """Return some lanes of a and, beyond a's, of b."""

@@ -38,6 +38,7 @@ def problem(kind: str) -> tuple[list[np.ndarray], dict]:
         "score": {"score_mod": scores.softcap(3.0), "bias": draw(rng, HEADS, 1, LENGTHS[1])},
         "dropout": {"mask": masks.causal(), "dropout": 0.3, "seed": 5},
         "not finite": {"mask": masks.causal()},
+        "one block": {"mask": masks.window(17, 3)},  # of keys, which the first queries do not see
         "packed": {
             "offsets": (np.array([0, 0, 50, 131]), np.array([0, 9, 41, 117])),
             "mask": masks.window(30, 30),
@@ -46,6 +47,8 @@ def problem(kind: str) -> tuple[list[np.ndarray], dict]:
     if kind == "not finite":
         arrays[2][..., -3, :] = np.nan
         arrays[3][..., -5, 1] = np.inf
+    if kind == "one block":
+        arrays[2:] = [x[..., :37, :] for x in arrays[2:]]
     if kind == "shared keys":
         arrays[2:] = [x[:1] for x in arrays[2:]]
     if kind == "shared queries":
@@ -55,9 +58,9 @@ def problem(kind: str) -> tuple[list[np.ndarray], dict]:
 
 KINDS = [
     "full", "causal", "window", "pairs", "score", "dropout", "not finite", "packed", "float16",
-    "float64", "shared keys", "shared queries",
+    "float64", "shared keys", "shared queries", "one block",
 ]  # fmt: skip
-QUICK = ["causal", "score", "not finite", "packed", "shared queries"]
+QUICK = ["causal", "score", "not finite", "packed", "shared queries", "one block"]
 BY_KIND = mostly_thorough("kind", KINDS, quick=QUICK, why="the same loops for other options")
 
 
@@ -88,6 +91,8 @@ def test_one_pass_and_two_give_the_same_bits(monkeypatch, kind):
     monkeypatch.setattr(backward_call, "is_one_pass_faster", is_faster)
     one, two = (gradients(monkeypatch, kind, threads) for threads in (1, 16))
     assert same(one, two)
+    if kind == "one block":
+        assert not one[0][..., :70, :].any()
     # Queries that several batch entries share have gradients that several heads would add to.
     assert passes == ([] if kind == "shared queries" else [True, False])
 
@@ -103,7 +108,7 @@ def test_a_head_may_be_left_and_taken_up_again(monkeypatch, kind):
         backward_call, "key_blocks", lambda *a: lists.extend(real(*a)) or iter(lists)
     )
     assert same(at_once, gradients(monkeypatch, kind, 1))
-    longest = 76 if kind == "packed" else LENGTHS[1]
+    longest = {"packed": 76, "one block": 37}.get(kind, LENGTHS[1])
     assert len(lists) == (1 if kind == "shared queries" else -(-longest // TILES[1]))
 
 
