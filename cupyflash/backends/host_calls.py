@@ -11,6 +11,8 @@ import numpy as np
 from ..expr.key_range import KeyRange
 from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients
+from ..problem.scalars import scale
+from . import host_recent
 from .cpu_ranges import GrowingEnds, OtherNumbers
 
 if TYPE_CHECKING:
@@ -150,7 +152,7 @@ class ReplayedCache(Replayed):
         Those for which `found` has symbols.
     """
 
-    __slots__ = ("_capacity", "_ends", "_is_checked", "_lengths", "_scales")
+    __slots__ = ("_capacity", "_ends", "_has_usual_scale", "_is_checked", "_lengths", "_scales")
 
     def __init__(
         self,
@@ -171,6 +173,8 @@ class ReplayedCache(Replayed):
         # With shared positions, which pages are used depends on lengths.
         self._is_checked = in_range and not cache.shared
         self._scales = cache.encoding.scales
+        problem = call.problem
+        self._has_usual_scale = problem.scale == scale(None, problem.d, problem.accumulator)
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array; return whether the call can be made again.
@@ -216,6 +220,11 @@ class ReplayedCache(Replayed):
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         of_cache = named.get("table"), self._of_codes(named)
         self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse, *of_cache)
+        if type(lengths) is int and self._has_usual_scale and not seen.written:
+            arrays = named["q"], named["k"], named["v"]
+            made = self._call.repeat(*arrays, out, self._capacity)
+            if made is not None:
+                host_recent.keep(*arrays[:2], lengths, made)
         return True
 
 

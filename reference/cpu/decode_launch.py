@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from .arguments import KeyRanges
+from .arguments import KeyRanges, Shape
 from .cache import PackedCache, Scales, cache_of, products_of
 from .calls import Bound
 from .decode import decode as decode_kernel
@@ -17,6 +18,7 @@ from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
 from .layout import Array, Layout, Problem, Programs, Scratch
+from .memory import Rows
 from .merge import merge
 from .microkernel import round_up
 from .operands import Operand, Result
@@ -28,11 +30,13 @@ from .prepared import (
     changes_of,
     sinks_of,
 )
+from .repeat import IS_POSSIBLE, Repeat, repeat
 from .thread_limits import num_threads
 from .threads import parallel, workers_for
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
+REPEATED = 2  # calls with the same schedule, of which the last is one that may be made again
 
 
 def planned(problem: Problem, programs: Programs, shared: int) -> Schedule:
@@ -45,6 +49,15 @@ def _planned(layout: Layout, ranges: KeyRanges, shared: int) -> Schedule:
     columns = round_up(layout.shape.d_v, layout.lanes)
     heads_kv = layout.problem.heads_kv
     return schedule(layout.shape, heads_kv, ranges, columns, num_threads(), shared)
+
+
+class _Planned(NamedTuple):
+    """What the calls of a schedule have in common: the kernel with its arguments."""
+
+    counters: Array
+    visited: Array
+    work: PackedWork
+    kernel: Bound
 
 
 class DecodeCall(PreparedCall):
@@ -91,6 +104,10 @@ class DecodeCall(PreparedCall):
         self._most_leaves = -(-MOST_PRODUCTS // products)
         self._most_queries = int(layout.len_q.max(initial=0))
         self._plan: Schedule | None = None
+        self._planned: _Planned | None = None
+        self._served = 0  # calls that had the same schedule
+        in_place = self._q.is_in_place and self._out.is_in_place
+        self._is_plain = in_place and not programs.may_mask and sink is table is scales is None
         self._nbytes = self.nbytes = self.nbytes + scratch.nbytes
 
     def grown(
@@ -103,7 +120,7 @@ class DecodeCall(PreparedCall):
     @property
     def visited(self) -> int:
         """How many leaves the last call visited: those that are not EMPTY."""
-        return int(self._visited.sum()) if self._plan is not None else 0
+        return 0 if self._planned is None else int(self._planned.visited.sum())
 
     def __call__(
         self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array,
@@ -120,16 +137,17 @@ class DecodeCall(PreparedCall):
         if sink is not None:
             self._sinks[...] = sink
         plan = _planned(layout, self._ranges, self._shared)
-        if plan is not self._plan:
-            self._plan, self._kernel = plan, self._bound(plan)
-        self._work.move_to(self._q.rows, self._cache.packed, self._out.rows, self._lse.rows)
-        self._counters[...] = 0
-        self._visited[...] = 0
-        chunks = -(-plan.leaves // self._most_leaves)
+        if plan is not self._plan or self._planned is None:
+            self._planned = self._prepared(plan, layout.shape, self._lse.rows.values)
+            self._plan, self._served = plan, 0
+        self._served += 1
+        planned = self._planned
+        planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, self._lse.rows)
+        planned.counters[...] = 0
+        planned.visited[...] = 0
         work = self._seconds(plan)
-        items = max(chunks, workers_for(len(plan.units), work))
         arrays = q, k, v, table, scales, out, lse, self
-        parallel(self._kernel, items, arrays, work)
+        parallel(planned.kernel, self._items(plan, work), arrays, work)
         self._out.finish(out)
         self._lse.finish(lse[..., None])
 
@@ -141,45 +159,69 @@ class DecodeCall(PreparedCall):
         each += LEAF * rows * (shape.d + shape.d_v + PAIR) / PRODUCTS_PER_SECOND
         return plan.leaves * each
 
-    def _bound(self, plan: Schedule) -> Bound:
+    def _items(self, plan: Schedule, work: float) -> int:
+        """Return how many calls of the kernel do so many seconds of work."""
+        return max(-(-plan.leaves // self._most_leaves), workers_for(len(plan.units), work))
+
+    def _prepared(self, plan: Schedule, shape: Shape, lse: Rows) -> _Planned:
         """Return the kernel with its arguments, for a schedule."""
-        layout = self._layout
-        number = layout.number
-        self._counters = np.zeros(1 + len(plan.tasks), np.int64)
-        self._visited = np.zeros(len(plan.units), np.int64)
+        number = self._layout.number
+        counters = np.zeros(1 + len(plan.tasks), np.int64)
+        visited = np.zeros(len(plan.units), np.int64)
         sizes, kept = self._sizes(plan.top), np.empty(plan.kept, number)
         self.nbytes = self._nbytes + kept.nbytes
-        q, out, lse = (x.rows.values for x in (self._q, self._out, self._lse))
         merge_pointer, keys_pointer, values_pointer = self._pointers
         work = DecodeWork(
             self._most_leaves,
-            self._counters,
+            counters,
             plan.tasks,
             plan.parts,
             plan.units,
             plan.members,
             plan.top,
-            layout.shape,
+            shape,
             self._changes,
             merge_pointer,
             keys_pointer,
             values_pointer,
             self._described,
-            q,
+            self._q.rows.values,
             self._sinks,
             kept,
-            out,
+            self._out.rows.values,
             lse,
-            self._visited,
+            visited,
         )
-        self._work = PackedWork(work, number)
-        return Bound(
+        packed = PackedWork(work, number)
+        kernel = Bound(
             decode_kernel,
             number,
-            self._work.packed,
+            packed.packed,
             scratch=lambda: (decode_scratch(sizes, number),),
             sizes=sizes,
         )
+        return _Planned(counters, visited, packed, kernel)
+
+    def repeat(self, q: Array, k: Array, v: Array, out: Array, capacity: int) -> Repeat | None:
+        """Return what makes the last call again for arrays like these, which were its own.
+
+        All entries have had the same length, and had room for `capacity` positions. There is none
+        for a call that changes or masks scores, that several threads share, or whose schedule is a
+        new one: those that have come once may not come again. None is made twice.
+        """
+        plan = self._plan
+        if plan is None or self._served != REPEATED or not (self._is_plain and IS_POSSIBLE):
+            return None
+        if self._items(plan, self._seconds(plan)) > 1:
+            return None
+        layout = self._layout
+        lengths, lse = layout.len_k.copy(), np.empty((*out.shape[:-1], 1), layout.number)
+        shape = layout.shape._replace(len_k=lengths)
+        planned = self._prepared(plan, shape, layout.rows(lse))
+        words, held = planned.kernel.words_of(0, 1)
+        zeros, places = (planned.counters, planned.visited), planned.work.places
+        held = held, planned, lse, self._described
+        return repeat((q, k, v), out, lengths, capacity, zeros, places, words, held)
 
 
 @own_arithmetic
