@@ -22,20 +22,17 @@ from .memory import Rows
 from .merge import merge
 from .microkernel import round_up
 from .operands import Operand, Result
-from .prepared import (
-    BYTES_PER_SECOND,
-    PAIR,
-    PRODUCTS_PER_SECOND,
-    PreparedCall,
-    changes_of,
-    sinks_of,
-)
+from .prepared import PreparedCall, changes_of, sinks_of
 from .repeat import IS_POSSIBLE, Repeat, repeat
 from .thread_limits import num_threads
 from .threads import parallel, workers_for
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
+# What a thread does in a second: bytes of numbers that it multiplies, and that it reads; and the
+# seconds that a leaf takes besides, and those of each of its rows whose scores a program changes.
+# On a slower machine a second thread is woken later than it could be, for work of some 0.5 ms.
+MULTIPLIED, READ, OF_LEAF, OF_PROGRAM = 3e11, 8e10, 1e-7, 3e-6
 REPEATED = 2  # calls with the same schedule, of which the last is one that may be made again
 
 
@@ -155,8 +152,10 @@ class DecodeCall(PreparedCall):
         """Return about how long one thread takes."""
         shape = self._layout.shape
         rows = min(MOST_ROWS, shape.group * self._most_queries)
-        each = LEAF * (shape.d + shape.d_v) * shape.itemsize / BYTES_PER_SECOND
-        each += LEAF * rows * (shape.d + shape.d_v + PAIR) / PRODUCTS_PER_SECOND
+        size = LEAF * (shape.d + shape.d_v) * shape.itemsize
+        each = OF_LEAF + size * rows / MULTIPLIED + size / READ
+        if len(self._changes.score.code):
+            each += OF_PROGRAM * rows
         return plan.leaves * each
 
     def _items(self, plan: Schedule, work: float) -> int:
