@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..expr.key_range import KeyRange
+from ..problem import scalars
 from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients
-from ..problem.scalars import scale
 from . import host_recent
 from .cpu_ranges import GrowingEnds, OtherNumbers
 
@@ -174,7 +174,7 @@ class ReplayedCache(Replayed):
         self._is_checked = in_range and not cache.shared
         self._scales = cache.encoding.scales
         problem = call.problem
-        self._has_usual_scale = problem.scale == scale(None, problem.d, problem.accumulator)
+        self._has_usual_scale = problem.scale == scalars.scale(None, problem.d, problem.accumulator)
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array; return whether the call can be made again.

@@ -33,13 +33,13 @@ def recognised(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **keywords: P.kwargs) -> R:
         if not keywords and len(args) == 4:
             q, k, v, length = args
-            if type(length) is int and type(k) is _ndarray is type(q):  # type: ignore[comparison-overlap]
+            if type(length) is int and type(k) is _ndarray is type(q):
                 made = _known.get((q.shape, k.shape, q.itemsize, (length - 1) >> _LOG_LEAF))
                 if made is not None:
                     run, block, shape, dtype, _ = made
                     out: Any = _empty(shape, dtype)
                     if run(block, q, k, v, length, out) == _DONE:
-                        return out
+                        return out  # type: ignore[no-any-return]
         return function(*args, **keywords)
 
     return call
@@ -47,6 +47,6 @@ def recognised(function: Callable[P, R]) -> Callable[P, R]:
 
 def keep(q: Any, k: Any, length: int, made: Any) -> None:
     """Keep a call that can be made again, a `Repeat` of `reference.cpu`, and forget the oldest."""
-    while len(_known) >= MOST:
-        _known.pop(next(iter(_known)), None)
+    for oldest in list(_known)[: len(_known) + 1 - MOST]:  # a copy: other threads keep calls, too
+        _known.pop(oldest, None)
     _known[q.shape, k.shape, q.itemsize, (length - 1) >> _LOG_LEAF] = made

@@ -104,7 +104,7 @@ class DecodeCall(PreparedCall):
         self._planned: _Planned | None = None
         self._served = 0  # calls that had the same schedule
         in_place = self._q.is_in_place and self._out.is_in_place
-        self._is_plain = in_place and not programs.may_mask and sink is table is scales is None
+        self._is_plain = in_place and not (programs.may_mask or scales) and sink is table is None
         self._nbytes = self.nbytes = self.nbytes + scratch.nbytes
 
     def grown(

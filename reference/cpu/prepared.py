@@ -68,6 +68,7 @@ class PreparedCall:
 PRODUCTS_PER_SECOND, PAIR = 1e10, 24
 BYTES_PER_SECOND = 1e10  # that it reads
 
+
 def seconds(shape: Shape, products: int, itemsize: int) -> float:
     """Return about how long one thread takes for so many products of D and of Dv columns."""
     pairs = shape.heads * float(np.dot(shape.len_q, shape.len_k))

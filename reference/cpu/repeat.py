@@ -59,7 +59,7 @@ def _word(place: int) -> int:
 
 
 def _is_as_known() -> bool:
-    """Return whether arrays lie in memory as is said above, and one thread at a time looks at them."""
+    """Return whether arrays are in memory as is said above, and no thread runs without the GIL."""
     if not KNOWN or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
     sample = np.empty((2, 3), np.float32)
@@ -171,7 +171,10 @@ def _written(triple: str) -> ir.Module:
     of_kernel = ir.FunctionType(_HALF, [_WORD] * _ARGUMENTS).as_pointer()
     begin, end = (
         builder.inttoptr(_WORD(_address_of(each)), ir.FunctionType(*types).as_pointer())
-        for each, types in (("SaveThread", (_WORD, [])), ("RestoreThread", (ir.VoidType(), [_WORD])))
+        for each, types in (
+            ("SaveThread", (_WORD, [])),
+            ("RestoreThread", (ir.VoidType(), [_WORD])),
+        )
     )
     thread = builder.call(begin, [])
     status = emit_in_usual_modes(

@@ -1,0 +1,258 @@
+"""Calls over a cache that are made again by one call of C: when they are, and when they are not."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from placement import same_bits
+
+from cupyflash import ArgumentError, ArgumentTypeError, attention_cached, execute
+from cupyflash.backends import host_recent
+from cupyflash.reference.cpu import repeat
+
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+ROOM = 200
+pytestmark = pytest.mark.skipif(not repeat.IS_POSSIBLE, reason="this Python has other arrays")
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """Nothing is known of calls before a test."""
+    empty = {}
+    monkeypatch.setattr(host_recent, "_known", empty)
+    return empty
+
+
+class OtherPathError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def only_again():
+    """Let no call be made otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def other(*args, **named):
+            raise OtherPathError
+
+        patch.setattr(execute, "forward", other)
+        yield
+
+
+def drawn(batch=1, heads=6, heads_kv=6, d=48, room=ROOM, dtype=F32, seed=0, queries=1):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((batch, heads, queries, d)).astype(dtype)
+    k, v = (rng.standard_normal((batch, heads_kv, room, d)).astype(dtype) for _ in "kv")
+    return q, k, v
+
+
+def checked(q, k, v, length):
+    """The result of a call that is not made again: it has an option."""
+    return attention_cached(q, k, v, length, return_lse=True)[0]
+
+
+def warm(q, k, v, length):
+    for _ in range(3):
+        attention_cached(q, k, v, length)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"batch": 3}, {"heads": 8, "heads_kv": 2}, {"d": 20}, {"dtype": F64}, {"queries": 3}],
+    ids=str,
+)
+def test_the_same_bits_as_of_a_checked_call(sizes):
+    q, k, v = drawn(**sizes)
+    expected = [checked(q, k, v, n) for n in range(1, ROOM + 1)]
+    for first in (1, 65, 129, 193):
+        warm(q, k, v, first)
+    with only_again():
+        for n, x in enumerate(expected, start=1):
+            out = attention_cached(q, k, v, n)
+            assert same_bits(out, x), n
+            assert out.dtype == x.dtype
+            assert out.flags.writeable
+
+
+def test_arrays_may_be_others_of_the_same_form():
+    """As those of the layers of a model, which are views of one array."""
+    warm(*drawn(), 100)
+    for seed in range(1, 4):
+        q, k, v = drawn(seed=seed)
+        both = np.stack([k, v])
+        with only_again():
+            out = attention_cached(q, both[0], both[1], 101)
+        assert same_bits(out, checked(q, k, v, 101))
+
+
+def in_other_order(x):
+    return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def misaligned(x):
+    memory = np.empty(x.nbytes + 1, np.uint8)
+    made = memory[1:].view(x.dtype).reshape(x.shape)
+    made[...] = x
+    return made
+
+
+def read_only(x):
+    made = x.copy()
+    made.flags.writeable = False
+    return made
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("change", [in_other_order, misaligned, read_only])
+def test_arrays_of_another_form_are_looked_at(change, place):
+    arrays = drawn(batch=2)
+    warm(*arrays, 100)
+    changed = [change(x) if n == place else x for n, x in enumerate(arrays)]
+    if changed[place].strides != arrays[place].strides or change is not in_other_order:
+        with only_again(), pytest.raises(OtherPathError):
+            attention_cached(*changed, 100)
+    assert same_bits(attention_cached(*changed, 100), checked(*arrays, 100))
+
+
+def test_an_array_that_changes_in_place_is_looked_at():
+    q, k, v = drawn()
+    warm(q, k, v, 100)
+    v.shape = (1, 6, ROOM // 2, 96)
+    with only_again(), pytest.raises(OtherPathError):
+        attention_cached(q, k, v, 100)
+    with pytest.raises(ArgumentError, match="k"):
+        attention_cached(q, k, v, 100)
+    v.shape = k.shape
+    k.dtype = np.int32
+    with pytest.raises(ArgumentTypeError, match="k"):
+        attention_cached(q, k, v, 100)
+    k.dtype = np.float32
+    with only_again():
+        attention_cached(q, k, v, 100)
+
+
+@pytest.mark.parametrize("length", [ROOM + 1, -1, 2**63, 2**64 + 100, -(2**64)])
+def test_a_wrong_length_is_an_error_each_time(length):
+    arrays = drawn()
+    warm(*arrays, ROOM)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="lengths"):
+            attention_cached(*arrays, length)
+
+
+def test_a_length_is_no_condition():
+    arrays = drawn()
+    warm(*arrays, 1)
+    with pytest.raises(ArgumentTypeError):
+        attention_cached(*arrays, True)
+
+
+def test_what_is_no_array_is_looked_at():
+    q, k, v = drawn()
+    warm(q, k, v, 100)
+    with pytest.raises(ArgumentTypeError, match="v"):
+        attention_cached(q, k, v.tolist(), 100)
+    with pytest.raises(ArgumentTypeError):
+        attention_cached(q, k, object(), 100)
+
+
+def test_options_are_no_part_of_it():
+    q, k, v = drawn()
+    for _ in range(4):
+        attention_cached(q, k, v, 100, scale=0.5)
+    usual = checked(q, k, v, 100)
+    assert same_bits(attention_cached(q, k, v, 100), usual)
+    warm(q, k, v, 100)
+    assert not same_bits(attention_cached(q, k, v, 100, scale=0.5), usual)
+    assert same_bits(attention_cached(q, k, v, 100), usual)
+
+
+def test_a_schedule_that_comes_once_is_not_kept(known):
+    arrays = drawn()
+    for n in (1, 65, 129, 193):
+        attention_cached(*arrays, n)
+    assert not known
+
+
+def test_few_are_kept(known):
+    for room in range(100, 100 + 2 * host_recent.MOST):
+        warm(*drawn(heads=1, heads_kv=1, d=16, room=room), 50)
+        assert len(known) <= host_recent.MOST
+    assert len(known) == host_recent.MOST
+
+
+def test_no_array_is_kept_alive():
+    arrays = drawn()
+    warm(*arrays, 100)
+    seen = [weakref.ref(x) for x in arrays]
+    del arrays
+    gc.collect()
+    assert not any(x() is not None for x in seen)
+
+
+def test_many_threads_make_the_same_call():
+    q, k, v = drawn(room=1000)
+    warm(q, k, v, 1000)
+    expected = {n: checked(q, k, v, n) for n in (990, 1000)}
+    wrong = []
+
+    def call(n):
+        outs = (attention_cached(q, k, v, n) for _ in range(300))
+        wrong.extend(n for out in outs if not same_bits(out, expected[n]))
+
+    workers = [threading.Thread(target=call, args=(990 + 10 * (n % 2),)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    with only_again():
+        attention_cached(q, k, v, 1000)
+
+
+class SignalError(Exception):
+    pass
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
+def test_an_interrupted_call_can_be_made_again():
+    q, k, v = drawn()
+    warm(q, k, v, 100)
+
+    def handler(number, frame):
+        raise SignalError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    came = 0
+    try:
+        for n in range(60):
+            with contextlib.suppress(SignalError):
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 + 1e-6 * n)
+                came += 1
+                while True:
+                    attention_cached(q, k, v, 100)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert came == 60
+    with only_again():
+        attention_cached(q, k, v, 100)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_begins_anew():
+    q, k, v = drawn()
+    warm(q, k, v, 100)
+    expected = checked(q, k, v, 100)
+    child = os.fork()
+    if child == 0:
+        is_right = same_bits(attention_cached(q, k, v, 100), expected)
+        os._exit(0 if is_right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
