@@ -11,7 +11,7 @@ import numpy as np
 from ..expr.key_range import KeyRange
 from ..problem import scalars
 from ..problem.cached import MOST_POSITIONS
-from ..problem.call import Call, Gradients
+from ..problem.call import Call, Gradients, Problem
 from . import host_recent
 from .cpu_ranges import GrowingEnds, OtherNumbers
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MOST_CALLS = 4  # of an entry: as many threads may make the same call at once
 _ndarray = np.ndarray
 _SCALES = "k_scale", "v_scale"
+AXES = 4  # of arrays of calls that `host_recent` keeps
 _LENGTHS = np.dtype(np.int32), np.dtype(np.int64)
 
 
@@ -173,8 +174,7 @@ class ReplayedCache(Replayed):
         # With shared positions, which pages are used depends on lengths.
         self._is_checked = in_range and not cache.shared
         self._scales = cache.encoding.scales
-        problem = call.problem
-        self._has_usual_scale = problem.scale == scalars.scale(None, problem.d, problem.accumulator)
+        self._has_usual_scale = _has_usual_scale(call.problem)
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array; return whether the call can be made again.
@@ -222,9 +222,9 @@ class ReplayedCache(Replayed):
         self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse, *of_cache)
         if type(lengths) is int and self._has_usual_scale and not seen.written:
             arrays = named["q"], named["k"], named["v"]
-            made = self._call.repeat(*arrays, out, self._capacity)
+            made = self._call.repeat(*arrays, out, self._capacity, grows=False)
             if made is not None:
-                host_recent.keep(*arrays[:2], lengths, made)
+                host_recent.keep_cached(*arrays[:2], lengths, made)
         return True
 
 
@@ -241,7 +241,7 @@ class ReplayedGrowing(Replayed):
         As in `ReplayedCache`.
     """
 
-    __slots__ = ("_ends", "_lengths")
+    __slots__ = ("_ends", "_has_usual_scale", "_lengths")
     grows = True
 
     def __init__(
@@ -252,6 +252,7 @@ class ReplayedGrowing(Replayed):
         self._lengths = np.zeros(problem.batch, np.int64)
         self._ends = None if found is None else GrowingEnds(problem, found, numbers)
         self.serves_numbers = bool(numbers)
+        self._has_usual_scale = _has_usual_scale(problem)
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless there are no keys, or not as many keys as values."""
@@ -262,8 +263,18 @@ class ReplayedGrowing(Replayed):
         own.fill(length)
         named = self._load(seen)
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
-        self._run(named["q"], k, v, named.get("sink"), out, lse)
+        q = named["q"]
+        self._run(q, k, v, named.get("sink"), out, lse)
+        if self._has_usual_scale and not seen.written and q.ndim == k.ndim == v.ndim == AXES:
+            made = self._call.repeat(q, k, v, out, MOST_POSITIONS, grows=True)
+            if made is not None:
+                host_recent.keep(q, length, made)
         return True
+
+
+def _has_usual_scale(problem: Problem) -> bool:
+    """Return whether a call has the scale of a call that has said nothing of it."""
+    return problem.scale == scalars.scale(None, problem.d, problem.accumulator)
 
 
 class Calls:

@@ -18,12 +18,13 @@ from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
 from .layout import Array, Layout, Problem, Programs, Scratch
-from .memory import Rows
+from .memory import ROWS, Rows
 from .merge import merge
 from .microkernel import round_up
 from .operands import Operand, Result
 from .prepared import PreparedCall, changes_of, sinks_of
 from .repeat import IS_POSSIBLE, Repeat, repeat
+from .structs import Packed
 from .thread_limits import num_threads
 from .threads import parallel, workers_for
 
@@ -201,26 +202,31 @@ class DecodeCall(PreparedCall):
         )
         return _Planned(counters, visited, packed, kernel)
 
-    def repeat(self, q: Array, k: Array, v: Array, out: Array, capacity: int) -> Repeat | None:
+    def repeat(
+        self, q: Array, k: Array, v: Array, out: Array, capacity: int, grows: bool
+    ) -> Repeat | None:
         """Return what makes the last call again for arrays like these, which were its own.
 
-        All entries have had the same length, and had room for `capacity` positions. There is none
+        All entries have had the same length, and had room for `capacity` positions; with `grows`,
+        keys and values have as many rows as there are positions. There is none
         for a call that changes or masks scores, that several threads share, or whose schedule is a
         new one: those that have come once may not come again. None is made twice.
         """
         plan = self._plan
         if plan is None or self._served != REPEATED or not (self._is_plain and IS_POSSIBLE):
             return None
-        if self._items(plan, self._seconds(plan)) > 1:
+        if self._items(plan, self._seconds(plan)) > 1 or not out.flags.c_contiguous:
             return None
         layout = self._layout
         lengths, lse = layout.len_k.copy(), np.empty((*out.shape[:-1], 1), layout.number)
         shape = layout.shape._replace(len_k=lengths)
         planned = self._prepared(plan, shape, layout.rows(lse))
+        of_lse = Packed(ROWS, layout.rows(lse))
+        planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, of_lse)
         words, held = planned.kernel.words_of(0, 1)
         zeros, places = (planned.counters, planned.visited), planned.work.places
-        held = held, planned, lse, self._described
-        return repeat((q, k, v), out, lengths, capacity, zeros, places, words, held)
+        held = held, planned, lse, self._cache.packed.held
+        return repeat((q, k, v), out, lengths, capacity, zeros, places, words, held, grows)
 
 
 @own_arithmetic

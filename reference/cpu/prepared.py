@@ -15,6 +15,7 @@ from .amx_memory import PANEL as TILE_PANEL
 from .arguments import Changes, FunctionPointers, KeyRanges, Shape, shape_of
 from .layout import Array, Layout, Programs
 from .microkernel import PANEL, round_up
+from .repeat import Repeat
 from .structs import Packed, form_for
 
 
@@ -57,6 +58,18 @@ class PreparedCall:
         """Set the random generator's key, if pairs are dropped."""
         if self._drops:
             self.shape.change("seed", signed(seed))
+
+    def repeat(
+        self,
+        q: Array,  # noqa: ARG002, of those that have something
+        k: Array,  # noqa: ARG002
+        v: Array,  # noqa: ARG002
+        out: Array,  # noqa: ARG002
+        capacity: int,  # noqa: ARG002
+        grows: bool,  # noqa: ARG002
+    ) -> Repeat | None:
+        """Return what makes the last call again at once, if there is something."""
+        return None
 
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""

@@ -42,12 +42,13 @@ class _Block(NamedTuple):
     visited: int = 8
     places: int = 10  # the addresses of the words for those of q, k, v and the output
     kernel: int = 14  # its address and its arguments
-    arrays: int = 21  # of q, k and v: dtype, flags, shape, strides
+    grows: int = 21  # -1 if keys and values have as many rows as there are positions, else 0
+    arrays: int = 22  # of q, k and v: dtype, flags, shape, strides
 
 
 _AT = _Block()
-_ARGUMENTS = _AT.arrays - _AT.kernel - 1
-_OF_ARRAY = 2 + 2 * AXES
+_ARGUMENTS = _AT.grows - _AT.kernel - 1
+_OF_ARRAY, _ROWS = 2 + 2 * AXES, 2 + AXES - 2  # words of an array, and the place of its rows there
 _WORDS = _AT.arrays + 3 * _OF_ARRAY
 
 _WORD, _HALF = ir.IntType(64), ir.IntType(32)
@@ -117,8 +118,13 @@ class _Emitter:
         builder.position_at_end(following)
 
 
-def _check_array(emit: _Emitter, block: Any, place: int, array: Any, kind: Any) -> None:
-    """Go on only for an array like the one that a block describes from a word on."""
+def _check_array(
+    emit: _Emitter, block: Any, place: int, array: Any, kind: Any, rows: Any = None
+) -> None:
+    """Go on only for an array like the one that a block describes from a word on.
+
+    `rows` returns how many rows it has, given those of the one that is described.
+    """
     builder = emit.builder
     emit.goes_on_if(builder.icmp_unsigned("==", emit.load(array, HEADER + _TYPE), kind))
     ndim = emit.load(array, HEADER + _NDIM, _HALF)
@@ -131,6 +137,8 @@ def _check_array(emit: _Emitter, block: Any, place: int, array: Any, kind: Any) 
     differ = _WORD(0)
     for n, value in enumerate(came):
         known = emit.load(block, 8 * (place + n))
+        if rows is not None and n == _ROWS:
+            known = rows(known)
         differ = builder.or_(differ, builder.xor(value, known))
     emit.goes_on_if(builder.icmp_unsigned("==", differ, _WORD(0)))
 
@@ -153,9 +161,15 @@ def _written(triple: str) -> ir.Module:
     def known(place: int) -> Any:
         return emit.load(block, 8 * place)
 
-    kind = known(_AT.kind)
+    kind, grows = known(_AT.kind), known(_AT.grows)
+
+    def rows(described: Any) -> Any:
+        differ = builder.and_(builder.xor(described, length), grows)
+        return builder.xor(described, differ)
+
     for n, array in enumerate(arrays):
-        _check_array(emit, block, _AT.arrays + n * _OF_ARRAY, array, kind)
+        place = _AT.arrays + n * _OF_ARRAY
+        _check_array(emit, block, place, array, kind, rows if n else None)
     leaves = builder.ashr(builder.add(length, _WORD(LEAF - 1)), _WORD(LOG_LEAF))
     emit.goes_on_if(builder.icmp_signed("==", leaves, known(_AT.leaves)))
     emit.goes_on_if(builder.icmp_signed("<=", length, known(_AT.capacity)))
@@ -240,6 +254,7 @@ def repeat(
     places: Sequence[int],
     kernel: Sequence[int],
     held: object,
+    grows: bool,
 ) -> Repeat:
     """Return a call that can be made again.
 
@@ -261,9 +276,12 @@ def repeat(
         The address of the kernel, and the words that it takes.
     held : object
         What addresses belong to, apart from those of the arrays above.
+    grows : bool
+        Whether keys and values have as many rows as there are positions.
     """
     block = (ctypes.c_int64 * _WORDS)()
     block[_AT.kind] = id(np.ndarray)
+    block[_AT.grows] = -1 if grows else 0
     block[_AT.leaves], block[_AT.capacity] = (int(lengths[0]) + LEAF - 1) >> LOG_LEAF, capacity
     for place, array in zip(
         (_AT.lengths, _AT.counters, _AT.visited), (lengths, *zeros), strict=True

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from placement import same_bits
 
-from cupyflash import ArgumentError, ArgumentTypeError, attention_cached, execute
+from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_cached, execute
 from cupyflash.backends import host_recent
 from cupyflash.reference.cpu import repeat
 
@@ -81,6 +81,30 @@ def test_the_same_bits_as_of_a_checked_call(sizes):
             assert out.flags.writeable
 
 
+@pytest.mark.parametrize("entries", [(1, 1), (2, 2), (2, 1)], ids=str)
+def test_one_query_of_any_number_of_keys(entries):
+    """The cache of a user, of which a call gets a view that grows; its axes may be broadcast."""
+    q, _, _ = drawn(batch=entries[0], heads_kv=3)
+    _, k, v = drawn(batch=entries[1], heads_kv=3, room=700)
+    expected = {}
+    for n in range(513, 577):
+        expected[n] = attention(q, k[:, :, :n], v[:, :, :n], return_lse=True)[0]
+    for _ in range(3):
+        attention(q, k[:, :, :513], v[:, :, :513])
+    with only_again():
+        for n, x in expected.items():
+            assert same_bits(attention(q, k[:, :, :n], v[:, :, :n]), x), n
+        for keys, values in ((k[:, :, :530], v[:, :, :529]), (k[:, :, :600], v[:, :, :600])):
+            with pytest.raises(OtherPathError):
+                attention(q, keys, values)
+    with pytest.raises(ArgumentError, match="v"):
+        attention(q, k[:, :, :530], v[:, :, :529])
+    again = np.ascontiguousarray(k[:, :, :540]), np.ascontiguousarray(v[:, :, :540])
+    for _ in range(4):  # of other strides
+        assert same_bits(attention(q, *again), expected[540])
+    assert same_bits(attention(q, k[:, :, :541], v[:, :, :541]), expected[541])
+
+
 def test_arrays_may_be_others_of_the_same_form():
     """As those of the layers of a model, which are views of one array."""
     warm(*drawn(), 100)
@@ -101,6 +125,15 @@ def misaligned(x):
     made = memory[1:].view(x.dtype).reshape(x.shape)
     made[...] = x
     return made
+
+
+def test_the_output_has_the_order_of_the_queries():
+    q, k, v = drawn(batch=2, queries=3)
+    usual, q = attention_cached(q, k, v, 100), in_other_order(q)
+    for _ in range(4):
+        out = attention_cached(q, k, v, 100)
+        assert out.strides == q.strides
+        assert same_bits(out, usual)
 
 
 def read_only(x):
