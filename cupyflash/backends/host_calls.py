@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..expr.key_range import KeyRange
+from ..masks import Mask
 from ..problem import scalars
 from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients, Problem
@@ -220,11 +221,12 @@ class ReplayedCache(Replayed):
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         of_cache = named.get("table"), self._of_codes(named)
         self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse, *of_cache)
-        if type(lengths) is int and self._has_usual_scale and not seen.written:
+        if type(lengths) is int and _may_repeat(seen, self._has_usual_scale):
             arrays = named["q"], named["k"], named["v"]
-            made = self._call.repeat(*arrays, out, self._capacity, grows=False)
+            ends = _ends_of(self._ends, seen)
+            made = self._call.repeat(*arrays, out, self._capacity, grows=False, ends=ends)
             if made is not None:
-                host_recent.keep_cached(*arrays[:2], lengths, made)
+                host_recent.keep_cached(*arrays[:2], lengths, seen.mask, made)
         return True
 
 
@@ -265,11 +267,28 @@ class ReplayedGrowing(Replayed):
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         q = named["q"]
         self._run(q, k, v, named.get("sink"), out, lse)
-        if self._has_usual_scale and not seen.written and q.ndim == k.ndim == v.ndim == AXES:
-            made = self._call.repeat(q, k, v, out, MOST_POSITIONS, grows=True)
+        if q.ndim == k.ndim == v.ndim == AXES and _may_repeat(seen, self._has_usual_scale):
+            ends = _ends_of(self._ends, seen)
+            made = self._call.repeat(q, k, v, out, MOST_POSITIONS, grows=True, ends=ends)
             if made is not None:
-                host_recent.keep(q, length, made)
+                host_recent.keep(q, length, seen.mask, made)
         return True
+
+
+def _may_repeat(seen: HostSignature, has_usual_scale: bool) -> bool:
+    """Return whether `host_recent` may recognise a call: nothing but a mask was said.
+
+    That is recognised by itself, so it must look up no array.
+    """
+    mask = seen.mask
+    if seen.written or not has_usual_scale:
+        return False
+    return mask is None or (isinstance(mask, Mask) and not mask.structure[1])
+
+
+def _ends_of(ends: GrowingEnds | None, seen: HostSignature) -> Any:
+    """Return what gives the keys that one query sees for some lengths, if a mask hides others."""
+    return None if ends is None else lambda lengths: ends.of_lengths(lengths, seen.numbers)
 
 
 def _has_usual_scale(problem: Problem) -> bool:

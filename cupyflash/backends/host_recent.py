@@ -1,4 +1,4 @@
-"""Calls of few queries on NumPy arrays, without options, recognised before anything else.
+"""Calls of few queries on NumPy arrays, with a mask or without, recognised before anything else.
 
 A model in NumPy makes the same call for all its layers and, but for the length, for all its tokens.
 The calls that were made again last are kept by shapes, and what is kept looks at everything else.
@@ -14,13 +14,16 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from ..masks import Mask
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 16  # calls that are kept
+MOST = 16  # keys of calls that are kept
+ALIKE = 2  # calls of a key: under a window, schedules of some lengths differ
 _DONE, _LOG_LEAF = 1, 6  # of `reference.cpu.repeat`, which takes long to import
 _ndarray, _empty, _ONE = np.ndarray, np.empty, (1,)
-_known: dict[Hashable, Any] = {}
+_known: dict[Hashable, tuple[Any, ...]] = {}
 if hasattr(os, "register_at_fork"):  # another thread may be making one of them
     os.register_at_fork(after_in_child=_known.clear)
 
@@ -30,12 +33,16 @@ def recognised_cached(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
-        if not keywords and len(args) == 4:
+        if len(args) == 4 and len(keywords) < 2:
             q, k, v, length = args
-            if type(length) is int and type(k) is _ndarray is type(q):
-                made = _known.get((q.shape, k.shape, q.itemsize, (length - 1) >> _LOG_LEAF))
-                if made is not None:
-                    run, block, shape, dtype, _ = made
+            mask = keywords.get("mask")
+            if (
+                type(length) is int
+                and type(k) is _ndarray is type(q)
+                and (not keywords or type(mask) is Mask)
+            ):
+                key = q.shape, k.shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask
+                for run, block, shape, dtype, _ in _known.get(key, ()):
                     out: Any = _empty(shape, dtype)
                     if run(block, q, k, v, length, out) == _DONE:
                         return out  # type: ignore[no-any-return]
@@ -49,29 +56,30 @@ def recognised(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
-        if not keywords and len(args) == 3:
+        if len(args) == 3 and len(keywords) < 2:
             q, k, v = args
             if type(k) is _ndarray is type(q) and (shape := q.shape)[-2:-1] == _ONE:
-                length = k.shape[-2] if k.ndim > 1 else 0
-                made = _known.get((shape, q.itemsize, (length - 1) >> _LOG_LEAF))
-                if made is not None:
-                    run, block, shape, dtype, _ = made
-                    out: Any = _empty(shape, dtype)
-                    if run(block, q, k, v, length, out) == _DONE:
-                        return out  # type: ignore[no-any-return]
+                mask = keywords.get("mask")
+                if k.ndim > 1 and (not keywords or type(mask) is Mask):
+                    length = k.shape[-2]
+                    key = shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask
+                    for run, block, shape, dtype, _ in _known.get(key, ()):
+                        out: Any = _empty(shape, dtype)
+                        if run(block, q, k, v, length, out) == _DONE:
+                            return out  # type: ignore[no-any-return]
         return function(*args, **keywords)
 
     return call
 
 
-def keep_cached(q: Any, k: Any, length: int, made: Any) -> None:
+def keep_cached(q: Any, k: Any, length: int, mask: Mask | None, made: Any) -> None:
     """Keep a call over a cache that can be made again, a `Repeat` of `reference.cpu`."""
-    _keep((q.shape, k.shape, q.itemsize, (length - 1) >> _LOG_LEAF), made)
+    _keep((q.shape, k.shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask), made)
 
 
-def keep(q: Any, length: int, made: Any) -> None:
+def keep(q: Any, length: int, mask: Mask | None, made: Any) -> None:
     """Keep a call of one query likewise."""
-    _keep((q.shape, q.itemsize, (length - 1) >> _LOG_LEAF), made)
+    _keep((q.shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask), made)
 
 
 def _keep(key: Hashable, made: Any) -> None:
@@ -79,4 +87,4 @@ def _keep(key: Hashable, made: Any) -> None:
     if len(_known) >= MOST:
         for oldest in list(_known)[: -MOST + 1]:  # a copy: other threads keep calls, too
             _known.pop(oldest, None)
-    _known[key] = made
+    _known[key] = made, *_known.get(key, ())[: ALIKE - 1]

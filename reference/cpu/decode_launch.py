@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .arguments import KeyRanges, Shape
+from .arguments import Changes, KeyRanges, Shape
 from .cache import PackedCache, Scales, cache_of, products_of
 from .calls import Bound
 from .decode import decode as decode_kernel
 from .decode_scratch import decode_scratch, decode_sizes
-from .decode_tasks import LEAF, MOST_ROWS, Schedule, schedule
+from .decode_tasks import LEAF, LOG_LEAF, MOST_ROWS, Schedule, schedule, visible_leaves
 from .decode_work import DecodeWork, PackedWork
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
@@ -22,8 +22,8 @@ from .memory import ROWS, Rows
 from .merge import merge
 from .microkernel import round_up
 from .operands import Operand, Result
-from .prepared import PreparedCall, changes_of, sinks_of
-from .repeat import IS_POSSIBLE, Repeat, repeat
+from .prepared import Ends, PreparedCall, changes_of, sinks_of
+from .repeat import IS_POSSIBLE, NEVER, Repeat, repeat
 from .structs import Packed
 from .thread_limits import num_threads
 from .threads import parallel, workers_for
@@ -104,8 +104,10 @@ class DecodeCall(PreparedCall):
         self._plan: Schedule | None = None
         self._planned: _Planned | None = None
         self._served = 0  # calls that had the same schedule
+        self._repeated = -1  # the last leaf of those that can be repeated already
         in_place = self._q.is_in_place and self._out.is_in_place
-        self._is_plain = in_place and not (programs.may_mask or scales) and sink is table is None
+        changes_scores = len(programs.score.code) or len(programs.mask.code)
+        self._is_plain = in_place and not (changes_scores or scales) and sink is table is None
         self._nbytes = self.nbytes = self.nbytes + scratch.nbytes
 
     def grown(
@@ -136,8 +138,9 @@ class DecodeCall(PreparedCall):
             self._sinks[...] = sink
         plan = _planned(layout, self._ranges, self._shared)
         if plan is not self._plan or self._planned is None:
-            self._planned = self._prepared(plan, layout.shape, self._lse.rows.values)
-            self._plan, self._served = plan, 0
+            of_lse = self._lse.rows.values
+            self._planned = self._prepared(plan, layout.shape, of_lse, self._changes)
+            self._plan, self._served, self._repeated = plan, 0, -1
         self._served += 1
         planned = self._planned
         planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, self._lse.rows)
@@ -163,7 +166,7 @@ class DecodeCall(PreparedCall):
         """Return how many calls of the kernel do so many seconds of work."""
         return max(-(-plan.leaves // self._most_leaves), workers_for(len(plan.units), work))
 
-    def _prepared(self, plan: Schedule, shape: Shape, lse: Rows) -> _Planned:
+    def _prepared(self, plan: Schedule, shape: Shape, lse: Rows, changes: Changes) -> _Planned:
         """Return the kernel with its arguments, for a schedule."""
         number = self._layout.number
         counters = np.zeros(1 + len(plan.tasks), np.int64)
@@ -180,7 +183,7 @@ class DecodeCall(PreparedCall):
             plan.members,
             plan.top,
             shape,
-            self._changes,
+            changes,
             merge_pointer,
             keys_pointer,
             values_pointer,
@@ -203,30 +206,60 @@ class DecodeCall(PreparedCall):
         return _Planned(counters, visited, packed, kernel)
 
     def repeat(
-        self, q: Array, k: Array, v: Array, out: Array, capacity: int, grows: bool
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        capacity: int,
+        grows: bool,
+        ends: Callable[[Array], Ends] | None = None,
     ) -> Repeat | None:
         """Return what makes the last call again for arrays like these, which were its own.
 
         All entries have had the same length, and had room for `capacity` positions; with `grows`,
-        keys and values have as many rows as there are positions. There is none
-        for a call that changes or masks scores, that several threads share, or whose schedule is a
-        new one: those that have come once may not come again. None is made twice.
+        keys and values have as many rows as there are positions. `ends` returns the first and the
+        last key of one query for some lengths, if a mask hides others. There is none for a call
+        that changes scores, that several threads share, or whose schedule is a new one: those that
+        have come once may not come again. None is made twice.
         """
         plan = self._plan
-        if plan is None or self._served != REPEATED or not (self._is_plain and IS_POSSIBLE):
+        if plan is None or self._served < REPEATED or not (self._is_plain and IS_POSSIBLE):
             return None
-        if self._items(plan, self._seconds(plan)) > 1 or not out.flags.c_contiguous:
+        last = int(self._layout.len_k[0]) - 1 >> LOG_LEAF
+        if last == self._repeated or not out.flags.c_contiguous:
             return None
-        layout = self._layout
+        self._repeated = last
+        if self._items(plan, self._seconds(plan)) > 1:
+            return None
+        layout, changes, of_lengths = self._layout, self._changes, None
+        if self._programs.ranges is not None:
+            ranges = self._ranges
+            if ends is None or ranges.low.size != 1:
+                return None
+            ranges = ranges._replace(low=ranges.low.copy(), high=ranges.high.copy())
+            changes = changes._replace(ranges=ranges)
+            lengths = (last << LOG_LEAF) + 1 + np.arange(LEAF)
+            of_lengths = _ends_of_lengths(plan, ends, lengths), ranges.low, ranges.high
         lengths, lse = layout.len_k.copy(), np.empty((*out.shape[:-1], 1), layout.number)
-        shape = layout.shape._replace(len_k=lengths)
-        planned = self._prepared(plan, shape, layout.rows(lse))
-        of_lse = Packed(ROWS, layout.rows(lse))
-        planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, of_lse)
+        shape, of_lse = layout.shape._replace(len_k=lengths), layout.rows(lse)
+        planned = self._prepared(plan, shape, of_lse, changes)
+        planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, Packed(ROWS, of_lse))
         words, held = planned.kernel.words_of(0, 1)
         zeros, places = (planned.counters, planned.visited), planned.work.places
         held = held, planned, lse, self._cache.packed.held
-        return repeat((q, k, v), out, lengths, capacity, zeros, places, words, held, grows)
+        return repeat(
+            (q, k, v), out, lengths, capacity, zeros, places, words, held, grows, of_lengths
+        )
+
+
+def _ends_of_lengths(plan: Schedule, ends: Callable[[Array], Ends], lengths: Array) -> Array:
+    """Return the ends of one query's keys, with `NEVER` for lengths that have other schedules."""
+    made = np.stack(ends(lengths), axis=1)
+    low, high = visible_leaves(made[:, 0], made[:, 1], lengths)
+    is_served = (low == plan.units[:, 2].min()) & (high == plan.units[:, 3].max())
+    made[~is_served, 0] = NEVER
+    return made
 
 
 @own_arithmetic

@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,8 @@ from .layout import Array, Layout, Programs
 from .microkernel import PANEL, round_up
 from .repeat import Repeat
 from .structs import Packed, form_for
+
+Ends = tuple[Array, Array]
 
 
 class PreparedCall:
@@ -67,6 +70,7 @@ class PreparedCall:
         out: Array,  # noqa: ARG002
         capacity: int,  # noqa: ARG002
         grows: bool,  # noqa: ARG002
+        ends: Callable[[Array], Ends] | None = None,  # noqa: ARG002
     ) -> Repeat | None:
         """Return what makes the last call again at once, if there is something."""
         return None

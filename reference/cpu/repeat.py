@@ -43,7 +43,10 @@ class _Block(NamedTuple):
     places: int = 10  # the addresses of the words for those of q, k, v and the output
     kernel: int = 14  # its address and its arguments
     grows: int = 21  # -1 if keys and values have as many rows as there are positions, else 0
-    arrays: int = 22  # of q, k and v: dtype, flags, shape, strides
+    # The address of a first and a last key for each length with so many leaves, `NEVER` for a
+    # length that this call is not for; 0 without a mask. Then the addresses of where they belong.
+    ends: int = 22
+    arrays: int = 25  # of q, k and v: dtype, flags, shape, strides
 
 
 _AT = _Block()
@@ -52,6 +55,7 @@ _OF_ARRAY, _ROWS = 2 + 2 * AXES, 2 + AXES - 2  # words of an array, and the plac
 _WORDS = _AT.arrays + 3 * _OF_ARRAY
 
 _WORD, _HALF = ir.IntType(64), ir.IntType(32)
+NEVER = -(2**63)
 DONE = 1  # what the function returns if it has computed the call
 
 
@@ -173,6 +177,14 @@ def _written(triple: str) -> ir.Module:
     leaves = builder.ashr(builder.add(length, _WORD(LEAF - 1)), _WORD(LOG_LEAF))
     emit.goes_on_if(builder.icmp_signed("==", leaves, known(_AT.leaves)))
     emit.goes_on_if(builder.icmp_signed("<=", length, known(_AT.capacity)))
+    ends, pair = known(_AT.ends), [builder.alloca(_WORD) for _ in range(2)]
+    has_ends = builder.icmp_unsigned("!=", ends, _WORD(0))
+    with builder.if_then(has_ends):
+        number = builder.and_(builder.sub(length, _WORD(1)), _WORD(LEAF - 1))
+        of_length = builder.add(ends, builder.shl(number, _WORD(4)))
+        for n, place in enumerate(pair):
+            builder.store(emit.load(of_length, 8 * n), place)
+        emit.goes_on_if(builder.icmp_signed("!=", builder.load(pair[0]), _WORD(NEVER)))
     taken = builder.inttoptr(builder.add(block, _WORD(8 * _AT.taken)), _WORD.as_pointer())
     before = builder.cmpxchg(taken, _WORD(0), _WORD(1), "seq_cst", "seq_cst")
     emit.goes_on_if(builder.extract_value(before, 1))
@@ -181,6 +193,9 @@ def _written(triple: str) -> ir.Module:
     for place, value in ((_AT.lengths, length), (_AT.counters, 0), (_AT.visited, 0)):
         word = value if isinstance(value, ir.Value) else _WORD(value)
         emit.fill(known(place), known(place + 1), word)
+    with builder.if_then(has_ends):
+        for n, place in enumerate(pair):
+            emit.store(builder.load(place), known(_AT.ends + 1 + n))
     called, *values = (known(_AT.kernel + n) for n in range(1 + _ARGUMENTS))
     of_kernel = ir.FunctionType(_HALF, [_WORD] * _ARGUMENTS).as_pointer()
     begin, end = (
@@ -255,6 +270,7 @@ def repeat(
     kernel: Sequence[int],
     held: object,
     grows: bool,
+    ends: tuple[Array, Array, Array] | None = None,
 ) -> Repeat:
     """Return a call that can be made again.
 
@@ -278,10 +294,15 @@ def repeat(
         What addresses belong to, apart from those of the arrays above.
     grows : bool
         Whether keys and values have as many rows as there are positions.
+    ends : (array, array, array), optional
+        Of int64: the first and the last key of the query for each length, (LEAF, 2), in which the
+        first is `NEVER` for a length that the call is not for; and where the kernel reads both.
     """
     block = (ctypes.c_int64 * _WORDS)()
     block[_AT.kind] = id(np.ndarray)
     block[_AT.grows] = -1 if grows else 0
+    if ends is not None:
+        block[_AT.ends : _AT.ends + 3] = [address(x) for x in ends]
     block[_AT.leaves], block[_AT.capacity] = (int(lengths[0]) + LEAF - 1) >> LOG_LEAF, capacity
     for place, array in zip(
         (_AT.lengths, _AT.counters, _AT.visited), (lengths, *zeros), strict=True
@@ -297,5 +318,5 @@ def repeat(
         ]  # fmt: skip
         block[begin : begin + len(words)] = words
     dtypes = [array.dtype for array in arrays]
-    kept = held, block, lengths, zeros, dtypes
+    kept = held, block, lengths, zeros, dtypes, ends
     return Repeat(_function(), ctypes.addressof(block), out.shape, out.dtype, kept)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from placement import same_bits
 
-from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_cached, execute
+from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_cached, execute, masks
 from cupyflash.backends import host_recent
 from cupyflash.reference.cpu import repeat
 
@@ -79,6 +79,67 @@ def test_the_same_bits_as_of_a_checked_call(sizes):
             assert same_bits(out, x), n
             assert out.dtype == x.dtype
             assert out.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.causal(),
+        masks.window(50, 0),
+        masks.window(70, 0),
+        masks.window(100, None) & masks.causal(),
+        masks.causal(offset=-120),
+        masks.window(30, 0, offset=-100),
+        masks.prefix(70),
+    ],
+    ids=str,
+)
+def test_one_query_under_a_mask(mask):
+    q, k, v = drawn(heads_kv=3)
+    expected = [
+        attention_cached(q, k, v, n, mask=mask, return_lse=True)[0] for n in range(1, ROOM + 1)
+    ]
+    is_other = 0
+    for n, x in enumerate(expected, start=1):
+        for _ in range(2):
+            assert same_bits(attention_cached(q, k, v, n, mask=mask), x), n
+        with only_again(), contextlib.suppress(OtherPathError):
+            is_other += 1
+            assert same_bits(attention_cached(q, k, v, n, mask=mask), x), n
+            is_other -= 1
+    assert is_other <= 10, "schedules come once"
+    assert same_bits(attention_cached(q, k, v, 150), checked(q, k, v, 150))
+    with only_again(), pytest.raises(OtherPathError):
+        attention_cached(q, k, v, 150, mask=mask | masks.prefix(3))
+
+
+def test_one_query_under_a_mask_of_arrays():
+    """What it looks up may change."""
+    q, k, v = drawn()
+    lengths = np.array([90])
+    mask = masks.lengths(lengths)
+    for n in (90, 90, 90, 50, 120, 100):
+        lengths[0] = n
+        assert same_bits(attention_cached(q, k, v, 100, mask=mask), checked(q, k, v, min(n, 100)))
+
+
+def test_no_mask_for_several_queries_or_entries():
+    for sizes in ({"queries": 3}, {"batch": 2}):
+        q, k, v = drawn(**sizes)
+        expected = attention_cached(q, k, v, 100, mask=masks.causal(), return_lse=True)[0]
+        for _ in range(4):
+            assert same_bits(attention_cached(q, k, v, 100, mask=masks.causal()), expected)
+
+
+def test_one_query_of_dense_arrays_under_a_window():
+    q, k, v = drawn(room=700)
+    mask = masks.window(64, 0)
+    for n in range(513, 600):
+        x = attention(q, k[:, :, :n], v[:, :, :n], mask=mask, return_lse=True)[0]
+        for _ in range(3):
+            assert same_bits(attention(q, k[:, :, :n], v[:, :, :n], mask=mask), x), n
+    with only_again():
+        attention(q, k[:, :, :n], v[:, :, :n], mask=mask)
 
 
 @pytest.mark.parametrize("entries", [(1, 1), (2, 2), (2, 1)], ids=str)
