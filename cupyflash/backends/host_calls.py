@@ -221,7 +221,7 @@ class ReplayedCache(Replayed):
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         of_cache = named.get("table"), self._of_codes(named)
         self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse, *of_cache)
-        if type(lengths) is int and _may_repeat(seen, self._has_usual_scale):
+        if host_recent.only(lengths) is not None and _may_repeat(seen, self._has_usual_scale):
             arrays = named["q"], named["k"], named["v"]
             ends = _ends_of(self._ends, seen)
             made = self._call.repeat(*arrays, out, self._capacity, grows=False, ends=ends)

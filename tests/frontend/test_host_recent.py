@@ -257,6 +257,28 @@ def test_what_is_no_array_is_looked_at():
         attention_cached(q, k, object(), 100)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_an_array_of_one_length_may_change(dtype):
+    q, k, v = drawn()
+    lengths = np.array([100], dtype)
+    warm(q, k, v, lengths)
+    for n in (101, 90, 128):
+        lengths[0] = n
+        with only_again():
+            out = attention_cached(q, k, v, lengths)
+        assert same_bits(out, checked(q, k, v, n))
+    lengths[0] = ROOM + 1
+    with pytest.raises(ArgumentError, match="lengths"):
+        attention_cached(q, k, v, lengths)
+    several = drawn(batch=2)
+    warm(*several, 100)
+    lengths[0] = 100
+    with pytest.raises(ArgumentTypeError, match="lengths"):
+        attention_cached(*several, lengths)
+    with pytest.raises(ArgumentTypeError, match="lengths"):
+        attention_cached(q, k, v, lengths.astype(np.float32))
+
+
 def test_options_are_no_part_of_it():
     q, k, v = drawn()
     for _ in range(4):
@@ -327,9 +349,9 @@ def test_an_interrupted_call_can_be_made_again():
     came = 0
     try:
         for n in range(60):
+            came += 1
             with contextlib.suppress(SignalError):
                 signal.setitimer(signal.ITIMER_REAL, 1e-4 + 1e-6 * n)
-                came += 1
                 while True:
                     attention_cached(q, k, v, 100)
     finally:
