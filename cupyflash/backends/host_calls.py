@@ -221,7 +221,11 @@ class ReplayedCache(Replayed):
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         of_cache = named.get("table"), self._of_codes(named)
         self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse, *of_cache)
-        if host_recent.only(lengths) is not None and _may_repeat(seen, self._has_usual_scale):
+        if (
+            self._call.repeats
+            and host_recent.only(lengths) is not None
+            and _may_repeat(seen, self._has_usual_scale)
+        ):
             arrays = named["q"], named["k"], named["v"]
             ends = _ends_of(self._ends, seen)
             made = self._call.repeat(*arrays, out, self._capacity, grows=False, ends=ends)
@@ -267,7 +271,11 @@ class ReplayedGrowing(Replayed):
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         q = named["q"]
         self._run(q, k, v, named.get("sink"), out, lse)
-        if q.ndim == k.ndim == v.ndim == AXES and _may_repeat(seen, self._has_usual_scale):
+        if (
+            self._call.repeats
+            and q.ndim == k.ndim == v.ndim == AXES
+            and _may_repeat(seen, self._has_usual_scale)
+        ):
             ends = _ends_of(self._ends, seen)
             made = self._call.repeat(q, k, v, out, MOST_POSITIONS, grows=True, ends=ends)
             if made is not None:

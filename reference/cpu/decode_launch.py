@@ -107,7 +107,8 @@ class DecodeCall(PreparedCall):
         self._repeated = -1  # the last leaf of those that can be repeated already
         in_place = self._q.is_in_place and self._out.is_in_place
         changes_scores = len(programs.score.code) or len(programs.mask.code)
-        self._is_plain = in_place and not (changes_scores or scales) and sink is table is None
+        is_plain = in_place and not (changes_scores or scales) and sink is table is None
+        self.repeats = is_plain and IS_POSSIBLE
         self._nbytes = self.nbytes = self.nbytes + scratch.nbytes
 
     def grown(
@@ -224,7 +225,7 @@ class DecodeCall(PreparedCall):
         have come once may not come again. None is made twice.
         """
         plan = self._plan
-        if plan is None or self._served < REPEATED or not (self._is_plain and IS_POSSIBLE):
+        if plan is None or self._served < REPEATED or not self.repeats:
             return None
         last = int(self._layout.len_k[0]) - 1 >> LOG_LEAF
         if last == self._repeated or not out.flags.c_contiguous:

@@ -33,6 +33,7 @@ class PreparedCall:
         What happens to its scores.
     """
 
+    repeats = False  # whether `repeat` may return something
     shape: Packed  # as kernels take it; a call over a cache drops no pair and has it elsewhere
 
     def __init__(self, layout: Layout, programs: Programs) -> None:
