@@ -290,6 +290,16 @@ def test_options_are_no_part_of_it():
     assert same_bits(attention_cached(q, k, v, 100), usual)
 
 
+def test_several_threads_are_for_long_calls(monkeypatch):
+    """To wake one takes longer than a part of a short call."""
+    monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "2")
+    for room, is_short in ((1000, True), (10_000, False)):
+        q, k, v = drawn(room=room)
+        warm(q, k, v, room)
+        with only_again(), contextlib.nullcontext() if is_short else pytest.raises(OtherPathError):
+            attention_cached(q, k, v, room)
+
+
 def test_a_schedule_that_comes_once_is_not_kept(known):
     arrays = drawn()
     for n in (1, 65, 129, 193):
