@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from . import execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import DType, F, FloatArray, Number
+from .backends.host_recent import recognised
 from .masks import Mask
 from .problem import validate
 from .problem.call import Array, Gradients
@@ -78,6 +79,7 @@ def attention(
 ) -> Array | tuple[Array, FloatArray]: ...
 
 
+@recognised
 @explained
 def attention(
     q: DLPackArray,

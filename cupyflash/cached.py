@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from . import dispatch, execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import CacheDType, F, FloatArray, Number
+from .backends.host_recent import recognised_cached
 from .masks import Mask
 from .problem.arguments import Cached
 from .problem.call import Array
@@ -81,6 +82,7 @@ def attention_cached(
 ) -> Array | tuple[Array, FloatArray]: ...
 
 
+@recognised_cached
 @explained
 def attention_cached(
     q: DLPackArray,

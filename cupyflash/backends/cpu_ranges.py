@@ -187,6 +187,10 @@ class GrowingEnds:
         """Return both ends, as `ends` does, or of shapes that broadcast to that."""
         return self._of(numbers if self._has_numbers else ())(len_k)
 
+    def of_lengths(self, lengths: Array, numbers: tuple[int, ...]) -> tuple[Array, Array]:
+        """Return both ends of the only query of one entry for each of some lengths."""
+        return self._of(numbers if self._has_numbers else ()).of_lengths(lengths)
+
 
 class _EndsOfNumbers:
     """The ends of each query's keys in a cache, for any lengths of its entries.
@@ -240,8 +244,22 @@ class _EndsOfNumbers:
         """Return both ends, as `ends` does, or of shapes that broadcast to that."""
         if not self._is_simple:
             return ends(self._problem, self._found, len_k, self._numbers)
+        return self._evaluated(len_k[self._entries])
+
+    def of_lengths(self, lengths: Array) -> tuple[Array, Array]:
+        """Return both ends of the only query of one entry for each of some lengths."""
+        if self._is_simple:
+            low, high = self._evaluated(lengths.reshape(-1, *(1,) * self._entries.ndim))
+        else:
+            each = [self(lengths[n : n + 1]) for n in range(len(lengths))]
+            low, high = (np.stack(end) for end in zip(*each, strict=True))
+        first, last = (np.broadcast_to(end.reshape(-1), lengths.shape) for end in (low, high))
+        return first, last
+
+    def _evaluated(self, len_k: Array) -> tuple[Array, Array]:
+        """Return both ends, given the keys of each query's entry."""
         values = self._values
-        values[0] = len_k[self._entries]
+        values[0] = len_k
         for slot, function, args in self._steps:
             values[slot] = function(*[values[arg] for arg in args])
         low, high = (

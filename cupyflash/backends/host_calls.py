@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..expr.key_range import KeyRange
+from ..masks import Mask
+from ..problem import scalars
 from ..problem.cached import MOST_POSITIONS
-from ..problem.call import Call, Gradients
+from ..problem.call import Call, Gradients, Problem
+from . import host_recent
 from .cpu_ranges import GrowingEnds, OtherNumbers
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 MOST_CALLS = 4  # of an entry: as many threads may make the same call at once
 _ndarray = np.ndarray
 _SCALES = "k_scale", "v_scale"
+AXES = 4  # of arrays of calls that `host_recent` keeps
 _LENGTHS = np.dtype(np.int32), np.dtype(np.int64)
 
 
@@ -150,7 +154,7 @@ class ReplayedCache(Replayed):
         Those for which `found` has symbols.
     """
 
-    __slots__ = ("_capacity", "_ends", "_is_checked", "_lengths", "_scales")
+    __slots__ = ("_capacity", "_ends", "_has_usual_scale", "_is_checked", "_lengths", "_scales")
 
     def __init__(
         self,
@@ -171,6 +175,7 @@ class ReplayedCache(Replayed):
         # With shared positions, which pages are used depends on lengths.
         self._is_checked = in_range and not cache.shared
         self._scales = cache.encoding.scales
+        self._has_usual_scale = _has_usual_scale(call.problem)
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array; return whether the call can be made again.
@@ -216,6 +221,16 @@ class ReplayedCache(Replayed):
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
         of_cache = named.get("table"), self._of_codes(named)
         self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse, *of_cache)
+        if (
+            self._call.repeats
+            and host_recent.only(lengths) is not None
+            and _may_repeat(seen, self._has_usual_scale)
+        ):
+            arrays = named["q"], named["k"], named["v"]
+            ends = _ends_of(self._ends, seen)
+            made = self._call.repeat(*arrays, out, self._capacity, grows=False, ends=ends)
+            if made is not None:
+                host_recent.keep_cached(*arrays[:2], lengths, seen.mask, made)
         return True
 
 
@@ -232,7 +247,7 @@ class ReplayedGrowing(Replayed):
         As in `ReplayedCache`.
     """
 
-    __slots__ = ("_ends", "_lengths")
+    __slots__ = ("_ends", "_has_usual_scale", "_lengths")
     grows = True
 
     def __init__(
@@ -243,6 +258,7 @@ class ReplayedGrowing(Replayed):
         self._lengths = np.zeros(problem.batch, np.int64)
         self._ends = None if found is None else GrowingEnds(problem, found, numbers)
         self.serves_numbers = bool(numbers)
+        self._has_usual_scale = _has_usual_scale(problem)
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless there are no keys, or not as many keys as values."""
@@ -253,8 +269,39 @@ class ReplayedGrowing(Replayed):
         own.fill(length)
         named = self._load(seen)
         self._call.grow(own, None if self._ends is None else self._ends(own, seen.numbers))
-        self._run(named["q"], k, v, named.get("sink"), out, lse)
+        q = named["q"]
+        self._run(q, k, v, named.get("sink"), out, lse)
+        if (
+            self._call.repeats
+            and q.ndim == k.ndim == v.ndim == AXES
+            and _may_repeat(seen, self._has_usual_scale)
+        ):
+            ends = _ends_of(self._ends, seen)
+            made = self._call.repeat(q, k, v, out, MOST_POSITIONS, grows=True, ends=ends)
+            if made is not None:
+                host_recent.keep(q, length, seen.mask, made)
         return True
+
+
+def _may_repeat(seen: HostSignature, has_usual_scale: bool) -> bool:
+    """Return whether `host_recent` may recognise a call: nothing but a mask was said.
+
+    That is recognised by itself, so it must look up no array.
+    """
+    mask = seen.mask
+    if seen.written or not has_usual_scale:
+        return False
+    return mask is None or (isinstance(mask, Mask) and not mask.structure[1])
+
+
+def _ends_of(ends: GrowingEnds | None, seen: HostSignature) -> Any:
+    """Return what gives the keys that one query sees for some lengths, if a mask hides others."""
+    return None if ends is None else lambda lengths: ends.of_lengths(lengths, seen.numbers)
+
+
+def _has_usual_scale(problem: Problem) -> bool:
+    """Return whether a call has the scale of a call that has said nothing of it."""
+    return problem.scale == scalars.scale(None, problem.d, problem.accumulator)
 
 
 class Calls:

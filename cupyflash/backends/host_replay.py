@@ -31,7 +31,7 @@ _NOTHING: Mapping[str, Any] = {}
 class HostSignature(Signature):
     """The signature of a call on NumPy arrays."""
 
-    __slots__ = ("_form", "_mask_at", "grows", "named", "numbers", "rows")
+    __slots__ = ("_form", "_mask_at", "grows", "mask", "named", "numbers", "rows")
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class HostSignature(Signature):
         self.grows = grows  # the number of keys is no part of it
         self.named: dict[str, Any] = {}  # all arrays, and None
         self.rows: Any = None
+        self.mask: Any = options.mask
         self._form: Structure | None = None  # of the mask
         self._mask_at = 0
         self.numbers: tuple[int, ...] = ()  # of the mask, for which its form has symbols

@@ -137,7 +137,7 @@ class PackedCache:
         self, lead: tuple[int, ...], k: np.ndarray[Any, Any], v: np.ndarray[Any, Any]
     ) -> None:
         """Set the strides of keys and values that have another length than the first ones."""
-        for place, name, x in ((_K_PLACE, "k_places", k), (_V_PLACE, "v_places", v)):
+        for place, name, x in ((K_PLACE, "k_places", k), (V_PLACE, "v_places", v)):
             head, row, column = x.strides[-3:]
             strides = [x.strides[0] if x.ndim > 3 else 0, head, row, column]
             self.packed.words[place + _STRIDES : place + _STRIDES + 4] = strides
@@ -151,16 +151,16 @@ class PackedCache:
     ) -> None:  # fmt: skip
         """Set where the arrays are, those of scales too. Who calls this holds them."""
         words = self.packed.words
-        words[_K_PLACE], words[_V_PLACE] = address(k), address(v)
+        words[K_PLACE], words[V_PLACE] = address(k), address(v)
         if table is not None:
             words[_TABLE_PLACE] = address(table)
-        for place, of in zip((_K_PLACE, _V_PLACE), scales or (), strict=False):
+        for place, of in zip((K_PLACE, V_PLACE), scales or (), strict=False):
             if of is not None:
                 words[place + _SCALE_PLACE] = address(of)
 
 
 # Words of a packed cache that are addresses.
-_K_PLACE, _V_PLACE, _TABLE_PLACE = (CACHE.offsets[name] // WORD for name in ("k", "v", "table"))
+K_PLACE, V_PLACE, _TABLE_PLACE = (CACHE.offsets[name] // WORD for name in ("k", "v", "table"))
 _SCALE_PLACE, _STRIDES = (_SOURCE.offsets[name] // WORD for name in ("scale", "page"))
 
 

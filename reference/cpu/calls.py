@@ -157,6 +157,18 @@ class Bound:
         self._blocks.append(block)
         spare.append(own)
 
+    def words_of(self, first: int, last: int) -> tuple[list[int], object]:
+        """Return the kernel's address and all that it takes for some items, with scratch for it.
+
+        The second object holds what the words are addresses of.
+        """
+        own, held = _in_words(self._own_forms, self._scratch())
+        results = (ctypes.c_int64 * 2)()
+        place = ctypes.addressof(results)
+        kernel, *words = self._words
+        words[:4] = place, place + 8, first, last
+        return [kernel, *words, *own], (results, held, self)
+
     def _new_block(self, own: int) -> Any:
         count = len(self._words) + own
         block = (ctypes.c_int64 * (count + 2))(*self._words)  # with room for the results

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from .arguments import KeyRanges
+from .arguments import Changes, KeyRanges, Shape
 from .cache import PackedCache, Scales, cache_of, products_of
 from .calls import Bound
 from .decode import decode as decode_kernel
 from .decode_scratch import decode_scratch, decode_sizes
-from .decode_tasks import LEAF, MOST_ROWS, Schedule, schedule
+from .decode_tasks import LEAF, LOG_LEAF, MOST_ROWS, Schedule, schedule, visible_leaves
 from .decode_work import DecodeWork, PackedWork
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
 from .layout import Array, Layout, Problem, Programs, Scratch
+from .memory import ROWS, Rows
 from .merge import merge
 from .microkernel import round_up
 from .operands import Operand, Result
-from .prepared import (
-    BYTES_PER_SECOND,
-    PAIR,
-    PRODUCTS_PER_SECOND,
-    PreparedCall,
-    changes_of,
-    sinks_of,
-)
+from .prepared import Ends, PreparedCall, changes_of, sinks_of
+from .repeat import IS_POSSIBLE, NEVER, Repeat, repeat
+from .structs import Packed
 from .thread_limits import num_threads
 from .threads import parallel, workers_for
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
+# What a thread does in a second: bytes of numbers that it multiplies, and that it reads; and the
+# seconds that a leaf takes besides, and those of each of its rows whose scores a program changes.
+# On a slower machine a second thread is woken later than it could be, for work of some 0.5 ms.
+MULTIPLIED, READ, OF_LEAF, OF_PROGRAM = 3e11, 8e10, 1e-7, 3e-6
+REPEATED = 2  # calls with the same schedule, of which the last is one that may be made again
 
 
 def planned(problem: Problem, programs: Programs, shared: int) -> Schedule:
@@ -45,6 +47,15 @@ def _planned(layout: Layout, ranges: KeyRanges, shared: int) -> Schedule:
     columns = round_up(layout.shape.d_v, layout.lanes)
     heads_kv = layout.problem.heads_kv
     return schedule(layout.shape, heads_kv, ranges, columns, num_threads(), shared)
+
+
+class _Planned(NamedTuple):
+    """What the calls of a schedule have in common: the kernel with its arguments."""
+
+    counters: Array
+    visited: Array
+    work: PackedWork
+    kernel: Bound
 
 
 class DecodeCall(PreparedCall):
@@ -91,6 +102,13 @@ class DecodeCall(PreparedCall):
         self._most_leaves = -(-MOST_PRODUCTS // products)
         self._most_queries = int(layout.len_q.max(initial=0))
         self._plan: Schedule | None = None
+        self._planned: _Planned | None = None
+        self._served = 0  # calls that had the same schedule
+        self._repeated = -1  # the last leaf of those that can be repeated already
+        in_place = self._q.is_in_place and self._out.is_in_place
+        changes_scores = len(programs.score.code) or len(programs.mask.code)
+        is_plain = in_place and not (changes_scores or scales) and sink is table is None
+        self.repeats = is_plain and IS_POSSIBLE
         self._nbytes = self.nbytes = self.nbytes + scratch.nbytes
 
     def grown(
@@ -103,7 +121,7 @@ class DecodeCall(PreparedCall):
     @property
     def visited(self) -> int:
         """How many leaves the last call visited: those that are not EMPTY."""
-        return int(self._visited.sum()) if self._plan is not None else 0
+        return 0 if self._planned is None else int(self._planned.visited.sum())
 
     def __call__(
         self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array,
@@ -120,16 +138,18 @@ class DecodeCall(PreparedCall):
         if sink is not None:
             self._sinks[...] = sink
         plan = _planned(layout, self._ranges, self._shared)
-        if plan is not self._plan:
-            self._plan, self._kernel = plan, self._bound(plan)
-        self._work.move_to(self._q.rows, self._cache.packed, self._out.rows, self._lse.rows)
-        self._counters[...] = 0
-        self._visited[...] = 0
-        chunks = -(-plan.leaves // self._most_leaves)
+        if plan is not self._plan or self._planned is None:
+            of_lse = self._lse.rows.values
+            self._planned = self._prepared(plan, layout.shape, of_lse, self._changes)
+            self._plan, self._served, self._repeated = plan, 0, -1
+        self._served += 1
+        planned = self._planned
+        planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, self._lse.rows)
+        planned.counters[...] = 0
+        planned.visited[...] = 0
         work = self._seconds(plan)
-        items = max(chunks, workers_for(len(plan.units), work))
         arrays = q, k, v, table, scales, out, lse, self
-        parallel(self._kernel, items, arrays, work)
+        parallel(planned.kernel, self._items(plan, work), arrays, work)
         self._out.finish(out)
         self._lse.finish(lse[..., None])
 
@@ -137,49 +157,110 @@ class DecodeCall(PreparedCall):
         """Return about how long one thread takes."""
         shape = self._layout.shape
         rows = min(MOST_ROWS, shape.group * self._most_queries)
-        each = LEAF * (shape.d + shape.d_v) * shape.itemsize / BYTES_PER_SECOND
-        each += LEAF * rows * (shape.d + shape.d_v + PAIR) / PRODUCTS_PER_SECOND
+        size = LEAF * (shape.d + shape.d_v) * shape.itemsize
+        each = OF_LEAF + size * rows / MULTIPLIED + size / READ
+        if len(self._changes.score.code):
+            each += OF_PROGRAM * rows
         return plan.leaves * each
 
-    def _bound(self, plan: Schedule) -> Bound:
+    def _items(self, plan: Schedule, work: float) -> int:
+        """Return how many calls of the kernel do so many seconds of work."""
+        return max(-(-plan.leaves // self._most_leaves), workers_for(len(plan.units), work))
+
+    def _prepared(self, plan: Schedule, shape: Shape, lse: Rows, changes: Changes) -> _Planned:
         """Return the kernel with its arguments, for a schedule."""
-        layout = self._layout
-        number = layout.number
-        self._counters = np.zeros(1 + len(plan.tasks), np.int64)
-        self._visited = np.zeros(len(plan.units), np.int64)
+        number = self._layout.number
+        counters = np.zeros(1 + len(plan.tasks), np.int64)
+        visited = np.zeros(len(plan.units), np.int64)
         sizes, kept = self._sizes(plan.top), np.empty(plan.kept, number)
         self.nbytes = self._nbytes + kept.nbytes
-        q, out, lse = (x.rows.values for x in (self._q, self._out, self._lse))
         merge_pointer, keys_pointer, values_pointer = self._pointers
         work = DecodeWork(
             self._most_leaves,
-            self._counters,
+            counters,
             plan.tasks,
             plan.parts,
             plan.units,
             plan.members,
             plan.top,
-            layout.shape,
-            self._changes,
+            shape,
+            changes,
             merge_pointer,
             keys_pointer,
             values_pointer,
             self._described,
-            q,
+            self._q.rows.values,
             self._sinks,
             kept,
-            out,
+            self._out.rows.values,
             lse,
-            self._visited,
+            visited,
         )
-        self._work = PackedWork(work, number)
-        return Bound(
+        packed = PackedWork(work, number)
+        kernel = Bound(
             decode_kernel,
             number,
-            self._work.packed,
+            packed.packed,
             scratch=lambda: (decode_scratch(sizes, number),),
             sizes=sizes,
         )
+        return _Planned(counters, visited, packed, kernel)
+
+    def repeat(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        capacity: int,
+        grows: bool,
+        ends: Callable[[Array], Ends] | None = None,
+    ) -> Repeat | None:
+        """Return what makes the last call again for arrays like these, which were its own.
+
+        All entries have had the same length, and had room for `capacity` positions; with `grows`,
+        keys and values have as many rows as there are positions. `ends` returns the first and the
+        last key of one query for some lengths, if a mask hides others. There is none for a call
+        that changes scores, that several threads share, or whose schedule is a new one: those that
+        have come once may not come again. None is made twice.
+        """
+        plan = self._plan
+        if plan is None or self._served < REPEATED or not self.repeats:
+            return None
+        last = int(self._layout.len_k[0]) - 1 >> LOG_LEAF
+        if last == self._repeated or not out.flags.c_contiguous:
+            return None
+        self._repeated = last
+        if self._items(plan, self._seconds(plan)) > 1:
+            return None
+        layout, changes, of_lengths = self._layout, self._changes, None
+        if self._programs.ranges is not None:
+            ranges = self._ranges
+            if ends is None or ranges.low.size != 1:
+                return None
+            ranges = ranges._replace(low=ranges.low.copy(), high=ranges.high.copy())
+            changes = changes._replace(ranges=ranges)
+            lengths = (last << LOG_LEAF) + 1 + np.arange(LEAF)
+            of_lengths = _ends_of_lengths(plan, ends, lengths), ranges.low, ranges.high
+        lengths, lse = layout.len_k.copy(), np.empty((*out.shape[:-1], 1), layout.number)
+        shape, of_lse = layout.shape._replace(len_k=lengths), layout.rows(lse)
+        planned = self._prepared(plan, shape, of_lse, changes)
+        planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, Packed(ROWS, of_lse))
+        words, held = planned.kernel.words_of(0, 1)
+        zeros, places = (planned.counters, planned.visited), planned.work.places
+        held = held, planned, lse, self._cache.packed.held
+        return repeat(
+            (q, k, v), out, lengths, capacity, zeros, places, words, held, grows, of_lengths
+        )
+
+
+def _ends_of_lengths(plan: Schedule, ends: Callable[[Array], Ends], lengths: Array) -> Array:
+    """Return the ends of one query's keys, with `NEVER` for lengths that have other schedules."""
+    made = np.stack(ends(lengths), axis=1)
+    low, high = visible_leaves(made[:, 0], made[:, 1], lengths)
+    is_served = (low == plan.units[:, 2].min()) & (high == plan.units[:, 3].max())
+    made[~is_served, 0] = NEVER
+    return made
 
 
 @own_arithmetic

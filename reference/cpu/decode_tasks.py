@@ -80,6 +80,7 @@ def schedule(
         last = (shape.len_k[rows[:, 0]] + LEAF - 1) >> LOG_LEAF
         first = b""
     elif ranges.low.size == 1:  # one query, whose heads see the same keys
+        # As `visible_leaves` says, for numbers of Python, which take a tenth of the time.
         begin = max(int(ranges.low[0]), 0)
         end = min(int(ranges.high[0]) + 1, int(shape.len_k[0]))
         last = np.full(len(rows), (end + LEAF - 1) >> LOG_LEAF if begin < end else 0)
@@ -90,6 +91,16 @@ def schedule(
     edge = _shared_leaves(rows, shape.len_k, shared).tobytes() if shared else b""
     which = shape.len_q.tobytes(), shape.group, heads_kv
     return _of_leaves(which, first, last.tobytes(), edge, columns, MOST_UNITS * threads)
+
+
+def visible_leaves(low: Array, high: Array, len_k: Array) -> tuple[Array, Array]:
+    """Return the first leaf that queries with these first and last keys see, and where leaves end.
+
+    Both are 0 for a query that sees no key.
+    """
+    begin, end = np.maximum(low, 0), np.minimum(high + 1, len_k)
+    sees = begin < end
+    return np.where(sees, begin >> LOG_LEAF, 0), np.where(sees, (end + LEAF - 1) >> LOG_LEAF, 0)
 
 
 # All layers of a model have the same lengths in a step, and mostly the same leaves in the next one.
@@ -240,7 +251,4 @@ def _leaves(shape: Shape, rows: Array, ranges: KeyRanges) -> tuple[Array, Array]
         pairs = np.stack([at, at + queries], axis=1).reshape(-1)
         begin = np.minimum(begin, np.minimum.reduceat(lows, pairs)[::2])
         end = np.maximum(end, np.maximum.reduceat(highs, pairs)[::2])
-    begin, end = np.maximum(begin, 0), np.minimum(end + 1, shape.len_k[b])
-    empty = begin >= end
-    first, last = begin >> LOG_LEAF, (end + LEAF - 1) >> LOG_LEAF
-    return np.where(empty, 0, first), np.where(empty, 0, last)
+    return visible_leaves(begin, end, shape.len_k[b])

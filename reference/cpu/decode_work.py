@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 
 from .arguments import CHANGES, Changes, Shape, shape_of
-from .cache import CACHE, Cache
+from .cache import CACHE, K_PLACE, V_PLACE, Cache
 from .jit import INT, INTS, TABLE, vector
 from .memory import ROWS, Rows
 from .structs import WORD, Packed, Struct, form_for
@@ -55,6 +55,12 @@ class PackedWork:
         words, begin = self.packed.words, self._cache
         words[self._q], words[self._out], words[self._lse] = q.words[0], out.words[0], lse.words[0]
         words[begin : begin + CACHE.word_count] = cache.words[:]
+
+    @property
+    def places(self) -> list[int]:
+        """The addresses of the words that hold those of q, k, v and out."""
+        words = self._q, self._cache + K_PLACE, self._cache + V_PLACE, self._out
+        return [self.packed.address + WORD * word for word in words]
 
 
 def decode_work_of(number: types.Type) -> Struct:

@@ -74,6 +74,11 @@ class Operand:
         """Let kernels read an array of other lengths or strides."""
         self.rows.replace(self._reached(array))
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether kernels read the array itself."""
+        return self._copy is None
+
     def load(self, array: Array) -> None:
         """Let kernels read another array like the first one."""
         if self._copy is None:
@@ -113,6 +118,11 @@ class Result:
             columns = round_up(self._columns, layout.lanes) if whole_vectors else self._columns
             self._made = scratch.empty((*array.shape[:-1], columns), layout.number)
         self.rows = Packed(ROWS, layout.rows(array if self._made is None else self._made, keys))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether kernels write the array itself."""
+        return self._made is None
 
     def place(self, array: Array) -> None:
         """Let kernels write another array like the first one."""

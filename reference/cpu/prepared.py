@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,10 @@ from .amx_memory import PANEL as TILE_PANEL
 from .arguments import Changes, FunctionPointers, KeyRanges, Shape, shape_of
 from .layout import Array, Layout, Programs
 from .microkernel import PANEL, round_up
+from .repeat import Repeat
 from .structs import Packed, form_for
+
+Ends = tuple[Array, Array]
 
 
 class PreparedCall:
@@ -29,6 +33,7 @@ class PreparedCall:
         What happens to its scores.
     """
 
+    repeats = False  # whether `repeat` may return something
     shape: Packed  # as kernels take it; a call over a cache drops no pair and has it elsewhere
 
     def __init__(self, layout: Layout, programs: Programs) -> None:
@@ -57,6 +62,19 @@ class PreparedCall:
         """Set the random generator's key, if pairs are dropped."""
         if self._drops:
             self.shape.change("seed", signed(seed))
+
+    def repeat(
+        self,
+        q: Array,  # noqa: ARG002, of those that have something
+        k: Array,  # noqa: ARG002
+        v: Array,  # noqa: ARG002
+        out: Array,  # noqa: ARG002
+        capacity: int,  # noqa: ARG002
+        grows: bool,  # noqa: ARG002
+        ends: Callable[[Array], Ends] | None = None,  # noqa: ARG002
+    ) -> Repeat | None:
+        """Return what makes the last call again at once, if there is something."""
+        return None
 
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""

@@ -103,24 +103,32 @@ class _Emitter(Emitter):
             apart //= 2
         return found[0]
 
-    def begin_loading(self, places: Any, count: int, lines: Any) -> None:
-        """Begin to load the first lines of some rows."""
+    def _prefetch(self, place: Any) -> None:
+        """Begin to load the line at an address."""
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), (byte, LANE, LANE, LANE))
         name = "llvm.prefetch.p0"
         known = self.builder.module.globals.get(name)
         made = known or ir.Function(self.builder.module, kind, name)
+        pointer = self.builder.inttoptr(place, byte)
+        self.builder.call(made, (pointer, LANE(0), LANE(3), LANE(1)))
+
+    def begin_loading(self, places: Any, count: int, lines: Any) -> None:
+        """Begin to load the first lines of some rows."""
 
         def line(n: Any, values: list[Any]) -> list[Any]:
             # A loop whose steps LLVM could count would be unrolled, and rows spill.
             offset = self.opaque(self.builder.mul(n, INT(LINE)))
             for row in range(count):
-                place = self.load(self.builder.add(places, INT(8 * row)), INT)
-                pointer = self.builder.inttoptr(self.builder.add(place, offset), byte)
-                self.builder.call(made, (pointer, LANE(0), LANE(3), LANE(1)))
+                self.begin_loading_at(places, row, offset)
             return values
 
         emit_loop(self.builder, lines, [], line)
+
+    def begin_loading_at(self, places: Any, row: int, offset: Any) -> None:
+        """Begin to load the line of a row that is some bytes from its first element."""
+        place = self.load(self.builder.add(places, INT(8 * row)), INT)
+        self._prefetch(self.builder.add(place, offset))
 
 
 def _score_block(kind: int, rows: int) -> Callable[..., Any]:
@@ -133,7 +141,8 @@ def _score_block(kind: int, rows: int) -> Callable[..., Any]:
             same, q, places, scales, s, ahead, lines, scale = args
             q_row, s_row, groups, vectors, step = cgutils.unpack_tuple(builder, same)
             emit = _Emitter(builder, context.get_value_type(sig.args[7]))
-            emit.begin_loading(ahead, count, lines)
+            if kind != NATIVE:
+                emit.begin_loading(ahead, count, lines)
             keys = [emit.load(builder.add(places, INT(8 * n)), INT) for n in range(count)]
             cells = [(r, j) for j in range(count) for r in range(rows)]
 
@@ -142,10 +151,11 @@ def _score_block(kind: int, rows: int) -> Callable[..., Any]:
                     column = builder.mul(builder.add(first, n), INT(emit.lanes))
                     at = emit.bytes_of(kind, column)
                     x = [emit.load(emit.at(q, r, q_row, column)) for r in range(rows)]
-                    k = [
-                        emit.stored(kind, builder.add(key, at), factor)
-                        for key, factor in zip(keys, factors, strict=True)
-                    ]
+                    k = []
+                    for j, (key, factor) in enumerate(zip(keys, factors, strict=True)):
+                        k.append(emit.stored(kind, builder.add(key, at), factor))
+                        if kind == NATIVE:  # a vector is a line
+                            emit.begin_loading_at(ahead, j, at)
                     return [emit.fma(x[r], k[j], sums[j * rows + r]) for r, j in cells]
 
                 return body
@@ -200,7 +210,8 @@ def _value_block(kind: int, rows: int, vectors: int) -> Callable[..., Any]:
 
             def body(j, sums):
                 row = builder.mul(j, INT(8))
-                emit.begin_loading(builder.add(ahead, row), 1, lines)
+                if kind != NATIVE:
+                    emit.begin_loading(builder.add(ahead, row), 1, lines)
                 place = emit.load(builder.add(places, row), INT)
                 factors = [None] * vectors
                 if kind >= FIRST:
@@ -210,6 +221,8 @@ def _value_block(kind: int, rows: int, vectors: int) -> Callable[..., Any]:
                     emit.stored(kind, builder.add(place, offset), factor)
                     for offset, factor in zip(offsets, factors, strict=True)
                 ]
+                for offset in offsets if kind == NATIVE else ():
+                    emit.begin_loading_at(builder.add(ahead, row), 0, offset)
                 made = []
                 for r in range(rows):
                     weight = emit.load(emit.at(p, r, p_row, j), emit.scalar)
@@ -254,15 +267,16 @@ def _make_keys(kind: int, name: str) -> Kernel:
             while r < rows:
                 x, y, left = q + r * q_row * itemsize, s + r * s_row * itemsize, rows - r
                 load = lines if r == 0 else 0
+                follow = ahead if load else places  # those of this leaf are there
                 count = most if left >= most else (half if left >= half else 1)
                 for n in range(j, last, most * 4 // count):
                     place, factor, z = places + 8 * n, scales + 8 * n, y + n * itemsize
                     if count == most:
-                        several(same, x, place, factor, z, ahead + 8 * n, load, scale)
+                        several(same, x, place, factor, z, follow + 8 * n, load, scale)
                     elif count == half:
-                        pair(same, x, place, factor, z, ahead + 8 * n, load, scale)
+                        pair(same, x, place, factor, z, follow + 8 * n, load, scale)
                     else:
-                        row(same, x, place, factor, z, ahead + 8 * n, load, scale)
+                        row(same, x, place, factor, z, follow + 8 * n, load, scale)
                 r += count
 
     return _takes_keys(kernel(_named(multiply_keys, f"multiply_keys_{name}")))
@@ -280,13 +294,14 @@ def _make_values(kind: int, name: str) -> Kernel:
         like, p, p_row, places, scales, group, step, o, o_row, rows, keys, columns, itemsize, ahead,
         lines,
     ):  # fmt: skip
-        same = p_row, places, scales, group, step, o_row, keys, ahead
         lanes = vector_bytes // itemsize
         vectors = columns // lanes
         load, r = lines, 0
         while r < rows:
             x, y = p + r * p_row * itemsize, o + r * o_row * itemsize
             several, n = rows - r >= most, 0
+            follow = ahead if load else places
+            same = p_row, places, scales, group, step, o_row, keys, follow
             while n < vectors:
                 left, first = vectors - n, n * lanes
                 if several:

@@ -128,6 +128,11 @@ class Packed:
         """The structure that it was last made of."""
         return self._held[""]
 
+    @property
+    def held(self) -> object:
+        """What its addresses belong to at present."""
+        return tuple(self._held.values())
+
     def move_to(self, address: int) -> None:
         """Change the first field, an address. Who calls this holds what lies there."""
         self.words[0] = address

@@ -1,0 +1,103 @@
+"""Calls of few queries on NumPy arrays, with a mask or without, recognised before anything else.
+
+A model in NumPy makes the same call for all its layers and, but for the length, for all its tokens.
+The calls that were made again last are kept by shapes, and what is kept looks at everything else.
+Other calls, and those that differ, are those of `host_replay`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Hashable
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from ..masks import Mask
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MOST = 16  # keys of calls that are kept
+ALIKE = 2  # calls of a key: under a window, schedules of some lengths differ
+_DONE, _LOG_LEAF = 1, 6  # of `reference.cpu.repeat`, which takes long to import
+_ndarray, _empty, _ONE = np.ndarray, np.empty, (1,)
+_INTEGERS = np.dtype(np.int64), np.dtype(np.int32)
+_known: dict[Hashable, tuple[Any, ...]] = {}
+if hasattr(os, "register_at_fork"):  # another thread may be making one of them
+    os.register_at_fork(after_in_child=_known.clear)
+
+
+def only(lengths: Any) -> int | None:
+    """Return the length of all entries, if that is a number, or an array of one number."""
+    if type(lengths) is int:
+        return lengths
+    if type(lengths) is _ndarray and lengths.shape == _ONE and lengths.dtype in _INTEGERS:
+        number: int = lengths.item()
+        return number
+    return None
+
+
+def recognised_cached(function: Callable[P, R]) -> Callable[P, R]:
+    """Let `attention_cached` make a call again if it looks like a recent one."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        if len(args) == 4 and len(keywords) < 2:
+            q, k, v, lengths = args
+            mask = keywords.get("mask")
+            if type(k) is _ndarray is type(q) and (not keywords or type(mask) is Mask):
+                length = lengths if type(lengths) is int else only(lengths)
+                if length is not None:
+                    of_length = (length - 1) >> _LOG_LEAF, type(lengths)
+                    key = q.shape, k.shape, q.itemsize, mask, of_length
+                    for run, block, shape, dtype, _ in _known.get(key, ()):
+                        out: Any = _empty(shape, dtype)
+                        if run(block, q, k, v, length, out) == _DONE:
+                            return out  # type: ignore[no-any-return]
+        return function(*args, **keywords)
+
+    return call
+
+
+def recognised(function: Callable[P, R]) -> Callable[P, R]:
+    """Let `attention` make a call of one query again likewise, with any number of keys."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        if len(args) == 3 and len(keywords) < 2:
+            q, k, v = args
+            if type(k) is _ndarray is type(q) and (shape := q.shape)[-2:-1] == _ONE:
+                mask = keywords.get("mask")
+                if k.ndim > 1 and (not keywords or type(mask) is Mask):
+                    length = k.shape[-2]
+                    key = shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask
+                    for run, block, shape, dtype, _ in _known.get(key, ()):
+                        out: Any = _empty(shape, dtype)
+                        if run(block, q, k, v, length, out) == _DONE:
+                            return out  # type: ignore[no-any-return]
+        return function(*args, **keywords)
+
+    return call
+
+
+def keep_cached(q: Any, k: Any, lengths: Any, mask: Mask | None, made: Any) -> None:
+    """Keep a call over a cache that can be made again, a `Repeat` of `reference.cpu`."""
+    length = only(lengths)
+    assert length is not None, "there is one"
+    of_length = (length - 1) >> _LOG_LEAF, type(lengths)
+    _keep((q.shape, k.shape, q.itemsize, mask, of_length), made)
+
+
+def keep(q: Any, length: int, mask: Mask | None, made: Any) -> None:
+    """Keep a call of one query likewise."""
+    _keep((q.shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask), made)
+
+
+def _keep(key: Hashable, made: Any) -> None:
+    """Keep a call, and forget the oldest one."""
+    if len(_known) >= MOST:
+        for oldest in list(_known)[: -MOST + 1]:  # a copy: other threads keep calls, too
+            _known.pop(oldest, None)
+    _known[key] = made, *_known.get(key, ())[: ALIKE - 1]
