@@ -53,7 +53,7 @@ class Operand:
     def _reached(self, array: Array) -> Rows:
         """Decide how kernels reach an array, and return where its rows are."""
         layout, scratch = self._layout, self._scratch
-        self._ndim = array.ndim
+        self._ndim, self._form = array.ndim, (array.shape, array.strides)
         in_place = layout.readable(array, self._whole_vectors)
         if self._widened and kind_of(array.dtype) != NATIVE:
             in_place |= layout.has_whole_rows(array)
@@ -71,8 +71,9 @@ class Operand:
         return layout.rows(seen, self._keys)
 
     def reach(self, array: Array) -> None:
-        """Let kernels read an array of other lengths or strides."""
-        self.rows.replace(self._reached(array))
+        """Let kernels read an array that may have other lengths or strides."""
+        if (array.shape, array.strides) != self._form:
+            self.rows.replace(self._reached(array))
 
     @property
     def is_in_place(self) -> bool:
