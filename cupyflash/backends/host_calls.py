@@ -15,6 +15,7 @@ from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients, Problem
 from . import host_recent
 from .cpu_ranges import GrowingEnds, OtherNumbers
+from .cpu_tiles import FEWEST_KEYS
 
 if TYPE_CHECKING:
     from .host_replay import HostSignature
@@ -273,6 +274,8 @@ class ReplayedGrowing(Replayed):
         self._run(q, k, v, named.get("sink"), out, lse)
         if (
             self._call.repeats
+            # Fewer keys, of as many leaves, may be those of another kernel.
+            and host_recent.least(length) >= FEWEST_KEYS
             and q.ndim == k.ndim == v.ndim == AXES
             and _may_repeat(seen, self._has_usual_scale)
         ):

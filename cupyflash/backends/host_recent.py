@@ -19,7 +19,7 @@ from ..masks import Mask
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 16  # keys of calls that are kept
+MOST = 64  # keys of calls that are kept
 ALIKE = 2  # calls of a key: under a window, schedules of some lengths differ
 _DONE, _LOG_LEAF = 1, 6  # of `reference.cpu.repeat`, which takes long to import
 _ndarray, _empty, _ONE = np.ndarray, np.empty, (1,)
@@ -95,9 +95,14 @@ def keep(q: Any, length: int, mask: Mask | None, made: Any) -> None:
     _keep((q.shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask), made)
 
 
+def least(length: int) -> int:
+    """Return the least number of keys with as many leaves: they have the same key here."""
+    return ((length - 1) >> _LOG_LEAF << _LOG_LEAF) + 1
+
+
 def _keep(key: Hashable, made: Any) -> None:
     """Keep a call, and forget the oldest one."""
-    if len(_known) >= MOST:
+    if len(_known) >= MOST and key not in _known:
         for oldest in list(_known)[: -MOST + 1]:  # a copy: other threads keep calls, too
             _known.pop(oldest, None)
     _known[key] = made, *_known.get(key, ())[: ALIKE - 1]

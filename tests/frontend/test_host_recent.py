@@ -53,6 +53,23 @@ def drawn(batch=1, heads=6, heads_kv=6, d=48, room=ROOM, dtype=F32, seed=0, quer
     return q, k, v
 
 
+@pytest.mark.parametrize("mask", [None, masks.window(400, 0)])
+def test_fewer_keys_than_the_kernel_for_few_queries_serves_keep_their_kernel(known, mask):
+    q, k, v = drawn(heads=3, heads_kv=3, d=32, room=700)
+    numbers = (449, 500, 511, 512, 513, 576)
+
+    def made():
+        return [attention(q, k[:, :, :n], v[:, :, :n], mask=mask) for n in numbers]
+
+    before = made()
+    for n in (512, 513, 576):
+        for _ in range(5):
+            attention(q, k[:, :, :n], v[:, :, :n], mask=mask)
+    assert known or mask is not None
+    for n, a, b in zip(numbers, before, made(), strict=True):
+        assert same_bits(a, b), n
+
+
 def checked(q, k, v, length):
     """The result of a call that is not made again: it has an option."""
     return attention_cached(q, k, v, length, return_lse=True)[0]
