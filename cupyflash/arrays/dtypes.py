@@ -22,7 +22,7 @@ class DType:
     suffix : str
         Its part in the name of a kernel.
     kind : int
-        Its number among all types that kernels read: see KINDS in reference/cpu/program.py.
+        Its number among all types that kernels read: see KINDS in reference/cpu/tables.py.
     itemsize : int
         Bytes of an element.
     accumulator : str

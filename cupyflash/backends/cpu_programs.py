@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError
-from ..expr.interval import FULL
+from ..expr.interval import FULL, tile_class
 from ..expr.key_range import KeyRange, key_range
+from ..expr.nodes import walk
+from ..expr.strided import strided_condition
 from ..expr.structure import MOST_NUMBER, Structure, named, tree
 from ..expr.tile_classes import tile_classes
 from ..lazy import Kept
@@ -23,8 +25,6 @@ from ..problem.cached_rows import CachedRows
 from ..problem.call import Array, Call, Problem
 from . import cpu_ranges, host_replay
 
-MOST_LOOKED_AT = 1 << 12  # bytes of arrays that a proof reads, unless they are the whole mask
-
 
 class Proved(NamedTuple):
     """What proofs say of a call's expressions.
@@ -32,9 +32,9 @@ class Proved(NamedTuple):
     Attributes
     ----------
     trees : Trees
-        The expressions.
+        The expressions, with the mask as far as it gives no range of keys.
     found : KeyRange or None
-        The range of keys that the mask gives, if it gives one.
+        The range of keys that the mask gives, or a condition of it, if one does.
     hides : bool or None
         Whether the mask may hide a pair; None if the range says so, or if it is not kept.
     numbers : tuple of int
@@ -53,9 +53,9 @@ class Needed(NamedTuple):
     Attributes
     ----------
     trees : Trees
-        The expressions, without the mask if there is a range.
+        The expressions, with the mask as far as there is no range.
     found : KeyRange or None
-        The range of keys that replaces the mask.
+        The range of keys that replaces the mask, or a condition of it.
     ends : tuple of array, or None
         Its ends for each query.
     numbers : tuple of int
@@ -106,10 +106,15 @@ def programs(call: Call, len_k: Array | None = None) -> Any:
     )
 
 
-def looked_up(made: Any) -> list[tuple[Array, Array]]:
-    """Return the rows of tables, whose first element is an address, and the arrays there."""
-    read: list[tuple[Array, Array]] = made.tables[1]
-    return read
+def looked_up(made: Any) -> list[tuple[Array | None, Array]]:
+    """Return the rows of tables, whose first element is an address, and the arrays there.
+
+    Arrays that the ends of ranges were computed from have no row, but None.
+    """
+    read: list[tuple[Array | None, Array]] = made.tables[1]
+    ends = [end for end in seen(made).found or () if end is not None]
+    of_ends = [node.value[0] for node in walk(*ends) if node.op == "lookup"]
+    return [*read, *((None, array) for array in of_ends)]
 
 
 def seen(made: Any) -> Seen:
@@ -156,19 +161,17 @@ def leaves_out_mask(call: Call) -> bool:
 def needed(call: Call, len_k: Array | None = None) -> Needed:
     """Return what is left of a call's expressions; `len_k` is as in `cpu_ranges.ends`."""
     made, found, hides, numbers = _proved(call, of_lengths=len_k is not None)
-    without = made._replace(allowed=None, classes=None)
-    if found is not None:
-        ends: tuple[Array, Array] | None
-        if len_k is None:
-            ends = cpu_ranges.ends_if_any(call.problem, found, named(numbers))
-        else:
-            ends = cpu_ranges.ends(call.problem, found, len_k, named(numbers))
-        return Needed(without) if ends is None else Needed(without, found, ends, numbers)
-    if made.allowed is None:
+    if made.allowed is not None and len_k is None and not hides:
+        hides = _may_hide(call, made) if hides is None else hides
+        made = made if hides else made._replace(allowed=None, classes=None)
+    if found is None:
         return Needed(made)
-    if len_k is not None or (_may_hide(call, made) if hides is None else hides):
-        return Needed(made)
-    return Needed(without)
+    ends: tuple[Array, Array] | None
+    if len_k is None:
+        ends = cpu_ranges.ends_if_any(call.problem, found, named(numbers))
+    else:
+        ends = cpu_ranges.ends(call.problem, found, len_k, named(numbers))
+    return Needed(made) if ends is None else Needed(made, found, ends, numbers)
 
 
 _kept = Kept[Proved](64)
@@ -211,7 +214,19 @@ _NO_TREES = Trees(None, None, None, None)
 def _proof(call: Call) -> Proved:
     """Return what a proof says."""
     made = trees(call)
-    return Proved(made, None if made.allowed is None else key_range(made.allowed, call.problem))
+    if made.allowed is None:
+        return Proved(made, None)
+    found = key_range(made.allowed, call.problem)
+    if found is not None:
+        return Proved(made._replace(allowed=None, classes=None), found)
+    # Of a range of keys and an array, each is better on its own.
+    part = strided_condition(made.allowed)
+    if part is None or part.other is None:
+        return Proved(made, None)
+    found = key_range(part.other, call.problem)
+    if found is None:
+        return Proved(made, None)
+    return Proved(made._replace(allowed=part.read, classes=tile_class(part.read)), found)
 
 
 def _range_of_form(problem: Problem, form: Structure, numbers: tuple[int, ...]) -> KeyRange | None:
@@ -228,9 +243,9 @@ def _may_hide(call: Call, made: Trees) -> bool:
     assert allowed is not None, "there is a mask"
     assert made.classes is not None, "as there are their classes"
     if allowed.op == "lookup":
-        return not host_replay.is_all_true(allowed.value[0])
+        return not host_replay.extremes(allowed.value[0])[0]
     arrays = () if call.mask is None else call.mask.structure[1]
-    if sum(x.nbytes for x in arrays) > MOST_LOOKED_AT:
+    if sum(x.nbytes for x in arrays) > host_replay.MOST_LOOKED_AT:
         return True
     return bool((tile_classes(made.classes, _whole(problem), "cpu") != FULL).any())
 

@@ -38,7 +38,7 @@ class Replayed:
         Makes it.
     tables : sequence of (array, array)
         Of each array that programs look up, its row in their tables, whose first element is its
-        address, and the array.
+        address, and the array; None and the array for those that ends of ranges depend on.
     read : mapping of str to (array or None)
         The arrays that it read, by the kernels' names.
     of_mask : OtherNumbers, optional
@@ -94,6 +94,10 @@ class Replayed:
         self._read = {}
         found = []
         for row, array in self._tables:
+            if row is None:
+                if not seen.has_contents(array):
+                    return False
+                continue
             names = [
                 name
                 for name, x in seen.named.items()

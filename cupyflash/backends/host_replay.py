@@ -2,6 +2,7 @@
 
 What an entry keeps is the call of `reference.cpu`, with its proofs, packed parameters and scratch;
 only addresses are new, and the contents of small arrays that proofs have read are part of the key.
+Of Booleans that must all be true for a mask, it is enough to know whether all or any are true.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..expr.structure import Structure
+from ..expr.tile_classes import RANGE_LIMIT
 from ..masks import Mask
 from ..problem import replay
 from ..problem.call import Call, Gradients
@@ -21,7 +23,8 @@ from ..problem.replay import Entry, Signature, UnlikeError
 from .cpu_tiles import FEWEST_KEYS
 from .host_calls import Calls
 
-MOST_CONTENTS = 1 << 12  # bytes of an array that is compared by its contents
+MOST_CONTENTS = 1 << 16  # bytes of an array that is compared by its contents
+MOST_LOOKED_AT = 1 << 12  # bytes of arrays that a proof reads, unless they are the whole mask
 _ALIGNED, _WRITEABLE = 0x100, 0x400  # of numpy.ndarray.flags.num
 
 _ndarray = np.ndarray
@@ -31,7 +34,18 @@ _NOTHING: Mapping[str, Any] = {}
 class HostSignature(Signature):
     """The signature of a call on NumPy arrays."""
 
-    __slots__ = ("_form", "_mask_at", "grows", "mask", "named", "numbers", "rows")
+    __slots__ = (
+        "_conditions",
+        "_extremes",
+        "_form",
+        "_mask_at",
+        "grows",
+        "mask",
+        "named",
+        "nbytes",
+        "numbers",
+        "rows",
+    )
 
     def __init__(
         self,
@@ -45,6 +59,10 @@ class HostSignature(Signature):
         self.named: dict[str, Any] = {}  # all arrays, and None
         self.rows: Any = None
         self.mask: Any = options.mask
+        # Ids of arrays of which it is enough to know whether all or any are true.
+        self._conditions = {id(options.mask)}
+        self._extremes: list[Any] = []  # those of them that were read
+        self.nbytes = 0  # of contents
         self._form: Structure | None = None  # of the mask
         self._mask_at = 0
         self.numbers: tuple[int, ...] = ()  # of the mask, for which its form has symbols
@@ -76,16 +94,28 @@ class HostSignature(Signature):
         Proofs, and the ranges of keys that a mask gives, depend on the contents of some.
         """
         self._take_arrays({name: array})
-        if self._option == "mask" or array.dtype.kind in "iub":
+        if id(array) in self._conditions and array.dtype.kind == "b":
+            self._parts.append(extremes(array))
+            self._extremes.append(array)
+        elif self._option == "mask" or array.dtype.kind in "iub":
             self.take_contents(array)
 
     def _look_at(self, structure: Structure, read: Sequence[Any]) -> None:
         """Refuse an index that may depend on the contents of an array of floats."""
+        if self._option == "mask" and read:
+            self._find_conditions(structure, read)
         if read and structure.has_floor and any(x.dtype.kind not in "iub" for x in read):
             raise UnlikeError
         if self._option == "mask" and not read and structure.form is not None:
             self._form, self.numbers = structure.form, structure.numbers
             self._mask_at = len(self._parts) + 1  # behind its name
+
+    def _find_conditions(self, structure: Structure, read: Sequence[Any]) -> None:
+        """Find the arrays of a mask whose contents no proof reads, but for whether all are true."""
+        is_whole = structure.nodes[-1][0] in ("lookup", "aligned")
+        for place in structure.conditions:
+            if is_whole or read[place].nbytes > MOST_LOOKED_AT:
+                self._conditions.add(id(read[place]))
 
     def hold(self, entry: Entry) -> None:
         """Keep nothing: an entry has scratch, and who has the signature may live long."""
@@ -103,12 +133,25 @@ class HostSignature(Signature):
         """Make the contents of an array part of the key."""
         if type(array) is not _ndarray:
             raise UnlikeError
-        if is_all_true(array):
-            self._parts.append(True)
+        if array.dtype.kind == "b" and (found := extremes(array)) != (False, True):
+            self._parts.append(found)
             return
         if array.nbytes > MOST_CONTENTS:
             raise UnlikeError
         self._parts.append(array.tobytes())
+        self.nbytes += array.nbytes
+
+    def has_contents(self, array: Any) -> bool:
+        """Return whether the contents of an array that a mask reads are part of the key."""
+        from cupyflash.reference.cpu.addresses import address
+
+        if not self._extremes:
+            return True  # those of all arrays are
+        place = address(array)
+        known = [x for name, x in self.named.items() if name.startswith("read ")]
+        return any(address(x) == place for x in known) and all(
+            address(x) != place for x in self._extremes
+        )
 
     @property
     def places(self) -> Mapping[str, int]:
@@ -157,19 +200,25 @@ class HostSignature(Signature):
         before = replay.find_as(self, key)
         calls = Calls() if before is None else before.compiled
         if count := calls.add(call):
-            replay.keep_as(self, calls, (), results, count * call.nbytes, key)
+            nbytes = count * call.nbytes + self.nbytes
+            replay.keep_as(self, calls, (), results, nbytes, key)
 
     def spec(self, array: Any) -> Any:
         """Return how an array like a result is made."""
         return _Spec(array)
 
 
-def is_all_true(array: Any) -> bool:
-    """Return whether an array has conditions that all hold; most others are not read to the end."""
-    if array.dtype.kind != "b":
-        return False
-    own = array[tuple(slice(None if stride else 1) for stride in array.strides)]
-    return bool(own.all())
+def extremes(array: Any) -> tuple[bool, bool]:
+    """Return whether all Booleans of an array are true, and whether any is.
+
+    Most arrays are not read to the end. Of small ones, kernels find out themselves whether any is
+    true; they count as if it were.
+    """
+    own = array
+    if 0 in array.strides:
+        own = array[tuple(slice(None if stride else 1) for stride in array.strides)]
+    every = bool(own.all())
+    return every, every or array.size <= RANGE_LIMIT["cpu"] or bool(own.any())
 
 
 class _Spec:

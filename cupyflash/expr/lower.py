@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 from cupyflash.reference.cpu.program import (
+    NO_RESULT,
     OPCODES,
-    SCORE_ITSELF,
     SYMBOLS,
-    TABLE_WORDS,
     Program,
-    describe_table,
 )
+from cupyflash.reference.cpu.tables import TABLE_WORDS, describe_table
 
 from .nodes import Expr, walk
-from .strided import strided_bias
+from .strided import strided_bias, strided_condition
 
 _PER_LANE = ("i", "score")
 _PER_KEY = ("j", "score")
@@ -81,22 +80,24 @@ def lower(root: Expr) -> Program:
 def lowered(root: Expr) -> tuple[Program, list[Any]]:
     """Return the program of a bound expression, and the arrays of its tables, in their order."""
     state = _Lowering()
-    bias = strided_bias(root)
-    if bias is not None:
-        root = bias.score
-    is_itself = bias is not None and root.op == "symbol" and root.value == "score"
+    found = strided_condition(root) if root.type == "bool" else strided_bias(root)
+    other = root if found is None else found.other
+    if found is not None and other is not None and other.op == "symbol" and other.value == "score":
+        other = None
     known: dict[Expr, tuple[int, bool, bool]] = {}
-    for node in walk(*(() if is_itself else (root,)), *(() if bias is None else bias.indices)):
+    indices = () if found is None else found.indices
+    for node in walk(*(() if other is None else (other,)), *indices):
         known[node] = _emit(state, node, [known[arg] for arg in node.args])
-    result = SCORE_ITSELF if is_itself else state.spread(_kind(root), known[root])[0]
+    result = NO_RESULT if other is None else state.spread(_kind(other), known[other])[0]
     words = []
-    if bias is not None:
-        words = [state.table(bias.array), len(state.operands), bias.query_step, bias.key_step]
-        state.operands += [known[index][0] for index in bias.indices]
-    first, second = state.code[False], state.code[True]
+    if found is not None:
+        table, first = state.table(found.read.value[0]), len(state.operands)
+        words = [table, first, found.query_step, found.key_step]
+        state.operands += [known[index][0] for index in indices]
+    once, each = state.code[False], state.code[True]
     program = Program(
-        code=np.array(first + second, np.int64).reshape(-1, 6),
-        once_per_tile=len(first),
+        code=np.array(once + each, np.int64).reshape(-1, 6),
+        once_per_tile=len(once),
         result=result,
         int_registers=state.registers["int"],
         float_registers=state.registers["float"],
@@ -104,7 +105,7 @@ def lowered(root: Expr) -> tuple[Program, list[Any]]:
         ints=np.array(state.ints, np.int64),
         floats=np.array(state.floats, np.float64),
         tables=np.array(state.tables, np.int64).reshape(-1, TABLE_WORDS),
-        bias=np.array(words, np.int64),
+        strided=np.array(words, np.int64),
     )
     return program, state.arrays
 

@@ -18,6 +18,8 @@ _OPEN = frozenset(
     ["add", "subtract", "minimum", "maximum", "less", "less_equal", "equal", "not_equal"]
 )
 
+_READS = "lookup", "aligned"
+
 
 class Structure:
     """The operations and numbers of a tree. Equal structures compute alike on equal arrays.
@@ -30,13 +32,14 @@ class Structure:
         Whether floats become integers, on which proofs may depend.
     """
 
-    __slots__ = ("_apart", "_hash", "has_floor", "nodes")
+    __slots__ = ("_apart", "_conditions", "_hash", "has_floor", "nodes")
 
     def __init__(self, nodes: tuple[Any, ...]) -> None:
         self.nodes = nodes
         self._hash = hash(nodes)
         self.has_floor = any(operation == "floor" for operation, *_ in nodes)
         self._apart: tuple[Structure | None, tuple[int, ...]] | None = None
+        self._conditions: frozenset[int] | None = None
 
     @property
     def form(self) -> Structure | None:
@@ -47,6 +50,13 @@ class Structure:
     def numbers(self) -> tuple[int, ...]:
         """The numbers for which the form has symbols."""
         return self._of_form[1]
+
+    @property
+    def conditions(self) -> frozenset[int]:
+        """The arrays of Booleans that must all be true, by their places, and are nothing else."""
+        if self._conditions is None:
+            self._conditions = _conditions(self.nodes)
+        return self._conditions
 
     @property
     def _of_form(self) -> tuple[Structure | None, tuple[int, ...]]:
@@ -71,6 +81,22 @@ def _apart(nodes: tuple[Any, ...]) -> tuple[Structure | None, tuple[int, ...]]:
             made[place] = "symbol", kind, (), _name(len(numbers))
             numbers.append(value)
     return (Structure(tuple(made)) if numbers else None), tuple(numbers)
+
+
+def _conditions(nodes: tuple[Any, ...]) -> frozenset[int]:
+    """Return the arrays that are read for conditions that must all hold, and for nothing else."""
+    joins, read, left = set(), set(), [len(nodes) - 1]
+    while left:
+        place = left.pop()
+        op, kind, args, _ = nodes[place]
+        if op == "logical_and" and place not in joins:
+            joins.add(place)
+            left += args
+        elif op in _READS and kind == "bool":
+            read.add(place)
+    read -= {arg for place, node in enumerate(nodes) if place not in joins for arg in node[2]}
+    others = {n[3][0] for place, n in enumerate(nodes) if n[0] in _READS and place not in read}
+    return frozenset({nodes[place][3][0] for place in read} - others)
 
 
 def _name(number: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from .evaluate import host, node_value
 from .nodes import Expr, walk
 
-# Elements that are examined for a tile: reference/cpu/program.py, kernels_cu/common/lookup.cuh.
+# Elements that are examined for a tile: reference/cpu/tables.py, kernels_cu/common/lookup.cuh.
 RANGE_LIMIT = {"cpu": 16384, "gpu": 1024, "exact": 2**63}
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _SURE = 2.0**62  # below this, a product of floats shows that integers do not overflow

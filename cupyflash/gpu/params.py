@@ -21,7 +21,7 @@ MAX_GRADIENTS = 5
 REPORTS = CHANGED_WORDS  # of its reports
 MAX_BYTES = 4096  # parameters that every driver takes
 
-# Element kinds, as KINDS in reference/cpu/program.py.
+# Element kinds, as KINDS in reference/cpu/tables.py.
 KINDS = {
     name: number
     for number, name in enumerate("bool int8 int16 int32 int64 uint8 uint16 uint32".split())

@@ -15,7 +15,7 @@ constexpr int REPORTS = 65;     // words of its reports: one for each name, and 
 constexpr int MAX_FACTOR = 36;  // order of the small matrix of hadamard
 
 // Element kinds of look-up tables, sinks and outputs, numbered as KINDS in
-// reference/cpu/program.py.
+// reference/cpu/tables.py.
 constexpr int KIND_BOOL = 0, KIND_INT8 = 1, KIND_INT16 = 2, KIND_INT32 = 3, KIND_INT64 = 4;
 constexpr int KIND_UINT8 = 5, KIND_UINT16 = 6, KIND_UINT32 = 7;
 constexpr int KIND_FLOAT16 = 8, KIND_BFLOAT16 = 9, KIND_FLOAT32 = 10, KIND_FLOAT64 = 11;

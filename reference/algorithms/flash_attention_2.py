@@ -20,7 +20,8 @@ import numpy as np
 
 from ..cpu.launch import forward as run_kernel
 from ..cpu.layout import Programs
-from ..cpu.program import NO_PROGRAM, SYMBOLS, TABLE_WORDS, Op, Program
+from ..cpu.program import NO_PROGRAM, SYMBOLS, Op, Program
+from ..cpu.tables import TABLE_WORDS
 from .blocks import (
     Dropout,
     blocks,

@@ -80,7 +80,7 @@ class Changes(NamedTuple):
     slope: Program
     mask: Program
     tile: Program
-    ranges: KeyRanges  # replace mask and tile, if the mask has ranges
+    ranges: KeyRanges  # hide pairs, too, if the mask or a condition of it has ranges
     pointers: FunctionPointers
     may_mask: int  # 1 if pairs can be left out: these must not meet NaN or infinity
     panel: int  # queries of a block that are worked on at once, at most

@@ -17,7 +17,8 @@ from numba.extending import intrinsic
 from .jit import INT, TABLE, caller, helper, kernel, takes, vector
 from .memory import first_address
 from .microkernel import VECTOR_BYTES
-from .program import KINDS, MAX_AXES, PROGRAM, load_as_float
+from .program import PROGRAM
+from .tables import KINDS, first_element, load_as_float
 from .vectors import INT as WORD
 from .vectors import Emitter, emit_widened
 
@@ -126,13 +127,10 @@ def _add_elements(place, row, item, kind, ni, begin, end, lanes, s):
 def add_bias(program, ri, ni, begin, end, lanes, s):
     """Add a program's bias to the scores of some keys of a tile; -inf hides a pair.
 
-    The registers `ri` hold the indices of the tile's first pair.
+    The registers `ri` are as in `first_element`.
     """
-    table, first = program.tables[program.bias[0]], program.bias[1]
-    row, item = program.bias[2], program.bias[3]
-    kind, place = table[1], table[0]
-    for axis in range(table[2]):
-        place += ri[program.operands[first + axis], 0] * table[5 + MAX_AXES + axis]
+    row, item, place = program.strided[2], program.strided[3], first_element(program, ri)
+    kind = program.tables[program.strided[0], 1]
     size = 4 if kind == _FLOAT32 else 8 if kind == _FLOAT64 else 2
     # Squares write whole vectors.
     if item == size and row and lanes % (VECTOR_BYTES // s.itemsize) == 0:

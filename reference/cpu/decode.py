@@ -237,7 +237,7 @@ def decode(first, last, work, scratch):
     loaded = -1
     leaves = 0
     # Where a mask lets queries see one range of keys, units have no others.
-    may_hide = changes.pointers.classify != 0 and changes.ranges.low.shape[0] == 0
+    may_hide = changes.mask.code.shape[0] > 0
 
     while leaves < (last - first) * work.most_leaves:
         unit = arrive(first_address(counters))

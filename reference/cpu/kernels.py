@@ -11,6 +11,7 @@ from .accumulate import accumulate_columns, accumulate_product, columns_by_tiles
 from .amx import NONE, tile_unit
 from .amx_product import UNITS
 from .arguments import FunctionPointers
+from .array_mask import mask_by_array
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import backward_delta
 from .bias import add_bias
@@ -32,6 +33,7 @@ from .program import run
 from .quantize import quantize
 from .rows_product import PRODUCTS
 from .tile import (
+    classify_by_both,
     classify_by_program,
     classify_by_ranges,
     draw_dropout,
@@ -42,7 +44,8 @@ from .tile import (
 from .widen import BFLOAT16, FLOAT16, NATIVE, widen_rows
 
 _FLOAT32 = np.dtype(np.float32)
-_CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
+# The same for every accumulator.
+_CLASSES = classify_by_program, classify_by_ranges, classify_by_both
 _OF_INTEGERS = (*_CLASSES, checksum)
 _BY_TILES = (columns_by_tiles, *(each for unit in UNITS.values() for each in unit))
 _BY_ROWS = tuple(each for products in PRODUCTS.values() for each in products)
@@ -50,7 +53,7 @@ _NARROW = {BFLOAT16: narrow_rows, FLOAT16: halve_rows}
 KERNELS = (
     forward, backward_delta, backward_dkdv, backward_dq, sum_bias_parts, combine, product,
     accumulate_product, accumulate_columns, load_columns, store_columns, load_ahead, run,
-    score_by_program, add_bias, mask_by_program, mask_by_ranges, draw_dropout,
+    score_by_program, add_bias, mask_by_array, mask_by_program, mask_by_ranges, draw_dropout,
     fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
     *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
@@ -67,14 +70,17 @@ def called_kernels(
     called: dict[str, Wanted] = {}
     if kind != NATIVE:
         called["widen"] = widen_rows, number
-    if programs.ranges is not None:
-        called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
-    elif len(programs.mask.code):
+    if len(programs.mask.code):
+        has_ranges = programs.ranges is not None
+        classify = classify_by_both if has_ranges else classify_by_program
+        mask = mask_by_array if len(programs.mask.strided) else mask_by_program
         called["run_float32"] = run, _FLOAT32
-        called |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
+        called |= {"classify": (classify, _FLOAT32), "mask": (mask, number)}
+    elif programs.ranges is not None:
+        called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
     if len(programs.score.code) or len(programs.slope.code):
         called |= {"run_number": (run, number), "score": (score_by_program, number)}
-    if len(programs.score.bias):
+    if len(programs.score.strided):
         called["bias"] = add_bias, number
     if problem.dropout:
         called["dropout"] = draw_dropout, number

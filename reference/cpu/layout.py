@@ -112,7 +112,7 @@ class Programs:
     mask: Program
     tile: Program
     tables: object = None  # keeps alive the arrays that programs read by their addresses
-    ranges: tuple[Array, Array] | None = None  # replaces mask and tile: see `KeyRanges`
+    ranges: tuple[Array, Array] | None = None  # hide pairs, too: see `KeyRanges`
 
     @property
     def may_mask(self) -> bool:

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from .addresses import address
 from .elementary import exp, power_of_2, sigmoid, tanh
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector, whole_rows
 from .structs import Struct
-from .vectors import emit_widened
+from .tables import (
+    TABLE_WORDS,
+    find_places,
+    is_true,
+    load_as_float,
+    load_as_int,
+    load_float32,
+    range_extremes,
+)
 from .waves import FAR, cos, erf, sin
 
 # The groups matter: `run` sends an instruction to its group's function by the group's last member.
@@ -42,17 +46,6 @@ Op = enum.IntEnum(
 OPCODES: dict[str, int] = {op.name.lower(): int(op) for op in Op}
 SYMBOLS = tuple("b h j len_q len_k start_q start_k i_low i_high j_low j_high".split())
 
-# A table: address, element kind, axes, smallest and largest element, lengths, byte strides.
-MAX_AXES = 8
-TABLE_WORDS = 5 + 2 * MAX_AXES
-# For a range of more elements than this, the bounds are the whole array's extremes.
-RANGE_LIMIT = 16384
-
-KINDS = tuple(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 float16 bfloat16 float32 float64".split()
-)
-
-
 _NONE = np.empty(0, np.int64)
 
 
@@ -68,16 +61,16 @@ class Program(NamedTuple):
     ints: np.ndarray[Any, Any]  # constants, int64
     floats: np.ndarray[Any, Any]  # constants, float64
     tables: np.ndarray[Any, Any]  # (tables, TABLE_WORDS) int64
-    # What is added to the result where it is not -inf, and hides the pair where it is: `BIAS_WORDS`
-    # int64, or none.
-    bias: np.ndarray[Any, Any] = _NONE
+    # The elements of a bias, added to the result where they are not -inf, and hiding the pair where
+    # they are; of a mask, Booleans that hide a pair where they are false. `STRIDED_WORDS` int64, or
+    # none.
+    strided: np.ndarray[Any, Any] = _NONE
 
 
-# A bias is a table's elements at equal strides: the table, the first operand of those that are the
-# indices of a tile's first pair, the bytes from a query to the next one, and those from a key to
-# the next one.
-BIAS_WORDS = 4
-SCORE_ITSELF = -1  # the result of a program that changes nothing but adds a bias
+# A table's elements at equal strides: the table, the first operand of those that are the indices of
+# a tile's first pair, the bytes from a query to the next one, and those from a key to the next one.
+STRIDED_WORDS = 4
+NO_RESULT = -1  # of a program that has nothing but such elements
 
 # The type for kernels.
 PROGRAM = Struct(
@@ -97,147 +90,6 @@ NO_PROGRAM = PROGRAM.keep(
         _NONE.reshape(0, TABLE_WORDS),
     )
 )  # changes nothing
-
-
-def describe_table(array: np.ndarray[Any, Any]) -> list[int]:
-    """Return the table row by which a program reads `array`, in place."""
-    if array.ndim > MAX_AXES:
-        raise ValueError(
-            f"lookup: got an array with {array.ndim} axes; expected at most {MAX_AXES}."
-        )
-    low, high = 0, 0
-    if array.size > RANGE_LIMIT and array.dtype.kind in "iub":
-        low, high = int(array.min()), int(array.max())
-    padding = [0] * (MAX_AXES - array.ndim)
-    kind = KINDS.index(array.dtype.name)
-    shape, strides = list(array.shape), list(array.strides)
-    return [address(array), kind, array.ndim, low, high, *shape, *padding, *strides, *padding]
-
-
-def _loader(bits: int, kind: str) -> Callable[..., Any]:
-    """Make a function that reads a value of `kind` at an address, aligned or not."""
-
-    @intrinsic
-    def load(typingctx, place):
-        result = types.float64 if "float" in kind else types.int64
-
-        def codegen(context, builder, sig, args):
-            floats = {32: ir.FloatType(), 64: ir.DoubleType()}
-            memory = floats.get(bits) if "float" in kind else None
-            memory = memory or ir.IntType(bits)
-            value = builder.load(builder.inttoptr(args[0], memory.as_pointer()))
-            value.align = 1
-            if bits == 16 and "float" in kind:
-                value = emit_widened(builder, value, kind == "bfloat")
-            if "float" in kind:
-                return value if bits == 64 else builder.fpext(value, ir.DoubleType())
-            wide = ir.IntType(64)
-            if bits == 64:
-                return value
-            return builder.sext(value, wide) if kind == "signed" else builder.zext(value, wide)
-
-        return result(types.int64), codegen
-
-    function: Callable[..., Any] = load
-    return function
-
-
-_load_int8, _load_int16, _load_int32, _load_int64 = (_loader(n, "signed") for n in (8, 16, 32, 64))
-_load_uint8, _load_uint16, _load_uint32 = (_loader(n, "unsigned") for n in (8, 16, 32))
-_load_float16, _load_float32, _load_float64 = (_loader(n, "float") for n in (16, 32, 64))
-_load_bfloat16 = _loader(16, "bfloat")
-
-
-@helper
-def _load_as_int(place, kind):
-    if kind == 0:
-        return np.int64(_load_uint8(place) != 0)  # a bool view of other bytes may hold more than 1
-    if kind == 5:
-        return _load_uint8(place)
-    if kind == 1:
-        return _load_int8(place)
-    if kind == 2:
-        return _load_int16(place)
-    if kind == 3:
-        return _load_int32(place)
-    if kind == 6:
-        return _load_uint16(place)
-    if kind == 7:
-        return _load_uint32(place)
-    return _load_int64(place)
-
-
-@helper
-def load_as_float(place, kind):
-    """Return the float64 value of an element at an address."""
-    if kind == 10:
-        return _load_float32(place)
-    if kind == 11:
-        return _load_float64(place)
-    if kind == 8:
-        return _load_float16(place)
-    return _load_bfloat16(place)
-
-
-@helper
-def _find_places(table, operands, start, ri, n, places):
-    """Write the addresses of the elements that `n` lanes look up."""
-    for l in range(n):
-        places[l] = table[0]
-    for axis in range(table[2]):
-        index, stride = ri[operands[start + axis]], table[5 + MAX_AXES + axis]
-        for l in range(n):
-            places[l] += index[l] * stride
-
-
-@helper
-def _index_range(table, operands, start, ri, axis):
-    """Return the first index and the number of indices that a range reads along an axis."""
-    # Indices are proven in range. Their bounds may be wider, if floats were rounded outward, or
-    # cross, if elements that they depend on change in between.
-    first = max(ri[operands[start + axis], 0], 0)
-    last = min(ri[operands[start + table[2] + axis], 0], table[5 + axis] - 1)
-    return first, max(last - first + 1, 0)
-
-
-@helper
-def _range_extremes(table, operands, start, ri, as_float):
-    """Return the extremes of a table between index bounds: (ints..., floats...); NaN if one is."""
-    axes = table[2]
-    count = 1
-    for axis in range(axes):
-        count *= _index_range(table, operands, start, ri, axis)[1]
-    if count > RANGE_LIMIT:
-        return table[3], table[4], math.nan, math.nan
-    low_int, high_int = np.int64(2**63 - 1), np.int64(-(2**63))
-    low, high = math.inf, -math.inf
-    inner, stride = 1, 0
-    if axes:
-        inner = _index_range(table, operands, start, ri, axes - 1)[1]
-        stride = table[4 + MAX_AXES + axes]
-    for row in range(count // max(inner, 1)):
-        place = table[0]
-        rest = row
-        for axis in range(axes - 1, -1, -1):
-            first, length = _index_range(table, operands, start, ri, axis)
-            if axis == axes - 1:
-                place += first * stride
-            else:
-                place += (first + rest % length) * table[5 + MAX_AXES + axis]
-                rest //= length
-        if as_float:
-            for n in range(inner):
-                value = load_as_float(place + n * stride, table[1])
-                if math.isnan(value):
-                    return low_int, high_int, math.nan, math.nan
-                low, high = min(low, value), max(high, value)
-        else:
-            for n in range(inner):
-                whole = _load_as_int(place + n * stride, table[1])
-                low_int, high_int = min(low_int, whole), max(high_int, whole)
-            if table[1] == 0 and low_int != high_int:
-                break  # a row with both truth values settles it
-    return low_int, high_int, low, high
 
 
 @helper
@@ -421,27 +273,28 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
     table = program.tables[a]
     if op == Op.LOOKUP_INT:
         places = ri[ri.shape[0] - 1]
-        _find_places(table, program.operands, b, ri, n, places)
+        find_places(table, program.operands, b, ri, n, places)
         if table[1] == 0:
             for l in range(n):
-                ri[to, l] = _load_uint8(places[l]) != 0
+                ri[to, l] = is_true(places[l])
         else:
             for l in range(n):
-                ri[to, l] = _load_as_int(places[l], table[1])
+                ri[to, l] = load_as_int(places[l], table[1])
     elif op == Op.LOOKUP_FLOAT:
         places = ri[ri.shape[0] - 1]
-        _find_places(table, program.operands, b, ri, n, places)
+        find_places(table, program.operands, b, ri, n, places)
         if table[1] == 10:
             for l in range(n):
-                rf[to, l] = _load_float32(places[l])
+                rf[to, l] = load_float32(places[l])
         else:
             for l in range(n):
                 rf[to, l] = load_as_float(places[l], table[1])
     elif op == Op.RANGE_MINIMUM_INT or op == Op.RANGE_MAXIMUM_INT:
-        low, high, _, _ = _range_extremes(table, program.operands, b, ri, False)
-        ri[to, 0] = low if op == Op.RANGE_MINIMUM_INT else high
+        is_minimum = op == Op.RANGE_MINIMUM_INT
+        low, high, _, _ = range_extremes(table, program.operands, b, ri, False, is_minimum)
+        ri[to, 0] = low if is_minimum else high
     else:
-        _, _, smallest, largest = _range_extremes(table, program.operands, b, ri, True)
+        _, _, smallest, largest = range_extremes(table, program.operands, b, ri, True, False)
         rf[to, 0] = smallest if op == Op.RANGE_MINIMUM_FLOAT else largest
 
 

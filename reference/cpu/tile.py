@@ -13,7 +13,7 @@ from .arguments import CHANGES, Registers, shape_of
 from .bias import run_bias
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .memory import first_address
-from .program import PROGRAM, SCORE_ITSELF, SYMBOLS, Program, run
+from .program import NO_RESULT, PROGRAM, SYMBOLS, Program, run
 
 Array = np.ndarray[Any, Any]
 
@@ -55,10 +55,9 @@ def describe_tile(symbols, shape, b, h, i0, ni, j0, nj):
 FIRST, WHOLE_FIRST, WHOLE_LAST, LAST = range(4)
 
 
-@takes(lambda number: (CHANGES, INTS, INT, INT, INTS, TABLE, whole_rows(types.float32)))
-@kernel
-def classify_by_ranges(changes, symbols, ni, nj, edges, ri, rf):
-    """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes, by its rows' ranges."""
+@helper
+def _class_by_ranges(changes, symbols, ni, nj, edges):
+    """Return the class of a tile by its rows' ranges, and fill `edges`."""
     ranges, j0 = changes.ranges, symbols[9]
     begin = ranges.batch[symbols[0]] + symbols[1] * ranges.head + symbols[7]
     first, whole_first, whole_last, last = nj, 0, nj, 0
@@ -76,15 +75,46 @@ def classify_by_ranges(changes, symbols, ni, nj, edges, ri, rf):
     return FULL if whole_last - whole_first == nj else PARTIAL
 
 
-@takes(lambda number: (CHANGES, INTS, INT, INT, INTS, TABLE, whole_rows(types.float32)))
-@kernel
-def classify_by_program(changes, symbols, ni, nj, edges, ri, rf):
+@helper
+def _class_by_program(changes, symbols, ri, rf):
     """Return the class of a tile by the program of a mask."""
     program, pointer = changes.tile, changes.pointers.run_float32
     _run(pointer, (program, 0, program.code.shape[0], 1, symbols, 0, rf[0], ri, rf))
-    found = ri[program.result, 0]
+    return ri[program.result, 0]
+
+
+def _class_arguments(number: types.Type) -> tuple[types.Type, ...]:
+    return CHANGES, INTS, INT, INT, INTS, TABLE, whole_rows(types.float32)
+
+
+@takes(_class_arguments)
+@kernel
+def classify_by_ranges(changes, symbols, ni, nj, edges, ri, rf):
+    """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes, by its rows' ranges."""
+    return _class_by_ranges(changes, symbols, ni, nj, edges)
+
+
+@takes(_class_arguments)
+@kernel
+def classify_by_program(changes, symbols, ni, nj, edges, ri, rf):
+    """Return the class of a tile by the program of a mask."""
+    found = _class_by_program(changes, symbols, ri, rf)
     edges[FIRST], edges[LAST] = 0, nj
     edges[WHOLE_FIRST], edges[WHOLE_LAST] = nj if found == PARTIAL else 0, nj
+    return found
+
+
+@takes(_class_arguments)
+@kernel
+def classify_by_both(changes, symbols, ni, nj, edges, ri, rf):
+    """Return the class of a tile whose pairs both ranges and a program must let attend."""
+    of_ranges = _class_by_ranges(changes, symbols, ni, nj, edges)
+    if of_ranges == EMPTY:
+        return EMPTY
+    found = _class_by_program(changes, symbols, ri, rf)
+    if found == FULL:
+        return of_ranges
+    edges[WHOLE_FIRST] = edges[WHOLE_LAST] = edges[LAST]
     return found
 
 
@@ -117,7 +147,7 @@ def score_by_program(
     """
     _run(pointer, (program, 0, program.once_per_tile, ni, symbols, i0, s[:lanes], ri, rf))
     first, last = program.once_per_tile, program.code.shape[0]
-    if program.result != SCORE_ITSELF:
+    if program.result != NO_RESULT:
         j0 = symbols[9]
         for j in range(begin, end):
             symbols[2] = j0 + j
@@ -130,7 +160,7 @@ def score_by_program(
     elif first_address(changed) != first_address(s):
         for n in range(begin * lanes, end * lanes):
             changed[n] = s[n]
-    if program.bias.shape[0]:
+    if program.strided.shape[0]:
         run_bias(bias, (program, ri, ni, begin, end, lanes, changed))
 
 
@@ -148,13 +178,13 @@ def apply_score(pointers, program, symbols, ni, edges, lanes, s, changed, ri, rf
     _score_by_program(pointers.score, arguments)
 
 
-def _mask_arguments(number: types.Type) -> tuple[types.Type, ...]:
+def mask_arguments(number: types.Type) -> tuple[types.Type, ...]:
+    """Return the types that a kernel of masks takes, given the accumulator's."""
     return CHANGES, INTS, INT, INT, INT, INT, vector(number), TABLE, whole_rows(types.float32)
 
 
-@takes(_mask_arguments)
-@kernel
-def mask_by_ranges(changes, symbols, ni, begin, end, lanes, s, ri, rf):
+@helper
+def hide_by_ranges(changes, symbols, ni, begin, end, lanes, s):
     """Set the scores of keys outside of their row's range to -inf."""
     ranges, j0 = changes.ranges, symbols[9]
     first = ranges.batch[symbols[0]] + symbols[1] * ranges.head + symbols[7]
@@ -166,12 +196,24 @@ def mask_by_ranges(changes, symbols, ni, begin, end, lanes, s, ri, rf):
             row[i] = row[i] if low[i] <= j0 + j <= high[i] else minus_infinity
 
 
-@takes(_mask_arguments)
+@takes(mask_arguments)
 @kernel
-def mask_by_program(changes, symbols, ni, begin, end, lanes, s, ri, rf):
-    """Set the scores of pairs that the program hides to -inf."""
+def mask_by_ranges(changes, symbols, ni, begin, end, lanes, s, ri, rf):
+    """Set the scores of keys outside of their row's range to -inf."""
+    hide_by_ranges(changes, symbols, ni, begin, end, lanes, s)
+
+
+@helper
+def begin_mask(changes, symbols, ni, ri, rf):
+    """Run what a mask's program does once for a tile."""
     program, pointer, i0 = changes.mask, changes.pointers.run_float32, symbols[7]
     _run(pointer, (program, 0, program.once_per_tile, ni, symbols, i0, rf[0], ri, rf))
+
+
+@helper
+def hide_by_program(changes, symbols, ni, begin, end, lanes, s, ri, rf):
+    """Run a mask's program for keys; set the scores of pairs that its result hides to -inf."""
+    program, pointer, i0 = changes.mask, changes.pointers.run_float32, symbols[7]
     first, last = program.once_per_tile, program.code.shape[0]
     minus_infinity = s.dtype.type(-math.inf)
     j0 = symbols[9]
@@ -182,6 +224,14 @@ def mask_by_program(changes, symbols, ni, begin, end, lanes, s, ri, rf):
         row = s[j * lanes : (j + 1) * lanes]
         for i in range(ni):
             row[i] = row[i] if allowed[i] else minus_infinity
+
+
+@takes(mask_arguments)
+@kernel
+def mask_by_program(changes, symbols, ni, begin, end, lanes, s, ri, rf):
+    """Set the scores of pairs that the program hides to -inf."""
+    begin_mask(changes, symbols, ni, ri, rf)
+    hide_by_program(changes, symbols, ni, begin, end, lanes, s, ri, rf)
 
 
 _mask = caller(mask_by_program)

@@ -158,7 +158,7 @@ class Emitter:
 
     def _masked(self, what: str, kind: Any, itemsize: int, takes: Any, returns: Any) -> Any:
         """Return LLVM's function that loads or stores some lanes of a vector."""
-        code = {2: "i16", 4: "f32", 8: "f64"}[itemsize]
+        code = {1: "i8", 2: "i16", 4: "f32", 8: "f64"}[itemsize]
         name, module = f"llvm.masked.{what}.v{kind.count}{code}.p0", self.builder.module
         return module.globals.get(name) or ir.Function(
             module, ir.FunctionType(returns, takes), name

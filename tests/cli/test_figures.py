@@ -25,7 +25,7 @@ from cupyflash.figures import survey as module
 from cupyflash.figures.survey import survey
 from cupyflash.figures.svg import PAINT, ticks
 from cupyflash.figures.terminal import ascii_only
-from cupyflash.reference.cpu import program
+from cupyflash.reference.cpu import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = np.repeat(np.arange(4), [30, 50, 8, 112])
@@ -60,7 +60,7 @@ def test_classes_are_those_of_the_kernels_on_the_cpu(data):
 
 def test_ranges_are_as_long_as_the_kernels_look():
     text = (ROOT / "kernels_cu" / "common" / "lookup.cuh").read_text()
-    assert RANGE_LIMIT["cpu"] == program.RANGE_LIMIT
+    assert RANGE_LIMIT["cpu"] == tables.RANGE_LIMIT
     assert RANGE_LIMIT["gpu"] == int(re.search(r"RANGE_LIMIT = (\d+)", text)[1])
 
 

@@ -24,7 +24,7 @@ from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.options import Options
-from cupyflash.reference.cpu import program
+from cupyflash.reference.cpu import tables
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 KERNELS = sorted(path.stem for path in FOLDER.rglob("*.cu"))
@@ -198,8 +198,8 @@ def test_the_layouts_are_those_of_the_header(tmp_path):
 
 
 def test_kinds_are_numbered_as_everywhere():
-    assert tuple(params.KINDS) == program.KINDS
-    assert params.MAX_AXES == program.MAX_AXES
+    assert tuple(params.KINDS) == tables.KINDS
+    assert params.MAX_AXES == tables.MAX_AXES
     header = (FOLDER / "common/params.cuh").read_text()
     for name, number in params.KINDS.items():
         assert f"KIND_{name.upper()} = {number}" in header

@@ -154,3 +154,17 @@ def test_a_large_range_of_looked_up_numbers_falls_back_to_the_whole_array():
     mask = masks.mask(lambda b, h, i, j: lookup(floats)[i, j] > 0)
     assert (classes(mask, sizes, 300) == PARTIAL).all()  # not known
     assert (classes(mask, sizes, 100) == FULL).all()
+
+
+@pytest.mark.parametrize("width", [1, 3, 15, 16, 17, 31, 40])
+def test_arrays_of_any_width_and_strides(width):
+    """Booleans side by side are read several at a time; other bytes than 1 are true, too."""
+    rng = np.random.default_rng(width)
+    rows = np.ones((40, 6 * width), np.uint8)
+    rows[rng.random(rows.shape) < 0.5 / width] = 0
+    rows[:, 2 * width : 3 * width], rows[8:24, width : 2 * width] = 0, 255
+    array = rows.view(bool)
+    for each in (array, array[::-1, ::-1], np.asfortranarray(array), array[:, ::2]):
+        sizes = Sizes((1,), 1, *each.shape)
+        found = classes(masks.dense(each), sizes, 8, width)
+        assert np.array_equal(found, true_classes(masks.dense(each), sizes, 8, width))

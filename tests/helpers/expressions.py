@@ -13,7 +13,7 @@ from cupyflash.expr.bind import bind
 from cupyflash.expr.evaluate import evaluate, evaluate_exactly
 from cupyflash.expr.lower import lower
 from cupyflash.masks import flat_sizes, position_symbols
-from cupyflash.reference.cpu import program, tile
+from cupyflash.reference.cpu import array_mask, program, tile
 from cupyflash.reference.cpu.arguments import CHANGES, NO_RANGES, Changes, FunctionPointers
 from cupyflash.reference.cpu.calls import Bound
 from cupyflash.reference.cpu.jit import (
@@ -150,12 +150,13 @@ def call(compiled, number, *arguments):
 def changes_of(number=np.float32, **programs):
     """Programs by their fields in `Changes`, with the kernels that run them."""
     number = np.dtype(number)
+    by_array = len(programs.get("mask", program.NO_PROGRAM).strided) > 0
     called = {
         "run_float32": (program.run, np.dtype(np.float32)),
         "run_number": (program.run, number),
         "classify": (tile.classify_by_program, number),
         "score": (tile.score_by_program, number),
-        "mask": (tile.mask_by_program, number),
+        "mask": (array_mask.mask_by_array if by_array else tile.mask_by_program, number),
     }
     prepare(called.values())
     pointers = FunctionPointers(
