@@ -118,7 +118,9 @@ def _verify_peers(options: argparse.Namespace) -> int:
             if peer.version is not None:
                 print(f"{name} {peer.version} ...", file=sys.stderr, flush=True)
                 examples = options.examples or run.EXAMPLES
-                judged.append(run.verify_peer(name, examples=examples, seed=options.seed))
+                judged.append(
+                    run.verify_peer(name, examples=examples, seed=options.seed, only=options.only)
+                )
         print(printable(run.table(judged, absent)))
         if options.json is not None:
             write_text(options.json, run.to_json(judged, absent) + "\n")

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..report import FAILED, NOT_APPLICABLE, Failure, Report, Result, columns, failure_lines
-from ..verification import LATE, verify
+from ..verification import LATE, chosen_properties, verify
 from . import PEERS
 from .base import Peer
 
@@ -59,7 +60,12 @@ class Judged:
 
 
 def verify_peer(
-    name: str, *, examples: int = EXAMPLES, seed: int = 0, seconds: float = SECONDS
+    name: str,
+    *,
+    examples: int = EXAMPLES,
+    seed: int = 0,
+    seconds: float = SECONDS,
+    only: Sequence[str] | None = None,
 ) -> Judged:
     """Try every property that applies to a function of another library.
 
@@ -71,6 +77,8 @@ def verify_peer(
         As in `cupyflash.testing.verify`.
     seconds : float
         After this time no further property is begun.
+    only : sequence of str, optional
+        Names of the properties to try; by default all.
 
     Returns
     -------
@@ -80,16 +88,17 @@ def verify_peer(
     Raises
     ------
     ValueError
-        If there is no peer of this name.
+        If there is no peer or no property of a name.
     ImportError
         If its library is not installed.
     """
     peer = peer_of(name)
+    chosen_properties(only)
     if peer.version is None:
         raise ImportError(f"peer {name} needs {peer.package}: {peer.install}")
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "said.jsonl")
-        arguments = [name, str(examples), str(seed), str(seconds), str(said)]
+        arguments = [name, str(examples), str(seed), str(seconds), str(said), *(only or ())]
         command = [sys.executable, "-m", __name__, *arguments]
         try:
             done = subprocess.run(
@@ -133,7 +142,7 @@ def _read(line: str) -> Result:
     return Result(**(content | {"failures": failures, "worst": ()}))
 
 
-def _child(name: str, examples: str, seed: str, seconds: str, said: str) -> None:
+def _child(name: str, examples: str, seed: str, seconds: str, said: str, *only: str) -> None:
     """Judge a peer here; each result is written when it is there."""
     peer = peer_of(name)
     warnings.simplefilter("ignore")  # of other libraries
@@ -148,6 +157,7 @@ def _child(name: str, examples: str, seed: str, seconds: str, said: str) -> None
         report: Report = verify(
             functions.forward, functions.backward, dtypes=peer.dtypes, features=peer.features,
             examples=int(examples), seed=int(seed), seconds=float(seconds),
+            only=only or None,
             progress=lambda _, __, result: write(result), **peer.says,
         )  # fmt: skip
         for result in report.results:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupyflash.arrays.dtypes import FLOATS
+
 from ..options import mask_array
 from .base import (
     Array,
@@ -22,8 +24,9 @@ from .base import (
 if TYPE_CHECKING:
     from ..subject import Call
 
-TYPES = ("float16", "bfloat16", "float32", "float64")
-NARROW = TYPES[:3]  # the softmax of others is in float32, whatever their type
+TYPES = tuple(FLOATS)
+# The softmax of others is in float32, whatever their type.
+NARROW = tuple(x for x in TYPES if x != "float64")
 WAYS = {"math": "MATH", "flash": "FLASH_ATTENTION"}
 
 
