@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -55,7 +54,7 @@ SOME = ["forward_within_bound", "convex_rows"]
 def own(tmp_path, monkeypatch):
     (tmp_path / "own_peers.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(x for x in sys.path if x))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     yield "own_peers"
     sys.modules.pop("own_peers", None)
 
@@ -107,7 +106,7 @@ def test_names_must_be_known(own):
 
 
 def run_cli(*arguments):
-    command = [sys.executable, "-m", "cupyflash", *arguments]
+    command = [sys.executable, "-P", "-m", "cupyflash", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -99,11 +100,14 @@ def verify_peer(
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "said.jsonl")
         arguments = [name, str(examples), str(seed), str(seconds), str(said), *(only or ())]
-        command = [sys.executable, "-m", __name__, *arguments]
+        # It imports from where this process does, and not from the folder that it runs in.
+        command = [sys.executable, "-P", "-m", __name__, *arguments]
+        paths = os.environ | {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=seconds + GRACE, check=False
-            )
+                command, capture_output=True, text=True, timeout=seconds + GRACE, check=False,
+                env=paths,
+            )  # fmt: skip
             ended = "" if done.returncode == 0 else _how(done.returncode, done.stderr)
         except subprocess.TimeoutExpired:
             ended = f"it took more than {seconds + GRACE:.0f} s"
