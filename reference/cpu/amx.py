@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 
+from . import vectors
 from .target import features
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64
@@ -19,6 +20,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-6
 # (for tests on any machine), or none.
 NATIVE, EMULATED, NONE = "native", "emulated", "none"
 VARIABLE = "CUPYFLASH_AMX"
+_LEAST_VECTOR = 32  # bytes: panels of queries are as wide as tiles are
 
 
 @functools.cache
@@ -54,5 +56,10 @@ def tile_unit() -> str:
         raise ValueError(
             f"{VARIABLE} is {chosen!r}; expected {NATIVE!r}, {EMULATED!r} or {NONE!r}. Correct "
             "this environment variable, or unset it for what the CPU has."
+        )
+    if chosen == EMULATED and vectors.HOST.vector_bytes < _LEAST_VECTOR:
+        raise ValueError(
+            f"{VARIABLE} is {EMULATED!r}, whose tiles need vectors of {_LEAST_VECTOR} bytes or "
+            f"more; this CPU has {vectors.HOST.vector_bytes}. Unset this environment variable."
         )
     return chosen

@@ -11,21 +11,23 @@ A float32 is the sum of three numbers of bfloat16, its parts: A can have them, B
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .amx_memory import DEPTH, ROW, SIDE, TILE
+from .amx_memory import ROW, SIDE, TILE
+from .jit import helper
 from .vectors import INT, LANE, Emitter, emit_loop
 
 _BYTE = ir.IntType(8)
-_FLOAT = ir.FloatType()
-_WORDS = ir.VectorType(LANE, SIDE)
+_ROW = INT(ROW)
+FLOAT = ir.FloatType()
+WORDS = ir.VectorType(LANE, SIDE)
 # C's tiles, and two of A and two of B beside them.
-_OF_A, _OF_B = 4, 6
+_OF_A, _OF_B, _TILES = 4, 6, 8
 _CONFIGURATION = bytes([1] + 15 * [0] + 8 * [ROW, 0] + 16 * [0] + 8 * [SIDE] + 8 * [0])
 
 _HIGH, _MAGNITUDE, _INFINITE, _NORMAL = 0xFFFF0000, 0x7FFFFFFF, 0x7F800000, 0x00800000
@@ -35,52 +37,61 @@ class TileEmitter(Emitter):
     """Emits code for vectors of 16 float32, whatever registers the CPU has."""
 
     def __init__(self, builder: Any) -> None:
-        super().__init__(builder, _FLOAT, ROW)
+        super().__init__(builder, FLOAT, ROW)
 
     def words(self, value: int) -> Any:
         """Return a constant in every lane."""
-        return ir.Constant(_WORDS, [value] * SIDE)
+        return ir.Constant(WORDS, [value] * SIDE)
 
     def spread(self, word: Any) -> Any:
         """Return a word in every lane."""
-        nothing = ir.Constant(_WORDS, ir.Undefined)
+        nothing = ir.Constant(WORDS, ir.Undefined)
         first = self.builder.insert_element(nothing, word, LANE(0))
         return self.builder.shuffle_vector(first, nothing, self.words(0))
 
-    def normal(self, words: Any) -> list[Any]:
-        """Return the low and the high numbers of words, 0 for those that are not normal."""
-        builder, found = self.builder, []
-        for half in builder.shl(words, self.words(16)), builder.and_(words, self.words(_HIGH)):
-            exponent = builder.and_(half, self.words(_INFINITE))
-            is_normal = builder.icmp_unsigned("!=", exponent, self.words(0))
-            number = builder.bitcast(half, self.vector)
-            found.append(builder.select(is_normal, number, self.zero))
-        return found
+    def normal(self, bits: Any) -> Any:
+        """Return numbers, with 0 of the same sign for subnormal ones."""
+        builder = self.builder
+        exponent = builder.and_(bits, self.words(_INFINITE))
+        is_normal = builder.icmp_unsigned("!=", exponent, self.words(0))
+        sign = builder.and_(bits, self.words(0x80000000))
+        return builder.bitcast(builder.select(is_normal, bits, sign), self.vector)
 
-    def parts(self, x: Any, count: int) -> list[Any]:
+    def flushed(self, x: Any) -> Any:
+        """Return numbers of float32, with 0 for subnormal ones."""
+        return self.normal(self.builder.bitcast(x, WORDS))
+
+    def both(self, words: Any) -> list[Any]:
+        """Return the low and the high numbers of words, 0 for subnormal ones."""
+        builder = self.builder
+        halves = builder.shl(words, self.words(16)), builder.and_(words, self.words(_HIGH))
+        return [self.normal(half) for half in halves]
+
+    def parts(self, x: Any, count: int, finite: bool = False) -> list[Any]:
         """Return the bits of the parts of numbers, largest first: 8 bits of the numbers each.
 
-        One part is for numbers of bfloat16. Infinity and NaN are the first part, and others 0.
+        One part is for numbers of bfloat16. Infinity and NaN are the first part, and others 0;
+        with `finite`, no number is infinity, and every part of NaN is NaN.
         """
         builder = self.builder
         found: list[Any] = []
         for n in range(count):
-            bits = builder.bitcast(x, _WORDS)
+            bits = builder.bitcast(x, WORDS)
             if n == count - 1:
                 return [*found, bits]
             part = builder.and_(bits, self.words(_HIGH))
             found.append(part)
             x = builder.fsub(x, builder.bitcast(part, self.vector))
-            if n == 0:
+            if n == 0 and not finite:
                 x = builder.select(self.is_nonfinite(bits), self.zero, x)
         raise AssertionError(count)
 
-    def packed(self, low: Any, high: Any, count: int) -> list[Any]:
+    def packed(self, low: Any, high: Any, count: int, finite: bool = False) -> list[Any]:
         """Return the words of every part of two vectors."""
         builder, sixteen = self.builder, self.words(16)
         return [
             builder.or_(builder.and_(b, self.words(_HIGH)), builder.lshr(a, sixteen))
-            for a, b in zip(self.parts(low, count), self.parts(high, count), strict=True)
+            for a, b in zip(*(self.parts(x, count, finite) for x in (low, high)), strict=True)
         ]
 
     def is_nonfinite(self, bits: Any) -> Any:
@@ -97,7 +108,7 @@ class TileEmitter(Emitter):
     def special(self, kind: Special, *vectors: Any) -> Any:
         """Return in which lanes a number of one of the vectors is special."""
         builder = self.builder
-        first, second = (kind(self, builder.bitcast(x, _WORDS)) for x in vectors)
+        first, second = (kind(self, builder.bitcast(x, WORDS)) for x in vectors)
         return builder.or_(first, second)
 
     def chosen(self, n: Any, first: Any, last: Any, place: Any, other: Any) -> Any:
@@ -116,275 +127,313 @@ class TileEmitter(Emitter):
 Special = Callable[[TileEmitter, Any], Any]
 
 
-def _instruction(builder: Any, name: str, *args: Any) -> None:
-    """Emit one of the matrix unit's instructions; numbers of tiles are constants."""
-    name = f"llvm.x86.{name}"
-    made = builder.module.globals.get(name)
-    if made is None:
-        kind = ir.FunctionType(ir.VoidType(), [x.type for x in args])
-        made = ir.Function(builder.module, kind, name)
-    builder.call(made, args)
+class MatrixUnit:
+    """Emits instructions of AMX; tiles have numbers.
+
+    Parameters
+    ----------
+    builder : llvmlite.ir.IRBuilder
+        Where to emit.
+    """
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def begin(self) -> None:
+        """Configure eight whole tiles."""
+        builder, kind = self.builder, ir.ArrayType(_BYTE, len(_CONFIGURATION))
+        value = ir.Constant(kind, bytearray(_CONFIGURATION))
+        where = cgutils.global_constant(builder.module, "tile_configuration", value)
+        self._emit("ldtilecfg", builder.bitcast(where, _BYTE.as_pointer()))
+
+    def end(self) -> None:
+        """Return the tiles, so that threads need not keep their state."""
+        self._emit("tilerelease")
+
+    def clear(self, tile: int) -> None:
+        """Set a tile to 0."""
+        self._emit("tilezero", _BYTE(tile))
+
+    def load(self, tile: int, place: Any, row: Any) -> None:
+        """Load a tile whose rows begin `row` bytes apart."""
+        self._emit("tileloadd64", _BYTE(tile), self._address(place), row)
+
+    def store(self, tile: int, place: Any, row: Any) -> None:
+        """Write a tile to rows that begin `row` bytes apart."""
+        self._emit("tilestored64", _BYTE(tile), self._address(place), row)
+
+    def multiply(self, c: int, a: int, b: int) -> None:
+        """Add the product of two tiles to a third one."""
+        self._emit("tdpbf16ps", _BYTE(c), _BYTE(a), _BYTE(b))
+
+    def _address(self, place: Any) -> Any:
+        return self.builder.inttoptr(place, _BYTE.as_pointer())
+
+    def _emit(self, name: str, *args: Any) -> None:
+        name, module = f"llvm.x86.{name}", self.builder.module
+        made = module.globals.get(name)
+        if made is None:
+            kind = ir.FunctionType(ir.VoidType(), [x.type for x in args])
+            made = ir.Function(module, kind, name)
+        self.builder.call(made, args)
 
 
-def _address(builder: Any, place: Any) -> Any:
-    return builder.inttoptr(place, _BYTE.as_pointer())
+class EmulatedUnit(MatrixUnit):
+    """Emits what `MatrixUnit` does, with its order of sums, in vectors and memory.
+
+    Of a product of tiles, the low and the high numbers have sums of their own, from number 0 on,
+    which join each other and then C. Operands and sums that are subnormal are 0.
+    """
+
+    def begin(self) -> None:
+        """Do nothing: tiles are memory of the function that multiplies."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def clear(self, tile: int) -> None:
+        """Set a tile to 0."""
+        emit, place = TileEmitter(self.builder), self._tile(tile)
+        for r in range(SIDE):
+            emit.store(emit.zero, self.builder.add(place, INT(r * ROW)))
+
+    def load(self, tile: int, place: Any, row: Any) -> None:
+        """Load a tile."""
+        self._call("load", self._copy, place, row, self._tile(tile), _ROW)
+
+    def store(self, tile: int, place: Any, row: Any) -> None:
+        """Write a tile."""
+        self._call("store", self._copy, self._tile(tile), _ROW, place, row)
+
+    def multiply(self, c: int, a: int, b: int) -> None:
+        """Add the product of two tiles to a third one."""
+        self._call("multiply", self._multiplied, *(self._tile(n) for n in (c, a, b)))
+
+    def _tile(self, tile: int) -> Any:
+        """Return the address of a tile in the memory of the function."""
+        builder = self.builder
+        with builder.goto_entry_block():
+            first = builder.function.entry_basic_block.instructions
+            known = [x for x in first if x.name.startswith("tiles_of_unit")]
+            kind = ir.ArrayType(ir.ArrayType(_BYTE, TILE), _TILES)
+            memory = known[0] if known else builder.alloca(kind, name="tiles_of_unit")
+        return builder.add(builder.ptrtoint(memory, INT), INT(tile * TILE))
+
+    def _call(self, name: str, body: Callable[..., None], *args: Any) -> None:
+        """Call a function that is emitted once for a module."""
+        name, module = f"tiles.{name}", self.builder.module
+        made = module.globals.get(name)
+        if made is None:
+            made = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT] * len(args)), name)
+            made.linkage = "internal"
+            made.attributes.add("noinline")
+            builder = ir.IRBuilder(made.append_basic_block())
+            body(builder, *made.args)
+            builder.ret_void()
+        self.builder.call(made, args)
+
+    @staticmethod
+    def _copy(builder: Any, source: Any, size: Any, target: Any, target_size: Any) -> None:
+        emit = TileEmitter(builder)
+
+        def row(r: Any, _: list[Any]) -> list[Any]:
+            value = emit.load(builder.add(source, builder.mul(r, size)), WORDS)
+            emit.store(value, builder.add(target, builder.mul(r, target_size)))
+            return []
+
+        emit_loop(builder, INT(SIDE), [], row)
+
+    @staticmethod
+    def _multiplied(builder: Any, c: Any, a: Any, b: Any) -> None:
+        emit = TileEmitter(builder)
+
+        def row(r: Any, _: list[Any]) -> list[Any]:
+            across = builder.mul(r, _ROW)
+            a_row, place = builder.add(a, across), builder.add(c, across)
+
+            def pair(k: Any, sums: list[Any]) -> list[Any]:
+                word = emit.load(builder.add(a_row, builder.mul(k, INT(4))), LANE)
+                words = emit.load(builder.add(b, builder.mul(k, _ROW)), WORDS)
+                operands = zip(emit.both(emit.spread(word)), emit.both(words), sums, strict=True)
+                return [emit.flushed(emit.fma(*each)) for each in operands]
+
+            sums = emit_loop(builder, INT(SIDE), [emit.zero, emit.zero], pair)
+            added, before = emit.flushed(builder.fadd(*sums)), emit.flushed(emit.load(place))
+            emit.store(emit.flushed(builder.fadd(before, added)), place)
+            return []
+
+        emit_loop(builder, INT(SIDE), [], row)
 
 
-def emit_begin(builder: Any) -> None:
-    """Emit the configuration of eight whole tiles."""
-    kind = ir.ArrayType(_BYTE, len(_CONFIGURATION))
-    value = ir.Constant(kind, bytearray(_CONFIGURATION))
-    where = cgutils.global_constant(builder.module, "tile_configuration", value)
-    _instruction(builder, "ldtilecfg", builder.bitcast(where, _BYTE.as_pointer()))
+class Form(NamedTuple):
+    """The tiles of C that are computed at once, and how many parts numbers of A and B have.
+
+    Attributes
+    ----------
+    high, wide : int
+        Tiles of A and of B, 1 or 2 of each.
+    parts_a, parts_b : int
+        Their parts, which lie one tile after the other.
+    adds : bool
+        Whether the product is added to what C holds.
+    """
+
+    high: int
+    wide: int
+    parts_a: int
+    parts_b: int
+    adds: bool = False
+
+    def products(self) -> list[tuple[int, int]]:
+        """Return the parts of A and B that are multiplied, in the order of their sum."""
+        return [
+            (x, y) for x in reversed(range(self.parts_a)) for y in reversed(range(self.parts_b))
+        ]
 
 
-def emit_end(builder: Any) -> None:
-    """Emit the return of the tiles, so that threads need not keep their state."""
-    _instruction(builder, "tilerelease")
+class Places(NamedTuple):
+    """Where the operands of a block lie: addresses and bytes.
+
+    Attributes
+    ----------
+    a, a_row : Any
+        The first tile of A and the distance of its rows.
+    a_below, a_below_row : Any
+        Those of the tile under it.
+    a_step : Any
+        From one step of the contraction to the next.
+    b, b_beside : Any
+        The first tile of B and the one beside it, each contiguous.
+    b_step : Any
+        As `a_step`.
+    steps : Any
+        Steps of the contraction.
+    c, c_row : Any
+        The first row of C and the distance of its rows; tiles of C lie side by side.
+    """
+
+    a: Any
+    a_row: Any
+    a_below: Any
+    a_below_row: Any
+    a_step: Any
+    b: Any
+    b_beside: Any
+    b_step: Any
+    steps: Any
+    c: Any
+    c_row: Any
 
 
-def emit_amx(
-    builder: Any, parts: int, high: int, wide: int, a: Any, b: Any, steps: Any, c: Any
-) -> None:
-    """Emit ``C = A B`` of `high` times `wide` tiles by the matrix unit."""
+def emit_block(unit: MatrixUnit, form: Form, places: Places) -> None:
+    """Emit ``C = A B``, or ``C += A B``."""
+    builder = unit.builder
+    cells = [(m, n) for m in range(form.high) for n in range(form.wide)]
+    c_down = builder.mul(places.c_row, INT(SIDE))
 
-    def load(tile: int, place: Any) -> None:
-        _instruction(builder, "tileloadd64", _BYTE(tile), _address(builder, place), INT(ROW))
+    def of_c(m: int, n: int) -> Any:
+        place = builder.add(places.c, INT(n * ROW))
+        return builder.add(place, c_down) if m else place
 
-    cells = [(m, n) for m in range(high) for n in range(wide)]
     for m, n in cells:
-        _instruction(builder, "tilezero", _BYTE(2 * m + n))
-    a_tile, b_tile = (builder.mul(steps, INT(count * TILE)) for count in (parts, 1))
+        if form.adds:
+            unit.load(2 * m + n, of_c(m, n), places.c_row)
+        else:
+            unit.clear(2 * m + n)
+    a_rows = places.a_row, places.a_below_row
 
-    def step(_: Any, places: list[Any]) -> list[Any]:
-        a_place, b_place = places
-        for n in range(wide):
-            load(_OF_B + n, builder.add(b_place, b_tile) if n else b_place)
-        for part in reversed(range(parts)):
-            for m in range(high):
-                place = builder.add(a_place, INT(part * TILE))
-                load(_OF_A + m, builder.add(place, a_tile) if m else place)
+    def step(_: Any, values: list[Any]) -> list[Any]:
+        loaded_a = loaded_b = -1
+        for x, y in form.products():
+            if x != loaded_a:
+                for m in range(form.high):
+                    place = builder.add(values[m], INT(x * TILE))
+                    unit.load(_OF_A + m, place, a_rows[m])
+            if y != loaded_b:
+                for n in range(form.wide):
+                    unit.load(_OF_B + n, builder.add(values[2 + n], INT(y * TILE)), _ROW)
+            loaded_a, loaded_b = x, y
             for m, n in cells:
-                _instruction(
-                    builder, "tdpbf16ps", _BYTE(2 * m + n), _BYTE(_OF_A + m), _BYTE(_OF_B + n)
-                )
-        return [builder.add(a_place, INT(parts * TILE)), builder.add(b_place, INT(TILE))]
+                unit.multiply(2 * m + n, _OF_A + m, _OF_B + n)
+        steps = 2 * [places.a_step] + 2 * [places.b_step]
+        return [builder.add(x, y) for x, y in zip(values, steps, strict=True)]
 
-    emit_loop(builder, steps, [a, b], step)
+    operands = [places.a, places.a_below, places.b, places.b_beside]
+    emit_loop(builder, places.steps, operands, step)
     for m, n in cells:
-        place = _address(builder, builder.add(c, INT((2 * m + n) * TILE)))
-        _instruction(builder, "tilestored64", _BYTE(2 * m + n), place, INT(ROW))
+        unit.store(2 * m + n, of_c(m, n), places.c_row)
 
 
-def emit_emulated(
-    builder: Any, parts: int, high: int, wide: int, a: Any, b: Any, steps: Any, c: Any
-) -> None:
-    """Emit what `emit_amx` does for one tile, with its order of sums, in vectors.
-
-    The low and the high numbers have sums of their own, which join the result after each step.
-    Operands that are no normal numbers are 0.
-    """
-    assert (high, wide) == (1, 1)
-    emit = TileEmitter(builder)
-
-    def row(r: Any, _: list[Any]) -> list[Any]:
-        across = builder.mul(r, INT(ROW))
-
-        def step(s: Any, sums: list[Any]) -> list[Any]:
-            total = sums[0]
-            b_step = builder.add(b, builder.mul(s, INT(TILE)))
-            a_step = builder.add(builder.add(a, across), builder.mul(s, INT(parts * TILE)))
-            for part in reversed(range(parts)):
-                a_row = builder.add(a_step, INT(part * TILE))
-                total = builder.fadd(total, _emulate_step(emit, a_row, b_step))
-            return [total]
-
-        (total,) = emit_loop(builder, steps, [emit.zero], step)
-        emit.store(total, builder.add(c, across))
-        return []
-
-    emit_loop(builder, INT(SIDE), [], row)
-
-
-def _emulate_step(emit: TileEmitter, a_row: Any, b: Any) -> Any:
-    builder = emit.builder
-
-    def pair(k: Any, sums: list[Any]) -> list[Any]:
-        word = emit.load(builder.add(a_row, builder.mul(k, INT(4))), LANE)
-        words = emit.load(builder.add(b, builder.mul(k, INT(ROW))), _WORDS)
-        operands = zip(emit.normal(emit.spread(word)), emit.normal(words), sums, strict=True)
-        return [emit.fma(*each) for each in operands]
-
-    return builder.fadd(*emit_loop(builder, INT(SIDE), [emit.zero, emit.zero], pair))
-
-
-def block_of(emit: Callable[..., None], parts: int, high: int, wide: int) -> Any:
-    """Make the function that multiplies `high` tiles of A, in parts, by `wide` tiles of B.
-
-    It takes the addresses of A and B, as `row_packer` and its siblings leave them, the steps of the
-    contraction, and where C's tiles go: that of row m and column n ``2 * m + n`` tiles further.
-    """
+def _block_of(unit: type[MatrixUnit], form: Form) -> Any:
+    """Make the function that multiplies tiles of A by tiles of B; it takes `Places`."""
 
     @intrinsic
-    def block(typingctx, a, b, steps, c):
+    def block(
+        typingctx, a, a_row, a_below, a_below_row, a_step, b, b_beside, b_step, steps, c, c_row
+    ):
         def codegen(context, builder, sig, args):
-            emit(builder, parts, high, wide, *args)
+            emit_block(unit(builder), form, Places(*args))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4), codegen
+        return types.void(*[types.int64] * len(Places._fields)), codegen
 
     return block
 
 
-def statement(emit: Callable[[Any], None] | None) -> Any:
-    """Make the function without arguments that does what `emit` emits."""
+def helper_for(*variant: object) -> Callable[[Any], Any]:
+    """Return `helper` for a function that is defined for several variants.
 
-    @intrinsic
-    def run(typingctx):
-        def codegen(context, builder, sig, args):
-            if emit is not None:
-                emit(builder)
-            return context.get_dummy_value()
-
-        return types.void(), codegen
-
-    return run
-
-
-def row_packer(count: int, kind: Special) -> Any:
-    """Make the function that packs a row of A whose numbers lie side by side.
-
-    It returns whether one of them is special.
+    They become part of its name: kernels from disk are linked by the names of their helpers.
     """
 
-    @intrinsic
-    def pack(typingctx, source, steps, target):
-        def codegen(context, builder, sig, args):
-            source, steps, target = args
-            emit = TileEmitter(builder)
+    def named(function: Any) -> Any:
+        function.__qualname__ += "_" + "_".join(map(str, variant))
+        return helper(function)
 
-            def step(s, values):
-                low, high, found = values
-                place = builder.add(source, builder.mul(s, INT(4 * DEPTH)))
-                low, high = emit.load(place), emit.load(builder.add(place, INT(ROW)))
-                to = builder.add(target, builder.mul(s, INT(count * TILE)))
-                for n, words in enumerate(emit.packed(low, high, count)):
-                    emit.store(words, builder.add(to, INT(n * TILE)))
-                here = emit.special(kind, low, high)
-                return [low, high, builder.or_(found, here)]
-
-            none = ir.Constant(ir.VectorType(ir.IntType(1), SIDE), [0] * SIDE)
-            *_, found = emit_loop(builder, steps, [emit.zero, emit.zero, none], step)
-            return emit.lanes_of(found)
-
-        return types.int64(*[types.int64] * 3), codegen
-
-    return pack
+    return named
 
 
-def _transposed(emit: TileEmitter, rows: list[Any]) -> list[Any]:
-    """Return the columns of a square."""
-    half = SIDE // 2
-    low = [n // 2 + n % 2 * SIDE for n in range(SIDE)]
-    high = [n + half for n in low]
-    for _ in range(SIDE.bit_length() - 1):
-        pairs = zip(rows[:half], rows[half:], strict=True)
-        rows = [emit.shuffle(a, b, part) for a, b in pairs for part in (low, high)]
-    return rows
+def multiplier(unit: type[MatrixUnit], parts_a: int, parts_b: int, adds: bool) -> Any:
+    """Make the helper that multiplies up to two by two tiles.
 
-
-def square_packer(count: int) -> Any:
-    """Make the function that packs one step of 16 rows of A, of which every column is one vector.
-
-    Columns before `first` and from `left` on are taken to be 0, which `zeros` is the address of.
+    It takes `Places`, and how many rows and columns of C anybody wants.
     """
+    one, broad, tall, square = (
+        _block_of(unit, Form(high, wide, parts_a, parts_b, adds))
+        for high in (1, 2)
+        for wide in (1, 2)
+    )
 
-    @intrinsic
-    def pack(typingctx, source, step, first, left, zeros, target):
-        def codegen(context, builder, sig, args):
-            source, step, first, left, zeros, target = args
-            emit = TileEmitter(builder)
+    @helper_for(unit.__name__, parts_a, parts_b, adds)
+    def multiply_block(
+        a, a_row, a_below, a_below_row, a_step, b, b_beside, b_step, steps, c, c_row, rows,
+        columns,
+    ):  # fmt: skip
+        places = a, a_row, a_below, a_below_row, a_step, b, b_beside, b_step, steps, c, c_row
+        if rows > SIDE and columns > SIDE:
+            square(*places)
+        elif rows > SIDE:
+            tall(*places)
+        elif columns > SIDE:
+            broad(*places)
+        else:
+            one(*places)
 
-            def column(k):
-                place = builder.add(source, builder.mul(step, INT(k)))
-                return emit.load(emit.chosen(INT(k), first, left, place, zeros))
-
-            low, high = (
-                _transposed(emit, [column(k + begin) for k in range(SIDE)]) for begin in (0, SIDE)
-            )
-            for r in range(SIDE):
-                for n, words in enumerate(emit.packed(low[r], high[r], count)):
-                    emit.store(words, builder.add(target, INT(n * TILE + r * ROW)))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
-
-    return pack
-
-
-def column_packer(kind: Special) -> Any:
-    """Make the function that packs one step of 16 columns of B.
-
-    Rows before `first` and from `left` on are taken to be 0, which `zeros` is the address of. It
-    returns which columns have special numbers, as bits.
-    """
-
-    @intrinsic
-    def pack(typingctx, source, row_size, first, left, zeros, target):
-        def codegen(context, builder, sig, args):
-            source, row_size, first, left, zeros, target = args
-            emit = TileEmitter(builder)
-
-            def row(k):
-                place = builder.add(source, builder.mul(row_size, k))
-                return emit.load(emit.chosen(k, first, left, place, zeros))
-
-            def pair(k, values):
-                low, high = row(k), row(builder.add(k, INT(SIDE)))
-                to = builder.add(target, builder.mul(k, INT(ROW)))
-                (words,) = emit.packed(low, high, 1)
-                emit.store(words, to)
-                here = emit.special(kind, low, high)
-                return [builder.or_(values[0], here)]
-
-            none = ir.Constant(ir.VectorType(ir.IntType(1), SIDE), [0] * SIDE)
-            (found,) = emit_loop(builder, INT(SIDE), [none], pair)
-            return emit.lanes_of(found)
-
-        return types.int64(*[types.int64] * 6), codegen
-
-    return pack
+    return multiply_block
 
 
-def finisher(lanes: int, adds: bool) -> Any:
-    """Make the function that brings rows of a tile of C to where they belong.
+def session(unit: type[MatrixUnit]) -> Any:
+    """Make the functions that begin and end the use of a unit."""
 
-    They are multiplied by `alpha`, and the numbers at `maxima` become the maxima of themselves and
-    of them; or with `adds`, they are added to what is there.
-    """
+    def statement(emit: Callable[[Any], None]) -> Any:
+        @intrinsic
+        def run(typingctx):
+            def codegen(context, builder, sig, args):
+                emit(unit(builder))
+                return context.get_dummy_value()
 
-    @intrinsic
-    def finish(typingctx, tile, rows, alpha, c, row_size, maxima):
-        def codegen(context, builder, sig, args):
-            tile, rows, alpha, c, row_size, maxima = args
-            emit = Emitter(builder, _FLOAT, 4 * lanes)
-            factor = emit.splat(alpha)
+            return types.void(), codegen
 
-            def row(r, largest):
-                value = emit.load(builder.add(tile, builder.mul(r, INT(ROW))))
-                place = builder.add(c, builder.mul(r, row_size))
-                if adds:
-                    emit.store(builder.fadd(emit.load(place), value), place)
-                    return []
-                value = builder.fmul(value, factor)
-                emit.store(value, place)
-                return [emit.larger(value, largest[0])]
+        return run
 
-            largest = emit_loop(builder, rows, [] if adds else [emit.load(maxima)], row)
-            if not adds:
-                emit.store(largest[0], maxima)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, alpha, *[types.int64] * 3), codegen
-
-    return finish
+    return statement(unit.begin), statement(unit.end)

@@ -60,7 +60,6 @@ class FunctionPointers(NamedTuple):
     load: int  # rows, to columns; see `packing`
     store: int
     prefetch: int
-    fallback: int  # what `product` calls for numbers that it does not multiply itself
     widen: int  # rows of 16-bit floats
     narrow: int  # results, to rows of 16 bits; 0 where others round them
     run_float32: int  # programs with these registers: masks
@@ -123,7 +122,6 @@ class TileSizes(NamedTuple):
     drops: bool
     may_mask: bool
     widens: bool
-    uses_tiles: bool  # of bfloat16
     changes_slope: bool
     score: Registers
     slope: Registers
@@ -145,7 +143,6 @@ def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
         shape.drop_below > 0,
         bool(changes.may_mask),
         bool(changes.pointers.widen),
-        changes.pointers.product != changes.pointers.fallback,
         len(changes.slope.code) > 0,
         *map(registers_of, programs),
     )

@@ -11,7 +11,6 @@ it.
 from __future__ import annotations
 
 from .accumulate import accumulate, add_columns
-from .amx_memory import DEPTH
 from .arguments import CHANGES, shape_of
 from .bias_gradient import add_to_bias, bias_sums_of
 from .gradient_tile import (
@@ -26,7 +25,6 @@ from .microkernel import padded
 from .narrow import write_narrow
 from .packing import (
     has_nonfinite,
-    load_pairs,
     load_panel,
     pair_lanes,
     store_pairs,
@@ -52,12 +50,6 @@ def store_dq(shape, changes, scratch, sums, dq, b, h, i, ni, lanes):
     if dq.kind != NATIVE:
         rounded = (target, size, ni, shape.d, place, dq.row * dq.itemsize)
         write_narrow(changes.pointers.narrow, rounded)
-
-
-@helper
-def is_by_tiles(changes):
-    """Return whether a unit multiplies by tiles."""
-    return changes.pointers.product != changes.pointers.fallback
 
 
 @helper
@@ -87,7 +79,7 @@ def store_rows(narrow, tile, count, columns, itemsize, factor, rows, place, widt
     lambda number: (INT, INT, INTS, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 6
     + (INT, ROWS, ROWS)
     + (ROWS, ROWS, bias_sums_of(number), INTS, gradient_scratch_of(number))
-    + (vector(number),) * 8
+    + (vector(number),) * 7
 )  # fmt: skip
 @kernel
 def backward_dkdv(
@@ -112,7 +104,6 @@ def backward_dkdv(
     bias,
     visited,
     scratch,
-    k_pairs,
     q_panel,
     do_panel,
     q_pairs,
@@ -134,7 +125,6 @@ def backward_dkdv(
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
-    packed, by_tiles = first_address(scratch.packed), is_by_tiles(changes)
     prefetch = changes.pointers.prefetch
     for place in range(runs[first], runs[last]):
         h_kv = work[place, 2]
@@ -176,8 +166,6 @@ def backward_dkdv(
             careful_k = 0
             if adds_dq:
                 careful_k = search(changes, k_place, k_row, nj, shape.d, itemsize, zero)
-                if by_tiles:
-                    load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
             clear(first_address(dk_tile), padded(columns, width) * nj * itemsize)
             clear(first_address(dv_tile), padded(columns_v, width) * nj * itemsize)
             for member in range(work[place, 0], work[place, 1]):
@@ -244,27 +232,25 @@ def backward_dkdv(
                             # 6 accumulate dv and dk
                             dv_place = first_address(dv_tile) + begin * width * itemsize
                             weighted = (
-                                one, changes.pointers.product, p + cells, lanes, 1, nk, ni, 0,
+                                one, changes.pointers.product, p + cells, lanes, 1, nk, ni,
                                 first_address(do_pairs), ni * width, columns_v, itemsize, dv_place,
-                                width, pair, careful_do, scratch.seen, packed,
+                                width, pair, careful_do, scratch.seen,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if changes.slope.code.shape[0]:
                                 apply_dscore(scratch, ni, lanes)
                             dk_place = first_address(dk_tile) + begin * width * itemsize
                             weighted = (
-                                one, changes.pointers.product, ds + cells, lanes, 1, nk, ni, 0,
+                                one, changes.pointers.product, ds + cells, lanes, 1, nk, ni,
                                 first_address(q_pairs), ni * width, columns, itemsize, dk_place,
-                                width, pair, careful_q, scratch.seen, packed,
+                                width, pair, careful_q, scratch.seen,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if adds_dq:
-                                pairs = first_address(k_pairs) + begin * width * itemsize
                                 columns_of_dq = (
                                     changes.pointers, one, ds + cells, lanes, ni, nk,
-                                    begin % DEPTH, k_place + begin * k_row * itemsize, k_row,
-                                    pairs, pair, shape.d, columns, itemsize, target, careful_k,
-                                    scratch.seen, first_address(scratch.rows), packed,
+                                    k_place + begin * k_row * itemsize, k_row, shape.d, itemsize,
+                                    target, careful_k, scratch.seen,
                                 )  # fmt: skip
                                 add_columns(changes.pointers.columns, columns_of_dq)
                             if is_whole:
@@ -295,7 +281,7 @@ def backward_dkdv(
 
 @takes(
     lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 7
-    + (gradient_scratch_of(number),) + (vector(number),) * 4
+    + (gradient_scratch_of(number),) + (vector(number),) * 3
 )  # fmt: skip
 @kernel
 def backward_dq(
@@ -313,7 +299,6 @@ def backward_dq(
     delta,
     dq,
     scratch,
-    k_pairs,
     q_panel,
     do_panel,
     dq_tile,
@@ -326,8 +311,7 @@ def backward_dq(
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dq_tile.dtype.type(0), dq_tile.dtype.type(1)
-    edges, widen, packed = scratch.edges, changes.pointers.widen, first_address(scratch.packed)
-    by_tiles = is_by_tiles(changes)
+    edges, widen = scratch.edges, changes.pointers.widen
     for item in range(first, last):
         place = item // shape.heads
         h = item % shape.heads
@@ -357,7 +341,6 @@ def backward_dq(
                 load_panel(changes.pointers.load, rows)
             for j0 in range(0, shape.len_k[b], shape.block_kv):
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
-                width = pair_lanes(itemsize)
                 k_place, k_row = find_rows_at(
                     widen, k, b, h_kv, j0, nj, shape.d, columns, scratch.k_wide
                 )
@@ -365,8 +348,6 @@ def backward_dq(
                     widen, v, b, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
                 )
                 careful = search(changes, k_place, k_row, nj, shape.d, itemsize, zero)
-                if by_tiles:
-                    load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
                 for i in range(i0, end_i, changes.panel):
                     ni = min(changes.panel, end_i - i)
                     lanes = padded(ni, vector)
@@ -391,11 +372,9 @@ def backward_dq(
                     weighted = (
                         changes.pointers, one,
                         first_address(scratch.ds) + begin * lanes * itemsize, lanes, ni, nk,
-                        begin % DEPTH, k_place + begin * k_row * itemsize, k_row,
-                        first_address(k_pairs) + begin * width * itemsize, nj * width, shape.d,
-                        columns, itemsize,
+                        k_place + begin * k_row * itemsize, k_row, shape.d, itemsize,
                         first_address(dq_tile) + (i - i0) * shape.d * itemsize, careful,
-                        scratch.seen, first_address(scratch.rows), packed,
+                        scratch.seen,
                     )  # fmt: skip
                     add_columns(changes.pointers.columns, weighted)
         # 7 scale and store

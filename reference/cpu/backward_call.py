@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from .amx_gradient import tile_gradient_scratch
+from .amx_memory import SIDE
 from .arguments import tile_sizes
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import BLOCK, backward_delta
@@ -20,7 +22,7 @@ from .calls import Bound
 from .float_modes import own_arithmetic
 from .gradient_tile import gradient_scratch
 from .jit import prepare
-from .kernels import called_kernels, made_ready
+from .kernels import by_tiles, called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .memory import ROWS, aligned
 from .microkernel import round_up
@@ -77,10 +79,11 @@ class BackwardCall(PreparedCall):
         self._is_empty = not layout.batch or not problem.heads
         if self._is_empty:
             return
-        kernels = [backward_delta, backward_dkdv]
+        kind = kind_of(q.dtype)
+        self._tiles = by_tiles(problem.accumulator, kind)
+        kernels = [backward_delta, self._tiles.dkdv if self._tiles else backward_dkdv]
         if dbias is not None:
             kernels.append(sum_bias_parts)
-        kind = kind_of(q.dtype)
         called = called_kernels(problem, programs, True, kind)
         self._pointers = pointers = made_ready(problem, programs, called, kind, *kernels)
         self._seconds = seconds(layout.shape, 5, layout.itemsize)
@@ -130,7 +133,8 @@ class BackwardCall(PreparedCall):
         self._dq = Result(layout, dq, scratch, False, pointers.narrow)
         # In one pass, what blocks of keys add to dq waits in memory for the last one.
         in_blocks = (layout.len_k > block_kv) | (layout.len_k == 0)
-        memory, sums = layout.panels(problem.d * int(self._one_pass and in_blocks.any()), scratch)
+        depth = problem.d + (-problem.d % SIDE if self._tiles else 0)
+        memory, sums = layout.panels(depth * int(self._one_pass and in_blocks.any()), scratch)
         self._dq_sums = Packed(ROWS, sums)
         self._held.append(memory)
         self.nbytes += scratch.nbytes
@@ -227,7 +231,8 @@ class BackwardCall(PreparedCall):
             self._dsinks.size,
             0.02,
         )
-        changes = changes_of(layout, self._programs, pointers, self._ranges)
+        tiles = self._tiles
+        changes = changes_of(layout, self._programs, pointers, self._ranges, tiles is not None)
         block_q, block_kv = layout.block_q, layout.block_kv
         _, members, starts = self._groups
         counts = -(-layout.len_k[members[starts]] // block_kv)
@@ -236,9 +241,10 @@ class BackwardCall(PreparedCall):
         def pairs(rows: int, *widths: int) -> list[int]:
             return [size_of_pairs(rows, wide, itemsize) for wide in widths]
 
-        def tiles(*counts: int) -> tuple[Any, ...]:
-            of_tiles = pairs(block_kv, columns)[0] if sizes.uses_tiles else 0
-            return gradient_scratch(sizes, number), *aligned((of_tiles, *counts), number)
+        def scratch_of(*counts: int) -> tuple[Any, ...]:
+            if tiles is not None:
+                return (tile_gradient_scratch(sizes, number, tiles.parts, not self._one_pass),)
+            return gradient_scratch(sizes, number), *aligned(counts, number)
 
         # Panels, the same rows as pairs, dq of a panel, dk and dv of a block of keys.
         panel = changes.panel
@@ -253,7 +259,7 @@ class BackwardCall(PreparedCall):
             self._visited.append(visited)
             add(
                 Bound(
-                    backward_dkdv,
+                    tiles.dkdv if tiles else backward_dkdv,
                     number,
                     *runs,
                     members,
@@ -272,21 +278,22 @@ class BackwardCall(PreparedCall):
                     self._dv.rows,
                     bias_sums,
                     visited,
-                    scratch=lambda: tiles(*counts_dkdv),
+                    scratch=lambda: scratch_of(*counts_dkdv),
                     sizes=sizes,
                 ),
                 len(runs.starts) - 1,
                 1 / len(lists),
             )
         if not self._one_pass:
-            prepare([(backward_dq, number)])
+            dq_kernel = tiles.dq if tiles else backward_dq
+            prepare([(dq_kernel, number)])
             q_work, q_members = layout.shared_blocks(
                 self._q_lead, layout.len_q, block_q, last_first=True
             )
             queries = [size_of_pairs(d, block_q, itemsize) for d in (problem.d, problem.d_v)]
             add(
                 Bound(
-                    backward_dq,
+                    dq_kernel,
                     number,
                     q_work,
                     q_members,
@@ -299,7 +306,7 @@ class BackwardCall(PreparedCall):
                     self._lse.rows,
                     self._delta,
                     self._dq.rows,
-                    scratch=lambda: tiles(*queries, queries[0]),
+                    scratch=lambda: scratch_of(*queries, queries[0]),
                     sizes=sizes,
                 ),
                 len(q_work) * heads,
@@ -356,7 +363,12 @@ def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:
     return total
 
 
-def backward_scratch_size(problem: Problem, block_q: int) -> int:
+class _Typed(Problem, Protocol):
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+def backward_scratch_size(problem: _Typed, block_q: int) -> int:
     """Return the bytes of workspace that any `backward` of this problem needs at most."""
     layout = Layout(problem, block_q, block_q)
     itemsize, lanes, heads = layout.itemsize, layout.lanes, problem.heads
@@ -368,11 +380,13 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
     rows_k = problem.heads_kv * int(layout.len_k.sum())
     panels = heads * int(layout.panel_lanes().sum())
     wide, wide_v = whole(problem.d), whole(problem.d_v)
+    may_be_tiles = problem.dtype.itemsize < itemsize
+    depth = problem.d + (-problem.d % SIDE if may_be_tiles else 0)
     elements = [
         *(rows_q * wide,) * 2,  # q, dq
         *(rows_q * wide_v,) * 2,  # do, out
         *(rows_k * wide, rows_k * wide_v) * 2,  # k, v, dk, dv
         *(rows_q * lanes,) * 3,  # lse, dlse, delta
-        panels * problem.d,  # sums of dq
+        panels * depth,  # sums of dq
     ]
     return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)

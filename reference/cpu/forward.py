@@ -12,7 +12,6 @@ import numpy as np
 from numba import types
 
 from .accumulate import add_columns
-from .amx_memory import DEPTH, size_of_packed
 from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
 from .memory import ROWS, aligned, first_address, prefetch_rows, row_address, store
@@ -20,7 +19,6 @@ from .microkernel import multiply, padded, round_up
 from .narrow import write_narrow
 from .packing import (
     has_nonfinite,
-    load_pairs,
     load_panel,
     pair_lanes,
     size_of_pairs,
@@ -68,9 +66,6 @@ class ForwardScratch(NamedTuple):
     z: Array  # dropout factors
     wide: Array  # rows of 16-bit floats, widened
     v_wide: Array
-    v_pairs: Array  # values, as `load_pairs` leaves them, for products by tiles
-    rows: Array  # what these products add, a row for each query
-    packed: Array  # likewise
     words: Array  # of the generator, (4, lanes)
     seen: Array  # which pairs take part
     acc: Array  # output before it is normalised, (columns, lanes) of each panel
@@ -92,7 +87,7 @@ def forward_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         ForwardScratch,
-        (*(tile,) * 8, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
+        (*(tile,) * 5, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
         + (TABLE, whole_rows(number))
         + (TABLE, of_mask) * 2,
     )
@@ -105,15 +100,12 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
     panel = min(lanes, sizes.panel)
     cells = sizes.block_kv * panel
     dropped = cells if sizes.drops else 0
-    pairs = size_of_pairs(sizes.block_kv, columns, sizes.itemsize) if sizes.uses_tiles else 0
-    sums = panel * columns if sizes.uses_tiles else 0
     queries = size_of_pairs(sizes.d, lanes, sizes.itemsize)
     rows = max(sizes.block_kv, panel) if sizes.widens else 0
     wide = rows * max(columns, round_up(sizes.d, sizes.lanes_per_vector))
     wide_v = sizes.block_kv * columns if sizes.widens else 0
-    by_tiles = size_of_packed(sizes, panel)
-    qt, s, z, wide_rows, v_rows, v_pairs, rows_of_tiles, packed, acc, m, m_new, l = aligned(
-        (queries, cells, dropped, wide, wide_v, pairs, sums, by_tiles, lanes * columns, lanes,
+    qt, s, z, wide_rows, v_rows, acc, m, m_new, l = aligned(
+        (queries, cells, dropped, wide, wide_v, lanes * columns, lanes,
          panel, lanes), number
     )  # fmt: skip
     return ForwardScratch(
@@ -122,9 +114,6 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
         z,
         wide_rows,
         v_rows,
-        v_pairs,
-        rows_of_tiles,
-        packed,
         np.empty((4, panel if sizes.drops else 0), np.uint32),
         np.empty(cells if sizes.may_mask else 0, np.bool_),
         acc,
@@ -162,9 +151,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
     symbols, edges = scratch.symbols, scratch.edges
-    packed = first_address(scratch.packed)
     is_changed = changes.score.code.shape[0]
-    by_tiles = changes.pointers.product != changes.pointers.fallback
 
     for item in range(first, last):
         b = work[item // shape.heads, 0]
@@ -215,9 +202,6 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                         careful = has_nonfinite(
                             v_place, v_row * itemsize, nj, shape.d_v, itemsize, zero
                         )
-                    if by_tiles:
-                        size = v_row * itemsize
-                        load_pairs(v_place, size, nj, columns, itemsize, scratch.v_pairs)
                     k_place, k_row = find_rows_at(widen, k, b, h_kv, j0, nj, shape.d, width, wide)
                 is_visited = 1
                 if careful:
@@ -242,8 +226,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                             pair * shape.d,
                             first_address(s) + j * lanes * itemsize, lanes, 0,
                             edges[part + 1] - j, lanes, shape.d, itemsize, 0,
-                            first_address(m_new) if is_whole else 0, packed,
-                            changes.pointers.fallback,
+                            first_address(m_new) if is_whole else 0,
                         )  # fmt: skip
                         multiply(changes.pointers.product, scores)
                 # 3 score mod
@@ -271,9 +254,8 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                     scale_tile(s, z, begin * lanes, end * lanes)
                 weighted = (
                     changes.pointers, one, first_address(s) + begin * lanes * itemsize, lanes, n,
-                    end - begin, begin % DEPTH, v_place + begin * v_row * itemsize, v_row,
-                    first_address(scratch.v_pairs) + begin * pair * itemsize, nj * pair, shape.d_v,
-                    columns, itemsize, acc, careful, seen, first_address(scratch.rows), packed,
+                    end - begin, v_place + begin * v_row * itemsize, v_row, shape.d_v, itemsize,
+                    acc, careful, seen,
                 )  # fmt: skip
                 add_columns(changes.pointers.columns, weighted)
             count += is_visited

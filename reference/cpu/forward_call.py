@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from .amx_forward import TileScratch, tile_scratch
 from .arguments import tile_sizes
 from .calls import Bound
+from .forward import ForwardScratch, forward_scratch
 from .forward import forward as forward_kernel
-from .forward import forward_scratch
-from .kernels import called_kernels, made_ready
+from .kernels import by_tiles, called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .operands import Operand, Result
 from .prepared import PreparedCall, changes_of, packed_shape, seconds, sinks_of
@@ -40,8 +41,10 @@ class ForwardCall(PreparedCall):
     ) -> None:  # fmt: skip
         num_threads()  # a wrong number of threads is an error of the first call
         kind = kind_of(q.dtype)
+        tiles = by_tiles(problem.accumulator, kind)
+        self._tiles, self._called = tiles, tiles.forward if tiles else forward_kernel
         called = called_kernels(problem, programs, False, kind)
-        self._pointers = pointers = made_ready(problem, programs, called, kind, forward_kernel)
+        self._pointers = pointers = made_ready(problem, programs, called, kind, self._called)
         layout, scratch = Layout(problem, block_q, block_kv), Scratch()
         super().__init__(layout, programs)
         self._q = Operand(layout, q, scratch, False, widened=True)
@@ -61,10 +64,19 @@ class ForwardCall(PreparedCall):
     def _bound(self) -> Bound:
         """Return the kernel with its arguments."""
         layout = self._layout
-        changes = changes_of(layout, self._programs, self._pointers, self._ranges)
+        changes = changes_of(
+            layout, self._programs, self._pointers, self._ranges, bool(self._tiles)
+        )
         sizes = tile_sizes(layout.shape, changes)
+        tiles = self._tiles
+
+        def scratch() -> tuple[TileScratch | ForwardScratch]:
+            if tiles is None:
+                return (forward_scratch(sizes, layout.number),)
+            return (tile_scratch(sizes, layout.number, tiles.parts),)
+
         return Bound(
-            forward_kernel,
+            self._called,
             layout.number,
             self._work,
             self.shape,
@@ -77,7 +89,7 @@ class ForwardCall(PreparedCall):
             self._out.rows,
             self._lse.rows,
             self._visited,
-            scratch=lambda: (forward_scratch(sizes, layout.number),),
+            scratch=scratch,
             sizes=sizes,
         )
 

@@ -14,7 +14,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .amx_memory import size_of_packed
 from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .memory import aligned, first_address, load, row_address
@@ -52,8 +51,6 @@ class GradientScratch(NamedTuple):
     k_wide: Array  # rows of 16-bit floats, widened: the tile's keys, its values, its queries
     v_wide: Array
     q_wide: Array
-    rows: Array  # what products by tiles add to dq, a row for each query
-    packed: Array  # for these products
     symbols: Array
     edges: Array  # of the tile's keys, see `tile.FIRST`
     score_ri: Array
@@ -71,7 +68,7 @@ def gradient_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         GradientScratch,
-        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 7, INTS, INTS)
+        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 5, INTS, INTS)
         + (TABLE, whole_rows(number)) * 2
         + (TABLE, of_mask) * 2,
     )
@@ -84,10 +81,9 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
     dropped, changed = sizes.drops * cells, sizes.changes_slope * cells
     wide, wide_v = (round_up(columns, sizes.lanes_per_vector) for columns in (sizes.d, sizes.d_v))
     rows_q, rows_k = (sizes.widens * rows for rows in (lanes, sizes.block_kv))
-    by_tiles = size_of_packed(sizes, lanes)
-    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide, rows, packed = aligned(
+    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide = aligned(
         (cells, cells, dropped, changed, lanes, lanes, rows_k * wide, rows_k * wide_v,
-         rows_q * max(wide, wide_v), sizes.uses_tiles * lanes * wide, by_tiles), number
+         rows_q * max(wide, wide_v)), number
     )  # fmt: skip
     return GradientScratch(
         p,
@@ -101,8 +97,6 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
         k_wide,
         v_wide,
         q_wide,
-        rows,
-        packed,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
         *make_registers(sizes.score, lanes, number),
@@ -162,6 +156,45 @@ def _weigh(typingctx, p, ds, z, row_size, keys, lse, delta, log2_e):
     return types.void(*[types.int64] * 7, log2_e), codegen
 
 
+@helper
+def change_scores(shape, changes, scratch, ni, nj, lanes, careful):
+    """Change and mask the scores of a tile, scratch.p, between the ends of `scratch.edges`.
+
+    With `careful`, scratch.seen says which pairs take part.
+    """
+    p, symbols, edges = scratch.p, scratch.symbols, scratch.edges
+    # 3 score mod
+    if changes.slope.code.shape[0]:
+        ri, rf = scratch.slope_ri, scratch.slope_rf
+        slope = scratch.slope
+        apply_score(changes.pointers, changes.slope, symbols, ni, edges, lanes, p, slope, ri, rf)
+    if changes.score.code.shape[0]:
+        ri, rf = scratch.score_ri, scratch.score_rf
+        apply_score(changes.pointers, changes.score, symbols, ni, edges, lanes, p, p, ri, rf)
+    # 4 mask
+    apply_mask(changes, symbols, ni, edges, lanes, p, scratch.mask_ri, scratch.mask_rf)
+    if careful:
+        note_seen(p, scratch.seen, nj * lanes)
+
+
+@helper
+def weigh_scores(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes):
+    """Make scores and dP, scratch.p and scratch.ds, into weights and the gradient of the scores."""
+    begin, size = scratch.edges[FIRST], lanes * shape.itemsize
+    keys = scratch.edges[LAST] - begin
+    p_place = first_address(scratch.p) + begin * size
+    ds_place = first_address(scratch.ds) + begin * size
+    z_place = 0
+    if shape.drop_below:
+        z, words = scratch.z, scratch.words
+        dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z, words)
+        z_place = first_address(z) + begin * size
+    lse, delta = first_address(scratch.lse), first_address(scratch.delta)
+    for x in range(0, size, VECTOR_BYTES):
+        z = z_place + x if z_place else 0
+        _weigh(p_place + x, ds_place + x, z, size, keys, lse + x, delta + x, shape.log2_e)
+
+
 @takes(
     lambda number: (
         shape_of(number), CHANGES, gradient_scratch_of(number), *(INT,) * 14
@@ -180,44 +213,25 @@ def fill_gradient_tile(
     ds * slope. With `careful`, scratch.seen says which pairs take part.
     """
     itemsize, pair = shape.itemsize, pair_lanes(shape.itemsize)
-    p, ds, symbols, edges = scratch.p, scratch.ds, scratch.symbols, scratch.edges
-    one, packed = p.dtype.type(1), first_address(scratch.packed)
+    p, ds, edges = scratch.p, scratch.ds, scratch.edges
+    one = p.dtype.type(1)
     begin, keys, size = edges[FIRST], edges[LAST] - edges[FIRST], lanes * itemsize
     k_tile, v_tile = k + begin * k_row * itemsize, v + begin * v_row * itemsize
     p_place, ds_place = first_address(p) + begin * size, first_address(ds) + begin * size
     # 2 scores
     scores = (
         shape.scale, k_tile, k_row, 1, qt, pair, pair * shape.d, p_place, lanes, 0, keys, lanes,
-        shape.d, itemsize, 0, 0, packed, changes.pointers.fallback,
+        shape.d, itemsize, 0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, scores)
-    # 3 score mod
-    if changes.slope.code.shape[0]:
-        ri, rf = scratch.slope_ri, scratch.slope_rf
-        slope = scratch.slope
-        apply_score(changes.pointers, changes.slope, symbols, ni, edges, lanes, p, slope, ri, rf)
-    if changes.score.code.shape[0]:
-        ri, rf = scratch.score_ri, scratch.score_rf
-        apply_score(changes.pointers, changes.score, symbols, ni, edges, lanes, p, p, ri, rf)
-    # 4 mask
-    apply_mask(changes, symbols, ni, edges, lanes, p, scratch.mask_ri, scratch.mask_rf)
-    if careful:
-        note_seen(p, scratch.seen, nj * lanes)
+    change_scores(shape, changes, scratch, ni, nj, lanes, careful)
     # 5 probabilities and the gradient of the output's weights
     dp = (
         one, v_tile, v_row, 1, dot, pair, pair * shape.d_v, ds_place, lanes, 0, keys, lanes,
-        shape.d_v, itemsize, 0, 0, packed, changes.pointers.fallback,
+        shape.d_v, itemsize, 0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, dp)
-    z_place = 0
-    if shape.drop_below:
-        z, words = scratch.z, scratch.words
-        dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z, words)
-        z_place = first_address(z) + begin * size
-    lse, delta = first_address(scratch.lse), first_address(scratch.delta)
-    for x in range(0, size, VECTOR_BYTES):
-        z = z_place + x if z_place else 0
-        _weigh(p_place + x, ds_place + x, z, size, keys, lse + x, delta + x, shape.log2_e)
+    weigh_scores(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes)
 
 
 gradient_tile = caller(fill_gradient_tile)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .accumulate import accumulate_columns, accumulate_product, columns_by_tiles
+from .accumulate import accumulate_columns, accumulate_product
 from .amx import NONE, tile_unit
-from .amx_product import UNITS
+from .amx_backward import DKDV, DQ
+from .amx_forward import FORWARDS
+from .amx_gradient import GRADIENTS
+from .amx_pack import PACKINGS
 from .arguments import FunctionPointers
 from .array_mask import mask_by_array
 from .backward import backward_dkdv, backward_dq
@@ -47,7 +50,32 @@ _FLOAT32 = np.dtype(np.float32)
 # The same for every accumulator.
 _CLASSES = classify_by_program, classify_by_ranges, classify_by_both
 _OF_INTEGERS = (*_CLASSES, checksum)
-_BY_TILES = (columns_by_tiles, *(each for unit in UNITS.values() for each in unit))
+
+
+class ByTiles(NamedTuple):
+    """The kernels that multiply by tiles of a unit, in place of others.
+
+    Attributes
+    ----------
+    forward, gradient, dkdv, dq : Kernel
+        As `forward.forward`, `gradient_tile.fill_gradient_tile`, `backward.backward_dkdv` and
+        `backward.backward_dq`.
+    parts : int
+        Numbers of bfloat16 whose sum a number of the arrays is.
+    """
+
+    forward: Kernel
+    gradient: Kernel
+    dkdv: Kernel
+    dq: Kernel
+    parts: int
+
+
+UNITS = {
+    each: ByTiles(FORWARDS[each], GRADIENTS[each], DKDV[each], DQ[each], PACKINGS[each[1]].parts)
+    for each in FORWARDS
+}
+_BY_TILES = tuple(each for unit in UNITS.values() for each in unit[:-1])
 _BY_ROWS = tuple(each for products in PRODUCTS.values() for each in products)
 _NARROW = {BFLOAT16: narrow_rows, FLOAT16: halve_rows}
 KERNELS = (
@@ -68,7 +96,8 @@ def called_kernels(
     """
     number = problem.accumulator
     called: dict[str, Wanted] = {}
-    if kind != NATIVE:
+    tiles = by_tiles(number, kind)
+    if kind != NATIVE and (backward or tiles is None):
         called["widen"] = widen_rows, number
     if len(programs.mask.code):
         has_ranges = programs.ranges is not None
@@ -85,20 +114,26 @@ def called_kernels(
     if problem.dropout:
         called["dropout"] = draw_dropout, number
     if backward:
-        called["gradient"] = fill_gradient_tile, number
-        called["accumulate"] = accumulate_product, number
+        called["gradient"] = tiles.gradient if tiles else fill_gradient_tile, number
+        if tiles is None:
+            called["accumulate"] = accumulate_product, number
     return called
 
 
+def by_tiles(number: np.dtype[Any], kind: int) -> ByTiles | None:
+    """Return the kernels for operands whose elements are stored in some way, if tiles multiply."""
+    unit = tile_unit() if kind != NATIVE and number == _FLOAT32 else NONE
+    return UNITS.get((unit, kind))
+
+
 def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
-    """Return the kernels that multiply operands whose elements are stored in some way."""
-    found = {
-        "product": product, "columns": accumulate_columns, "fallback": product,
-        "load": load_columns, "store": store_columns, "prefetch": load_ahead,
-    }  # fmt: skip
-    unit = tile_unit() if kind == BFLOAT16 and number == _FLOAT32 else NONE
-    if unit != NONE:
-        found |= UNITS[unit]._asdict() | {"columns": columns_by_tiles}
+    """Return the kernels that work on operands whose elements are stored in some way."""
+    found: dict[str, Kernel] = {"prefetch": load_ahead}
+    if by_tiles(number, kind) is None:
+        found |= {
+            "product": product, "columns": accumulate_columns, "load": load_columns,
+            "store": store_columns,
+        }  # fmt: skip
     if kind != NATIVE and number == _FLOAT32:
         found["narrow"] = _NARROW[kind]
     return {name: (kernel, number) for name, kernel in found.items()}
@@ -130,5 +165,8 @@ def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) 
     others = [kernel for kernel in KERNELS if kernel not in (*_OF_INTEGERS, *_BY_TILES)]
     for number in numbers:
         wanted += [(kernel, number) for kernel in others]
-        wanted += _products(number, BFLOAT16).values()
+        for kind in NATIVE, BFLOAT16, FLOAT16:
+            wanted += _products(number, kind).values()
+            tiles = by_tiles(number, kind)
+            wanted += [(each, number) for each in tiles[:-1]] if tiles else []
     prepare(wanted, report)

@@ -120,7 +120,7 @@ _wide, _few_wide, _row_wide = (_block(rows, 2) for rows in (ROWS, FEW, 1))
 _narrow, _row_narrow = (_block(rows, 1) for rows in (ROWS, 1))
 
 
-takes_product = takes(lambda number: (number, *(types.int64,) * 17))
+takes_product = takes(lambda number: (number, *(types.int64,) * 15))
 
 
 @takes_product
@@ -142,8 +142,6 @@ def product(
     itemsize,
     adds,
     maxima,
-    memory,
-    fallback,
 ):
     """C = alpha * A B; with `adds`, C += A B.
 
@@ -152,7 +150,7 @@ def product(
     contiguous, and `columns` is a multiple of the vector's lanes. Columns of B and C come in pairs
     of vectors, `b_pair` and `c_pair` elements apart, or side by side where that is 0. Where
     `maxima` is an address, the `columns` numbers there become the maxima of themselves and C's
-    columns. Only products by tiles need `memory`, and `fallback`, the address of this kernel.
+    columns.
     """
     lanes = VECTOR_BYTES // itemsize
     b_next, c_next = (b_pair or 2 * lanes) * itemsize, (c_pair or 2 * lanes) * itemsize

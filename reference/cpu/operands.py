@@ -65,7 +65,9 @@ class Operand:
             self._width = array.shape[-1]
             columns = round_up(self._width, layout.lanes)
             distinct = array[self._once]
-            self._copy = scratch.empty((*distinct.shape[:-1], columns), layout.number)
+            stays = self._widened and kind_of(array.dtype) != NATIVE
+            number = array.dtype if stays else layout.number
+            self._copy = scratch.empty((*distinct.shape[:-1], columns), number)
             self._copy[..., self._width :] = 0
             seen = np.broadcast_to(self._copy, (*array.shape[:-1], columns))
         return layout.rows(seen, self._keys)

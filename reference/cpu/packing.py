@@ -143,50 +143,34 @@ def has_nonfinite(source, row_size, rows, columns, itemsize, like):
     return found
 
 
-def _square_turner(adds: bool) -> Callable[..., Any]:
-    """Make the function that writes the columns of a square as rows, or adds them to rows."""
+@intrinsic
+def _turn(typingctx, source, row_size, rows, columns, target, step, pairs, like):
+    """Write the columns of a square, as many as there are, as rows `step` bytes apart.
 
-    @intrinsic
-    def turn(typingctx, source, row_size, rows, columns, target, step, pairs, like):
-        """Write as many columns as there are, `step` bytes apart; rows that are not there are 0.
+    Rows that are not there are 0. Where `pairs` is an address, the rows are copied there, each as a
+    vector of a pair. Return 1 if one has NaN or infinity.
+    """
 
-        Where `pairs` is an address, the rows are copied there, each as a vector of a pair. Return 1
-        if one has NaN or infinity.
-        """
+    def codegen(context, builder, sig, args):
+        source, row_size, rows, columns, target, step, pairs, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[7]))
+        places = [builder.add(source, builder.mul(row_size, INT(i))) for i in range(emit.lanes)]
+        values = emit.load_rows(places, rows, columns, emit.zero, emit.itemsize)
+        search = _Search(emit)
+        found = search.begin
+        for value in values:
+            found = search.join(found, value)
+        copy, go_on = (builder.append_basic_block(name) for name in ("copy", "go_on"))
+        builder.cbranch(builder.icmp_signed("!=", pairs, INT(0)), copy, go_on)
+        builder.position_at_end(copy)
+        emit.store_rows(values, rows, pairs, INT(2 * VECTOR_BYTES))
+        builder.branch(go_on)
+        builder.position_at_end(go_on)
+        turned = emit.transposed(values)
+        emit.store_rows(turned, columns, target, step)
+        return search.end(found)
 
-        def codegen(context, builder, sig, args):
-            source, row_size, rows, columns, target, step, pairs, _ = args
-            emit = Emitter(builder, context.get_value_type(sig.args[7]))
-            places = [builder.add(source, builder.mul(row_size, INT(i))) for i in range(emit.lanes)]
-            values = emit.load_rows(places, rows, columns, emit.zero, emit.itemsize)
-            search = _Search(emit)
-            found = search.begin
-            for value in values:
-                found = search.join(found, value)
-            if not adds:
-                copy, go_on = (builder.append_basic_block(name) for name in ("copy", "go_on"))
-                builder.cbranch(builder.icmp_signed("!=", pairs, INT(0)), copy, go_on)
-                builder.position_at_end(copy)
-                emit.store_rows(values, rows, pairs, INT(2 * VECTOR_BYTES))
-                builder.branch(go_on)
-                builder.position_at_end(go_on)
-            turned = emit.transposed(values)
-            if adds:
-                last = builder.sub(columns, INT(1))
-                for n, value in enumerate(turned):
-                    is_there = builder.icmp_signed("<", INT(n), columns)
-                    place = builder.mul(step, builder.select(is_there, INT(n), last))
-                    turned[n] = builder.fadd(emit.load(builder.add(target, place)), value)
-            emit.store_rows(turned, columns, target, step)
-            return search.end(found)
-
-        return types.int64(*[types.int64] * 7, like), codegen
-
-    function: Callable[..., Any] = turn
-    return function
-
-
-_turn, _turn_and_add = _square_turner(adds=False), _square_turner(adds=True)
+    return types.int64(*[types.int64] * 7, like), codegen
 
 
 @intrinsic
@@ -281,19 +265,6 @@ def store_columns(source, count, lanes, depth, itemsize, factors, target, row_si
 
 
 load_panel, store_panel = caller(load_columns, types.int64), caller(store_columns)
-
-
-@helper
-def add_transposed(source, row_size, count, lanes, depth, itemsize, target, zero):
-    """Add `count` rows to columns (depth, lanes)."""
-    square, step = VECTOR_BYTES // itemsize, lanes * itemsize
-    for i in range(0, count, square):
-        for d in range(0, depth, square):
-            place = source + i * row_size + d * itemsize
-            _turn_and_add(
-                place, row_size, count - i, depth - d, target + (d * lanes + i) * itemsize, step, 0,
-                zero,
-            )  # fmt: skip
 
 
 @intrinsic

@@ -113,10 +113,10 @@ def sinks_of(layout: Layout, sink: Array | None) -> Array:
 
 
 def changes_of(
-    layout: Layout, programs: Programs, pointers: FunctionPointers, ranges: KeyRanges
-) -> Changes:
-    """Return what happens to scores, for kernels at these addresses."""
-    uses_tiles = pointers.product != pointers.fallback
+    layout: Layout, programs: Programs, pointers: FunctionPointers, ranges: KeyRanges,
+    by_tiles: bool = False,
+) -> Changes:  # fmt: skip
+    """Return what happens to scores, for kernels at these addresses; some multiply by tiles."""
     # What works on whole rows of a tile costs least for long ones.
     whole_rows = layout.problem.dropout or any(
         len(program.code) > program.once_per_tile
@@ -131,5 +131,5 @@ def changes_of(
         ranges,
         pointers,
         int(programs.may_mask),
-        block if whole_rows else min(block, TILE_PANEL if uses_tiles else PANEL),
+        block if whole_rows else min(block, TILE_PANEL if by_tiles else PANEL),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from halves import mostly_thorough
@@ -10,7 +11,7 @@ from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.problem import replay
-from cupyflash.reference.cpu import backward_call, backward_work, prepared
+from cupyflash.reference.cpu import amx, backward_call, backward_work, prepared
 from cupyflash.reference.cpu.packing import lanes_of_pair
 
 TILES = 48, 40  # panels of 32 and 16 queries
@@ -22,9 +23,16 @@ def draw(rng: np.random.Generator, *shape: int, dtype: type = np.float32) -> np.
     return rng.standard_normal(shape).astype(dtype)
 
 
+@pytest.fixture(autouse=True)
+def _tiles_of_bfloat16(monkeypatch):
+    monkeypatch.setenv(amx.VARIABLE, amx.EMULATED)
+
+
 def problem(kind: str) -> tuple[list[np.ndarray], dict]:
     """Return do, q, k, v and the options of a case."""
     rng = np.random.default_rng(0)
+    kind, *suffix = kind.split(",")
+    stored = {TILED: ml_dtypes.bfloat16, OF_HALVES: np.float16}.get(",".join(["", *suffix]))
     dtype = {"float16": np.float16, "float64": np.float64}.get(kind, np.float32)
     batch = () if kind == "packed" else (2,)
     heads = (*batch, HEADS), (*batch, HEADS_KV)
@@ -53,14 +61,20 @@ def problem(kind: str) -> tuple[list[np.ndarray], dict]:
         arrays[2:] = [x[:1] for x in arrays[2:]]
     if kind == "shared queries":
         arrays[1] = arrays[1][:1]
+    if stored:
+        arrays = [x.astype(stored) for x in arrays]
     return arrays, options.get(kind, {})
 
 
+TILED, OF_HALVES = ", by tiles", ", by tiles of float16"
 KINDS = [
     "full", "causal", "window", "pairs", "score", "dropout", "not finite", "packed", "float16",
     "float64", "shared keys", "shared queries", "one block",
 ]  # fmt: skip
 QUICK = ["causal", "score", "not finite", "packed", "shared queries", "one block"]
+BY_TILES = [kind for kind in KINDS if kind not in ("float16", "float64")]
+QUICK = [kind + suffix for suffix in ("", TILED, OF_HALVES) for kind in QUICK]
+KINDS += [kind + suffix for suffix in (TILED, OF_HALVES) for kind in BY_TILES]
 BY_KIND = mostly_thorough("kind", KINDS, quick=QUICK, why="the same loops for other options")
 
 
@@ -91,10 +105,10 @@ def test_one_pass_and_two_give_the_same_bits(monkeypatch, kind):
     monkeypatch.setattr(backward_call, "is_one_pass_faster", is_faster)
     one, two = (gradients(monkeypatch, kind, threads) for threads in (1, 16))
     assert same(one, two)
-    if kind == "one block":
+    if kind.startswith("one block"):
         assert not one[0][..., :70, :].any()
     # Queries that several batch entries share have gradients that several heads would add to.
-    assert passes == ([] if kind == "shared queries" else [True, False])
+    assert passes == ([] if kind.startswith("shared queries") else [True, False])
 
 
 @BY_KIND
@@ -108,8 +122,8 @@ def test_a_head_may_be_left_and_taken_up_again(monkeypatch, kind):
         backward_call, "key_blocks", lambda *a: lists.extend(real(*a)) or iter(lists)
     )
     assert same(at_once, gradients(monkeypatch, kind, 1))
-    longest = {"packed": 76, "one block": 37}.get(kind, LENGTHS[1])
-    assert len(lists) == (1 if kind == "shared queries" else -(-longest // TILES[1]))
+    longest = {"packed": 76, "one block": 37}.get(kind.split(",")[0], LENGTHS[1])
+    assert len(lists) == (1 if kind.startswith("shared queries") else -(-longest // TILES[1]))
 
 
 @pytest.mark.parametrize("panel", [1, 2, 8], ids=lambda pairs: f"{pairs} pairs")
@@ -118,7 +132,8 @@ def test_panels_of_any_width_give_the_same_bits(monkeypatch, kind, panel):
     panel *= lanes_of_pair(4)  # columns of panels are pairs of vectors, whose width is the CPU's
     arrays, options = problem(kind)
     ours = [*attend(*arrays[1:], TILES, **options), *gradients(monkeypatch, kind, 1)]
-    monkeypatch.setattr(prepared, "PANEL", panel)
+    for name in "PANEL", "TILE_PANEL":
+        monkeypatch.setattr(prepared, name, panel)
     monkeypatch.setattr(replay, "_entries", {})
     assert same(ours, [*attend(*arrays[1:], TILES, **options), *gradients(monkeypatch, kind, 1)])
 
