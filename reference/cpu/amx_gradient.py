@@ -146,14 +146,14 @@ def _make_gradient(name: str, unit: type[MatrixUnit], packing: Packing) -> Kerne
         p_place, ds_place = first_address(p), first_address(ds)
         ignored = first_address(scratch.rows)
         steps, steps_v = (shape.d + DEPTH - 1) // DEPTH, (shape.d_v + DEPTH - 1) // DEPTH
-        # 2 scores
+        # Scores, step 2 of gradient_tile.py.
         fill_scores(
             k, k_size, k_in_place, first_address(scratch.k), first_address(scratch.q), first, end,
             lanes, steps, p_place,
         )  # fmt: skip
         for x in range(0, row, ROW):
             scale_scores(p_place + begin * row + x, row, end - begin, shape.scale, ignored)
-        # 5 the gradient of the output's weights
+        # The gradient of the weights of the output, step 5 there.
         fill_scores(
             v, v_size, v_in_place, first_address(scratch.v), first_address(scratch.do), first, end,
             lanes, steps_v, ds_place,
