@@ -296,7 +296,7 @@ def _make_dkdv(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel:
                                 begin, end = edges[FIRST], edges[LAST]
                                 if bias.places.shape[0]:
                                     add_to_bias(bias, shape, scratch, b, h, i, ni, j0, lanes)
-                                # 6 accumulate dv and dk
+                                # Step 6: accumulate dv and dk
                                 cells = begin * lanes
                                 if nonfinite_do:
                                     add_nonfinite(
@@ -339,7 +339,7 @@ def _make_dkdv(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel:
                                 add_block(p_across, do_pairs, most, steps, nj, columns_v, dv_place)
                                 add_block(ds_across, q_pairs, most, steps, nj, columns, dk_place)
                             count += steps > 0
-                # 7 scale and store
+                # Step 7: scale and store
                 target, scale = row_address(dk, keys, h_kv, j0), shape.scale
                 store_sums(narrow, scratch.dk, nj, columns, shape.d, scale, dk, target)
                 target = row_address(dv, keys, h_kv, j0)
@@ -423,7 +423,7 @@ def _make_dq(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel:
                             k_special, v_place, v_size, v_in_place, v_special, careful,
                         )  # fmt: skip
                         tile_gradient(changes.pointers.gradient, tile)
-                        # 6 accumulate dq
+                        # Step 6: accumulate dq
                         if changes.slope.code.shape[0]:
                             apply_dscore(scratch, ni, lanes)
                         special = pack_weights(scratch, ni, nj, lanes, most, 0)
@@ -440,7 +440,7 @@ def _make_dq(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel:
                                 lanes, 1, ni, of_dq, _FLOAT, lanes * _FLOAT, careful,
                                 scratch.seen,
                             )  # fmt: skip
-            # 7 scale and store
+            # Step 7: scale and store
             for i in range(i0, end_i, changes.panel):
                 ni, of_dq = min(changes.panel, end_i - i), sums + (i - i0) * columns * _FLOAT
                 store_dq(shape, changes.pointers.narrow, scratch, of_dq, dq, queries, h, i, ni)

@@ -225,7 +225,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                 ahead = min(shape.len_k[next_b], shape.block_kv)
                 prefetch_rows(prefetch, k, next_b, next_h // shape.group, 0, ahead, shape.d)
                 prefetch_rows(prefetch, v, next_b, next_h // shape.group, 0, ahead, shape.d_v)
-            # 1 load q
+            # Step 1: load q
             q_place = row_address(q, b, h, i0)
             special_q = pack_queries(
                 q_place, q_size, ni, shape.d, depth_steps, q_tiles, scratch.q_flags
@@ -268,7 +268,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                         ahead = min(n, shape.len_q[next_b] - p0)
                         prefetch_rows(prefetch, q, next_b, next_h, p0, ahead, shape.d)
                         prefetch_rows(prefetch, out, next_b, next_h, p0, ahead, shape.d_v)
-                    # 2 scores
+                    # Step 2: scores
                     begin_maxima(m, lanes, m_new)
                     panel = q_tiles + p0 // SIDE * depth_steps * parts * TILE
                     fill_scores(
@@ -300,15 +300,15 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                                 k_place, k_size, queries, q_size, shape.d, shape.scale, begin, end,
                                 n, lanes, scratch.q_flags[p0:], scratch.k_flags, s,
                             )  # fmt: skip
-                        # 3 score mod
+                        # Step 3: score mod
                         if is_changed:
                             ri, rf = scratch.score_ri, scratch.score_rf
                             pointers, score = changes.pointers, changes.score
                             apply_score(pointers, score, symbols, n, edges, lanes, s, s, ri, rf)
-                        # 4 mask
+                        # Step 4: mask
                         ri, rf = scratch.mask_ri, scratch.mask_rf
                         apply_mask(changes, symbols, n, edges, lanes, s, ri, rf)
-                        # 5 row max
+                        # Step 5: row max
                         if not is_plain:
                             look_at_all(edges, nj)
                         for side in (FIRST, WHOLE_LAST):
@@ -317,7 +317,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                     for j in range(begin_step * DEPTH, begin):
                         for i in range(lanes):
                             s[j * lanes + i] = -math.inf
-                    # 6 rescale
+                    # Step 6: rescale
                     for x in range(0, row, ROW):
                         rescale(
                             first_address(m) + x, maxima + x, first_address(l) + x, acc_place + x,
@@ -346,7 +346,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                                 place, row, z_place + offset, whole_steps, pairs, singles, factor,
                                 shape.log2_e, of_m, of_l, p,
                             )  # fmt: skip
-                    # 7 accumulate p v
+                    # Step 7: accumulate p v
                     add_values(
                         v_tiles, p_tiles, steps, begin_step, end_step, lanes, columns, acc_place
                     )
@@ -363,12 +363,12 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                 m, l = scratch.m[p0:], scratch.l[p0:]
                 finish_state(m, l, lanes, s, m_new)
                 for i in range(0, n, SIDE):
-                    # 8 normalise
+                    # Step 8: normalise
                     place, factors = acc_place + i * _FLOAT, s_place + i * _FLOAT
                     turn_columns(place, lanes * _FLOAT, columns, factors, rows)
                     few, target = min(SIDE, n - i), row_address(out, b, h, i0 + p0 + i)
                     store_rows(changes.pointers.narrow, rows, few, columns, shape.d_v, out, target)
-                # 9 store lse
+                # Step 9: store lse
                 for i in range(n):
                     store(row_address(lse, b, h, i0 + p0 + i), m_new[i])
             visited[item] = count
