@@ -411,7 +411,7 @@ class Subject(Judge):
     # Judgements of several outputs
 
     def same_rows(self, a: Rows, b: Rows, bound: Callable[[], ForwardBound]) -> None:
-        """Apply `same` to out and lse."""
+        """Apply ``same`` to out and lse."""
         self.same("out", a.out, b.out, lambda: bound().out.bound)
         if a.lse is not None:
             self.same("lse", a.lse, b.lse, lambda: bound().lse.bound)
@@ -419,13 +419,13 @@ class Subject(Judge):
     def same_gradients(
         self, a: Gradients, b: Gradients, bound: Callable[[], BackwardBound]
     ) -> None:
-        """Apply `same` to every gradient that there is on both sides."""
+        """Apply ``same`` to every gradient that there is on both sides."""
         for name, x, y in zip(GRADIENTS, a, b, strict=True):
             if x is not None and y is not None:
                 self.same(name, x, y, functools.partial(_limit, bound, name))
 
     def near_rows(self, a: Rows, b: Rows, *bounds: ForwardBound) -> None:
-        """Apply `near` to out and lse."""
+        """Apply ``near`` to out and lse."""
         self.near("out", a.out, b.out, *(x.out.bound for x in bounds))
         if a.lse is not None:
             self.near("lse", a.lse, b.lse, *(x.lse.bound for x in bounds))

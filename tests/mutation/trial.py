@@ -182,9 +182,10 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
 
     def ready(made: Any, _: int) -> Any:
         def start(addresses: Any, _: Any) -> None:
-            text = build.text(made.special)
-            maps = b"".join(encode(each, addresses[each.name]) for each in made.maps)
-            steps.append(Step(made.special, made.grid, made.packed(addresses) + maps, text))
+            for each in made:
+                maps = b"".join(encode(x, addresses[x.name]) for x in each.maps)
+                packed, text = each.packed(addresses) + maps, build.text(each.special)
+                steps.append(Step(each.special, each.grid, packed, text))
 
         return SimpleNamespace(start=start)
 

@@ -1,7 +1,7 @@
 """Attention functions of other libraries, judged by the same properties as this package's.
 
 ``PEERS`` lists them; each says in one place what its library takes and documents, and imports it
-when it is used. `run.verify_peer` judges one in a process of its own.
+when it is used. ``run.verify_peer`` judges one in a process of its own.
 """
 
 from __future__ import annotations
