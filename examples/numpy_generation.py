@@ -44,8 +44,10 @@ class Setting:
     vocabulary: int = 4096
 
 
-def attention_in_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int) -> np.ndarray:
-    """Attend to the first `length` positions of the cache."""
+def attention_in_numpy(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int | None
+) -> np.ndarray:
+    """Attend to the first `length` positions of the cache, or to all."""
     s = q @ k[:, :, :length].swapaxes(2, 3) * q.shape[-1] ** -0.5
     s -= s.max(axis=-1, keepdims=True)
     p = np.exp(s)

@@ -65,19 +65,30 @@ def attention_by_cupyflash(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.nd
 ATTENTION = {"cupyflash": attention_by_cupyflash, "numpy": attention_in_numpy}
 
 
+class Drawn:
+    """Random weights of a model's parts, one after another."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        self._width, self._rng = width, np.random.default_rng(seed)
+
+    def normal(self, *shape: int, size: float = 0.02) -> np.ndarray:
+        """Return normal numbers of a standard deviation."""
+        return self._rng.standard_normal(shape, dtype=np.float32) * np.float32(size)
+
+    def linear(self, name: str, rows: int, columns: int) -> Weights:
+        """Return a matrix and what is added behind it."""
+        size = rows**-0.5
+        return {name: self.normal(rows, columns, size=size), f"{name} +": self.normal(columns)}
+
+    def norm(self, name: str) -> Weights:
+        """Return the gain and the shift of a norm."""
+        return {name: 1 + self.normal(self._width), f"{name} +": self.normal(self._width)}
+
+
 def random_weights(setting: Setting, seed: int) -> Weights:
     """Return weights that keep rows of about unit size."""
-    rng, c = np.random.default_rng(seed), setting.width
-
-    def normal(*shape: int, size: float = 0.02) -> np.ndarray:
-        return rng.standard_normal(shape, dtype=np.float32) * np.float32(size)
-
-    def linear(name: str, rows: int, columns: int) -> Weights:
-        return {name: normal(rows, columns, size=rows**-0.5), f"{name} +": normal(columns)}
-
-    def norm(name: str) -> Weights:
-        return {name: 1 + normal(c), f"{name} +": normal(c)}
-
+    c, drawn = setting.width, Drawn(setting.width, seed)
+    normal, linear, norm = drawn.normal, drawn.linear, drawn.norm
     weights = {"tokens": normal(setting.vocabulary, c), "positions": normal(setting.context, c)}
     for n in range(setting.layers):
         weights |= norm(f"{n}.norm 1") | linear(f"{n}.qkv", c, 3 * c)

@@ -20,7 +20,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy_gpt2 import gelu, layer_norm
+from numpy_generation import attention_in_numpy
+from numpy_gpt2 import Drawn, gelu, layer_norm
 from program import seconds_of, whole
 
 import cupyflash
@@ -45,17 +46,6 @@ class Setting:
     vocabulary: int = 51865
 
 
-def attention_in_numpy(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int | None = None
-) -> np.ndarray:
-    """Attend to keys, or to the first `length` of them."""
-    s = q @ k[:, :, :length].swapaxes(2, 3) * q.shape[-1] ** -0.5
-    s -= s.max(axis=-1, keepdims=True)
-    p = np.exp(s)
-    p /= p.sum(axis=-1, keepdims=True)
-    return p @ v[:, :, :length]
-
-
 def attention_by_cupyflash(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int | None = None
 ) -> np.ndarray:
@@ -70,17 +60,8 @@ ATTENTION = {"cupyflash": attention_by_cupyflash, "numpy": attention_in_numpy}
 
 def random_weights(setting: Setting, seed: int) -> Weights:
     """Return weights that keep rows of about unit size."""
-    rng, c = np.random.default_rng(seed), setting.width
-
-    def normal(*shape: int, size: float = 0.02) -> np.ndarray:
-        return rng.standard_normal(shape, dtype=np.float32) * np.float32(size)
-
-    def linear(name: str, rows: int, columns: int) -> Weights:
-        return {name: normal(rows, columns, size=rows**-0.5), f"{name} +": normal(columns)}
-
-    def norm(name: str) -> Weights:
-        return {name: 1 + normal(c), f"{name} +": normal(c)}
-
+    c, drawn = setting.width, Drawn(setting.width, seed)
+    normal, linear, norm = drawn.normal, drawn.linear, drawn.norm
     weights = {"tokens": normal(setting.vocabulary, c), "positions": normal(setting.context, c)}
     for n in range(setting.layers):
         for part, columns in (("self", 3 * c), ("cross", c)):

@@ -55,7 +55,7 @@ def recognised_cached(function: Callable[P, R]) -> Callable[P, R]:
                     for run, block, shape, dtype, _ in _known.get(key, ()):
                         out: Any = _empty(shape, dtype)
                         if run(block, q, k, v, length, out) == _DONE:
-                            return out  # type: ignore[no-any-return]
+                            return out  # type: ignore[no-any-return]  # it is what `function` returns
         return function(*args, **keywords)
 
     return call
@@ -76,7 +76,7 @@ def recognised(function: Callable[P, R]) -> Callable[P, R]:
                     for run, block, shape, dtype, _ in _known.get(key, ()):
                         out: Any = _empty(shape, dtype)
                         if run(block, q, k, v, length, out) == _DONE:
-                            return out  # type: ignore[no-any-return]
+                            return out  # type: ignore[no-any-return]  # it is what `function` returns
         return function(*args, **keywords)
 
     return call

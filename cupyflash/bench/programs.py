@@ -92,7 +92,7 @@ def training(meter: Meter, dtype: str, steps: int) -> Works:  # noqa: ARG001, of
     return Works(by_names(ATTENTION, work), lambda found: [found[:COMPARED]], steps)
 
 
-def transcription(meter: Meter, dtype: str, tokens: int) -> Works:  # noqa: ARG001
+def transcription(meter: Meter, dtype: str, tokens: int) -> Works:  # noqa: ARG001, of every program
     """Write a recording down with Whisper's decoder, token by token."""
     module = program("numpy_whisper")
     setting = module.Setting()
@@ -111,7 +111,7 @@ def transcription(meter: Meter, dtype: str, tokens: int) -> Works:  # noqa: ARG0
     return Works(by_names(ATTENTION, work), lambda found: [found], tokens)
 
 
-def prompt(meter: Meter, dtype: str, tokens: int) -> Works:  # noqa: ARG001
+def prompt(meter: Meter, dtype: str, tokens: int) -> Works:  # noqa: ARG001, of every program
     """Read a prompt with GPT-2."""
     module = program("numpy_gpt2")
     setting = module.Setting()
@@ -124,7 +124,7 @@ def prompt(meter: Meter, dtype: str, tokens: int) -> Works:  # noqa: ARG001
     return Works(by_names(ATTENTION, work), lambda found: [found])
 
 
-def triangle(meter: Meter, dtype: str, positions: int) -> Works:  # noqa: ARG001
+def triangle(meter: Meter, dtype: str, positions: int) -> Works:  # noqa: ARG001, of every program
     """Change the pairs of so many positions by layers of triangle attention."""
     module = program("numpy_triangle")
     setting = module.Setting()
@@ -137,7 +137,7 @@ def triangle(meter: Meter, dtype: str, positions: int) -> Works:  # noqa: ARG001
     return Works(by_names(ATTENTION, work), lambda found: [found], setting.layers)
 
 
-def images(meter: Meter, dtype: str, train: bool) -> Works:  # noqa: ARG001
+def images(meter: Meter, dtype: str, train: bool) -> Works:  # noqa: ARG001, of every program
     """Classify a batch of images with a Swin transformer in PyTorch, or train it on them."""
     torch = torch_of()
     module = program("torch_swin")
