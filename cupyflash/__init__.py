@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from . import analysis, elsewhere, expr, masks, scores
+from . import analysis, expr, masks, scores
 from .api import (
     attention,
     attention_backward,
@@ -21,6 +21,7 @@ from .closures import attention_vjp
 from .conversion import convert
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import lookup
+from .hints import other_libraries
 from .planning import plan, plan_cached, workspace_size
 from .problem.call import Gradients, Plan
 from .problem.rotary import Rotary
@@ -85,7 +86,7 @@ if not TYPE_CHECKING:  # for which a misspelt name is an error
     def __getattr__(name: str) -> object:
         """Import what only few programs need when it is asked for."""
         if name not in _WHEN_NEEDED:
-            raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.PACKAGE)
+            raise other_libraries.no_attribute(__name__, name, __all__, other_libraries.PACKAGE)
         module = importlib.import_module(f".{_WHEN_NEEDED[name]}", __name__)
         value = module if name == _WHEN_NEEDED[name] else getattr(module, name)
         globals()[name] = value

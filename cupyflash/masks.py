@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from . import elsewhere
 from .arrays.integers import integer
 from .arrays.typed import Booleans
 from .errors import ArgumentError, ArgumentTypeError, TraceError
@@ -43,6 +42,7 @@ from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, clip, len_k, len_q
 from .expr.nodes import Expr, as_expr
 from .expr.structure import Structured
+from .hints import other_libraries
 
 __all__ = [
     "Mask",
@@ -61,7 +61,7 @@ __all__ = [
 if not TYPE_CHECKING:  # for which a misspelt name is an error
 
     def __getattr__(name: str) -> object:
-        raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.MASKS)
+        raise other_libraries.no_attribute(__name__, name, __all__, other_libraries.MASKS)
 
 
 def __dir__() -> list[str]:
@@ -107,7 +107,7 @@ class Mask(Structured):
         return f"<mask {self.expr}>"
 
     def _repr_svg_(self) -> str | None:
-        from .figures import example
+        from .costs.figures import example
 
         made = example(self)
         return None if made is None else made.svg

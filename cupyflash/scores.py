@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import elsewhere
 from .arrays.dtypes import DTYPES
 from .arrays.integers import integer
 from .arrays.typed import FloatArray
@@ -35,6 +34,7 @@ from .expr.functions import (
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
 from .expr.structure import Structured
+from .hints import other_libraries
 from .masks import flat_sizes, position_symbols
 
 __all__ = ["Score", "alibi", "alibi_slopes", "relative_bias", "score", "softcap"]
@@ -42,7 +42,7 @@ __all__ = ["Score", "alibi", "alibi_slopes", "relative_bias", "score", "softcap"
 if not TYPE_CHECKING:  # for which a misspelt name is an error
 
     def __getattr__(name: str) -> object:
-        raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.SCORES)
+        raise other_libraries.no_attribute(__name__, name, __all__, other_libraries.SCORES)
 
 
 def __dir__() -> list[str]:

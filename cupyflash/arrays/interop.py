@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..install import CUPY, ML_DTYPES
+from ..hints.install import CUPY, ML_DTYPES
 from .device_arrays import address, device_of, from_dlpack, is_device_array
 from .dtypes import FLOATS, WORDS
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..arrays.dtypes import FLOATS
 from ..errors import ArgumentError
 from ..files import check_ending, check_writable, replacing, write_text
-from ..install import extra
+from ..hints.install import extra
 from . import info
 from .bench_table import show
 from .demo import choose_device, number_of_threads

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..analysis import DEVICES
-from ..analysis.roofline import Roofline
 from ..arrays.dtypes import FLOATS
-from ..distributed.simulation import Simulation
+from ..costs.analysis import DEVICES
+from ..costs.analysis.roofline import Roofline
+from ..costs.explanation import Bytes, Explanation, KernelUse, explain_cached
+from ..costs.explanation import explain as explained
+from ..costs.figures.terminal import ascii_only, can_show
+from ..distributed.partition.simulation import Simulation
 from ..errors import ArgumentError
-from ..explanation import Bytes, Explanation, KernelUse, explain_cached
-from ..explanation import explain as explained
-from ..figures.terminal import ascii_only, can_show
 from ..files import check_ending, check_writable, write_text
 from ..problem.coded import DEFAULT_RESULT, FORMS, RESULTS
 from ..problem.formats import FORMATS

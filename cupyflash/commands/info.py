@@ -24,7 +24,7 @@ from ..arrays.cuda_device import OLDEST_CAPABILITY
 from ..gpu import disk_cache
 from ..gpu.kernels.registry import SPECS
 from ..gpu.kernels.spec import KernelSpec
-from ..install import CUPY, extra
+from ..hints.install import CUPY, extra
 
 Line = tuple[str, str]  # label and text
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ..similar import did_you_mean
+from ..hints.did_you_mean import did_you_mean
 from . import bench, demo, explain, info, verify, warmup
 from .output import watched
 from .text import printable, wrapped

@@ -15,7 +15,7 @@ from .. import masks, scores
 from ..errors import ArgumentError
 from ..expr import len_k, len_q
 from ..files import shortened
-from ..similar import did_you_mean
+from ..hints.did_you_mean import did_you_mean
 
 
 def documents(length: Any) -> masks.Mask:

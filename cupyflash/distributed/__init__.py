@@ -7,12 +7,12 @@ those of the functions of the same name in ``cupyflash``, within rounding.
 
 from ..errors import DistributedError
 from .calls import attention, attention_backward, attention_vjp
-from .communication import Communicator
-from .connect import communicator
-from .layouts import Layout, Price, layout, prices
+from .partition.layouts import Layout, Price, layout, prices
+from .partition.simulation import Simulation
 from .sharded import sharded
-from .simulation import Simulation
-from .threads import Threads
+from .transport.communication import Communicator
+from .transport.connect import communicator
+from .transport.threads import Threads
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 __all__ = [

@@ -18,9 +18,9 @@ from ..expr.nodes import Expr, walk
 from ..expr.sharded import HeldArray
 from ..expr.structure import structure
 from ..problem.call import Array, Call
-from .communication import Communicator
-from .faults import caused, named
-from .layouts import Layout
+from .partition.layouts import Layout
+from .transport.communication import Communicator
+from .transport.faults import caused, named
 
 Facts = dict[str, str]
 SHOWN = 160  # characters of a fact that differs

@@ -18,13 +18,13 @@ from ..pieces.compute import Partial, Sums, Total, parts_of
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
 from ..problem.call import Array, Call
-from .communication import Exchanger, Transfer
+from .all_reduce import all_reduce
 from .messages import Memory, Packed, Several, joined
-from .rounds import NOTHING, Step
-from .runs import Runs
+from .partition.exchange_schedule import NOTHING, Step
+from .partition.fused_calls import Task
+from .partition.intervals import Intervals
 from .sharded import Lookups
-from .sums import add_over_ranks
-from .tasks import Task
+from .transport.communication import Exchanger, Transfer
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rank:
     ----------
     call : Call
         The call. Its arrays are those of the rank; its lengths are those of all ranks.
-    rows, keys : Runs
+    rows, keys : Intervals
         The positions that the rank holds.
     steps : list of Step
         What it sends, receives and computes.
@@ -54,8 +54,8 @@ class Rank:
     """
 
     call: Call
-    rows: Runs
-    keys: Runs
+    rows: Intervals
+    keys: Intervals
     steps: list[Step]
     comm: Exchanger
     place: Place
@@ -154,23 +154,23 @@ class _Exchange:
         self._mark = place.mark() if self.travels else None  # all its memory is there
         self._transfer: Transfer | None = None
 
-    def _source(self, number: int) -> tuple[Several, Runs]:
+    def _source(self, number: int) -> tuple[Several, Intervals]:
         """Return the arrays with the keys that are sent for a step, and their positions."""
-        self._came: tuple[Runs, Memory] | None = None
+        self._came: tuple[Intervals, Memory] | None = None
         for came in self._step.receives_far.values():
             self._came = came, self._relay.keys.pop(number)
             return self._came[1].arrays, came
         return self._rank.own, self._rank.keys
 
-    def _send(self, wanted: Mapping[int, Runs], arrays: Several, held: Runs) -> None:
+    def _send(self, wanted: Mapping[int, Intervals], arrays: Several, held: Intervals) -> None:
         place, copies = self._rank.place, self._rank.copies
         self._sends += [
             (x, Packed(place, arrays, held, runs, copies)) for x, runs in wanted.items()
         ]
 
     def _room(
-        self, wanted: Mapping[int, Runs], like: Several, dtype: np.dtype[Any] | None = None
-    ) -> list[tuple[int, Runs, Memory]]:
+        self, wanted: Mapping[int, Intervals], like: Several, dtype: np.dtype[Any] | None = None
+    ) -> list[tuple[int, Intervals, Memory]]:
         place = self._rank.place
         return [(x, runs, Memory(place, like, runs.count, dtype)) for x, runs in wanted.items()]
 
@@ -207,7 +207,7 @@ class _Exchange:
             return rank.own  # no task has keys
         return joined(rank.place, rank.own, parts, self._step.keys)
 
-    def _sums(self, came: Runs) -> Memory:
+    def _sums(self, came: Intervals) -> Memory:
         """Return the sums over the node of dk and dv of some keys, added in the order of ranks."""
         rank, before = self._rank, self._before
         place, number_type = rank.place, rank.call.problem.accumulator
@@ -312,9 +312,9 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
             exchange.wait()
             returned_last += exchange.gradients()
         if bias_is_shared and sums.dbias is not None:
-            add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
+            all_reduce(rank.comm, place, sums.dbias, rank.timeout)
         if sums.dsink is not None:
-            add_over_ranks(rank.comm, place, sums.dsink, rank.timeout)
+            all_reduce(rank.comm, place, sums.dsink, rank.timeout)
         own.store(targets.gradients[1:3], [*(held or ()), *returned_last])
         sums.store()
 
@@ -322,7 +322,7 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
 class _Totals:
     """dk and dv of the keys of a step, as sums over tasks."""
 
-    def __init__(self, rank: Rank, tasks: Sequence[Task], held: Runs) -> None:
+    def __init__(self, rank: Rank, tasks: Sequence[Task], held: Intervals) -> None:
         number = rank.call.problem.accumulator
         self._memory = Memory(rank.place, rank.keys_and_values, held.count, number)
         some = [task.keys for task in tasks if task.piece.keys]

@@ -28,14 +28,14 @@ from ..problem.call import Call, Gradients, Problem
 from ..problem.options import Options
 from ..request import Request
 from . import compute
-from .again import Again, Written
 from .agreement import Facts, agree, bias_facts, bias_is_shared, facts_of
-from .communication import Communicator, is_communicator
-from .faults import gave_up
 from .heads import Heads
-from .layouts import Layout
-from .plans import BY_HEADS, Plan, check_scheme, plan
+from .partition.layouts import Layout
+from .partition.schemes import BY_HEADS, Plan, check_scheme, plan
+from .recorded_call import RecordedCall, RecordingCommunicator
 from .sharded import Extremes, Lookups, placed, reads_parts
+from .transport.communication import Communicator, is_communicator
+from .transport.faults import gave_up
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Distributed(Executor):
 
     def signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> Again | None:
+    ) -> RecordedCall | None:
         """Return what recognises the call, or None if it is checked every time."""
         request = self._request
         if not is_device_array(request.q):
@@ -213,7 +213,7 @@ class Distributed(Executor):
             return None  # rows are told apart by more than their arrays
         ranks = self._ranks
         layouts = ranks.layout, ranks.layout if ranks.layout_k is None else ranks.layout_k
-        return Again(
+        return RecordedCall(
             f"{self.name}: {kind}",
             {**request.operands._asdict(), **read},
             written,
@@ -233,7 +233,7 @@ class Distributed(Executor):
         device = self.call.device
         place: Place = Host(dispatch.CPU) if device is None else Device(dispatch.GPU, device)
         timeout = self._ranks.seconds()
-        comm = self.comm if self._tape is None else Written(self.comm, self._tape)
+        comm = self.comm if self._tape is None else RecordingCommunicator(self.comm, self._tape)
         call = place.ready(self.call)
         lookups = Lookups(call) if self._reads_parts else None
         made, relays = self.plan.steps, self.plan.scheme == "nodes"
@@ -271,7 +271,7 @@ class Distributed(Executor):
         recalled: Any,
     ) -> Any:
         """Check a call, agree on it with the other ranks and compute it; return its results."""
-        again: Again | None = recalled
+        again: RecordedCall | None = recalled
         with self.running():
             made = self._agreed(prepare)
             try:
@@ -354,7 +354,7 @@ class Distributed(Executor):
 
 
 @contextmanager
-def _recording(again: Again | None, shown: Sequence[Any]) -> Iterator[Tape | None]:
+def _recording(again: RecordedCall | None, shown: Sequence[Any]) -> Iterator[Tape | None]:
     """Write down what is asked of the device, if the call is one that is recognised."""
     tape = None if again is None else again.tape(shown)
     if tape is None:

@@ -23,14 +23,14 @@ from ..outputs import Targets
 from ..pieces.parts import problem_of_heads
 from ..problem.call import Array, Call, Gradients
 from . import compute
-from .communication import Some
+from .all_reduce import all_reduce
 from .compute import Rank
-from .layouts import Layout
 from .messages import together
-from .runs import Runs
-from .sums import add_over_ranks
-from .travel import Rows, Travel
-from .turns import shares, turns
+from .partition.head_batches import head_batches, shares
+from .partition.intervals import Intervals
+from .partition.layouts import Layout
+from .row_exchange import RowExchange, Rows
+from .transport.communication import Some
 
 Spec = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -116,7 +116,7 @@ class Heads:
         bias = rank.call.bias
         self._bias_travels = bias is not None and not bias_is_shared
         several = self._same.size == 1 and on_device(rank.call)
-        self._turns = turns(rank.call, self._shares) if several else [self._shares]
+        self._turns = head_batches(rank.call, self._shares) if several else [self._shares]
 
     def _rows(self, array: Array, grouped: int | None = None) -> _Item:
         return _Item(array, self._layout, self._heads_of_kv if grouped is None else grouped)
@@ -162,11 +162,11 @@ class Heads:
         made: Array = array[..., item.heads(range(kv.start - start, kv.stop - start)), :, :]
         return made
 
-    def _of(self, item: _Item, peer: int) -> Runs:
+    def _of(self, item: _Item, peer: int) -> Intervals:
         """Return the positions that a rank of the group has."""
         return item.layout.runs[self._group.ranks[peer]]
 
-    def _held(self, item: _Item) -> Runs:
+    def _held(self, item: _Item) -> Intervals:
         """Return the positions that the group has."""
         return item.layout.of_groups(self._group.size).own
 
@@ -180,8 +180,8 @@ class Heads:
     def _others(self) -> list[int]:
         return [peer for peer in range(self._group.size) if peer != self._group.rank]
 
-    def _travel(self, sends: dict[int, list[Rows]], receives: dict[int, list[Rows]]) -> Travel:
-        return Travel(self._place, self._group, on_device(self._rank.call), sends, receives)
+    def _travel(self, sends: dict[int, list[Rows]], receives: dict[int, list[Rows]]) -> RowExchange:
+        return RowExchange(self._place, self._group, on_device(self._rank.call), sends, receives)
 
     def _room(self, items: Mapping[str, _Item]) -> dict[str, Array]:
         """Return memory for the positions that the group has of this rank's heads."""
@@ -190,7 +190,7 @@ class Heads:
 
     def _arriving(
         self, items: Mapping[str, _Item], got: Mapping[str, Array], turn: list[range]
-    ) -> Travel:
+    ) -> RowExchange:
         """Return the rows that travel to the ranks of their heads in a turn."""
         sends: dict[int, list[Rows]] = {}
         receives: dict[int, list[Rows]] = {}
@@ -215,7 +215,7 @@ class Heads:
 
     def _leaving(
         self, items: Mapping[str, _Target], computed: Mapping[str, Array], turn: list[range]
-    ) -> Travel:
+    ) -> RowExchange:
         """Return the results that travel from the ranks of their heads in a turn."""
         sends: dict[int, list[Rows]] = {}
         receives: dict[int, list[Rows]] = {}
@@ -385,5 +385,5 @@ class Heads:
             index: tuple[Any, ...] = (..., self._heads(self._own), *(slice(None),) * (-axis - 1))
             mine = total[index]
         place.store(computed, mine)
-        add_over_ranks(self._group, place, total, self._rank.timeout)
+        all_reduce(self._group, place, total, self._rank.timeout)
         place.store(total, target)

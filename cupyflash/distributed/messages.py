@@ -14,8 +14,8 @@ from ..arrays.device_arrays import is_device_array
 from ..pieces.parts import part
 from ..pieces.place import Place
 from ..problem.call import Array
-from .peers import in_blocks
-from .runs import Runs
+from .partition.intervals import Intervals
+from .transport.peers import in_blocks
 
 # k and v, and what look-ups read at their positions; or dk and dv.
 Several = tuple[Array, ...]
@@ -55,7 +55,12 @@ class Packed:
     """
 
     def __init__(
-        self, place: Place, arrays: Several, held: Runs, wanted: Runs, copies: bool = False
+        self,
+        place: Place,
+        arrays: Several,
+        held: Intervals,
+        wanted: Intervals,
+        copies: bool = False,
     ) -> None:
         self._place, self._arrays, self._held, self._wanted = place, arrays, held, wanted
         self._memory: Memory | None = None
@@ -114,7 +119,10 @@ def together(place: Place, specs: Sequence[tuple[tuple[int, ...], np.dtype[Any]]
 
 
 def joined(
-    place: Place, like: Several, parts: Sequence[tuple[Runs, Runs, Memory]], keys: Runs
+    place: Place,
+    like: Several,
+    parts: Sequence[tuple[Intervals, Intervals, Memory]],
+    keys: Intervals,
 ) -> Several:
     """Return the arrays of several messages in the order of positions.
 

@@ -26,9 +26,9 @@ from ..masks import Mask
 from ..problem.call import Array, Call, Problem, changed
 from ..problem.options import Options
 from ..scores import Score, chain
-from . import layouts
-from .layouts import Layout
-from .tasks import Task
+from .partition import layouts
+from .partition.fused_calls import Task
+from .partition.layouts import Layout
 
 
 def sharded(array: interop.DLPackArray) -> LookupTable:

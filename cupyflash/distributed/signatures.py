@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Required, TypedDict
 
 from ..problem.signatures import BackwardOptions, CallOptions, Outputs, VjpOptions
-from .communication import Communicator
-from .layouts import Layout
-from .rounds import Scheme
+from .partition.exchange_schedule import Scheme
+from .partition.layouts import Layout
+from .transport.communication import Communicator
 
 
 class RanksOptions(TypedDict, total=False):

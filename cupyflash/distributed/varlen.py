@@ -18,11 +18,11 @@ from ..problem.keywords import explained
 from ..problem.options import Options
 from ..request import Request
 from ..scores import Score
-from .communication import Communicator
 from .executor import Distributed, Ranks
-from .layouts import Layout
-from .rounds import Scheme
+from .partition.exchange_schedule import Scheme
+from .partition.layouts import Layout
 from .signatures import ForwardOptions, RanksBackwardOptions, RanksVjpOptions
+from .transport.communication import Communicator
 
 __all__ = ["attention_varlen", "attention_varlen_backward", "attention_varlen_vjp"]
 

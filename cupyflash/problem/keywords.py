@@ -10,9 +10,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..arrays.device_arrays import is_device_array
 from ..errors import ArgumentTypeError
+from ..hints.did_you_mean import nearest
 from ..masks import Mask
 from ..scores import Score
-from ..similar import nearest
 from .options import NAMES
 
 _OPTIONS = (

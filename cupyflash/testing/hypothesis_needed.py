@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from cupyflash.install import extra
+from cupyflash.hints.install import extra
 
 try:
     import hypothesis

@@ -25,7 +25,7 @@ from cupyflash.expr import (
     where,
 )
 from cupyflash.expr.nodes import LookupTable
-from cupyflash.install import ML_DTYPES, extra
+from cupyflash.hints.install import ML_DTYPES, extra
 
 from .placement import Placed, random_layout
 

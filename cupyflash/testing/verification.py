@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from cupyflash.arrays.dtypes import FLOATS
-from cupyflash.install import CUPY
-from cupyflash.similar import nearest
+from cupyflash.hints.did_you_mean import nearest
+from cupyflash.hints.install import CUPY
 
 from .cases import Problem
 from .copies import CuPyMemory, HostMemory, Memory

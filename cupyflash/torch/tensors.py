@@ -14,7 +14,7 @@ from ..arrays import device_arrays
 from ..arrays.dtypes import FLOATS, WORDS
 from ..arrays.interop import TRANSFORMED, is_transformed
 from ..errors import ArgumentError, ArgumentTypeError
-from ..install import ML_DTYPES
+from ..hints.install import ML_DTYPES
 
 _FLOATS = tuple(getattr(torch, name) for name in FLOATS)
 PLAIN = torch.Tensor, torch.nn.Parameter

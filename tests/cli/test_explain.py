@@ -21,8 +21,8 @@ from cupyflash.analysis import DEVICES, Problem
 from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.commands.main import main
-from cupyflash.explanation.occupancy import LIMITS, occupancy
-from cupyflash.explanation.registers import UnknownError, registers
+from cupyflash.costs.explanation.occupancy import LIMITS, occupancy
+from cupyflash.costs.explanation.registers import UnknownError, registers
 from cupyflash.gpu.kernels.spec import Tiles
 
 SHAPE = (2, 4, 1000, 64)

@@ -6,7 +6,7 @@ import pytest
 
 from cupyflash import explain
 from cupyflash.analysis import device
-from cupyflash.explanation import times
+from cupyflash.costs.explanation import times
 
 SMALL, LARGE = (2, 16, 256, 128), (2, 16, 4096, 128)
 

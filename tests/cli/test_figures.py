@@ -16,15 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash import ArgumentError, ArgumentTypeError, figures, lookup, masks
-from cupyflash.explanation import cached, dense
+from cupyflash.costs.explanation import cached, dense
+from cupyflash.costs.figures import mask
+from cupyflash.costs.figures import survey as module
+from cupyflash.costs.figures.survey import survey
+from cupyflash.costs.figures.svg import PAINT, ticks
+from cupyflash.costs.figures.terminal import ascii_only
 from cupyflash.expr.bind import Dense, bind
 from cupyflash.expr.interval import EMPTY, FULL, PARTIAL, tile_class
 from cupyflash.expr.nodes import as_expr, symbol
 from cupyflash.expr.tile_classes import RANGE_LIMIT, tile_classes
-from cupyflash.figures import survey as module
-from cupyflash.figures.survey import survey
-from cupyflash.figures.svg import PAINT, ticks
-from cupyflash.figures.terminal import ascii_only
 from cupyflash.reference.cpu import tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,7 +309,7 @@ def test_pictures_in_a_terminal():
 
 
 def test_the_examples_of_docstrings():
-    for each in (figures.mask, dense, cached):
+    for each in (mask, dense, cached):
         tried = doctest.testmod(each)
         assert tried.attempted > 1
         assert not tried.failed

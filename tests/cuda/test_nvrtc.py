@@ -10,7 +10,7 @@ import os
 import pytest
 
 import cupyflash
-from cupyflash.explanation import registers
+from cupyflash.costs.explanation import registers
 
 CALLS = [
     ("H200", "float16", {}),

@@ -12,7 +12,7 @@ from emulator.calls import Blocks, Emulator
 from ranks import blocks_of
 
 from cupyflash import distributed, masks, scores
-from cupyflash.distributed import plans
+from cupyflash.distributed.partition import schemes
 from cupyflash.pieces.compute import Partial
 from cupyflash.pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from cupyflash.pieces.place import Host
@@ -60,7 +60,7 @@ def test_packed_pieces_of_two_ranks_are_within_the_bound(kernels, kind):
     several = 0
     with blocks_of(4):
         made = [distributed.layout(comm, total) for comm in distributed.Threads(2).ranks]
-        of_ranks = [plans.plan(whole, x, x, "rounds", (0, 0)).steps for x in made]
+        of_ranks = [schemes.plan(whole, x, x, "rounds", (0, 0)).steps for x in made]
     pieces = [task.piece for steps in of_ranks for step in steps for task in step.forward]
 
     def call(piece):

@@ -19,7 +19,7 @@ from strategies import DTYPES, MASKS, problems
 
 import cupyflash
 from cupyflash import ArgumentTypeError, distributed, masks
-from cupyflash.distributed.layouts import KINDS
+from cupyflash.distributed.partition.layouts import KINDS
 from cupyflash.problem.options import Options
 from cupyflash.testing import problem
 

@@ -15,7 +15,7 @@ from ranks import TIMEOUT
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks, scores
 from cupyflash.backends.cpu import Cpu
 from cupyflash.distributed import DistributedError
-from cupyflash.distributed.communication import Communicator
+from cupyflash.distributed.transport.communication import Communicator
 
 LENGTH, SIZE = 384, 3
 HERE = threading.local()  # the rank of a thread

@@ -13,9 +13,10 @@ from ranks import TIMEOUT, OverRanks, blocks_of
 import cupyflash
 from cupyflash import distributed, masks, scores
 from cupyflash.backends.cpu import Cpu
-from cupyflash.distributed import DistributedError, plans
-from cupyflash.distributed.model import Model
-from cupyflash.distributed.turns import shares
+from cupyflash.distributed import DistributedError
+from cupyflash.distributed.partition import schemes
+from cupyflash.distributed.partition.head_batches import shares
+from cupyflash.distributed.partition.model import Model
 from cupyflash.problem import validate
 
 OFFSETS = [0, 30, 30, 41, 90], [0, 20, 33, 40, 77]
@@ -142,8 +143,8 @@ def test_groups_of_ranks_divide_the_heads(packed, window):
 def test_groups_are_in_a_node(nodes, heads, group):
     x = np.ones((heads, 8, 4))
     made = validate.call(x, x, x)
-    assert plans.group_size(made, "heads x rounds", nodes) == group
-    known = plans.candidates(made, nodes)
+    assert schemes.group_size(made, "heads x rounds", nodes) == group
+    known = schemes.candidates(made, nodes)
     assert ("heads x rounds" in known) == (group > 1)
     assert ("heads" in known) == (len(nodes) <= heads)
 
@@ -192,8 +193,8 @@ def test_auto_takes_the_scheme_that_the_model_prefers(best, monkeypatch):
         for comm in distributed.Threads(size).ranks:
             layout = distributed.layout(comm, 300)
             made = validate.call(*[layout.take(x)] * 3)
-            assert plans.plan(made, layout, layout, "auto", comm.nodes).scheme == wanted
-            assert plans.plan(made, layout, layout, "rounds", comm.nodes).scheme == "rounds"
+            assert schemes.plan(made, layout, layout, "auto", comm.nodes).scheme == wanted
+            assert schemes.plan(made, layout, layout, "rounds", comm.nodes).scheme == "rounds"
     assert set(asked) == {"rounds", "gather", "heads"}
 
 

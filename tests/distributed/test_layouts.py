@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from ranks import blocks_of
 
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks
-from cupyflash.distributed import layouts
-from cupyflash.distributed.layouts import KINDS
-from cupyflash.distributed.runs import Runs
+from cupyflash.distributed.partition import layouts
+from cupyflash.distributed.partition.intervals import Intervals
+from cupyflash.distributed.partition.layouts import KINDS
 
 FIRST_QUERIES = masks.mask(lambda b, h, i, j: i < 50)  # have all of the work
 
@@ -173,7 +173,7 @@ def test_layouts_of_other_ranks_are_refused():
 
 @given(st.sets(st.integers(0, 40)))
 def test_runs_know_the_row_of_every_position(positions):
-    runs = Runs.of(range(n, n + 1) for n in sorted(positions, reverse=True))
+    runs = Intervals.of(range(n, n + 1) for n in sorted(positions, reverse=True))
     held = [n for run in runs for n in run]
     assert held == sorted(positions)
     assert runs.count == len(positions)
@@ -189,4 +189,4 @@ def test_runs_know_the_row_of_every_position(positions):
 
 def test_runs_hold_a_position_once():
     with pytest.raises(ArgumentError, match=r"got range\(0, 5\) and range\(4, 6\); expected every"):
-        Runs.of([range(4, 6), range(5)])
+        Intervals.of([range(4, 6), range(5)])

@@ -8,7 +8,7 @@ import sys
 import pytest
 from mpi_processes import ROOT, run
 
-from cupyflash.distributed import mpi
+from cupyflash.distributed.transport import mpi
 
 
 @pytest.mark.thorough("processes of MPI; the same ranks are threads in quick tests")

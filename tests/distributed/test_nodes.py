@@ -10,8 +10,9 @@ from ranks import blocks_of
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks
-from cupyflash.distributed import DistributedError, plans
-from cupyflash.distributed.rounds import ranks_of_a_node
+from cupyflash.distributed import DistributedError
+from cupyflash.distributed.partition import schemes
+from cupyflash.distributed.partition.exchange_schedule import ranks_of_a_node
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
@@ -132,7 +133,7 @@ def test_nodes_have_as_many_ranks_each_in_a_row(nodes, each):
     assert ranks_of_a_node(nodes) == each
     x = np.zeros((2, LENGTH, 8), np.float32)
     call = validate.call(x, x, x, Options())
-    assert ("nodes" in plans.candidates(call, nodes)) == (1 < each < len(nodes))
+    assert ("nodes" in schemes.candidates(call, nodes)) == (1 < each < len(nodes))
 
 
 def test_other_nodes_are_refused_on_every_rank():
@@ -160,6 +161,6 @@ def test_auto_relays_where_the_network_is_what_a_call_waits_for():
     for nodes in (1, 4):
         comm = distributed.Threads(8, nodes).ranks[0]
         layout = distributed.layout(comm, 2**13)
-        chosen[nodes] = plans.plan(call, layout, layout, "auto", comm.nodes).scheme
+        chosen[nodes] = schemes.plan(call, layout, layout, "auto", comm.nodes).scheme
     assert chosen[4] == "nodes"
     assert chosen[1] != "nodes"

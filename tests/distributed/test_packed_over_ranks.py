@@ -15,8 +15,9 @@ from strategies import DTYPES, MASKS, problems
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks, scores
-from cupyflash.distributed import DistributedError, plans
-from cupyflash.distributed.layouts import KINDS
+from cupyflash.distributed import DistributedError
+from cupyflash.distributed.partition import schemes
+from cupyflash.distributed.partition.layouts import KINDS
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 from cupyflash.testing import problem
@@ -75,7 +76,7 @@ def test_sequences_that_are_whole_are_computed_together(mask):
         arrays = layouts[0].take(p.q), layouts[1].take(p.k), layouts[1].take(p.v)
         totals = tuple(each.length for each in layouts)
         call = validate.varlen_call(*arrays, *ENDS, True, totals=totals)
-        pieces = plans.plan(call, *layouts, "rounds", comm.nodes).steps[0].pieces
+        pieces = schemes.plan(call, *layouts, "rounds", comm.nodes).steps[0].pieces
     assert any(len(piece.sequences) > 1 and piece.sequences.start > 1 for piece in pieces)
 
 
@@ -140,7 +141,7 @@ def steps_of_all(offsets, mask, size, kind):
         call = validate.varlen_call(
             x, x, x, offsets, offsets, True, Options(mask=mask), totals=(total, total)
         )
-        made.append((layout, plans.plan(call, layout, layout, "rounds", comm.nodes).steps))
+        made.append((layout, schemes.plan(call, layout, layout, "rounds", comm.nodes).steps))
     return made
 
 

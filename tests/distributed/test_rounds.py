@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ranks import blocks_of
 
 from cupyflash import distributed, masks, scores
-from cupyflash.distributed import plans, rounds
-from cupyflash.distributed.layouts import KINDS
+from cupyflash.distributed.partition import exchange_schedule, schemes
+from cupyflash.distributed.partition.layouts import KINDS
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
@@ -23,7 +23,7 @@ def test_pairs_are_divided_into_the_fewest_rounds(data):
     pairs = data.draw(st.lists(st.sampled_from(every), unique=True)) if every else []
     sends, receives = (np.bincount([p[n] for p in pairs], minlength=1) for n in (0, 1))
     most = int(max(sends.max(), receives.max()))
-    made = rounds.coloured(pairs, size, most)
+    made = exchange_schedule.coloured(pairs, size, most)
     assert len(made) == most
     assert sorted(pair for each in made for pair in each) == sorted(pairs)
     for each in made:
@@ -36,7 +36,7 @@ def steps_of_all(mask, size, kind, scheme, length=96):
     for comm in distributed.Threads(size).ranks:
         layout = distributed.layout(comm, length, kind=kind)
         call = validate.call(*[x] * 3, Options(mask=mask))
-        made.append((layout, plans.plan(call, layout, layout, scheme, comm.nodes).steps))
+        made.append((layout, schemes.plan(call, layout, layout, scheme, comm.nodes).steps))
     return made
 
 
@@ -113,15 +113,15 @@ def test_what_is_fully_allowed_has_no_mask():
 
 def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
     made = []
-    compute = plans._made
-    monkeypatch.setattr(plans, "_made", lambda *x: made.append(1) or compute(*x))
+    compute = schemes._made
+    monkeypatch.setattr(schemes, "_made", lambda *x: made.append(1) or compute(*x))
     x = np.zeros((2, 96, 4), np.float32)
     ids = np.zeros(96, int)
     comm = distributed.Threads(2).ranks[1]
 
     def steps(mask, layout, layout_k, scheme="rounds"):
         call = validate.call(*[x] * 3, Options(mask=mask))
-        return plans.plan(call, layout, layout_k, scheme, comm.nodes).steps
+        return schemes.plan(call, layout, layout_k, scheme, comm.nodes).steps
 
     with blocks_of(4):
         layout = distributed.layout(comm, 96)
@@ -143,7 +143,7 @@ def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
         assert sends == [True, False]
         for left in range(100):
             steps(masks.window(left, 0), layout, layout)
-        assert len(layout.remembered) == plans.MOST_REMEMBERED
+        assert len(layout.remembered) == schemes.MOST_REMEMBERED
 
 
 def test_runs_of_a_zigzag_layout_are_one_causal_call():
@@ -182,7 +182,7 @@ def test_what_sees_positions_is_computed_piece_by_piece(more, plain):
     with blocks_of(4):
         comm = distributed.Threads(2).ranks[0]
         layout = distributed.layout(comm, 96, kind="zigzag")
-        own, other = plans.plan(call, layout, layout, "rounds", comm.nodes).steps
+        own, other = schemes.plan(call, layout, layout, "rounds", comm.nodes).steps
     assert [task.plain for task in own.forward] == plain
     assert len(own.pieces) == 3
     assert len(other.forward) == 1

@@ -10,7 +10,8 @@ from ranks import blocks_of
 
 import cupyflash
 from cupyflash import ArgumentError, distributed, lookup, masks, scores
-from cupyflash.distributed import DistributedError, plans
+from cupyflash.distributed import DistributedError
+from cupyflash.distributed.partition import schemes
 
 LENGTH, HEADS = 96, 4
 RNG = np.random.default_rng(0)
@@ -109,7 +110,7 @@ def test_parts_have_the_bits_of_whole_arrays_and_travel_with_the_keys(size, kind
 def test_proofs_are_those_of_whole_arrays(monkeypatch):
     """Here most pairs of ranks need nothing of each other."""
     made = {True: [], False: []}
-    compute = plans._made
+    compute = schemes._made
     for is_sharded, plans_made in made.items():
 
         def remember(*args, kept=plans_made):
@@ -117,7 +118,7 @@ def test_proofs_are_those_of_whole_arrays(monkeypatch):
             kept.append([(s.sends, s.receives, s.keys, s.pieces) for s in found.steps])
             return found
 
-        monkeypatch.setattr(plans, "_made", remember)
+        monkeypatch.setattr(schemes, "_made", remember)
         on_ranks(4, "contiguous", near_documents, is_sharded, scheme="rounds")
     (ours, theirs) = (sorted(map(repr, each)) for each in made.values())
     assert ours == theirs

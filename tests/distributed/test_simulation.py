@@ -16,9 +16,9 @@ from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks
 from cupyflash.arrays.unallocated import unallocated as fake_array
 from cupyflash.commands.explain import seconds
 from cupyflash.commands.main import main
-from cupyflash.distributed import model, simulation, turns
-from cupyflash.distributed.model import H100, Machine, Model
-from cupyflash.distributed.proofs import Proofs
+from cupyflash.distributed.partition import head_batches, model, simulation
+from cupyflash.distributed.partition.model import H100, Machine, Model
+from cupyflash.distributed.partition.proofs import Proofs
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
@@ -187,7 +187,7 @@ def test_messages_and_partial_results_take_time(monkeypatch):
     nothing = Machine(1e30, 1e30, 1e30, 1e30)
     assert modelled(nothing).seconds("rounds", 1) == pytest.approx(3 * model.MESSAGE)
     assert modelled(nothing).seconds("gather", 1) == pytest.approx(model.MESSAGE)
-    monkeypatch.setattr(turns, "TILES", 256)
+    monkeypatch.setattr(head_batches, "TILES", 256)
     # There and back, of one head in each of two turns, or at once.
     assert modelled(nothing).seconds("heads", 4) == pytest.approx(4 * model.MESSAGE)
     assert modelled(nothing, ranks=8).seconds("heads", 8) == pytest.approx(2 * model.MESSAGE)

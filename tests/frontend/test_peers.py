@@ -16,7 +16,8 @@ from placement import same_bits
 from stream_cupy import StreamCupy
 
 from cupyflash import distributed
-from cupyflash.distributed import DistributedError, nccl, peers
+from cupyflash.distributed import DistributedError
+from cupyflash.distributed.transport import nccl, peers
 
 
 class Wait:

@@ -15,10 +15,11 @@ from ranks import blocks_of
 from cupyflash import dispatch, distributed
 from cupyflash.arrays import device_arrays
 from cupyflash.arrays import tape as tapes
-from cupyflash.distributed import heads, peers
-from cupyflash.distributed import turns as of_heads
-from cupyflash.distributed.again import Written
+from cupyflash.distributed import heads
 from cupyflash.distributed.messages import bytes_of
+from cupyflash.distributed.partition import head_batches as of_heads
+from cupyflash.distributed.recorded_call import RecordingCommunicator
+from cupyflash.distributed.transport import peers
 from cupyflash.gpu import launch_cache
 from cupyflash.pieces.compute import Total
 from cupyflash.pieces.device import Device as Gpus
@@ -280,7 +281,7 @@ def test_a_tape_keeps_what_is_read_beside_until_its_messages_are_waited_for(inst
             mark = device_arrays.mark()
             with device_arrays.beside(mark):
                 device_arrays.convert(source, message)
-                transfer = Written(ranks, tape).exchange([(1, bytes_of(message))], [])
+                transfer = RecordingCommunicator(ranks, tape).exchange([(1, bytes_of(message))], [])
             device_arrays.fill(device_arrays.empty((64,), np.float32), 0)
             transfer.wait(1, "a message")
 

@@ -12,7 +12,7 @@ from harness import small_tiles
 from placement import same_bits
 
 from cupyflash import distributed
-from cupyflash.distributed import layouts
+from cupyflash.distributed.partition import layouts
 from cupyflash.problem.call import Gradients
 from cupyflash.testing import (
     Subject,

@@ -330,14 +330,14 @@ CASES = (
         lambda code: coded(lambda q: q.view(np.uint8), **keywords(code)),
     ),
     Case(
-        "figures/mask.py",
+        "costs/figures/mask.py",
         "masks.dense(array)",
         lambda: cupyflash.figures.mask_tiles(np.ones((4, 4), bool), 4, 4),
         r"masks\.dense\(array\)",
         lambda code: cupyflash.figures.mask_tiles(run(code, array=np.ones((4, 4), bool)), 4, 4),
     ),
     Case(
-        "distributed/connect.py",
+        "distributed/transport/connect.py",
         "distributed.Threads(n)",
         lambda: distributed.communicator(3),
         r"distributed\.Threads\(n\)\.ranks",
@@ -346,7 +346,7 @@ CASES = (
         ],
     ),
     Case(
-        "figures/mask.py",
+        "costs/figures/mask.py",
         "masks.causal()",
         lambda: cupyflash.figures.mask_tiles(masks.causal, 4, 4),
         r"masks\.causal\(\)",
@@ -360,7 +360,7 @@ CASES = (
         lambda code: attention(X, X, X, **keywords(f"{code}array", array=X[0, 0, :, :4])),
     ),
     Case(
-        "explanation/arguments.py",
+        "costs/explanation/arguments.py",
         ".astype(...)",
         lambda: cupyflash.explain(X, X.astype(np.float64), X, device="H100"),
         r"\.astype",
@@ -369,7 +369,7 @@ CASES = (
         ),
     ),
     Case(
-        "explanation/arguments.py",
+        "costs/explanation/arguments.py",
         "dtype='",
         lambda: cupyflash.explain(*[X.astype(np.uint8)] * 3, device="H100"),
         r"dtype='\w+'",

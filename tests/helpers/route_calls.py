@@ -11,7 +11,7 @@ from strategies import DTYPES
 
 import cupyflash
 from cupyflash import masks, scores
-from cupyflash.explanation.occupancy import LIMITS
+from cupyflash.costs.explanation.occupancy import LIMITS
 from cupyflash.problem import cached, coded, codes, validate
 from cupyflash.problem.codes import CacheCodes
 from cupyflash.problem.options import Options

@@ -12,8 +12,8 @@ from emulator.calls import Blocks, Emulator
 from emulator.machine import REVERSE
 from halves import mostly_thorough
 
+from cupyflash.costs.figures.survey import survey
 from cupyflash.expr.key_range import key_range
-from cupyflash.figures.survey import survey
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate

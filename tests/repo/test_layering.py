@@ -13,14 +13,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # Folders and modules of `cupyflash`, lowest first: each imports from lower rows only. `__init__`
-# and `__main__` may import all of them.
+# and `__main__` may import all of them. Folders of `costs` have rows of their own.
 ORDER = [
-    ["errors", "install", "lazy", "similar"],
-    ["elsewhere", "files"],
+    ["errors", "hints", "lazy"],
+    ["files"],
     ["arrays"],
-    ["analysis"],
+    ["costs.analysis"],
     ["expr"],
-    ["figures"],
+    ["costs.figures"],
     ["masks"],
     ["scores"],
     ["problem"],
@@ -46,7 +46,8 @@ ORDER = [
         "varlen",
     ],
     ["distributed"],
-    ["explanation"],
+    ["costs.explanation"],
+    ["analysis", "explanation", "figures"],
     ["jax", "torch"],
     ["testing"],
     ["bench"],
@@ -80,18 +81,31 @@ INSIDE = {
         ["replay"],
     ],
     "distributed": [
-        ["communication", "faults", "runs", "turns"],
-        ["peers"],
-        ["layouts", "messages", "mpi", "nccl", "threads"],
-        ["agreement", "connect", "proofs", "sums", "tasks", "travel"],
-        ["again", "rounds", "sharded"],
-        ["model"],
-        ["plans"],
+        ["transport"],
+        ["partition"],
+        ["agreement", "messages", "sharded"],
+        ["all_reduce", "recorded_call", "row_exchange"],
         ["compute"],
         ["heads"],
-        ["executor", "signatures", "simulation"],
+        ["executor", "signatures"],
         ["calls", "varlen"],
     ],
+    "distributed.transport": [
+        ["communication", "faults"],
+        ["peers"],
+        ["mpi", "nccl", "threads"],
+        ["connect"],
+    ],
+    "distributed.partition": [
+        ["head_batches", "intervals"],
+        ["layouts"],
+        ["fused_calls", "proofs"],
+        ["exchange_schedule"],
+        ["model"],
+        ["schemes"],
+        ["simulation"],
+    ],
+    "hints": [["did_you_mean", "install"], ["other_libraries"]],
     "pieces": [
         ["schedule"],
         ["packed", "parts", "place"],
@@ -145,13 +159,13 @@ USERS_OF_CUPY = [
     "cupyflash.arrays.device_arrays",
     "cupyflash.arrays.reports",
     "cupyflash.arrays.transfers",
-    "cupyflash.distributed.connect",
-    "cupyflash.distributed.nccl",
-    "cupyflash.distributed.peers",
+    "cupyflash.distributed.transport.connect",
+    "cupyflash.distributed.transport.nccl",
+    "cupyflash.distributed.transport.peers",
     "cupyflash.gpu.driver",
     "cupyflash.gpu.jit",
     "cupyflash.gpu.tma",
-    "cupyflash.explanation.registers",
+    "cupyflash.costs.explanation.registers",
     "cupyflash.bench.measure",
     "cupyflash.commands.info",
     "cupyflash.testing.copies",
@@ -161,10 +175,8 @@ USER_OF_HYPOTHESIS = "cupyflash.testing.hypothesis_needed"
 
 LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
 LEVEL_INSIDE = {
-    f"{folder}.{name}": level
+    folder: {name: level for level, row in enumerate(rows) for name in row}
     for folder, rows in INSIDE.items()
-    for level, row in enumerate(rows)
-    for name in row
 }
 
 
@@ -221,13 +233,16 @@ def imports(name: str, path: Path) -> list[Import]:
 
 
 def row_of(module: str) -> str:
-    """`cupyflash.expr.nodes` -> `expr`; the package itself -> the empty string."""
-    return module.partition(".")[2].partition(".")[0]
+    """`cupyflash.expr.nodes` -> `expr`, `cupyflash.costs.figures.svg` -> `costs.figures`; the
+    package itself -> the empty string.
+    """
+    names = module.split(".")[1:]
+    return ".".join(names[:2]) if names[1:] and names[0] == "costs" else "".join(names[:1])
 
 
-def part_of(module: str) -> str:
-    """`cupyflash.gpu.kernels.spec` -> `gpu.kernels`."""
-    return ".".join(module.split(".")[1:3])
+def part_of(module: str, folder: str) -> str:
+    """`cupyflash.gpu.kernels.spec` in `gpu` -> `kernels`; the folder itself -> the empty string."""
+    return module.removeprefix(f"cupyflash.{folder}").strip(".").partition(".")[0]
 
 
 def within(module: str, package: str) -> bool:
@@ -235,19 +250,18 @@ def within(module: str, package: str) -> bool:
 
 
 def test_the_table_names_existing_modules():
-    rows = {row_of(name) for name in PACKAGE} - {"", "__main__"}
+    rows = {row_of(name) for name in PACKAGE} - {"", "__main__", "costs"}
     assert rows - set(LEVEL) == set(), "modules without a row in ORDER"
     assert set(LEVEL) - rows == set(), "rows in ORDER without a module"
-    parts = {
-        part_of(name) for name in PACKAGE if row_of(name) in INSIDE and part_of(name) not in INSIDE
-    }
-    assert parts == set(LEVEL_INSIDE)
+    for folder, levels in LEVEL_INSIDE.items():
+        inside = {part_of(x, folder) for x in PACKAGE if within(x, f"cupyflash.{folder}")} - {""}
+        assert inside == set(levels), folder
 
 
 @pytest.mark.parametrize("name", PACKAGE)
 def test_cupyflash_imports_one_way(name):
     mine = row_of(name)
-    if mine in ("", "__main__"):
+    if mine in ("", "__main__", "costs"):
         return
     for target, line, _ in imports(name, PACKAGE[name]):
         if not within(target, "cupyflash"):
@@ -262,8 +276,10 @@ def test_cupyflash_imports_one_way(name):
             # "" is `from cupyflash import x`: the top, which imports everything.
             assert theirs, where + ": import the module that defines it"
             assert LEVEL[theirs] < LEVEL[mine], where
-        elif mine in INSIDE and part_of(target) != part_of(name) and part_of(name) != mine:
-            assert LEVEL_INSIDE[part_of(target)] < LEVEL_INSIDE[part_of(name)], where
+        for folder, levels in LEVEL_INSIDE.items():
+            if within(name, f"cupyflash.{folder}") and within(target, f"cupyflash.{folder}"):
+                one, other = part_of(name, folder), part_of(target, folder)
+                assert one in ("", other) or levels[other] < levels[one], where
 
 
 @pytest.mark.parametrize("name", PACKAGE)

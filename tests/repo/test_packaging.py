@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyflash import install
+from cupyflash.hints import install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

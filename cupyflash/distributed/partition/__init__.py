@@ -1,0 +1,1 @@
+"""Who has, sends and computes what, found from sizes, masks and layouts without an array."""

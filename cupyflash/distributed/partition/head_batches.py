@@ -1,0 +1,33 @@
+"""Which heads a rank computes, and in which turns."""
+
+from __future__ import annotations
+
+import itertools
+
+from ...pieces.heads import TILES
+from ...problem.call import Call
+
+
+def shares(heads_kv: int, size: int) -> list[range]:
+    """Return the key-value heads that each rank computes."""
+    ends = [heads_kv * rank // size for rank in range(size + 1)]
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
+
+
+def head_batches(call: Call, of_ranks: list[range]) -> list[list[range]]:
+    """Return the key-value heads that each rank computes in each turn, of those that it has.
+
+    The first and the last turn are as short as fills a GPU. Calls with a bias or a sink have one
+    turn, and those on packed sequences.
+    """
+    problem = call.problem
+    if call.bias is not None or call.sink is not None or not problem.rows.divisible:
+        return [of_ranks]
+    fewest = min(map(len, of_ranks))
+    tiles = problem.batch * -(-min(problem.rows.known_q, problem.rows.known_k) // 128)
+    least = -(-TILES // max(tiles, 1))
+    ends = [least, -least] if fewest >= 3 * least else [least] if fewest >= 2 * least else []
+    return [
+        [own[first:last] for own in of_ranks]
+        for first, last in itertools.pairwise([0, *ends, None])
+    ]

@@ -1,0 +1,189 @@
+"""The plan of a call on one rank: its scheme, and the steps that it takes.
+
+Layouts remember plans, so that a loop of calls with one mask finds its steps once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...errors import ArgumentError
+from ...problem.call import Array, Call
+from .exchange_schedule import SCHEMES, Scheme, Step, ranks_of_a_node, steps
+from .layouts import Layout
+from .model import H100, Model
+from .proofs import Proofs
+
+BY_HEADS: tuple[Scheme, ...] = ("heads", "heads x rounds")
+MOST_REMEMBERED = 16  # calls of a layout whose plans it keeps
+
+
+class Plan(NamedTuple):
+    """What a rank does.
+
+    Attributes
+    ----------
+    scheme : str
+        "rounds", "gather", "nodes", "heads" or "heads x rounds".
+    steps : list of Step
+        What is sent, received and computed between two exchanges of keys. With "heads x rounds",
+        those of its group, whose ranks count as one; none with "heads".
+    group : int
+        How many ranks in a row divide the heads among them; 1 if none do.
+    """
+
+    scheme: Scheme
+    steps: list[Step]
+    group: int = 1
+
+
+def check_scheme(scheme: object) -> None:
+    """Refuse a scheme that there is not."""
+    if scheme not in SCHEMES:
+        known = ", ".join(f'"{each}"' for each in SCHEMES)
+        raise ArgumentError(f"scheme: got {scheme!r}; expected one of {known}.")
+
+
+def _check_nodes(nodes: Sequence[int]) -> None:
+    """Refuse to relay where that cannot be done."""
+    each = ranks_of_a_node(nodes)
+    if not 1 < each < len(nodes):
+        raise ArgumentError(
+            f'scheme: got "nodes" with ranks on the nodes {list(nodes)}; expected several nodes '
+            'with as many ranks each, two or more, in a row. Pass scheme="rounds".'
+        )
+
+
+def _check_heads(call: Call, ranks: int, scheme: Scheme, group: int) -> None:
+    """Refuse to divide heads where that cannot be done."""
+    heads = call.problem.heads_kv
+    if scheme == "heads" and ranks > heads:
+        raise ArgumentError(
+            f'scheme: got "heads" with {ranks} ranks for {heads} key-value heads; expected a head '
+            'or more for each rank. Pass scheme="rounds", or repeat the heads of k and v.'
+        )
+    if scheme == "heads x rounds" and group == 1:
+        raise ArgumentError(
+            f'scheme: got "heads x rounds" with {ranks} ranks for {heads} key-value heads; '
+            "expected nodes with as many ranks each, some of which, but not all ranks, divide the "
+            'heads. Pass scheme="rounds", or "heads" if there is a head for each rank.'
+        )
+
+
+def group_size(call: Call, scheme: Scheme, nodes: Sequence[int]) -> int:
+    """Return how many ranks in a row divide the heads of a call; 1 if none do.
+
+    With "heads x rounds" they are those of a node, or as many as divide their number.
+    """
+    ranks, heads = len(nodes), call.problem.heads_kv
+    if scheme == "heads":
+        return ranks
+    if scheme != "heads x rounds":
+        return 1
+    in_node = ranks_of_a_node(nodes)
+    if not in_node:
+        return 1
+    largest = max(n for n in range(1, in_node + 1) if n <= max(heads, 1) and in_node % n == 0)
+    return largest if largest < ranks else 1
+
+
+def candidates(call: Call, nodes: Sequence[int], by_heads: bool = True) -> list[Scheme]:
+    """Return the schemes that can serve a call; `by_heads` says whether its rows may travel."""
+    found: list[Scheme] = ["rounds", "gather"]
+    if 1 < ranks_of_a_node(nodes) < len(nodes):
+        found.append("nodes")
+    for scheme in BY_HEADS if len(nodes) > 1 and by_heads else ():
+        try:
+            _check_heads(call, len(nodes), scheme, group_size(call, scheme, nodes))
+        except ArgumentError:
+            continue
+        found.append(scheme)
+    return found
+
+
+def cheapest(
+    call: Call,
+    proofs: Proofs,
+    nodes: Sequence[int],
+    by_heads: bool = True,
+    backward: bool = False,
+) -> Scheme:
+    """Return the scheme that takes the least time, by the model of H100s."""
+    model = Model(call, proofs, nodes, H100, backward)
+    return min(
+        candidates(call, nodes, by_heads),
+        key=lambda scheme: model.seconds(scheme, group_size(call, scheme, nodes)),
+    )
+
+
+def plan(
+    call: Call,
+    layout: Layout,
+    layout_k: Layout,
+    scheme: Scheme,
+    nodes: Sequence[int],
+    by_heads: bool = True,
+    copies: bool = False,
+    backward: bool = False,
+) -> Plan:
+    """Return the plan of this rank, whose peers are on these nodes.
+
+    A mask that reads arrays is examined in every call, because their elements may have changed.
+    `by_heads` says whether rows may travel to the ranks of their heads: divided look-ups do not.
+    `copies` says whether messages take no SMs.
+    """
+    if scheme in BY_HEADS and not by_heads:
+        raise ArgumentError(
+            f'scheme: got "{scheme}" with a sharded look-up, which ranks hold in part; expected '
+            '"rounds", "gather" or "auto". Pass the whole array, without distributed.sharded.'
+        )
+    if scheme == "nodes":
+        _check_nodes(nodes)
+    if scheme in BY_HEADS:
+        _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
+    expr, arrays = (None, ()) if call.mask is None else call.mask.structure
+    if arrays or not by_heads:
+        return _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
+    problem = call.problem
+    sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
+    facts = problem.lead, problem.heads, problem.heads_kv, sizes, bool(problem.dropout)
+    options = None if call.score_mod is None else call.score_mod.structure[0], call.sink is None
+    bias = None if call.bias is None else call.bias.shape[-1:]
+    how = scheme, tuple(nodes), copies, backward and scheme == "auto"
+    key = expr, facts, options, bias, problem.rows.of_queries.layout, how
+    known = layout.remembered.get(key)
+    if known is None or known[0] is not layout_k:
+        while len(layout.remembered) >= MOST_REMEMBERED:
+            del layout.remembered[next(iter(layout.remembered))]
+        known = layout_k, _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
+        layout.remembered[key] = known
+    made: Plan = known[1]
+    return made
+
+
+def _sizes(x: Array) -> tuple[int, ...]:
+    """Return all sizes of an array but that of its axis of positions."""
+    return *x.shape[:-2], x.shape[-1]
+
+
+def _made(
+    call: Call,
+    layout: Layout,
+    layout_k: Layout,
+    scheme: Scheme,
+    nodes: Sequence[int],
+    by_heads: bool,
+    copies: bool,
+    backward: bool,
+) -> Plan:
+    proofs: Proofs | None = None
+    if scheme == "auto":
+        proofs = Proofs(call, layout, layout_k)
+        scheme = cheapest(call, proofs, nodes, by_heads, backward)
+    group = group_size(call, scheme, nodes)
+    if scheme == "heads":
+        return Plan(scheme, [], group)
+    proofs = (proofs or Proofs(call, layout, layout_k)).of_groups(group)
+    own = layout.rank // group
+    return Plan(scheme, steps(call, proofs, own, scheme, nodes[::group], copies), group)

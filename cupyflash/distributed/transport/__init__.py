@@ -1,0 +1,1 @@
+"""How messages travel between ranks: threads, MPI, NCCL, and memory of GPUs that peers reach."""
