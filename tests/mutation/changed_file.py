@@ -11,12 +11,12 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-GIVEN = "CUPYFLASH_MUTANT"  # the environment variable with a file and what replaces what
+GIVEN = "CUPYFLASH_MUTANT"  # the environment variable: a file, where its text is, and tests
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -35,10 +35,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the changed module where the others find it as it is."""
 
-    def __init__(self, file: str, before: str, after: str) -> None:
+    def __init__(self, file: str, text: str) -> None:
         inside = file.removeprefix("cupyflash/").removesuffix(".py")  # or in reference/
-        self._name = "cupyflash." + inside.replace("/", ".")
-        self._before, self._after = before, after
+        self._name, self._text = "cupyflash." + inside.replace("/", "."), text
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,34 +47,37 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         others = [x for x in sys.meta_path if x is not self]
         found = next(filter(None, (x.find_spec(name, path, target) for x in others)))
-        text = changed(Path(found.origin).read_text(encoding="utf-8"), self._before, self._after)
-        loader = _Loader(name, found.origin, text)
+        loader = _Loader(name, found.origin, self._text)
         return importlib.util.spec_from_file_location(name, found.origin, loader=loader)
 
 
-def changed(text: str, before: str, after: str) -> str:
-    """Return a text with one place changed, which must be there once."""
-    if text.count(before) != 1:
-        raise ValueError(f"got {text.count(before)} occurrences of {before!r}; expected one")
-    return text.replace(before, after)
-
-
-def _change_kernel(file: str, before: str, after: str) -> None:
+def _change_kernel(file: str, text: str) -> None:
     """Let whoever reads a CUDA file get the changed text."""
     from cupyflash.gpu import source
 
     read = source.read
+    source.read = lambda path: text if path == file else read(path)
 
-    def read_changed(path: str) -> str:
-        text: str = read(path)
-        return changed(text, before, after) if path == file else text
 
-    source.read = read_changed
+def has_words(item: str, tests: Iterable[tuple[str, str, list[str]]]) -> bool:
+    """Whether the name of a test, as pytest has it, is one of those that are wanted."""
+    file, _, name = item.partition("::")
+    function, _, case = name.lower().partition("[")
+    return any(
+        file.endswith(wanted) and function == of and all(word in case for word in words)
+        for wanted, of, words in tests
+    )
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Keep the tests that are wanted."""
+    items[:] = [x for x in items if GIVEN not in os.environ or has_words(x.nodeid, _tests)]
 
 
 if GIVEN in os.environ:
-    _file, _before, _after = json.loads(os.environ[GIVEN])
-    if _file.startswith("kernels_cu/"):
-        _change_kernel(_file.removeprefix("kernels_cu/"), _before, _after)
+    _file, _changed, _tests = json.loads(os.environ[GIVEN])
+    _new = Path(_changed).read_text(encoding="utf-8")
+    if _file.endswith(".py"):
+        sys.meta_path.insert(0, _Finder(_file, _new))
     else:
-        sys.meta_path.insert(0, _Finder(_file, _before, _after))
+        _change_kernel(_file, _new)

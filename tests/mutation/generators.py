@@ -21,7 +21,6 @@ from cupyflash import lookup, masks
 from cupyflash.errors import ArgumentError
 from cupyflash.expr import (  # fmt: skip
     absolute,
-    cuda,
     exp,
     floor,
     len_k,
@@ -44,6 +43,7 @@ from .operators import ARITHMETIC, RELATIONS, Mutant
 
 H, I, J = POSITIONS[1:]
 FILE = "cupyflash/expr/cuda.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 # In templates and other text: what may stand in the place of what.
 _TEXTS = (
@@ -68,19 +68,22 @@ _WORDS = {
 _FIXED = re.compile(r"@|    \w+: [\w\[\], .]+ = ")
 
 
-def mutants() -> list[Mutant]:
-    """Return every mutant, in the order of their places."""
-    text = Path(str(cuda.__file__)).read_text(encoding="utf-8")
+def mutants(file: str = FILE) -> list[Mutant]:
+    """Return every mutant of a file of Python, in the order of their places.
+
+    In the generators' own file, text is changed that becomes CUDA; in others text is for people.
+    """
+    text = (ROOT / file).read_text(encoding="utf-8")
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found: dict[tuple[int, int, str], Mutant] = {}
     lines = text.splitlines()
-    for operator, start, end, after in _changes(text, starts):
+    for operator, start, end, after in _changes(text, starts, file == FILE):
         line = text.count("\n", 0, start) + 1
         if _FIXED.match(lines[line - 1]):
             continue
-        made = Mutant(FILE, line, operator, start, end, text[start:end], after)
+        made = Mutant(file, line, operator, start, end, text[start:end], after)
         if made.before != after:
             found.setdefault((start, end, after), made)
     return [found[key] for key in sorted(found)]
@@ -102,12 +105,12 @@ def _tokens(text: str, starts: list[int]) -> Iterator[tuple[int, str, int, int]]
             yield kind, string, start, end
 
 
-def _changes(text: str, starts: list[int]) -> Iterator[tuple[str, int, int, str]]:
+def _changes(text: str, starts: list[int], in_texts: bool) -> Iterator[tuple[str, int, int, str]]:
     previous = ""
     for kind, string, start, end in _tokens(text, starts):
         if kind == tokenize.STRING:
             documents = string.startswith(('"""', 'r"""')) or "{" in previous
-            if not documents or previous in (":", ","):
+            if in_texts and (not documents or previous in (":", ",")):
                 yield from _in_text(string, start)
         elif kind == tokenize.OP:
             for table in (RELATIONS, ARITHMETIC):

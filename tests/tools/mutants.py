@@ -41,15 +41,19 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "helpers"))
 
-from mutation import generators, operators, survivors
+from mutation import generators, judges, operators, survivors
 from mutation.keys import Keys
 from mutation.operators import Mutant
 from mutation.workers import Outcome, outcomes
+
+if TYPE_CHECKING:
+    from mutation.trial import Bench
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels_cu"
@@ -77,19 +81,24 @@ def kernel_mutants() -> list[Mutant]:
 
 
 def every_mutant() -> list[Mutant]:
-    """Return those of the CUDA sources and of the code generators."""
-    return [*kernel_mutants(), *generators.mutants()]
+    """Return those of the CUDA sources, of the code generators, and of Python that has judges."""
+    judged = [file for file in judges.JUDGES if file.endswith(".py")]
+    return [
+        *kernel_mutants(),
+        *generators.mutants(),
+        *(x for y in judged for x in generators.mutants(y)),
+    ]
 
 
 def text_of(file: str) -> str:
     """Return a file that has mutants."""
-    folder = ROOT if file == generators.FILE else KERNELS
+    folder = ROOT if file.endswith(".py") else KERNELS
     return (folder / file).read_text(encoding="utf-8")
 
 
 def changed_lines(since: str) -> dict[str, set[int]]:
     """Return the lines of kernels that differ from a commit, by file."""
-    command = ["git", "diff", "--unified=0", since, "--", "kernels_cu", "cupyflash/expr/cuda.py"]
+    command = ["git", "diff", "--unified=0", since, "--", "kernels_cu", "cupyflash", "reference"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found: dict[str, set[int]] = {}
     file = ""
@@ -167,9 +176,20 @@ def read_log(path: Path | None) -> dict[str, Outcome]:
     return {line["mutant"]: Outcome(*line["outcome"]) for line in lines}
 
 
+def tried(bench: Bench, file: str, text: str, folder: Path) -> tuple[str, str]:
+    """Try a file's changed text on the problems, and then by the tests that judge it."""
+    status, why = "survived", ""
+    if not file.endswith(".py") and bench.relevant(file):
+        status, why = bench.trial(file, text, folder)
+    if file in judges.JUDGES and status in ("survived", "equivalent"):
+        judged = judges.judge(file, text, folder)
+        return judged if judged[0] != "survived" else (status, why)
+    return status, why
+
+
 def run(wanted: list[Mutant], arguments: argparse.Namespace) -> list[tuple[Mutant, Outcome]]:
     """Try the mutants that are not in the log."""
-    from mutation.trial import Bench  # compiles every kernel
+    from mutation.trial import Bench  # imports what compiles kernels
 
     texts = {x.file: text_of(x.file) for x in wanted}
     names = {x: f"{x.file} {key} @{x.start} {x.after}" for x, key in keys_of(wanted).items()}
@@ -180,14 +200,14 @@ def run(wanted: list[Mutant], arguments: argparse.Namespace) -> list[tuple[Mutan
         return results
     until = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="cupyflash-mutants-") as folder:
-        files = {x.file for x in left} - {generators.FILE}
+        files = {x.file for x in left if not x.file.endswith(".py")}
         bench = Bench(Path(folder), arguments.jobs, files)
 
         def trial(mutant: Mutant, place: Path) -> tuple[str, str]:
             changed = mutant.apply(texts[mutant.file])
             if mutant.file == generators.FILE:
                 return bench.try_generator(changed, place)
-            return bench.trial(mutant.file, changed, place)
+            return tried(bench, mutant.file, changed, place)
 
         for mutant, outcome in outcomes(trial, left, arguments.jobs, until):
             results.append((mutant, outcome))
