@@ -38,7 +38,7 @@ def _set(place, value):
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections():
-    """Keep what lives already out of the collections of each test: half a second each, otherwise."""
+    """Keep what lives already out of the collections of each test: half a second each."""
     gc.collect()
     gc.freeze()
 

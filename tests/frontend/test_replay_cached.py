@@ -17,39 +17,6 @@ from cupyflash.problem import cached as cached_calls
 from cupyflash.problem.hadamard import matrix_of
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["new memory", "memory given"])
-def test_a_step_over_a_cache_is_recognised(cupy, monkeypatch, given):
-    """Also where lengths and pages have changed: the device knows them."""
-    (q,) = draw(cupy, (2, 4, 1, 16), count=1)
-    k, v = draw(cupy, (6, 2, 16, 16), count=2)
-    table = cupy.asarray(np.zeros((2, 3), np.int32))
-    size = cupyflash.workspace_size_cached(q, k, v, table=table)
-    held = []
-    for n in range(3):
-        lengths = cupy.asarray(np.full(2, n + 7, np.int32))
-        more = {}
-        if given:
-            more["workspace"] = cupy.asarray(np.zeros(size, np.uint8))
-            more["out"] = cupy.asarray(np.zeros(q.shape, np.float32))
-        out = cupyflash.attention_cached(q, k, v, lengths, table=table, **more)
-        assert not given or out is more["out"]
-        held.append((lengths, out, more))
-        if n == 0:
-            monkeypatch.setattr(cached_calls, "call", None)
-    # A call is two launches.
-    assert [x.by_driver for x in cupy.launches] == [False, False, True, True, True, True]
-    layout = params.params(0, 0, 0)
-    twice = [each for each in held for _ in range(2)]
-    for (lengths, out, more), launch in zip(twice, cupy.launches, strict=True):
-        found = fields(launch, layout)
-        assert found["lengths"] == lengths.data.ptr
-        assert found["table"] == table.data.ptr
-        assert found["out"]["data"] == out.data.ptr
-        if given:
-            begin = more["workspace"].data.ptr
-            assert begin <= found["workspace"] < begin + 512
-
-
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_length_of_all_entries_is_told_anew_and_recognised(cupy, monkeypatch, paged):
     (q,) = draw(cupy, (2, 4, 1, 16), count=1)
@@ -144,29 +111,6 @@ def test_a_cache_is_written_by_what_device_memory_holds_then(cupy, packed):
     assert {name: told[name] for name in sizes} == sizes
 
 
-def test_writes_to_a_cache_are_recognised(cupy, monkeypatch):
-    k, v = draw(cupy, (6, 3, 4, 8), count=2)
-    cos, sin = draw(cupy, (40, 2), count=2)
-    table = cupy.asarray(np.zeros((2, 3), np.int32))
-    held = []
-    for n in range(3):
-        k_new, v_new = draw(cupy, (2, 3, 1, 8), count=2)
-        (q,) = draw(cupy, (2, 6, 1, 8), count=1)
-        lengths = cupy.asarray(np.full(2, n + 1, np.int64))
-        rotary = cupyflash.Rotary(cos, sin, interleaved=n == 2)
-        with monkeypatch.context() as patch:
-            if n == 1:
-                patch.setattr(cache_update, "checked_append", None)
-            out = cupyflash.append(k_new, v_new, k, v, lengths, table=table, q=q, rotary=rotary)
-        held.append((k_new, v_new, q, out, lengths))
-    for n, (arrays, launch) in enumerate(zip(held, cupy.launches, strict=True)):
-        told = fields(launch, params.rowwise("append"))
-        for name, array in zip(("k_new", "v_new", "q", "out", "lengths"), arrays, strict=True):
-            assert told[name]["data"] == array.data.ptr, name
-        assert told["interleaved"] == (n == 2)
-        assert launch.by_driver == (n > 0)
-
-
 def test_a_length_of_all_entries_is_no_part_of_a_write(cupy, monkeypatch):
     k, v = draw(cupy, (6, 3, 4, 8), count=2)
     rotary = cupyflash.Rotary(*draw(cupy, (10, 2), count=2))
@@ -204,23 +148,6 @@ def test_a_write_that_overlaps_is_checked_again(cupy):
     cupyflash.append(others[:, :, :1], values[:, :, :1], k, v, lengths)
     with pytest.raises(ArgumentError, match="k and k_new share memory"):
         cupyflash.append(k[:, :, :1], v[:, :, :1], k, v, lengths)
-
-
-def test_rotations_are_recognised(cupy, monkeypatch):
-    cos, sin = draw(cupy, (9, 8), count=2)
-    rotary = cupyflash.Rotary(cos, sin)
-    positions = cupy.asarray(np.full(5, 3, "i4"))
-    xs = [draw(cupy, (2, 4, 5, 16), count=1)[0] for _ in range(3)]
-    held = []
-    for n, x in enumerate(xs):
-        with monkeypatch.context() as patch:
-            if n == 1:
-                patch.setattr(cache_update, "rotation", None)
-            held.append(cupyflash.rope(x, positions, rotary, inverse=n == 2))
-    for n, (x, out, launch) in enumerate(zip(xs, held, cupy.launches, strict=True)):
-        told = fields(launch, params.rowwise("rope"))
-        assert (told["x"]["data"], told["out"]["data"]) == (x.data.ptr, out.data.ptr)
-        assert told["inverse"] == (n == 2)
 
 
 def test_transforms_are_recognised_with_their_seeds(cupy, monkeypatch):

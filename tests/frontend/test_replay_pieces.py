@@ -11,7 +11,6 @@ from cupyflash.gpu import launch
 from cupyflash.pieces.parts import call_of, part
 from cupyflash.pieces.schedule import Piece
 from cupyflash.problem import validate
-from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
 
 SHAPE, HALF = (1, 2, 256, 64), range(128)
@@ -53,25 +52,6 @@ def words(launches):
     return [each.words for each in launches]
 
 
-def alike(one, other):
-    """Return how many words of two launches differ."""
-    return int((one != other).sum())
-
-
-def test_a_piece_that_is_recognised_tells_its_own_addresses(cupy, unchecked):
-    first, second = made(cupy), made(cupy)
-    partial = results(cupy)
-    Gpu().forward_piece(piece(*first), partial, True)
-    unchecked()
-    own = results(cupy)
-    Gpu().forward_piece(piece(*second), own, True)
-    one, other = words(cupy.launches)
-    assert [int(other[place]) for place in (0, 8, 16, 24)] == [
-        x.data.ptr for x in (*second, own[0])
-    ]
-    assert alike(one, other) == 5  # q, k, v, out and lse
-
-
 @pytest.mark.parametrize(
     "changed",
     [{"keys": range(128, 256)}, {"masked": False}, {"scale": 0.5}, {"dropout": 0.5, "seed": 1}],
@@ -104,19 +84,3 @@ def test_keys_join_and_the_last_ones_write_the_results(cupy, unchecked):
         assert [last.count(x.data.ptr) for x in own] == [1, 1]
         assert [in_place.count(x.data.ptr) for x in results_of] == [0, 0]
         assert [last.count(x.data.ptr) for x in results_of] == [1, 1]
-
-
-def test_gradients_of_pieces_are_recognised(cupy, unchecked):
-    for again in range(2):
-        arrays, (do,) = made(cupy), made(cupy, count=1)
-        out, lse = results(cupy, np.float16)
-        targets = made(cupy, NUMBER, shape=(*SHAPE[:2], len(HALF), SHAPE[-1]))
-        gradients = Gradients(*targets, None, None)
-        begin = len(cupy.launches)
-        Gpu().backward_piece(piece(*arrays), part(do, HALF), out, lse, None, gradients, False)
-        told = {int(word) for each in cupy.launches[begin:] for word in each.words}
-        assert {x.data.ptr for x in (*arrays, do, lse, *targets[1:])} <= told
-        if not again:
-            kept = arrays, do, out, lse, targets  # no other array lies there
-            unchecked()
-    assert kept

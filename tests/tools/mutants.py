@@ -2,7 +2,8 @@
 
 Makes mutants of the kernels and of the code generators in cupyflash/expr/cuda.py, and runs each on
 the emulator with the problems that tests/mutation/suite.py gathers, held to the error bounds, in
-memory whose surroundings nobody may touch. A mutant is
+memory whose surroundings nobody may touch. Those of caches, codes and pieces, also in Python, are
+run with the tests that tests/mutation/judges.py names. A mutant is
 
 - invalid, where it does not compile;
 - equivalent, where its compiled code is that of the original (not counted);
