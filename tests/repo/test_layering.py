@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,6 +216,7 @@ def walk(node: ast.AST, at_import: bool = True) -> Iterator[tuple[ast.AST, bool]
         yield from walk(child, inside)
 
 
+@functools.cache
 def imports(name: str, path: Path) -> list[Import]:
     """Every import of a module, wherever it stands, with relative ones resolved."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
