@@ -1,4 +1,4 @@
-"""The public functions that make codes of 8 and 4 bits, and prepare rows for them."""
+"""The public functions that make 8- and 4-bit codes, and prepare rows for them."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ _ARTICLE_SAYS = "(2, 8, L, 64) for L = 512 to 8192, against standard attention"
 SUITES: dict[str, dict[str, Suite]] = {
     "cpu": {
         "quick": Suite(
-            "some seconds: (1, 4, L, 64) for L = 256 to 1024",
+            "a few seconds: (1, 4, L, 64) for L = 256 to 1024",
             tuple(_same(1, 4, length, 64) for length in (256, 512, 1024)),
             "float32",
             ("full", "causal"),

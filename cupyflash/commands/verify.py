@@ -18,7 +18,7 @@ from .text import complain, printable, whole_number
 if TYPE_CHECKING:
     from ..testing import Precision, Report, Result
 
-# A minute on two cores; some minutes on a GPU, because every problem has its own kernels to
+# A minute on two cores; a few minutes on a GPU, because every problem has its own kernels to
 # compile.
 EXAMPLES = {"cpu": 40, "gpu": 3}
 BAR = 24

@@ -1,4 +1,4 @@
-"""Caches of codes of 8 and 4 bits: which they are, and their scales, checked."""
+"""Caches of 8- and 4-bit codes: which they are, and their scales, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formats of codes of 8 and 4 bits."""
+"""The formats of 8- and 4-bit codes."""
 
 from __future__ import annotations
 

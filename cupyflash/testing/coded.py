@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits that properties draw, and what they mean exactly."""
+"""8- and 4-bit codes that properties draw, and what they mean exactly."""
 
 from __future__ import annotations
 

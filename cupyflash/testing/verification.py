@@ -154,7 +154,7 @@ def run(
     examples, seed : int
         The number of problems, and their seed.
     shrink : bool
-        Whether to look for a smaller problem after a failure, for some seconds.
+        Whether to look for a smaller problem after a failure, for a few seconds.
     climb : bool
         Whether to search where the ratios of error to bound are large.
     families : sequence of str, optional

@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits, which become numbers of the accumulator's type in registers.
+"""8- and 4-bit codes, which become numbers of the accumulator's type in registers.
 
 Every code is a number of float32 exactly; its product with a scale is rounded once.
 """

@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits with a scale for each group of columns: the CPU twin of quantize.
+"""8- and 4-bit codes with a scale for each group of columns: the CPU twin of quantize.
 
 A group's scale is its largest magnitude, divided by the largest code, and at least 2**-126; a code
 is x times the inverse of the scale, rounded to nearest even. Every step is one operation that IEEE

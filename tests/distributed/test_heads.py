@@ -248,7 +248,7 @@ def test_a_lost_message_ends_all(backward, scheme, monkeypatch):
     if not backward:
         to_lose.set()
     lose_messages(monkeypatch, threads, lambda rank: rank == 0 and to_lose.is_set())
-    words = "waited 60 s for rank 0, which did not come "
+    words = "timed out after 60 s waiting for rank 0 "
     if scheme == "heads":  # others may come to a round first
         words += r"\(.*ranks of their heads"
     with pytest.raises(DistributedError, match=words):

@@ -275,7 +275,7 @@ def test_offsets_of_a_layout_are_checked():
         distributed.layout(comm, 10, offsets_q=[0, 9])
     with pytest.raises(ArgumentError, match="got 1 sequences, but there are 2 in offsets_q"):
         distributed.prices(2, 10, offsets_q=[0, 9, 10], offsets_k=[0, 10])
-    with pytest.raises(ArgumentError, match="got the latter alone"):
+    with pytest.raises(ArgumentError, match="offsets_k: it needs offsets_q"):
         distributed.layout(comm, 10, offsets_k=[0, 10])
     with pytest.raises(ArgumentTypeError, match="offsets_q: got shape"):
         distributed.layout(comm, 10, offsets_q=[0.5, 10])

@@ -95,7 +95,7 @@ def faults() -> None:
     comm = distributed.communicator(MPI.COMM_WORLD)
     if is_last:
         MPI.COMM_WORLD.Barrier()  # it comes when the time of all others is up
-    fault(f"for rank {last}, which did not come", comm, timeout=2)
+    fault(f"waiting for rank {last}", comm, timeout=2)
     if not is_last:
         MPI.COMM_WORLD.Barrier()
     comm = distributed.communicator(MPI.COMM_WORLD)

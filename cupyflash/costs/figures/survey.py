@@ -25,10 +25,10 @@ from ..analysis.tiles import TileCount
 Array = np.ndarray[Any, Any]
 
 AT_A_TIME = 2**16  # rectangles
-MOST_LOOKS = 2**25  # rectangles that are examined: some seconds, or a minute in many small steps
+MOST_LOOKS = 2**25  # rectangles that are examined: a few seconds, or a minute in small steps
 OF_A_STEP = 2**8  # that a step counts for, at least
 PAIRS_AT_A_TIME = 2**21
-MOST_PAIRS = 2**27  # that are asked one by one: some seconds
+MOST_PAIRS = 2**27  # that are asked one by one: a few seconds
 
 
 @dataclass(frozen=True, eq=False)

@@ -313,7 +313,7 @@ def _weights(found: Array, area: Array) -> Array:
 def _packed(offsets_q: Any, offsets_k: Any, len_q: int, len_k: int, heads: int) -> Packed:
     """Return the sizes of packed sequences."""
     if offsets_q is None:
-        raise ArgumentError("offsets_q, offsets_k: got the latter alone; expected the former, too.")
+        raise ArgumentError("offsets_k: it needs offsets_q, which is missing; pass both.")
     ends = []
     given = {"offsets_q": offsets_q, "offsets_k": offsets_q if offsets_k is None else offsets_k}
     for (name, value), total in zip(given.items(), (len_q, len_k), strict=True):

@@ -23,9 +23,9 @@ def gave_up(rank: int, error: BaseException) -> str:
 
 
 def absent(rank: int, missing: Sequence[int], timeout: float, what: str) -> str:
-    """Return why the communicator ends when a rank waited too long."""
+    """Return why the communicator ends when a rank timed out."""
     return (
-        f"rank {rank} waited {timeout:g} s for {named(missing)}, which did not come ({what}). "
+        f"rank {rank} timed out after {timeout:g} s waiting for {named(missing)} ({what}). "
         f"Every rank has to make the same calls; a larger timeout= waits longer.\n{AFTERWARDS}"
     )
 

@@ -1,4 +1,4 @@
-"""Properties of codes of 8 and 4 bits: in caches, appended to them, and of whole calls."""
+"""Properties of 8- and 4-bit codes: in caches, appended to them, and of whole calls."""
 
 from __future__ import annotations
 
