@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +18,22 @@ from . import cpu_programs, cpu_tiles
 from .backend import output_shape
 from .cpu_ranges import OtherNumbers
 from .host_calls import Replayed, ReplayedCache, ReplayedGrowing
+
+
+@functools.cache
+def _openmp(folder: Path) -> Any:
+    from cupyflash.reference.cpu import openmp
+
+    return openmp, openmp.loaded(folder)
+
+
+def share_threads(folder: Path) -> None:
+    """Let the calling thread's calls be computed by the threads of OpenMP's library in a folder.
+
+    It is GNU's, and another package has loaded it; if there is none, nothing changes.
+    """
+    openmp, library = _openmp(folder)
+    openmp.use_team_of(library)
 
 
 def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> CallResult:

@@ -18,6 +18,7 @@ import numpy as np
 
 Work = Callable[[], Any]
 SMALLEST_FLUSH, LARGEST_FLUSH = 2**26, 2**30  # bytes
+QUIET, LONGEST_SPIN = 0.005, 0.5  # seconds
 
 
 class Meter(ABC):
@@ -139,8 +140,16 @@ class Cpu(Meter):
         return 1024 * int(found[1]) if found else None
 
     def settle(self) -> None:
-        """Wait until the threads of other libraries have stopped waiting for work busily."""
-        time.sleep(0.005)
+        """Wait until threads of other libraries, which spin after their work, have gone to sleep.
+
+        They would run on the cores of the next call: OpenMP's spin for up to 20 ms on some CPUs.
+        """
+        end = time.perf_counter() + LONGEST_SPIN
+        while time.perf_counter() < end:
+            before = time.process_time()
+            time.sleep(QUIET)
+            if time.process_time() - before < QUIET / 5:
+                return
 
     def release(self) -> None:
         """Give back what is no longer used, and what glibc keeps of that."""

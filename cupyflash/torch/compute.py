@@ -76,6 +76,7 @@ def forward(
             return made[0], made[1] if wants_lse else None
     request = _request(settings, x)
     if not place and not on_gpu:
+        tensors.use_threads()
         results = execute.forward(request, wants_lse, None, None)
         out, lse = results if wants_lse else (results, None)
         return tensor_of(out), None if lse is None else tensor_of(lse)
@@ -128,6 +129,7 @@ def backward(
     request = _request(settings, x)
     arrays = array_of(do), array_of(out), array_of(lse), array_of(dlse)
     if not place and not on_gpu:
+        tensors.use_threads()
         host = execute.backward(request, *arrays, settings.deterministic, None, None, wants_bias)
         return [tensor_of(each) for each in host if each is not None]
     gradients = empty_gradients(x, wants_bias)

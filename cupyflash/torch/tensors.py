@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from ..arrays import device_arrays
 from ..arrays.dtypes import FLOATS, WORDS
 from ..arrays.interop import TRANSFORMED, is_transformed
+from ..backends import cpu
 from ..errors import ArgumentError, ArgumentTypeError
 from ..hints.install import ML_DTYPES
 
@@ -206,10 +208,25 @@ def to_autocast(
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which PyTorch's current stream and its device are also CuPy's."""
+    """Return a context in which PyTorch's current stream and its device are also CuPy's.
+
+    Calls on CPUs are computed by PyTorch's threads.
+    """
     if device.type != "cuda":
+        use_threads()
         return nullcontext()
     return device_arrays.on_stream(raw_stream(device.index), device.index)
+
+
+_LIBRARIES = Path(torch.__file__).parent / "lib"
+
+
+def use_threads() -> None:
+    """Let the calling thread's calls on CPUs be computed by PyTorch's threads (GNU's OpenMP).
+
+    They spin for a while after PyTorch's own functions, and others would share the cores with them.
+    """
+    cpu.share_threads(_LIBRARIES)
 
 
 def _stream_of_object(device: int) -> int:

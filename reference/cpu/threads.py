@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from . import openmp
 from .float_modes import use_usual_modes
 from .thread_limits import num_threads
 
@@ -183,6 +184,26 @@ def _chunks(items: int, workers: int, work: float | None) -> tuple[int, int]:
     return first, max(first, most)
 
 
+def _share(job: _Job, workers: int) -> None:
+    """Compute a job by the calling thread and some of the pool's."""
+    pool = _pool
+    if pool.size < workers - 1:
+        pool.grow(workers - 1)
+    gates = pool.gates(workers - 1)
+    # All of it happens in C, and Python looks for signals before and after it. It begins right
+    # after what raised an exception: nothing may be called before.
+    closing = map(_acquire, [gate.lock for gate in gates], itertools.repeat(_WAIT))
+    try:
+        for gate in gates:
+            pool.jobs.put((job, gate))
+        job.work()
+    finally:
+        job.items = 0
+        all(closing)
+        for gate in job.entered:
+            pool.free(gate)
+
+
 def parallel(
     run: Callable[[int, int], None], items: int, arrays: object = None, work: float | None = None
 ) -> None:
@@ -217,24 +238,11 @@ def parallel(
     if workers == 1:
         job.work()
         return
-    pool = _pool
-    if pool.size < workers - 1:
-        pool.grow(workers - 1)
-    gates = pool.gates(workers - 1)
-    # All of it happens in C, and Python looks for signals before and after it. It begins right
-    # after what raised an exception: nothing may be called before.
-    closing = map(_acquire, [gate.lock for gate in gates], itertools.repeat(_WAIT))
     try:
-        for gate in gates:
-            pool.jobs.put((job, gate))
-        job.work()
+        (openmp.share if openmp.is_worth(workers) else _share)(job, workers)
     finally:
-        job.items = 0
-        all(closing)
         error = job.error
         job.run = job.arrays = job.error = None  # a late helper may hold the job for a while
-        for gate in job.entered:
-            pool.free(gate)
     if error is not None:
         try:
             raise error

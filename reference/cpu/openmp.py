@@ -1,0 +1,149 @@
+"""OpenMP's threads of another library, which compute calls between that library's own.
+
+GNU's OpenMP lets its threads spin for up to 20 ms after a parallel region. Threads of our own would
+share the cores with them, and take twice as long. So a call from a thread that computes by such a
+library's regions, as PyTorch's users do, begins a region of that library, in which the caller works
+as usual. What begins and ends a region without a function for the caller is what compilers called
+before OpenMP 4, and is still there.
+
+The region must be ended by the thread that began it, whatever signals come: `_Team.ending` is one
+call of C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from .float_modes import own_arithmetic
+
+_SERVE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Job(Protocol):
+    """What threads compute together, see `threads`."""
+
+    items: int
+
+    def work(self) -> None:
+        """Compute chunks until none is left."""
+
+    def fail(self, error: BaseException) -> None:
+        """Keep an exception, and let the other threads stop."""
+
+
+class _Team:
+    """The functions of a library of OpenMP that is loaded.
+
+    Attributes
+    ----------
+    size : callable
+        How many threads a region of the calling thread gets.
+    level : callable
+        In how many regions the calling thread is.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.size, self.level = library.omp_get_max_threads, library.omp_get_level
+        self.size.restype = self.level.restype = ctypes.c_int
+        self._start, self._end = library.GOMP_parallel_start, library.GOMP_parallel_end
+        self._start.argtypes, self._start.restype = (_SERVE, ctypes.c_void_p, ctypes.c_uint), None
+        self._end.argtypes, self._end.restype = (ctypes.c_int,), None  # which it ignores
+
+    def start(self, number: int) -> None:
+        """Begin a region, whose other threads work on the job with a number."""
+        self._start(_serve, number, self.size())
+
+    def ending(self) -> Iterator[Any]:
+        """Return what ends the region that begins from now on, if one does, when it is looked at."""
+        return map(self._end, iter(self.level, self.level()))
+
+
+_team: _Team | None = None
+_callers: set[int] = set()  # threads that compute by regions of `_team`
+_jobs: dict[int, tuple[Job, Iterator[int]]] = {}
+_numbers = itertools.count(1)
+
+
+def _forget() -> None:
+    # The library's threads are not there in a forked child, which would wait for them for ever.
+    global _team
+    _team = None
+    _callers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+@_SERVE
+def _serve(number: int) -> None:
+    """Work on a job as one of its helpers; called by the library's threads."""
+    job, helpers = _jobs[number]
+    if next(helpers, None) is not None:
+        try:
+            own_arithmetic(job.work)()
+        except BaseException as error:  # noqa: BLE001 (the caller raises it)
+            job.fail(error)
+
+
+def loaded(folder: Path) -> ctypes.CDLL | None:
+    """Return the library of GNU's OpenMP in a folder, if this process has loaded it (Linux)."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    here = str(folder.resolve()) + os.sep
+    paths = {line.partition("/")[2] for line in lines if "libgomp" in line}
+    found = sorted("/" + path for path in paths if ("/" + path).startswith(here))
+    if len(found) != 1:
+        return None
+    try:
+        library = ctypes.CDLL(found[0], mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        _Team(library)
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def use_team_of(library: ctypes.CDLL | None) -> None:
+    """Let the calling thread's calls be computed by threads of a library that `loaded` returned."""
+    global _team
+    if library is not None:
+        _team = _team or _Team(library)
+        _callers.add(threading.get_ident())
+
+
+def is_worth(workers: int) -> bool:
+    """Whether a call of the calling thread on so many threads is computed here.
+
+    It is not inside of a region, and not if most of the library's threads would have nothing to do:
+    a smaller region than usual would end those that are left over.
+    """
+    if threading.get_ident() not in _callers:
+        return False
+    team = _team
+    return team is not None and 1 < team.size() <= 2 * workers and not team.level()
+
+
+def share(job: Job, workers: int) -> None:
+    """Compute a job by the calling thread and some of the library's; `is_worth` was true."""
+    team = _team
+    assert team is not None
+    number = next(_numbers)
+    _jobs[number] = job, iter(range(workers - 1))
+    ending = team.ending()
+    try:
+        team.start(number)
+        job.work()
+    finally:
+        job.items = 0
+        any(ending)
+        with contextlib.suppress(KeyError):
+            del _jobs[number]
