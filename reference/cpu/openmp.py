@@ -12,9 +12,9 @@ call of C.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ class _Team:
         self._start(_serve, number, self.size())
 
     def ending(self) -> Iterator[Any]:
-        """Return what ends the region that begins from now on, if one does, when it is looked at."""
+        """Return an iterator that ends the region that begins from now on, if one begins."""
         return map(self._end, iter(self.level, self.level()))
 
 
@@ -71,15 +71,16 @@ _jobs: dict[int, tuple[Job, Iterator[int]]] = {}
 _numbers = itertools.count(1)
 
 
-def _forget() -> None:
-    # The library's threads are not there in a forked child, which would wait for them for ever.
+def forget() -> None:
+    """Compute no more calls here, until a thread asks for it again."""
     global _team
     _team = None
     _callers.clear()
 
 
+_process = os.getpid()  # a forked one would wait for ever for the library's threads
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=forget)
 
 
 @_SERVE
@@ -94,7 +95,12 @@ def _serve(number: int) -> None:
 
 
 def loaded(folder: Path) -> ctypes.CDLL | None:
-    """Return the library of GNU's OpenMP in a folder, if this process has loaded it (Linux)."""
+    """Return the library of GNU's OpenMP in a folder, if this process has loaded it (Linux).
+
+    There is none for a process that `multiprocessing` forked, whose parent may have had regions.
+    """
+    if multiprocessing.parent_process() and multiprocessing.get_start_method(True) == "fork":
+        return None
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -115,7 +121,7 @@ def loaded(folder: Path) -> ctypes.CDLL | None:
 def use_team_of(library: ctypes.CDLL | None) -> None:
     """Let the calling thread's calls be computed by threads of a library that `loaded` returned."""
     global _team
-    if library is not None:
+    if library is not None and os.getpid() == _process:
         _team = _team or _Team(library)
         _callers.add(threading.get_ident())
 
@@ -145,5 +151,4 @@ def share(job: Job, workers: int) -> None:
     finally:
         job.items = 0
         any(ending)
-        with contextlib.suppress(KeyError):
-            del _jobs[number]
+        _jobs.pop(number, None)

@@ -247,6 +247,27 @@ def test_inputs_that_do_not_fit_are_told():
     assert "no memory for its arrays" in row.results[0].reason
 
 
+def test_a_call_waits_until_other_threads_have_stopped_spinning(monkeypatch):
+    """What the process computes in a pause is taken from a list: two pauses are busy."""
+    clock = iter([0.0, 0.005, 0.005, 0.009, 0.009, 0.0091])
+    pauses: list[float] = []
+    monkeypatch.setattr(measure.time, "process_time", lambda: next(clock))
+    monkeypatch.setattr(measure.time, "sleep", pauses.append)
+    measure.Cpu().settle()
+    assert len(pauses) == 3
+    assert next(clock, None) is None
+
+
+def test_it_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(measure.time, "process_time", iter(range(10**9)).__next__)
+    now = iter(range(10**9))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: 0.1 * next(now))
+    pauses: list[float] = []
+    monkeypatch.setattr(measure.time, "sleep", pauses.append)
+    measure.Cpu().settle()
+    assert 1 < len(pauses) < 10
+
+
 def test_free_memory_of_this_machine():
     free = measure.Cpu().free_memory()
     assert free is None or 2**20 < free < 2**50

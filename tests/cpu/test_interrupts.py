@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from halves import mostly_thorough
 from test_threads import output_of, set_threads
+from torch_threads import threads_of_pytorch
 
 import cupyflash
 from cupyflash import attention, streamed
@@ -72,12 +74,18 @@ def test_an_exception_from_a_signal_waits_for_the_helpers(tmp_path, error):
     assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "ended 1 True"
 
 
-def test_an_exception_anywhere_leaves_nobody_at_work(set_threads):
+@pytest.mark.parametrize("team", ["own", "PyTorch"])
+def test_an_exception_anywhere_leaves_nobody_at_work(set_threads, team):
     """Python runs signals' handlers where a function begins and where a call returns.
 
     This raises an exception at each of these places, one after the other.
     """
     set_threads(3)
+    with threads_of_pytorch(3) if team == "PyTorch" else nullcontext():
+        raise_an_exception_anywhere()
+
+
+def raise_an_exception_anywhere():
     caller, last_place = threading.get_ident(), 0
     inside: list[int] = []
     begun, helped, interrupted = [], [], 0
