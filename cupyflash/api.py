@@ -344,6 +344,14 @@ def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Fl
     ArgumentError, ArgumentTypeError
         The parts differ in shape or dtype, or there are none.
 
+    Notes
+    -----
+    A row without keys has the log-sum-exp -inf. A log-sum-exp of NaN or +inf makes its row NaN. Any
+    other number is taken as it is, so convert what another library returns: logarithms to base 2 by
+    ``lse * math.log(2)``, and rows without keys, for which PyTorch's memory-efficient kernel has
+    0.0, by ``numpy.where(hidden, -numpy.inf, lse)``. One of 16 bits (JAX, for arrays of 16 bits)
+    has lost what a weight needs, and is refused.
+
     References
     ----------
     M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, equation 4.

@@ -4,7 +4,7 @@ From (out, lse) of each set, it computes the result of one call over all keys:
 ``lse = log sum exp(lse_n)`` and ``out = sum exp(lse_n - lse) out_n``. Each part is multiplied by
 its normalised weight before the sum, and no element of the sum is larger than the parts' largest,
 so that finite parts have a finite mean. A set that saw nothing (lse = -inf) is ignored, so (0,
--inf) is the unit.
+-inf) is the unit. An lse of +inf, which is that of no numbers, counts as NaN.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def combine(first, last, outs, lses, columns, itemsize, out, lse, most):
         m = lse.dtype.type(-math.inf)
         for n in range(outs.size):
             value = load(lses[n] + row * itemsize, one)
+            value = value - value if value == math.inf else value
             m = value if value > m or value != value else m
         l = one - one
         for n in range(outs.size):

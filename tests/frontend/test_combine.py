@@ -146,6 +146,16 @@ def test_parts_of_opposite_signs_are_weighted_before_they_are_added(dtype, large
     np.testing.assert_allclose(out, large / 2, rtol=1e-6)
 
 
+def test_a_log_sum_exp_of_infinity_is_none():
+    """Padding rows of other libraries' kernels may have one, whose part would be taken alone."""
+    out, lse = np.ones((3, 2), np.float32), np.zeros(3, np.float32)
+    bad = np.array([0, np.inf, 0], np.float32)
+    for parts in ([(out, lse), (2 * out, bad)], [(2 * out, bad), (out, lse)], [(2 * out, bad)]):
+        joined = combine(parts)
+        assert np.array_equal(np.isnan(joined[1]), [False, True, False])
+        assert np.array_equal(np.isnan(joined[0]).all(axis=1), [False, True, False])
+
+
 def test_nan_stays_in_its_row():
     out, lse = np.ones((3, 2), np.float32), np.zeros(3, np.float32)
     bad_out, bad_lse = out.copy(), lse.copy()
