@@ -312,6 +312,15 @@ def test_parts_are_joined_within_the_bound(dtype, data):
     assert (lse[empty] == -np.inf).all()
 
 
+def test_a_log_sum_exp_of_infinity_counts_as_nan():
+    value, lse = np.ones((1, 3, 5), np.float32), np.zeros((1, 3), np.float32)
+    bad = np.array([[0, np.inf, 0]], np.float32)
+    out, joined = np.zeros_like(value), np.zeros_like(lse)
+    Emulator().rowwise(COMBINE, [(value, lse), (2 * value, bad)], out=out, lse=joined)
+    assert np.array_equal(np.isnan(joined[0]), [False, True, False])
+    assert np.array_equal(np.isnan(out[0]).all(axis=1), [False, True, False])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("number", [2, 3, 17])
 def test_parts_of_the_largest_number_are_joined_to_it(dtype, number):
