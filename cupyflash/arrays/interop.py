@@ -82,7 +82,7 @@ def array(value: Any, name: str) -> Array:
     try:
         return np.from_dlpack(value)
     except _DLPACK_FAILURES:
-        return _bfloat16_from_dlpack(value, name)
+        return _of_ml_dtypes(value, name)
 
 
 def _check_kind(value: Any, name: str) -> None:
@@ -239,7 +239,7 @@ def _refused(value: Any, name: str, reason: object) -> ArgumentTypeError:
 
 
 class _Reexport:
-    """A DLPack exporter of one capsule, for NumPy, which knows no bfloat16."""
+    """A DLPack exporter of one capsule, for NumPy, which knows no types of ml_dtypes."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -251,7 +251,9 @@ class _Reexport:
         return (1, 0)
 
 
-_UNSIGNED, _BFLOAT = 1, 4  # DLDataTypeCode
+_UNSIGNED = 1  # DLDataTypeCode
+# Types of ml_dtypes that NumPy neither exports nor takes, by their code and bits in DLPack.
+_OF_ML_DTYPES = {(4, 16): "bfloat16", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}
 
 
 def _type_of(capsule: Any) -> Any:
@@ -262,36 +264,38 @@ def _type_of(capsule: Any) -> Any:
     return (ctypes.c_uint8 * 2).from_address(get_pointer(capsule, b"dltensor") + 20)
 
 
-def _bfloat16_capsule(array: Array) -> Any:
-    """Export a NumPy array of bfloat16 as 16-bit integers, and then change the element type."""
-    capsule = array.view(np.uint16).__dlpack__()
-    _type_of(capsule)[0] = _BFLOAT
+def _capsule_of_ml_dtypes(array: Array) -> Any:
+    """Export an array of a type of ml_dtypes as integers, and then change the element type."""
+    codes = {name: code for (code, _), name in _OF_ML_DTYPES.items()}
+    capsule = array.view(f"u{array.itemsize}").__dlpack__()
+    _type_of(capsule)[0] = codes[array.dtype.name]
     return capsule
 
 
-def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
-    """Take a bfloat16 array by telling NumPy that its elements are 16-bit integers."""
+def _of_ml_dtypes(value: Any, name: str) -> Array:
+    """Take an array of such a type by telling NumPy that its elements are integers."""
     try:
         capsule = value.__dlpack__()
         code_and_bits = _type_of(capsule)
     except _DLPACK_FAILURES as error:
         raise _refused(value, name, error) from None
     code, bits = code_and_bits
-    if (code, bits) != (_BFLOAT, 16):
+    if (code, bits) not in _OF_ML_DTYPES:
         raise _refused(value, name, f"NumPy has no {bits}-bit elements of type code {code}")
+    kind = _OF_ML_DTYPES[code, bits]
     try:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"{name}: got bfloat16, which needs the package ml_dtypes: {ML_DTYPES}."
+            f"{name}: got {kind}, which needs the package ml_dtypes: {ML_DTYPES}."
         ) from None
     code_and_bits[0] = _UNSIGNED
     try:
         integers = np.from_dlpack(_Reexport(capsule))
     except _DLPACK_FAILURES as error:
         raise _refused(value, name, error) from None
-    code_and_bits[0] = _BFLOAT  # in the exporter's struct, which exists as long as `integers`
-    return integers.view(ml_dtypes.bfloat16)
+    code_and_bits[0] = code  # in the exporter's struct, which exists as long as `integers`
+    return integers.view(getattr(ml_dtypes, kind))
 
 
 def to_library_of(value: Any, like: Any) -> Any:
@@ -311,8 +315,8 @@ def to_library_of(value: Any, like: Any) -> Any:
         return value
     library = _namespace(like)
     exporter = value
-    if isinstance(value, np.ndarray) and value.dtype.name == "bfloat16":
-        exporter = _Reexport(_bfloat16_capsule(value))  # NumPy does not export bfloat16
+    if isinstance(value, np.ndarray) and value.dtype.name in _OF_ML_DTYPES.values():
+        exporter = _Reexport(_capsule_of_ml_dtypes(value))
     try:
         return library.from_dlpack(exporter)
     except (AttributeError, *_DLPACK_FAILURES) as error:

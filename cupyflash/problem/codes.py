@@ -179,6 +179,13 @@ def _scales_of(scale: Any, x: Array, name: str, form: Format | None) -> Array | 
             f"{_HOW}{' or (..., D / 32)' if form.packed > 1 else ''}; or one number for all."
         )
     if scale is not None:
+        if x.dtype.name == "int4":
+            raise ArgumentError(
+                f"{name}: got int4 of ml_dtypes, which has a byte for each code; expected two in "
+                f"a byte. Make them with quantize, or pack these: "
+                f"({name}[..., ::2].astype(np.uint8) & 15) | ({name}[..., 1::2].astype(np.uint8) "
+                f"<< 4), with kv_dtype='int4'."
+            )
         raise ArgumentError(
             f"{name}_scale: got scales with {name} of {x.dtype}, which has none; expected codes of "
             f"{', '.join(FORMATS)}. Leave {name}_scale out, or make codes with quantize."

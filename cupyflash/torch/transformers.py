@@ -78,13 +78,18 @@ def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
     ArgumentError
         The model computes attention by its own code, which would add this mask to its scores.
     """
-    from transformers.masking_utils import eager_mask, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     kind: Any = type(config)
     _refuse_attention_of_its_own(kind)
     if getattr(config, "model_type", None) in _ADD_TO_MASKS:
         floats: torch.Tensor = eager_mask(**options)
         return floats
+    # sdpa_mask does not look at the function: it would take a window for a causal mask.
+    if options.get("mask_function", causal_mask_function) is not causal_mask_function and (
+        options.get("local_size") is None
+    ):
+        options["allow_is_causal_skip"] = False
     # Without a mask, the layers decide whether they are causal, and here they differ from the mask.
     if not getattr(config, "is_causal", True):
         options["allow_is_bidirectional_skip"] = False

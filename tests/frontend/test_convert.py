@@ -6,7 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyflash import ArgumentTypeError, Gradients, attention, attention_vjp, convert
+from cupyflash import (
+    ArgumentTypeError,
+    Gradients,
+    attention,
+    attention_cached,
+    attention_vjp,
+    convert,
+    quantize,
+)
 
 X = np.random.default_rng(0).standard_normal((2, 5, 8), np.float32)
 
@@ -56,6 +64,38 @@ def test_tensors_share_the_memory(dtype):
     tensor[0, 0, 0] = 42
     assert array[0, 0, 0] == 42
     assert np.array_equal(attention(tensor, tensor, tensor), attention(array, array, array))
+
+
+FLOAT8 = "float8_e4m3fn", "float8_e5m2"
+
+
+def check_codes(arrays, scales, like):
+    """Codes of another library are those of NumPy, and go back in place."""
+    options = {"q_scale": scales, "k_scale": scales, "v_scale": scales, "out_dtype": "float32"}
+    taken = [convert(x, like=like) for x in arrays]
+    assert [str(x.dtype).removeprefix("torch.") for x in taken] == [x.dtype.name for x in arrays]
+    assert np.array_equal(attention(*taken, **options), attention(*arrays, **options))
+    cached = attention_cached(X[:, :1, None], *(x[:, None] for x in taken[1:]), 5,
+                              k_scale=scales[:, None], v_scale=scales[:, None])  # fmt: skip
+    wanted = attention_cached(X[:, :1, None], *(x[:, None] for x in arrays[1:]), 5,
+                              k_scale=scales[:, None], v_scale=scales[:, None])  # fmt: skip
+    assert np.array_equal(cached, wanted)
+    return taken
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_tensors_of_float8(dtype):
+    torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
+    codes, scales = quantize(X, dtype)
+    tensor, *_ = check_codes([codes.copy() for _ in range(3)], scales, torch.ones(1))
+    assert torch.equal(tensor.float(), torch.from_numpy(codes.astype(np.float32)))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_arrays_of_jax_of_float8(dtype):
+    jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
+    codes, scales = quantize(X, dtype)
+    check_codes([codes, codes, codes], scales, jax.numpy.ones(1))
 
 
 def test_arrays_of_jax():

@@ -230,12 +230,12 @@ def test_an_unknown_type_code():
     class Float8(Exporter):
         def __dlpack__(self, **keywords: Any) -> Any:
             capsule = self.values.__dlpack__()
-            type_code(capsule)[0] = 10  # kDLFloat8_e4m3fn
+            type_code(capsule)[0] = 13  # kDLFloat8_e5m2fnuz
             return capsule
 
     x = filled(2, 5, 8)
     values = np.zeros((2, 5, 8), np.uint8)
-    with pytest.raises(ArgumentTypeError, match=r"q: got Float8.*8-bit elements of type code 10"):
+    with pytest.raises(ArgumentTypeError, match=r"q: got Float8.*8-bit elements of type code 13"):
         attention(Float8(values), x, x)
 
 
@@ -297,5 +297,5 @@ def test_torch_tensors_that_cannot_be_taken(torch):
     with pytest.raises(ArgumentTypeError, match="k: got Tensor"):
         attention(x, nowhere, x)
     small = torch.ones(2, 5, 8).to(torch.float8_e4m3fn)
-    with pytest.raises(ArgumentTypeError, match="v: got Tensor"):
+    with pytest.raises(ArgumentTypeError, match=r"v: .* float8_e4m3fn"):
         attention(x, x, small)

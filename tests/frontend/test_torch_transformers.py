@@ -125,6 +125,28 @@ def test_no_mask_means_the_last_queries():
     call(torch.nn.Module(), x, x[:, :, :3], x[:, :, :3], None, is_causal=False)
 
 
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked"])
+@pytest.mark.parametrize("held", [0, 1, 4])
+def test_windows_and_chunks_are_not_taken_for_causal_masks(kind, held):
+    """Masks of five new tokens, written as sdpa_mask's docstring shows."""
+    utils = transformers.masking_utils
+    function = (
+        utils.sliding_window_causal_mask_function(3)
+        if kind == "sliding_window"
+        else utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=int))
+    )
+    sizes = {"batch_size": 1, "q_length": 5, "kv_length": 5 + held, "q_offset": held}
+    mask = adapter.attention_mask(**sizes, mask_function=function)
+    i, j = held + torch.arange(5)[:, None], torch.arange(5 + held)
+    near = i - j < 3 if kind == "sliding_window" else i // 3 == j // 3
+    assert torch.equal(mask[0, 0], (j <= i) & near)
+    x = torch.randn(1, 2, 5 + held, 8, generator=torch.Generator().manual_seed(0))
+    found = adapter.attention_forward(torch.nn.Module(), x[:, :, held:], x, x, mask)[0]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    wanted = sdpa(x[:, :, held:], x, x, attn_mask=(j <= i) & near)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
 def test_an_empty_static_cache_needs_a_mask_of_the_keys_that_it_holds():
     sizes = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 0, "kv_offset": 0}
     mask = adapter.attention_mask(**sizes, dtype=torch.float32)

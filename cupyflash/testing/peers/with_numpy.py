@@ -144,7 +144,7 @@ def _mlx() -> Functions:
         do: Array, q: Array, k: Array, v: Array, *_: Any, mask: Any = None,
         scale: float | None = None,
     ) -> Any:  # fmt: skip
-        given = [mx.array(np.array(x, order="C")) for x in (q, k, v)]
+        given: Any = [mx.array(np.array(x, order="C")) for x in (q, k, v)]
         factor, allowed = scale_of(q, scale), read(q, k, mask, None)
         _, made = mx.vjp(
             lambda *x: attend(x, factor, allowed), given, [mx.array(np.array(do, order="C"))]
