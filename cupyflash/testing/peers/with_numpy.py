@@ -144,11 +144,10 @@ def _mlx() -> Functions:
         do: Array, q: Array, k: Array, v: Array, *_: Any, mask: Any = None,
         scale: float | None = None,
     ) -> Any:  # fmt: skip
-        given: Any = [mx.array(np.array(x, order="C")) for x in (q, k, v)]
+        given = [mx.array(np.array(x, order="C")) for x in (q, k, v)]
         factor, allowed = scale_of(q, scale), read(q, k, mask, None)
-        _, made = mx.vjp(
-            lambda *x: attend(x, factor, allowed), given, [mx.array(np.array(do, order="C"))]
-        )
+        seeds = [mx.array(np.array(do, order="C"))]
+        made = mx.vjp(lambda *x: attend(x, factor, allowed), given, seeds)[1]
         return tuple(np.array(x) for x in made)
 
     return Functions(forward, backward)
