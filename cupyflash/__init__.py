@@ -29,7 +29,7 @@ from .quantization import hadamard, quantize
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:
-    from . import distributed, figures, streamed
+    from . import distributed, figures, foreign, streamed
     from .explanation import Explanation, explain, explain_cached
 
 __version__ = "0.1.0"
@@ -58,6 +58,7 @@ __all__ = [
     "explain_cached",
     "expr",
     "figures",
+    "foreign",
     "hadamard",
     "lookup",
     "masks",
@@ -77,6 +78,7 @@ _WHEN_NEEDED = {
     "explain": "explanation",
     "explain_cached": "explanation",
     "figures": "figures",
+    "foreign": "foreign",
     "streamed": "streamed",
 }
 

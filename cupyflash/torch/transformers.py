@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from . import tensors
 from .functions import drawn_seed, run
 from .operands import Settings
 
-__all__ = ["attention_forward", "attention_mask", "register"]
+__all__ = ["Held", "attention_forward", "attention_mask", "held", "register"]
 
 
 def register(name: str = "cupy_attention") -> None:
@@ -154,6 +154,63 @@ def _asks_the_interface(model: Any) -> bool:
 
 
 _CODE = "transformers.models.", "transformers_modules."  # where models are, and users' models
+
+
+class Held(NamedTuple):
+    """What a layer of a cache of transformers holds, as `attention_cached` takes it.
+
+    Attributes
+    ----------
+    k, v : torch.Tensor, shape (B, Hkv, S, D)
+        Keys and values, rotated already where a model rotates them. They are the cache's own.
+    lengths : torch.Tensor of int32, shape (B,)
+        How many positions hold something.
+    first : int
+        The position of the first of them in its sequence: above 0 where a window let others go.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    first: int
+
+
+def held(layer: Any) -> Held:
+    """Return the keys and values that a layer of a cache of transformers holds.
+
+    Parameters
+    ----------
+    layer : object
+        One of ``cache.layers`` of a DynamicCache or a StaticCache, with a window or without one. A
+        layer with a window of w holds the last w - 1 positions, or w if it is static.
+
+    Returns
+    -------
+    Held
+        Tensors without a copy.
+
+    Raises
+    ------
+    ArgumentError
+        Nothing is in the layer yet, or it is of another kind, such as a quantised one.
+    """
+    from transformers import cache_utils
+
+    kinds = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer,
+             cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer)  # fmt: skip
+    if type(layer) not in kinds:
+        raise ArgumentError(
+            f"layer: got {type(layer).__name__}; expected one of "
+            f"{', '.join(kind.__name__ for kind in kinds)}, whose tensors are (B, Hkv, S, D) in "
+            "the order of positions. Pass an element of cache.layers, or read it by its own code."
+        )
+    if not layer.is_initialized:
+        raise ArgumentError("layer: nothing is in it yet; expected keys and values.")
+    seen = int(layer.get_seq_length())
+    length = min(seen, layer.keys.shape[2])
+    lengths = torch.full((layer.keys.shape[0],), length, dtype=torch.int32,
+                         device=layer.keys.device)  # fmt: skip
+    return Held(layer.keys, layer.values, lengths, seen - length)
 
 
 def attention_forward(

@@ -20,6 +20,7 @@ import cupyflash.analysis
 import cupyflash.bench
 import cupyflash.distributed
 import cupyflash.figures
+import cupyflash.foreign
 import cupyflash.masks
 import cupyflash.scores
 from cupyflash.problem import validate
@@ -47,7 +48,7 @@ FUNCTIONS = {
     "workspace_size",
     "workspace_size_cached",
 }
-MODULES = {"analysis", "distributed", "expr", "figures", "masks", "scores", "streamed"}
+MODULES = {"analysis", "distributed", "expr", "figures", "foreign", "masks", "scores", "streamed"}
 TYPES = {
     "ArgumentError",
     "ArgumentTypeError",
@@ -130,7 +131,7 @@ def documented() -> list[str]:
     names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
     for module in (
         cupyflash.analysis, cupyflash.bench, cupyflash.distributed, cupyflash.figures,
-        cupyflash.masks, cupyflash.scores,
+        cupyflash.foreign, cupyflash.masks, cupyflash.scores,
     ):  # fmt: skip
         found = sorted(name for name in module.__all__ if callable(getattr(module, name)))
         names += [f"{module.__name__}.{name}" for name in found]

@@ -10,6 +10,7 @@ WANTED = 'needs PyTorch and transformers: pip install ".[torch]" transformers'
 torch = pytest.importorskip("torch", reason=WANTED)
 transformers = pytest.importorskip("transformers", reason=WANTED)
 
+from cupyflash.torch import attention_cached  # noqa: E402
 from cupyflash.torch import transformers as adapter  # noqa: E402 (after the skip)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries, about each other
@@ -145,6 +146,39 @@ def test_windows_and_chunks_are_not_taken_for_causal_masks(kind, held):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     wanted = sdpa(x[:, :, held:], x, x, attn_mask=(j <= i) & near)
     torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("steps", [(5, 1, 1, 1), (2, 1), (1, 3, 3)], ids=str)
+def test_what_a_cache_holds(window, static, steps):
+    """The rows are those that were put in, at their positions, and attention over them is right."""
+    kinds = transformers.cache_utils
+    if static:
+        kind = kinds.StaticSlidingWindowLayer if window else kinds.StaticLayer
+        layer = kind(max_cache_len=12, **{"sliding_window": window} if window else {})
+    else:
+        layer = kinds.DynamicSlidingWindowLayer(window) if window else kinds.DynamicLayer()
+    with pytest.raises(ArgumentError, match="layer: nothing is in it yet"):
+        adapter.held(layer)
+    rows = torch.randn(2, 3, 2, sum(steps), 8, generator=torch.Generator().manual_seed(0))
+    for new in rows.split(steps, dim=3):
+        layer.update(*new)
+    found, count = adapter.held(layer), sum(steps)
+    limit = count if window is None else window if static else window - 1
+    assert found.first == max(count - limit, 0)
+    assert found.lengths.tolist() == [count - found.first] * 3
+    for held, put in zip((found.k, found.v), rows, strict=True):
+        assert torch.equal(held[:, :, : count - found.first], put[:, :, found.first :])
+    q = rows[0, :, :, -1:]
+    out = attention_cached(q, found.k, found.v, found.lengths)
+    keys, values = rows[:, :, :, found.first :].contiguous()
+    assert torch.equal(out, attention_cached(q, keys, values, found.lengths))
+
+
+def test_caches_that_are_not_read():
+    with pytest.raises(ArgumentError, match="layer: got DynamicCache; expected one of DynamicL"):
+        adapter.held(transformers.DynamicCache())
 
 
 def test_an_empty_static_cache_needs_a_mask_of_the_keys_that_it_holds():

@@ -21,7 +21,7 @@ from cupyflash import bench
 
 MODULES = [
     f"cupyflash.{x}"
-    for x in "masks scores expr figures analysis bench distributed streamed testing".split()
+    for x in "masks scores expr figures foreign analysis bench distributed streamed testing".split()
 ]
 FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$]+?\$", re.DOTALL)
 MEASURED = re.compile(r"^:::\{(measured|ratios)\} (\S+)$", re.MULTILINE)

@@ -41,6 +41,7 @@ ORDER = [
         "cached",
         "closures",
         "conversion",
+        "foreign",
         "planning",
         "quantization",
         "streamed",
