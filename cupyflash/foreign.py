@@ -12,7 +12,7 @@ import numpy as np
 
 from .arrays.interop import array
 from .errors import ArgumentError, ArgumentTypeError
-from .install import ML_DTYPES
+from .hints.install import ML_DTYPES
 from .problem.rotary import Rotary
 
 __all__ = ["float8", "gguf", "gguf_numbers", "int4", "interleave", "rotary"]
