@@ -95,6 +95,19 @@ def test_libraries_do_what_is_stored(name):
     }
 
 
+def test_answers_of_another_machine_are_read(tmp_path, monkeypatch):
+    printed, answers = tmp_path / "printed", tmp_path / "answers.json"
+    answers.write_text(json.dumps(ANSWERS), encoding="utf-8")
+    other = {"torch": ANSWERS["torch"] | {"version": "9.9"}}
+    printed.write_text(f"a warning\n{json.dumps(other)}\n", encoding="utf-8")
+    monkeypatch.setattr(asked, "ANSWERS", answers)
+    monkeypatch.setattr(asked, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr("sys.argv", ["peer_questions.py", "--read", str(printed)])
+    asked.main()
+    assert json.loads(answers.read_text(encoding="utf-8")) == ANSWERS | other
+    assert ", CPU (9.9) |" in (tmp_path / "page.md").read_text(encoding="utf-8")
+
+
 def test_words_tell_answers_apart():
     words = asked.WORDS
     assert words["empty"](np.array([[np.nan, 1]])) == "another"
