@@ -35,7 +35,7 @@ _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def rotary(cos: Any, sin: Any) -> Rotary:
-    """Make a `cupyflash.Rotary` of tables that have each angle twice, as models of transformers make them.
+    """Make a `cupyflash.Rotary` of tables that have each angle twice, as transformers has them.
 
     Parameters
     ----------
@@ -79,9 +79,10 @@ def rotary(cos: Any, sin: Any) -> Rotary:
 def interleave(x: Any, *, pairs: int | None = None, inverse: bool = False) -> Array:
     """Move columns whose pairs are halves apart beside each other, as llama.cpp moves weights.
 
-    Rotating by halves (the default of `cupyflash.Rotary`: Llama in transformers, GPT-NeoX, MLX) and then moving
-    columns gives the same as moving them and then rotating neighbours (GPT-J, llama.cpp's Llama,
-    MLX's ``traditional=True``). Scores do not change if queries and keys are moved alike.
+    Rotating by halves (the default of `cupyflash.Rotary`: Llama in transformers, GPT-NeoX, MLX) and
+    then moving columns gives the same as moving them and then rotating neighbours (GPT-J,
+    llama.cpp's Llama, MLX's ``traditional=True``). Scores do not change if queries and keys are
+    moved alike.
 
     Parameters
     ----------
