@@ -180,6 +180,8 @@ class Queue:
         the stream.
     overlaps : bool
         Whether a launch may begin while the one before ends.
+    alloc : callable
+        Returns so many bytes of the current device's memory.
     """
 
     def __init__(self, device: int) -> None:
@@ -188,6 +190,7 @@ class Queue:
         self.device = device
         self._current_device = cupy.cuda.runtime.getDevice
         self.current_stream = cupy.cuda.get_current_stream
+        self.alloc = cupy.cuda.alloc
         self._is_known = _is_known(cupy)
         self.launch: Any = None
         self.clear: Any = None

@@ -42,9 +42,11 @@ class Entry:
         A counter: larger for entries that were used later.
     watch : Any
         What is kept to notice changes of the arrays between a forward and its backward.
+    quick : Any
+        What makes the call again if it is found by another key.
     """
 
-    __slots__ = ("compiled", "nbytes", "pairs", "specs", "tables", "used", "watch")
+    __slots__ = ("compiled", "nbytes", "pairs", "quick", "specs", "tables", "used", "watch")
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Entry:
         self.nbytes = nbytes
         self.used = next(_clock)
         self.watch: Any = None
+        self.quick: Any = None
 
 
 class Pair(NamedTuple):
@@ -292,6 +295,23 @@ def find_as(seen: Signature, key: Hashable) -> Entry | None:
     return entry
 
 
+def find_quick(key: Hashable) -> Any:
+    """Return what makes a call again that was kept by `keep_quick`, or None."""
+    entry = _entries.get(key)
+    if entry is None:
+        return None
+    entry.used = next(_clock)
+    return entry.quick
+
+
+def keep_quick(entry: Entry, quick: Any, key: Hashable) -> None:
+    """Keep what makes a call again that has an entry already, under another key."""
+    with _lock:
+        entry.quick = quick
+        _entries[key] = entry
+        _forget()
+
+
 def keep(
     seen: Signature, compiled: Any, read: Sequence[Any], results: Sequence[Any], nbytes: int = 0
 ) -> None:
@@ -342,8 +362,13 @@ def keep_as(
         if before is not None:
             entry.watch = before.watch
         seen.hold(entry)
-        while len(_entries) > MOST or sum(x.nbytes for x in _entries.values()) > MOST_BYTES:
-            del _entries[min(_entries, key=lambda each: _entries[each].used)]
+        _forget()
+
+
+def _forget() -> None:
+    """Forget the calls that were made least recently, if there are too many."""
+    while len(_entries) > MOST or sum(x.nbytes for x in _entries.values()) > MOST_BYTES:
+        del _entries[min(_entries, key=lambda each: _entries[each].used)]
 
 
 def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
@@ -379,4 +404,4 @@ def reach(array: Any) -> tuple[int, int]:
 
 def kept() -> int:
     """Return how many calls are kept."""
-    return len(_entries)
+    return len(set(_entries.values()))

@@ -126,7 +126,7 @@ INSIDE = {
         ["launch"],
         ["growing"],
         ["row_launches"],
-        ["launch_cache"],
+        ["launch_cache", "recent"],
         ["checksum_launches", "piece_launches"],
     ],
 }
