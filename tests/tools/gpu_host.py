@@ -91,6 +91,17 @@ def _launch_nothing(*_: Any) -> int:
     return 0
 
 
+@contextmanager
+def launching_nothing(queue: driver.Queue) -> Iterator[None]:
+    """Let calls make no launches."""
+    nothing = _launch_nothing
+    with (
+        mock.patch.multiple(queue, launch=nothing, clear=nothing),
+        mock.patch.object(launch.CompiledLaunches, "start", nothing),
+    ):
+        yield
+
+
 def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
     """Return the times of calls, and of CuPy's parts."""
     rows = {}
@@ -98,7 +109,7 @@ def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
         times = [microseconds(cupy, call, runs)]
         with never_early():
             times.append(microseconds(cupy, call, runs))
-        with mock.patch.object(launch.CompiledLaunches, "start", _launch_nothing):
+        with launching_nothing(driver.queue(cupy.cuda.runtime.getDevice())):
             times.append(microseconds(cupy, call, runs))
         rows[name] = times
     queue = driver.queue(cupy.cuda.runtime.getDevice())
@@ -201,11 +212,7 @@ def of_tensors(cupy: Any, torch: Any, tensors: Any, runs: int = RUNS) -> dict[st
         for kind, call in kinds.items():
             times = [microseconds(cupy, call, runs)]
             if function is attention:
-                nothing = _launch_nothing
-                with (
-                    mock.patch.multiple(queue, launch=nothing, clear=nothing),
-                    mock.patch.object(launch.CompiledLaunches, "start", nothing),
-                ):
+                with launching_nothing(queue):
                     times.append(microseconds(cupy, call, runs))
             rows[f"{name}, {kind}"] = times
     return rows
