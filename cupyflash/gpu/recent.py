@@ -138,15 +138,14 @@ class Quick:
         addresses of the output, of scratch and of uploads are added, and 0; and an offset.
     """
 
-    __slots__ = ("_launches", "_maps", "_parts", "_words")
+    __slots__ = ("_buffers", "_launches", "_maps", "_parts")
 
     def __init__(
         self, compiled: CompiledRecipe, spec: OutputSpec, places: Mapping[str, tuple[int, int]]
     ) -> None:
         launches, queue, uploads = compiled.launches, compiled.queue, compiled.uploads
-        self._words = [(place, *places[name]) for place, name in launches.words]
         self._maps = [(place, *places[name], encoded) for place, name, encoded in launches.maps]
-        self._launches = launches
+        self._launches, self._buffers = launches, launches.buffers(launches.values(places))
         has_reports, size = bool(compiled.reports), compiled.scratch_size
         own = size > 0 or uploads is not None  # memory that a graph would need
         memory = spec.new, queue.alloc, size
@@ -158,7 +157,7 @@ class Quick:
         compiled, specs = entry.compiled, entry.specs
         if type(compiled) is not CompiledRecipe or entry.tables or entry.pairs:
             return None
-        if compiled.launches.waits or compiled.queue.launch is None:
+        if compiled.launches.waits or not compiled.queue.function:
             return None
         names = [*_OPERANDS, *others, "out"]
         places = {name: (n, 0) for n, name in enumerate(names)}
@@ -195,20 +194,12 @@ class Quick:
         except MemoryError:
             return None  # the other way says for what there was none
         told += out.data.ptr, at_scratch, at_upload, 0
-        launches = self._launches
-        buffer = launches.buffer()
-        words = buffer.words
-        for place, n, offset in self._words:
-            words[place] = told[n] + offset
+        buffer = self._buffers.take()
         for places, n, offset, encoded in self._maps:
-            words[places] = encoded.words(told[n] + offset)
-        if pointer != buffer.stream:
-            buffer.move(pointer)
-        launch = queue.launch
-        for call in buffer.calls:
-            if error := launch(*call):
-                raise launches.error(error, buffer, call)
-        launches.unused.append(buffer)
+            buffer.words[places] = encoded.words(told[n] + offset)
+        if failed := queue.launch(buffer.block, pointer, *told):
+            raise self._launches.error(failed)
+        self._buffers.unused.append(buffer)
         return out
 
 

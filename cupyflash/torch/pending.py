@@ -53,7 +53,7 @@ class Pending:
 
     def __del__(self) -> None:
         if self.ready:
-            self.gradients.launches.unused.append(self.ready.pop()[1])
+            self.gradients.buffers.unused.append(self.ready.pop()[1])
 
 
 # dq, dk and dv; launches that lack one address; and scratch memory, which is kept until then.
@@ -90,13 +90,15 @@ class Gradients:
         Whether their memory is asked for in the forward.
     launches : CompiledLaunches
         What computes them.
+    buffers : driver.Buffers
+        What these are told.
     device : int
         Where.
     """
 
     __slots__ = (
-        "_adds", "_do", "_maps", "_maps_of_do", "_of_do", "_queue", "_results", "_size",
-        "_strides", "_sums", "_words", "are_small", "device", "launches", "names",
+        "_adds", "_do", "_maps", "_maps_of_do", "_queue", "_results", "_size", "_strides", "_sums",
+        "are_small", "buffers", "device", "launches", "names",
     )  # fmt: skip
 
     def __init__(
@@ -121,10 +123,10 @@ class Gradients:
         names = [*_TOLD, *({*self.launches.names} - {*_TOLD, *scratch, "d_out"})]
         self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
         number = {name: n for n, name in enumerate(names)} | dict.fromkeys(scratch, _SCRATCH)
-        words, maps = self.launches.words, self.launches.maps
-        self._of_do = [place for place, name in words if name == "d_out"]
+        launches, maps = self.launches, self.launches.maps
+        early = {name: (n, scratch.get(name, 0)) for name, n in number.items()}
+        self.buffers = launches.buffers(launches.values({"d_out": (0, 0)}), launches.values(early))
         self._maps_of_do = [(place, made) for place, name, made in maps if name == "d_out"]
-        self._words = [(x, number[y], scratch.get(y, 0)) for x, y in words if y != "d_out"]
         self._maps = [(place, number[y], made) for place, y, made in maps if y != "d_out"]
 
     def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
@@ -153,12 +155,10 @@ class Gradients:
         if self._adds:
             dq.zero_()
         told = *pending.places, at_dq, at_dk, at_dv, begin, *pending.rest
-        buffer = self.launches.buffer()
-        words = buffer.words
-        for place, n, offset in self._words:
-            words[place] = told[n] + offset
+        buffer = self.buffers.take()
+        self._queue.launch(buffer.early, 0, *told)
         for places, n, encoded in self._maps:
-            words[places] = encoded.words(told[n])
+            buffer.words[places] = encoded.words(told[n])
         return results, buffer, scratch
 
     def compute(
@@ -193,21 +193,14 @@ class Gradients:
         if ready is None and (ready := self.prepared(pending, q)) is None:
             return None
         results, buffer, _ = ready
-        words = buffer.words
-        for n in self._of_do:
-            words[n] = place
         for places, encoded in self._maps_of_do:
-            words[places] = encoded.words(place)
-        if stream != buffer.stream:
-            buffer.move(stream)
-        launch = queue.launch
-        for arguments in buffer.calls:
-            if error := launch(*arguments):
-                # A thread of PyTorch's may have no context yet, which CuPy makes.
-                if arguments is buffer.calls[0] and not queue.is_open():
-                    return None
-                raise self.launches.error(error, buffer, arguments)
-        self.launches.unused.append(buffer)
+            buffer.words[places] = encoded.words(place)
+        if failed := queue.launch(buffer.block, stream, place):
+            # A thread of PyTorch's may have no context yet, which CuPy makes.
+            if failed < driver.ERRORS and not queue.is_open():
+                return None
+            raise self.launches.error(failed)
+        self.buffers.unused.append(buffer)
         return results
 
 

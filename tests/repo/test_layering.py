@@ -114,7 +114,8 @@ INSIDE = {
         ["executor"],
     ],
     "gpu": [
-        ["disk_cache", "driver", "params"],
+        ["disk_cache", "launcher", "params"],
+        ["driver"],
         ["strides", "tma"],
         ["kernels"],
         ["specialisation", "workspace"],
@@ -132,7 +133,7 @@ INSIDE = {
 }
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
 # them: who calls them, who writes the programs they run, who checks them, who reports on them, and
-# who adds and copies arrays in host memory.
+# who adds and copies arrays in host memory, and who has machine code compiled as theirs is.
 USERS_OF_REFERENCE = [
     "cupyflash.arrays.transfers",
     "cupyflash.backends.cpu",
@@ -141,6 +142,7 @@ USERS_OF_REFERENCE = [
     "cupyflash.backends.host_replay",
     "cupyflash.bench.runtime_peers",
     "cupyflash.expr.lower",
+    "cupyflash.gpu.launcher",
     "cupyflash.pieces.place",
     "cupyflash.rowwise",
     "cupyflash.testing",
