@@ -40,7 +40,8 @@ OTHERS = "another array"
 
 FIRST = 8  # calls with equal signatures that are checked in any case
 SHARE = 0.02  # of a backward's time
-COUNTING = 0.3e-6  # seconds that a call takes which is not checked
+COUNTING = 0.1e-6  # seconds that a call takes which is not checked
+COLD, RARELY = 2.5, 16  # what the host does once in so many calls, or less, is in no cache
 # What that time is guessed from: seconds of host or device for each launch and the least that a
 # backward takes; bytes that an SM loads in a second, and operations of 16-bit numbers.
 LAUNCH, LEAST = 25e-6, 40e-6
@@ -119,8 +120,12 @@ def calls_between(call: Call, nbytes: int, multiprocessors: int) -> int:
     pairs *= problem.heads * seen_share(call)
     operations = 5.0 * pairs * (problem.d + problem.d_v) * problem.dtype.itemsize / 2
     backward = max(LEAST, operations / (OPERATIONS * multiprocessors))
-    check = 2 * (LAUNCH + nbytes / (BANDWIDTH * multiprocessors))
-    return max(1, math.ceil(check / (SHARE * backward - COUNTING)))
+    summing = nbytes / (BANDWIDTH * multiprocessors)
+    time = SHARE * backward - COUNTING
+    every = 2 * (LAUNCH + summing) / time
+    if every > RARELY:
+        every = 2 * (COLD * LAUNCH + summing) / time
+    return max(1, math.ceil(every))
 
 
 def seen_share(call: Call) -> float:

@@ -23,6 +23,10 @@ from .call import Gradients
 from .options import Options
 
 
+def _always() -> bool:
+    return True
+
+
 class Entry:
     """What is kept about a call.
 
@@ -42,11 +46,15 @@ class Entry:
         A counter: larger for entries that were used later.
     watch : Any
         What is kept to notice changes of the arrays between a forward and its backward.
+    is_due : callable
+        Counts a call, and returns whether changes between it and its backward are to be noticed.
     quick : Any
         What makes the call again if it is found by another key.
     """
 
-    __slots__ = ("compiled", "nbytes", "pairs", "quick", "specs", "tables", "used", "watch")
+    __slots__ = (
+        "compiled", "is_due", "nbytes", "pairs", "quick", "specs", "tables", "used", "watch",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -60,6 +68,7 @@ class Entry:
         self.nbytes = nbytes
         self.used = next(_clock)
         self.watch: Any = None
+        self.is_due: Callable[[], bool] = _always
         self.quick: Any = None
 
 
@@ -360,7 +369,7 @@ def keep_as(
         pairs = _pairs(seen, () if before is None else before.pairs)
         entry = _entries[key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
         if before is not None:
-            entry.watch = before.watch
+            entry.watch, entry.is_due = before.watch, before.is_due
         seen.hold(entry)
         _forget()
 
