@@ -24,6 +24,7 @@ from .launch import CompiledRecipe
 
 _ndarray = np.ndarray
 _UNALIGNED = 15  # bits of addresses; see `launch_cache`
+_AXES = 4  # of a cache
 Told: TypeAlias = tuple[int, ...]
 
 
@@ -88,7 +89,7 @@ def _seen(
     if first is None:
         form, told = None, (at_q, at_k, at_v)
     elif type(first) is int:
-        if not 0 <= first <= k.shape[-2]:
+        if k.ndim != _AXES or not 0 <= first <= k.shape[-2]:
             return None  # the check says why
         form, told = int, (at_q, at_k, at_v, first)
     elif type(first) is _ndarray:

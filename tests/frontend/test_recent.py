@@ -172,6 +172,13 @@ def test_a_length_that_is_wrong_or_of_another_type_is_checked(cupy, requests, nu
     assert len(requests) == 2
 
 
+def test_a_cache_without_axes_is_refused_as_before(cupy):
+    operands = arrays(cupy, "one length")
+    for keys in (operands[1][0], operands[1][0, 0, :, 0], cupy.asarray(np.float16(1))):
+        with pytest.raises((ArgumentError, ArgumentTypeError)):
+            cupyflash.attention_cached(operands[0], keys, operands[2], 9)
+
+
 @pytest.mark.parametrize("place", [1, 2, 3])
 def test_an_operand_of_another_library_is_refused_as_before(cupy, place):
     operands = arrays(cupy, "cached")
