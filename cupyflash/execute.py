@@ -99,7 +99,10 @@ def _checked_forward(
         given = out, lse_out, needs_lse, workspace
         return outputs.outputs(request.call, *given, request.in_one_place)
 
-    return request.carry_out(prepare, request.forward, recalled)
+    shown = request.carry_out(prepare, request.forward, recalled)
+    if recalled is not None and not want_lse:
+        request.remember()
+    return shown
 
 
 def backward_signature(

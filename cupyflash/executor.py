@@ -135,6 +135,9 @@ class Executor(ABC):
     def backward(self, made: Targets) -> Any:
         """Compute gradients; return what `Recalled.keep` takes."""
 
+    def remember(self) -> None:  # noqa: B027, most have nothing to do
+        """Let calls like this one, which was kept, be recognised before they are a request."""
+
     def carry_out(
         self,
         prepare: Callable[[], Prepared],

@@ -10,7 +10,7 @@ from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .backends import host_replay
 from .executor import Executor
-from .gpu import launch_cache
+from .gpu import launch_cache, recent
 from .lazy import cached_property
 from .outputs import Outputs, Targets
 from .problem import cached, validate
@@ -117,6 +117,16 @@ class Request(Executor):
         """Compute out and lse."""
         backend = dispatch.backend_of(self.call.q)
         return self.rows.compute(backend, self.call, made.out, made.lse, made.scratch)
+
+    def remember(self) -> None:
+        """Let calls like this one be recognised by arrays and a mask, if it says nothing else."""
+        seen, options = self.seen, self.options
+        if self.codes is not NONE or not (is_device_array(self.q) and options.has_mask_alone):
+            return
+        rows = self.rows.alone
+        if rows is not None and seen.entry is not None and not seen.written:
+            kind, *others = rows
+            recent.keep(seen.entry, kind, self.q, self.k, self.v, options.mask, *others)
 
     def backward(self, made: Targets) -> Any:
         """Compute gradients."""

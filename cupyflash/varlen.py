@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from . import execute
 from .arrays.interop import DLPackArray
 from .arrays.typed import DType, F, FloatArray, Number
+from .backends.host_recent import recognised_packed
 from .execute import Vjp
 from .masks import Mask
 from .problem.arguments import Packed
@@ -92,6 +93,7 @@ def attention_varlen(
 ) -> Array | tuple[Array, FloatArray]: ...
 
 
+@recognised_packed
 @explained
 def attention_varlen(
     q: DLPackArray,

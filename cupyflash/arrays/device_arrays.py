@@ -121,29 +121,40 @@ class OutputSpec:
     ----------
     array : array
         An array like it, without gaps.
+
+    Attributes
+    ----------
+    new : callable
+        Does what `empty` does, with nothing said of what memory was missing for.
     """
 
-    __slots__ = ("_alloc", "_dtype", "_nbytes", "_ndarray", "_shape", "_strides")
+    __slots__ = ("_dtype", "_shape", "new")
 
     def __init__(self, array: Any) -> None:
         import cupy
 
-        self._ndarray, self._alloc = cupy.ndarray, cupy.cuda.alloc
-        self._shape, self._dtype, self._nbytes = array.shape, array.dtype, array.nbytes
+        self._shape, self._dtype = array.shape, array.dtype
         steps = np.cumprod([array.itemsize, *array.shape[:0:-1]])[::-1]
-        self._strides = None if array.strides == tuple(steps.tolist()) else array.strides
+        if array.strides == tuple(steps.tolist()):
+            self.new = functools.partial(cupy.ndarray, array.shape, array.dtype)  # as cupy.empty
+        else:
+            like = array.shape, array.dtype, array.strides, array.nbytes
+            self.new = functools.partial(_strided, cupy.ndarray, cupy.cuda.alloc, *like)
 
     def empty(self) -> Any:
         """Return such an array, uninitialised, on the current device."""
         tape.spoil("an array is made by its spec")
         try:
-            if self._strides is None:
-                return self._ndarray(self._shape, self._dtype)  # what cupy.empty calls
-            memory = self._alloc(self._nbytes)
-            return self._ndarray(self._shape, self._dtype, memory, self._strides)
+            return self.new()
         except _out_of_memory() as error:
             _add_note(error, self._shape, self._dtype)
             raise
+
+
+def _strided(
+    ndarray: Any, alloc: Any, shape: tuple[int, ...], dtype: Any, strides: Any, nbytes: int
+) -> Any:
+    return ndarray(shape, dtype, alloc(nbytes), strides)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Calls of few queries on NumPy arrays, with a mask or without, recognised before anything else.
+"""Calls of arrays and a mask alone, recognised before anything else: here those on NumPy arrays.
 
+Those on a GPU are found by `gpu.recent`. On NumPy arrays they are those of few queries.
 A model in NumPy makes the same call for all its layers and, but for the length, for all its tokens.
 The calls that were made again last are kept by shapes, and what is kept looks at everything else.
 Other calls, and those that differ, are those of `host_replay`.
@@ -14,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from ..arrays.device_arrays import is_device_array
+from ..gpu.recent import again
 from ..masks import Mask
 
 P = ParamSpec("P")
@@ -56,6 +59,31 @@ def recognised_cached(function: Callable[P, R]) -> Callable[P, R]:
                         out: Any = _empty(shape, dtype)
                         if run(block, q, k, v, length, out) == _DONE:
                             return out  # type: ignore[no-any-return]  # it is what `function` returns
+            elif is_device_array(q) and (not keywords or type(mask) is Mask):
+                made = again("attention_cached", q, k, v, mask, lengths)
+                if made is not None:
+                    return made  # type: ignore[no-any-return]
+        return function(*args, **keywords)
+
+    return call
+
+
+def recognised_packed(function: Callable[P, R]) -> Callable[P, R]:
+    """Let `attention_varlen` make a call on a GPU again likewise."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        if len(args) == 5 and is_device_array(q := args[0]):
+            mask, check = keywords.get("mask"), keywords.get("check")
+            if (
+                len(keywords) == (mask is not None) + ("check" in keywords)
+                and (check is None or check is False)
+                and (mask is None or type(mask) is Mask)
+            ):
+                _, k, v, *offsets = args
+                made = again(("attention_varlen", check), q, k, v, mask, *offsets)
+                if made is not None:
+                    return made  # type: ignore[no-any-return]
         return function(*args, **keywords)
 
     return call
@@ -77,6 +105,12 @@ def recognised(function: Callable[P, R]) -> Callable[P, R]:
                         out: Any = _empty(shape, dtype)
                         if run(block, q, k, v, length, out) == _DONE:
                             return out  # type: ignore[no-any-return]  # it is what `function` returns
+            elif is_device_array(q):
+                mask = keywords.get("mask")
+                if not keywords or type(mask) is Mask:
+                    made = again("attention", q, k, v, mask)
+                    if made is not None:
+                        return made  # type: ignore[no-any-return]
         return function(*args, **keywords)
 
     return call

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,11 @@ OTHERS = "another array"
 
 FIRST = 8  # calls with equal signatures that are checked in any case
 SHARE = 0.02  # of a backward's time
-COUNTING = 0.3e-6  # seconds that a call takes which is not checked
+COUNTING = 0.1e-6  # seconds that a call takes which is not checked
+COLD, RARELY = 2.5, 16  # what the host does once in so many calls, or less, is in no cache
 # What that time is guessed from: seconds of host or device for each launch and the least that a
 # backward takes; bytes that an SM loads in a second, and operations of 16-bit numbers.
-LAUNCH, LEAST = 16e-6, 40e-6
+LAUNCH, LEAST = 25e-6, 40e-6
 BANDWIDTH, OPERATIONS = 30e9, 4e12
 UNKNOWN = 0.25  # share of the pairs that take part, if a mask does not tell
 
@@ -59,23 +60,29 @@ class Kind:
         The names that users have for them.
     every : int
         One of how many calls is checked, behind the first ones.
+
+    Attributes
+    ----------
+    every : int
+        As it was given.
+    is_due : callable
+        Counts a call, and returns whether it is to be checked. No call takes less time for that.
     """
 
     def __init__(self, named: Mapping[str, Array], shown: Sequence[str], every: int) -> None:
         device = device_arrays.device_of(next(iter(named.values())))
         assert device is not None
+        self.every = every
         self.queue = driver.queue(device)
         self._rows = _rows(named, [word_of(name) for name in shown])
         self.size = WORD * (1 + WARPS * (self._rows[-1][1].end if self._rows else 0))
         with cuda_device.current(device):
             self.sums = compiled_recipe(Recipe(tuple(launches(self._rows))), device)
         self._comparisons: dict[Hashable, CompiledRecipe] = {}
-        self._every, self._calls = every, itertools.count(1)  # one has been made
-
-    def is_due(self) -> bool:
-        """Count a call, and return whether it is to be checked."""
-        number = next(self._calls)
-        return number % self._every == 0 or number < FIRST
+        first = range(1, every * -(-FIRST // every) + 1)  # one has been made
+        turn = itertools.cycle([False] * (every - 1) + [True])
+        due = itertools.chain([n % every == 0 or n < FIRST for n in first], turn)
+        self.is_due: Callable[[], bool] = due.__next__
 
     def comparison(self, gradients: Mapping[str, Array]) -> CompiledRecipe:
         """Return the launches that sum again and compare, for gradients of these names.
@@ -113,8 +120,12 @@ def calls_between(call: Call, nbytes: int, multiprocessors: int) -> int:
     pairs *= problem.heads * seen_share(call)
     operations = 5.0 * pairs * (problem.d + problem.d_v) * problem.dtype.itemsize / 2
     backward = max(LEAST, operations / (OPERATIONS * multiprocessors))
-    check = 2 * (LAUNCH + nbytes / (BANDWIDTH * multiprocessors))
-    return max(1, math.ceil(check / (SHARE * backward - COUNTING)))
+    summing = nbytes / (BANDWIDTH * multiprocessors)
+    time = SHARE * backward - COUNTING
+    every = 2 * (LAUNCH + summing) / time
+    if every > RARELY:
+        every = 2 * (COLD * LAUNCH + summing) / time
+    return max(1, math.ceil(every))
 
 
 def seen_share(call: Call) -> float:

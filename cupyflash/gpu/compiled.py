@@ -6,8 +6,7 @@ With ``CUPYFLASH_DEBUG=1`` they wait for every kernel, so that an error names it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..arrays import cuda_device
 from . import driver, tma
@@ -35,13 +34,10 @@ class CompiledLaunches:
         The names of the addresses that they take.
     words, maps : tuple
         Where these belong in a buffer: words, and the words of encoded tensor maps.
-    unused : list of driver.Buffer
-        One for each thread that has launched.
     """
 
     def __init__(self, launches: Sequence[Launch], device: int) -> None:
-        queue = driver.queue(device)
-        self._launch = queue.launch
+        queue = self._queue = driver.queue(device)
         words: list[tuple[int, str]] = []
         maps: list[tuple[slice, str, tma.Encoded]] = []
         kernels = []
@@ -56,50 +52,55 @@ class CompiledLaunches:
             begin += kernel.words
             kernels.append(kernel)
         self._kernels, self.words, self.maps = tuple(kernels), tuple(words), tuple(maps)
-        self.names = frozenset([name for _, name in words] + [name for _, name, _ in maps])
-        self.unused: list[driver.Buffer] = []
+        self._order = tuple(dict.fromkeys(name for _, name in words))
+        self.names = frozenset([*self._order, *(name for _, name, _ in maps)])
+        values = self.values({name: (n, 0) for n, name in enumerate(self._order)})
+        self._buffers = self.buffers(values, values)
 
     def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
         """Launch on the current device's current stream.
 
         `stream` is what `driver.Queue.pointer` returns.
         """
-        buffer = self.buffer()
-        words = buffer.words
-        for place, name in self.words:
-            words[place] = addresses[name]
+        buffer = self._buffers.take()
         for places, name, encoded in self.maps:
-            words[places] = encoded.words(addresses[name])
+            buffer.words[places] = encoded.words(addresses[name])
+        told = map(addresses.__getitem__, self._order)
         if stream is None or WAIT_AFTER_LAUNCH:
-            self._start_slowly(buffer, stream)
-        else:
-            if stream != buffer.stream:
-                buffer.move(stream)
-            launch = self._launch
-            for call in buffer.calls:
-                if error := launch(*call):
-                    raise self.error(error, buffer, call)
-        self.unused.append(buffer)  # when a launch returns, it has copied its parameters
+            self._start_slowly(buffer, stream, told)
+        elif failed := self._queue.launch(buffer.block, stream, *told):
+            raise self.error(failed)
+        self._buffers.unused.append(buffer)  # a launch that has returned has copied parameters
 
     @property
     def waits(self) -> bool:
         """Whether `start` waits for every kernel."""
         return WAIT_AFTER_LAUNCH
 
-    def buffer(self) -> driver.Buffer:
-        """Return a buffer that nobody uses; it is `unused` again when launches have returned."""
-        try:
-            return self.unused.pop()
-        except IndexError:
-            return driver.Buffer(self._kernels)
+    def values(self, numbers: Mapping[str, tuple[int, int]]) -> list[driver.Value]:
+        """Return where words are written, but those whose names are not among some.
 
-    def _start_slowly(self, buffer: driver.Buffer, stream: int | None) -> None:
+        `numbers` has for each name the number of a value behind the stream, and what is added.
+        """
+        return [
+            driver.Value(place, 1 + numbers[name][0], numbers[name][1])
+            for place, name in self.words
+            if name in numbers
+        ]
+
+    def buffers(
+        self, values: Sequence[driver.Value], early: Sequence[driver.Value] = ()
+    ) -> driver.Buffers:
+        """Return buffers of these launches that take values in another way."""
+        return driver.Buffers(self._kernels, self._queue.function, values, early)
+
+    def _start_slowly(self, buffer: driver.Buffer, stream: int | None, told: Iterable[int]) -> None:
         """Launch by CuPy if there is no stream, and wait if that is wanted."""
-        if stream is not None:
-            buffer.move(stream)
-        for n, call in enumerate(buffer.calls):
-            if stream is not None and (error := self._launch(*call)):
-                raise self.error(error, buffer, call)
+        launch = self._queue.launch
+        launch(buffer.early, stream or 0, *told)
+        for n in range(len(self._kernels)):
+            if stream is not None and (failed := launch(buffer.one(n))):
+                raise self.error(failed, n)
             try:
                 if stream is None:
                     buffer.launch_by_cupy(n)
@@ -109,10 +110,14 @@ class CompiledLaunches:
                 raised.add_note(self._note(n))
                 raise
 
-    def error(self, error: int, buffer: driver.Buffer, call: Any) -> RuntimeError:
-        """Return what to raise if the driver returned an error for one of a buffer's calls."""
-        made = driver.error(error, driver.LAUNCH)
-        made.add_note(self._note(buffer.calls.index(call)))
+    def error(self, failed: int, first: int = 0) -> RuntimeError:
+        """Return what to raise for what `driver.Queue.launch` returned, which was not 0.
+
+        `first` is the first of the launches that were to be made.
+        """
+        n, number = divmod(failed, driver.ERRORS)
+        made = driver.error(number, driver.LAUNCH)
+        made.add_note(self._note(first + n))
         return made
 
     def _note(self, n: int) -> str:

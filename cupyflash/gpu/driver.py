@@ -74,6 +74,28 @@ class Kernel(NamedTuple):
         return parameters + 1 + self.maps + _CONFIG_WORDS + _ATTRIBUTE_WORDS
 
 
+class Value(NamedTuple):
+    """A word that is written when launches are made.
+
+    Attributes
+    ----------
+    place : int
+        Where, in words of a buffer.
+    number : int
+        Which of the values that `Queue.launch` is told; `STREAM` is the first one.
+    added : int
+        What is added to that.
+    """
+
+    place: int
+    number: int
+    added: int
+
+
+STREAM = 0
+ERRORS = 2**32  # what a launch's number is multiplied with, behind its error's number
+
+
 class Buffer:
     """What the driver is told of some launches, in host memory, for one thread at a time.
 
@@ -81,25 +103,45 @@ class Buffer:
     ----------
     kernels : sequence of Kernel
         What is launched, in order. What the driver is told of one begins behind that of the others.
+    function : int
+        The address of the driver's function; 0 if CuPy must launch.
+    values : sequence of Value
+        What is written when they are launched.
+    early : sequence of Value
+        What is written before.
 
     Attributes
     ----------
     words : memoryview
         Words of eight bytes, to write to.
-    calls : tuple of tuple
-        The arguments of `Queue.launch` for each launch.
-    stream : int
-        Where they launch.
+    block : int
+        What `Queue.launch` takes to write the values, the stream among them, and to launch.
+    early : int
+        What it takes to write the early ones.
+    launches : tuple of (int, int, int)
+        Of each launch, what the driver's function takes: the addresses of its configuration, of the
+        kernel and of pointers to its parameters.
+    streams : tuple of int
+        The words that have the stream.
     """
 
-    __slots__ = ("_arguments", "_kernels", "_streams", "calls", "stream", "words")
+    __slots__ = (
+        "_arguments", "_held", "_kernels", "_one", "block", "early", "launches", "streams", "words",
+    )  # fmt: skip
 
-    def __init__(self, kernels: Sequence[Kernel]) -> None:
+    def __init__(
+        self,
+        kernels: Sequence[Kernel],
+        function: int,
+        values: Sequence[Value],
+        early: Sequence[Value] = (),
+    ) -> None:
+        from . import launcher
+
         memory = np.zeros(sum(kernel.words for kernel in kernels), np.uint64)
-        self._kernels, self.words, self.stream = kernels, memory.data, 0
+        self._kernels, self.words = kernels, memory.data
         self._arguments: list[list[Any]] = []  # of each launch, as CuPy takes them
-        self._streams: list[int] = []  # the words that have the stream
-        calls = []
+        launches, streams = [], []
         begin, start = 0, memory.ctypes.data
         for kernel in kernels:
             parameters = memory[begin : begin + kernel.parameter_words].view(np.uint8)
@@ -121,17 +163,25 @@ class Buffer:
             memory[attribute] = _OVERLAPS
             memory[attribute + _ATTRIBUTE_VALUE] = 1
             self._arguments.append(arguments)
-            self._streams.append(config + _STREAM)
-            places = start + 8 * config, kernel.function, start + 8 * pointers, None
-            calls.append(tuple(map(ctypes.c_void_p, places)))
+            streams.append(config + _STREAM)
+            launches.append((start + 8 * config, kernel.function, start + 8 * pointers))
             begin += kernel.words
-        self.calls = tuple(calls)
+        self.launches, self.streams = tuple(launches), tuple(streams)
+        of_stream = [Value(place, STREAM, 0) for place in streams]
+        made = [
+            launcher.block(function, launched, [(start + 8 * x, n, y) for x, n, y in written])
+            for launched, written in (
+                (launches, (*of_stream, *values)),
+                ([], (*of_stream, *early)),
+                *(([each], ()) for each in launches),
+            )
+        ]
+        self._held = memory, made
+        self.block, self.early, *self._one = (x.ctypes.data for x in made)
 
-    def move(self, stream: int) -> None:
-        """Launch on another stream from now on."""
-        self.stream = stream
-        for place in self._streams:
-            self.words[place] = stream
+    def one(self, n: int) -> int:
+        """Return what `Queue.launch` takes to make one of the launches, and to write nothing."""
+        return self._one[n]
 
     def launch_by_cupy(self, n: int) -> None:
         """Make one of the launches on CuPy's current stream."""
@@ -139,6 +189,37 @@ class Buffer:
         kernel.by_cupy(
             (kernel.grid,), (kernel.threads,), self._arguments[n], shared_mem=kernel.shared_memory
         )
+
+
+class Buffers:
+    """The buffers of some launches, one for each thread that has made them.
+
+    The parameters are those of `Buffer`.
+
+    Attributes
+    ----------
+    unused : list of Buffer
+        Those that nobody uses; whoever takes one puts it back when the launches are made.
+    """
+
+    __slots__ = ("_told", "unused")
+
+    def __init__(
+        self,
+        kernels: Sequence[Kernel],
+        function: int,
+        values: Sequence[Value],
+        early: Sequence[Value] = (),
+    ) -> None:
+        self._told = kernels, function, values, early
+        self.unused: list[Buffer] = []
+
+    def take(self) -> Buffer:
+        """Return a buffer that nobody uses."""
+        try:
+            return self.unused.pop()
+        except IndexError:
+            return Buffer(*self._told)
 
 
 def error(number: int, function: str) -> RuntimeError:
@@ -172,28 +253,36 @@ class Queue:
     ----------
     device : int
         Its number.
-    launch : callable or None
-        The driver's function, which returns an error's number or 0. It takes one of
-        `Buffer.calls`; None if CuPy must launch.
+    launch : callable
+        What writes values and launches, as `launcher.launch` says. It takes a block of a `Buffer`,
+        the stream, and further values.
+    function : int
+        The address of the driver's function that launches; 0 if CuPy must launch.
     clear : callable or None
-        Likewise; it takes an address, a number of 32 bits, how often to write it from there on, and
-        the stream.
+        The driver's function that takes an address, a number of 32 bits, how often to write it from
+        there on, and the stream, and returns an error's number or 0; None if CuPy must launch.
     overlaps : bool
         Whether a launch may begin while the one before ends.
+    alloc : callable
+        Returns so many bytes of the current device's memory.
     """
 
     def __init__(self, device: int) -> None:
         import cupy
 
+        from . import launcher
+
         self.device = device
         self._current_device = cupy.cuda.runtime.getDevice
         self.current_stream = cupy.cuda.get_current_stream
+        self.alloc = cupy.cuda.alloc
         self._is_known = _is_known(cupy)
-        self.launch: Any = None
+        self.launch, self.function = launcher.launch(), 0
         self.clear: Any = None
         if self._is_known:
-            self.launch, self.clear = library().cuLaunchKernelEx, library().cuMemsetD32Async
-            pointer = ctypes.c_void_p
+            pointer, found = ctypes.c_void_p, library()
+            self.function = ctypes.cast(found.cuLaunchKernelEx, pointer).value or 0
+            self.clear = found.cuMemsetD32Async
             self.clear.argtypes = pointer, ctypes.c_uint, ctypes.c_size_t, pointer
         self.overlaps = self._is_known and _overlaps(cupy, device)
 
@@ -245,4 +334,4 @@ def _is_known(cupy: Any) -> bool:
 
 def function(kernel: Any, device: int) -> int:
     """Return the driver's handle of a kernel that CuPy has compiled for the current device."""
-    return int(kernel.kernel.ptr) if queue(device).launch else 0
+    return int(kernel.kernel.ptr) if queue(device).function else 0

@@ -110,7 +110,12 @@ class CompiledRecipe:
     @property
     def workspace_size(self) -> int:
         """The bytes of workspace that hold all scratch memory."""
-        return sum(_rounded(size) for _, size, _ in self.scratch) + ALIGNMENT * bool(self.scratch)
+        return self.scratch_size + ALIGNMENT * bool(self.scratch)
+
+    @property
+    def scratch_size(self) -> int:
+        """The bytes of aligned memory that hold all of it."""
+        return sum(_rounded(size) for _, size, _ in self.scratch)
 
     @cached_property
     def places(self) -> tuple[tuple[str, int], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -60,8 +61,11 @@ class Uploads:
     def _made(self) -> Upload:
         joined = np.concatenate(list(self._arrays.values()))
         memory = device_arrays.to_device(joined, joined.dtype)
-        place, addresses = device_arrays.address(memory), {}
-        for name, array in self._arrays.items():
-            addresses[name] = place
-            place += array.nbytes
-        return Upload(addresses, memory)
+        begin = device_arrays.address(memory)
+        return Upload({name: begin + place for name, place in self.places.items()}, memory)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Where each array lies in the memory of a copy."""
+        ends = itertools.accumulate(array.nbytes for array in self._arrays.values())
+        return dict(zip(self._arrays, (0, *ends), strict=False))

@@ -5,7 +5,7 @@ Each kind checks the operands that belong to it, and has the parts of a signatur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -90,6 +90,11 @@ class Dense:
     def signature(self, q: Any, k: Any, v: Any) -> tuple[str, Named] | None:  # noqa: ARG002, others look at them
         """Return words and arrays that tell calls apart, or None if they are not recognised."""
         return "", _NOTHING
+
+    @property
+    def alone(self) -> tuple[Hashable, Any, Any] | None:
+        """A name for such calls and their two other operands, if there is nothing else."""
+        return (self.name, None, None) if self.in_one_place else None
 
     def host_signature(self) -> tuple[str, Named] | None:
         """Return the same of a call on NumPy arrays; what these arrays contain tells calls apart.
@@ -185,6 +190,13 @@ class Packed:
             del named[name]
         return words, named
 
+    @property
+    def alone(self) -> tuple[Hashable, Any, Any] | None:
+        """As in `Dense`: offsets as they were taken, which nobody read of the device's memory."""
+        if self._taken is None or not (self.check is None or self.check is False):
+            return None
+        return (self.name, self.check), *self._taken
+
     def host_signature(self) -> tuple[str, Named] | None:
         """Return the same of a call on NumPy arrays, which these arrays' contents tell apart."""
         return " packed", {"offsets_q": self.offsets_q, "offsets_k": self.offsets_k}
@@ -251,6 +263,13 @@ class Cached:
         """What kernels are told at each launch besides addresses, by name."""
         number = self._length
         return _NO_NUMBERS if number is None else {"len_k": number}
+
+    @property
+    def alone(self) -> tuple[Hashable, Any, Any] | None:
+        """As in `Dense`: the lengths."""
+        if self.table is not None or self.offsets_q is not None or self.shared != 0:
+            return None
+        return self.name, self.lengths, None
 
     def host_signature(self) -> tuple[str, Named] | None:
         """Return the same of a call on NumPy arrays, which these arrays' contents tell apart."""

@@ -41,6 +41,16 @@ class Options:
         _set(options, "__dict__", named)
         return options
 
+    @property
+    def has_mask_alone(self) -> bool:
+        """Whether nothing but a mask differs from the defaults."""
+        dropout, rest = self.dropout, vars(self).keys() - {"mask", "dropout"}
+        return (
+            type(dropout) is float
+            and not dropout
+            and not any(getattr(self, name) is not None for name in rest)
+        )
+
 
 _new, _set = object.__new__, object.__setattr__
 NAMES = tuple(field.name for field in fields(Options))

@@ -23,6 +23,10 @@ from .call import Gradients
 from .options import Options
 
 
+def _always() -> bool:
+    return True
+
+
 class Entry:
     """What is kept about a call.
 
@@ -42,9 +46,15 @@ class Entry:
         A counter: larger for entries that were used later.
     watch : Any
         What is kept to notice changes of the arrays between a forward and its backward.
+    is_due : callable
+        Counts a call, and returns whether changes between it and its backward are to be noticed.
+    quick : Any
+        What makes the call again if it is found by another key.
     """
 
-    __slots__ = ("compiled", "nbytes", "pairs", "specs", "tables", "used", "watch")
+    __slots__ = (
+        "compiled", "is_due", "nbytes", "pairs", "quick", "specs", "tables", "used", "watch",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -58,6 +68,8 @@ class Entry:
         self.nbytes = nbytes
         self.used = next(_clock)
         self.watch: Any = None
+        self.is_due: Callable[[], bool] = _always
+        self.quick: Any = None
 
 
 class Pair(NamedTuple):
@@ -292,6 +304,23 @@ def find_as(seen: Signature, key: Hashable) -> Entry | None:
     return entry
 
 
+def find_quick(key: Hashable) -> Any:
+    """Return what makes a call again that was kept by `keep_quick`, or None."""
+    entry = _entries.get(key)
+    if entry is None:
+        return None
+    entry.used = next(_clock)
+    return entry.quick
+
+
+def keep_quick(entry: Entry, quick: Any, key: Hashable) -> None:
+    """Keep what makes a call again that has an entry already, under another key."""
+    with _lock:
+        entry.quick = quick
+        _entries[key] = entry
+        _forget()
+
+
 def keep(
     seen: Signature, compiled: Any, read: Sequence[Any], results: Sequence[Any], nbytes: int = 0
 ) -> None:
@@ -340,10 +369,15 @@ def keep_as(
         pairs = _pairs(seen, () if before is None else before.pairs)
         entry = _entries[key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
         if before is not None:
-            entry.watch = before.watch
+            entry.watch, entry.is_due = before.watch, before.is_due
         seen.hold(entry)
-        while len(_entries) > MOST or sum(x.nbytes for x in _entries.values()) > MOST_BYTES:
-            del _entries[min(_entries, key=lambda each: _entries[each].used)]
+        _forget()
+
+
+def _forget() -> None:
+    """Forget the calls that were made least recently, if there are too many."""
+    while len(_entries) > MOST or sum(x.nbytes for x in _entries.values()) > MOST_BYTES:
+        del _entries[min(_entries, key=lambda each: _entries[each].used)]
 
 
 def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
@@ -379,4 +413,4 @@ def reach(array: Any) -> tuple[int, int]:
 
 def kept() -> int:
     """Return how many calls are kept."""
-    return len(_entries)
+    return len(set(_entries.values()))

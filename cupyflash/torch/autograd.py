@@ -79,7 +79,7 @@ class _Replayed(torch.autograd.Function):
         saved = ctx.saved_tensors
         if lse is None:
             *saved, lse = saved
-            if pending is not None and lse.data_ptr() != pending.places[-1]:
+            if pending is not None and lse.data_ptr() != pending.rest[0]:
                 pending = None
         if pending is not None and dlse is None and not (records() or is_transforming()):
             made = pending.gradients.compute(pending, saved, do)

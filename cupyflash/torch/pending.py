@@ -25,14 +25,12 @@ class Pending:
     ----------
     gradients : Gradients
         What computes them.
-    expected : tuple
-        What their tensors look like.
     mask : torch.Tensor or None
         The mask of the call, if that is a tensor.
     places : tuple of int
-        The addresses of q, k, v, out and lse.
+        The addresses of q, k, v and out.
     rest : tuple of int
-        Further addresses.
+        That of lse, and further addresses.
 
     Attributes
     ----------
@@ -40,23 +38,22 @@ class Pending:
         What is there already, once at most.
     """
 
-    __slots__ = ("expected", "gradients", "mask", "places", "ready", "rest")
+    __slots__ = ("gradients", "mask", "places", "ready", "rest")
 
     def __init__(
         self,
         gradients: Gradients,
-        expected: tuple[Any, ...],
         mask: torch.Tensor | None,
         places: tuple[int, ...],
         rest: tuple[int, ...],
     ) -> None:
-        self.gradients, self.expected, self.mask = gradients, expected, mask
+        self.gradients, self.mask = gradients, mask
         self.places, self.rest = places, rest
         self.ready: list[Ready] = []
 
     def __del__(self) -> None:
         if self.ready:
-            self.gradients.launches.unused.append(self.ready.pop()[1])
+            self.gradients.buffers.unused.append(self.ready.pop()[1])
 
 
 # dq, dk and dv; launches that lack one address; and scratch memory, which is kept until then.
@@ -82,22 +79,26 @@ class Gradients:
         Shapes and strides of dq, dk and dv.
     do : torch.Tensor
         What they were computed of.
+    strides : sequence of tuple of int
+        Those of q, k, v and out.
 
     Attributes
     ----------
-    do : tuple
-        What tells it from others.
     names : tuple of str
         The names of addresses, in the signature of the call, that are told in addition.
     are_small : bool
         Whether their memory is asked for in the forward.
     launches : CompiledLaunches
         What computes them.
+    buffers : driver.Buffers
+        What these are told.
+    device : int
+        Where.
     """
 
     __slots__ = (
-        "_adds", "_maps", "_maps_of_do", "_of_do", "_queue", "_results", "_size", "_sums", "_words",
-        "are_small", "do", "launches", "names",
+        "_adds", "_do", "_maps", "_maps_of_do", "_queue", "_results", "_size", "_strides", "_sums",
+        "are_small", "buffers", "device", "launches", "names",
     )  # fmt: skip
 
     def __init__(
@@ -106,9 +107,11 @@ class Gradients:
         tables: Mapping[str, str],
         results: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
         do: torch.Tensor,
+        strides: Sequence[tuple[int, ...]],
     ) -> None:
         self.launches, self._queue = compiled.launches, compiled.queue
-        self.do = _form_of(do, do.data_ptr())
+        self.device = self._queue.device
+        self._do, self._strides = (do.dtype, do.stride(), do.data_ptr() & 15), tuple(strides)
         self._results = results
         item = do.dtype.itemsize
         self._size = -(-compiled.workspace_size // item)
@@ -120,10 +123,10 @@ class Gradients:
         names = [*_TOLD, *({*self.launches.names} - {*_TOLD, *scratch, "d_out"})]
         self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
         number = {name: n for n, name in enumerate(names)} | dict.fromkeys(scratch, _SCRATCH)
-        words, maps = self.launches.words, self.launches.maps
-        self._of_do = [place for place, name in words if name == "d_out"]
+        launches, maps = self.launches, self.launches.maps
+        early = {name: (n, scratch.get(name, 0)) for name, n in number.items()}
+        self.buffers = launches.buffers(launches.values({"d_out": (0, 0)}), launches.values(early))
         self._maps_of_do = [(place, made) for place, name, made in maps if name == "d_out"]
-        self._words = [(x, number[y], scratch.get(y, 0)) for x, y in words if y != "d_out"]
         self._maps = [(place, number[y], made) for place, y, made in maps if y != "d_out"]
 
     def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
@@ -144,7 +147,7 @@ class Gradients:
             place, count = self._sums
             if count:
                 queue = self._queue
-                stream = tensors.raw_stream(queue.device)
+                stream = tensors.raw_stream(self.device)
                 if error := queue.clear(begin + place, 0, count, stream):
                     if not queue.is_open():
                         return None
@@ -152,12 +155,10 @@ class Gradients:
         if self._adds:
             dq.zero_()
         told = *pending.places, at_dq, at_dk, at_dv, begin, *pending.rest
-        buffer = self.launches.buffer()
-        words = buffer.words
-        for place, n, offset in self._words:
-            words[place] = told[n] + offset
+        buffer = self.buffers.take()
+        self._queue.launch(buffer.early, 0, *told)
         for places, n, encoded in self._maps:
-            words[places] = encoded.words(told[n])
+            buffer.words[places] = encoded.words(told[n])
         return results, buffer, scratch
 
     def compute(
@@ -165,8 +166,9 @@ class Gradients:
     ) -> tuple[torch.Tensor, ...] | None:
         """Compute gradients, given the operands of a call and out; None if they are unlike.
 
-        PyTorch has checked the versions of saved tensors; users' hooks may have put others in place
-        of them, elsewhere or with other strides.
+        PyTorch has checked the versions of saved tensors, and that `do` has the shape of out and is
+        on its device. Users' hooks may have put other tensors in place of the saved ones, elsewhere
+        or with other strides.
         """
         if type(do) not in PLAIN:
             return None
@@ -177,46 +179,32 @@ class Gradients:
             if others[_MASK] is not pending.mask:
                 return None
         place, queue = do.data_ptr(), self._queue
-        found = (
-            do.dtype, do.shape, do.stride(), do.get_device(), place & 15,
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            q.stride(), k.stride(), v.stride(), out.stride(),
-        )  # fmt: skip
-        if found != pending.expected:
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        if at != pending.places or (do.dtype, do.stride(), place & 15) != self._do:
             return None
+        if (q.stride(), k.stride(), v.stride(), out.stride()) != self._strides:
+            return None
+        stream = tensors.raw_stream(self.device)
         ready: Ready | None
         try:  # a graph may run several times, and sums are 0 only once
-            ready = None if tensors.is_capturing() else pending.ready.pop()
+            ready = None if tensors.records_graph(stream) else pending.ready.pop()
         except IndexError:
             ready = None  # it was too large, or this is the second time
         if ready is None and (ready := self.prepared(pending, q)) is None:
             return None
         results, buffer, _ = ready
-        words = buffer.words
-        for n in self._of_do:
-            words[n] = place
         for places, encoded in self._maps_of_do:
-            words[places] = encoded.words(place)
-        stream = tensors.raw_stream(queue.device)
-        if stream != buffer.stream:
-            buffer.move(stream)
-        launch = queue.launch
-        for arguments in buffer.calls:
-            if error := launch(*arguments):
-                # A thread of PyTorch's may have no context yet, which CuPy makes.
-                if arguments is buffer.calls[0] and not queue.is_open():
-                    return None
-                raise self.launches.error(error, buffer, arguments)
-        self.launches.unused.append(buffer)
+            buffer.words[places] = encoded.words(place)
+        if failed := queue.launch(buffer.block, stream, place):
+            # A thread of PyTorch's may have no context yet, which CuPy makes.
+            if failed < driver.ERRORS and not queue.is_open():
+                return None
+            raise self.launches.error(failed)
+        self.buffers.unused.append(buffer)
         return results
 
 
 # The order in which launches of gradients are told addresses but that of do.
-_TOLD = "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scratch"
+_TOLD = "q", "k", "v", "out", "dq", "dk", "dv", "scratch", "lse"
 _SCRATCH = _TOLD.index("scratch")
 _FEWEST = 4  # tensors that are saved: q, k, v and out
-
-
-def _form_of(do: torch.Tensor, place: int) -> tuple[Any, ...]:
-    """Return what tells gradients of a call from others of it."""
-    return do.dtype, do.shape, do.stride(), do.get_device(), place & 15

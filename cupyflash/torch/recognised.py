@@ -162,10 +162,10 @@ class Signature(launch_cache.Signature):
             return None
         addresses = self.addresses
         at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
-        rest = tuple(map(addresses.__getitem__, found.names))
-        expected = *found.do, *at, *self._strides, out.stride()
-        pending = Pending(found, expected, self._mask, (*at, addresses["lse"]), rest)
-        if found.are_small and not tensors.is_capturing():  # a graph may run several times
+        rest = addresses["lse"], *map(addresses.__getitem__, found.names)
+        pending = Pending(found, self._mask, at, rest)
+        stream = tensors.raw_stream(found.device)
+        if found.are_small and not tensors.records_graph(stream):  # that may run several times
             ready = found.prepared(pending, out)
             if ready is not None:
                 pending.ready.append(ready)
@@ -177,7 +177,9 @@ class Signature(launch_cache.Signature):
         if known is None or found is None or not self.has_gradients:
             return
         results = [(shape, strides) for _, shape, strides, _ in found.forms]
-        made = Gradients(found.compiled, dict(found.tables), results, do)
+        (of_out,) = (strides for name, _, strides, _ in known.forms if name == "out")
+        strides = *self._strides, of_out
+        made = Gradients(found.compiled, dict(found.tables), results, do, strides)
         if all(name in self.addresses for name in made.names):
             known.gradients[deterministic] = made
 

@@ -243,6 +243,14 @@ is_capturing = getattr(
 )
 
 
+def records_graph(stream: int) -> bool:
+    """Return whether PyTorch's current stream, at this address, records a graph.
+
+    The driver is not asked for the legacy default stream, which cannot.
+    """
+    return stream != 0 and bool(is_capturing())
+
+
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse q, k and v of different dtypes, with the remedy for tensors."""
     if not q.dtype == k.dtype == v.dtype:

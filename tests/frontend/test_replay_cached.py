@@ -290,23 +290,23 @@ def test_what_the_driver_is_told_lies_as_in_cuda_h(cupy):
         sizes = {"grid": 7, "threads": 96, "shared_memory": 5000}
         kernels = [driver.Kernel("one", None, 1234, **sizes, template=bytes(20), maps=2,
                                  overlaps=overlaps)] * 2  # fmt: skip
-        buffer = driver.Buffer(kernels)
-        buffer.move(4321)
+        buffer = driver.Buffer(kernels, 0, ())
+        driver.queue(0).launch(buffer.early, 4321)
         start = np.frombuffer(buffer.words, np.uint64).ctypes.data
-        for n, (place, function, pointers, extra) in enumerate(buffer.calls):
-            assert (function.value, extra.value) == (1234, None)
-            config = bindings.CUlaunchConfig(place.value)
+        for n, (place, function, pointers) in enumerate(buffer.launches):
+            assert function == 1234
+            config = bindings.CUlaunchConfig(place)
             assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 1, 1)
             assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (96, 1, 1)
             assert (config.sharedMemBytes, int(config.hStream)) == (5000, 4321)
             assert config.numAttrs == overlaps
-            attributes = ctypes.c_uint64.from_address(place.value + 40).value
+            attributes = ctypes.c_uint64.from_address(place + 40).value
             attribute = bindings.CUlaunchAttribute(attributes)
             kinds = bindings.CUlaunchAttributeID
             assert attribute.id == kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             assert attribute.value.programmaticStreamSerializationAllowed == 1
             first = start + 8 * n * kernels[0].words
-            listed = (ctypes.c_uint64 * 3).from_address(pointers.value)
+            listed = (ctypes.c_uint64 * 3).from_address(pointers)
             assert list(listed) == [first, first + 24, first + 24 + 128]
 
 

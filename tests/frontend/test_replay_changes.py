@@ -123,13 +123,13 @@ def test_of_short_calls_the_first_ones_are_checked_and_then_some(cupy):
         assert len(sums(cupy)) == 2 * checked
         return bool(checked)
 
-    found = [is_checked() for _ in range(200)]
+    found = [is_checked() for _ in range(400)]
     first = checksum_launches.FIRST
     assert all(found[:first])
     later = [n for n, checked in enumerate(found) if checked and n >= first]
     every = later[0]
-    assert first < every < 80
-    assert later == list(range(every, 200, every))
+    assert first < every < 200
+    assert later == list(range(every, 400, every))
     assert all(is_checked(check=True) for _ in range(2 * every))
     cupyflash.attention_vjp(*draw(cupy, (1, 2, 7, 16)))  # unlike these
     assert sums(cupy)
@@ -146,10 +146,10 @@ def test_long_calls_are_checked_always(cupy):
     assert every(1 << 17) == every(1 << 17, mask=masks.causal()) == 1
     assert every(1 << 13) == 2
     assert every(1 << 13, mask=masks.causal()) == 4
-    assert 12 * every(1 << 13) < every(1 << 13, mask=masks.window(255, 0)) < 32 * every(1 << 13)
+    assert 12 * every(1 << 13) < every(1 << 13, mask=masks.window(255, 0)) < 48 * every(1 << 13)
     assert every(1 << 13, mask=masks.segments(np.arange(1 << 13) // 256)) > 3 * every(1 << 13)
     assert 4 <= every(1 << 11) <= 16
-    assert every(64) < 80
+    assert every(64) < 200
 
 
 def test_sequences_that_nobody_has_looked_at_count_as_equally_long(cupy):
@@ -243,7 +243,10 @@ def test_the_tool_that_measures_the_cost_takes_turns(cupy, monkeypatch):
                         raising=False)  # fmt: skip
     monkeypatch.setattr(gpu_changes, "timed", timed)
     row = gpu_changes.measure(cupy, (1, 2, 24, 16, "float16", True))
-    assert row["ms"] == {"without": 0.1, "default": 0.1, "every call": 1.0}
+    same = ("without", "default", "without again")
+    assert row["ms"] == dict.fromkeys(same, 0.1) | {"every call": 1.0}
+    assert row["default_more"] == row["without_again_more"] == 0
+    assert row["every_call_more"] > 0
     assert row["one_of"] > 1
     assert row["sums"]["GB/s"] >= 0
     assert set(row["host_us"]) == set(row["ms"])

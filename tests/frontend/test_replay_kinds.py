@@ -181,7 +181,7 @@ KINDS = {
     "gradients": (dense(dtype=F16, do=True), gradients, DENSE, {}, 8),
     "packed, host": (packed("host"), varlen, PACKED, {}, 0),
     "packed, int64": (packed(I64), varlen, PACKED, {}, 0),
-    "packed, int32": (packed(I32), varlen, PACKED, {}, 0),
+    "packed, int32": (packed(I32), varlen, PACKED, {}, 3),
     "cache": (over_cache(), step, CACHED, {}, 2),
     "cache, memory given": (over_cache(True), step, CACHED, {}, 0),
     "codes": (

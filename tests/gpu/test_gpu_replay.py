@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
+from cupyflash import ArgumentError, ArgumentTypeError, execute, lookup, masks, scores
+from cupyflash.backends import host_recent
 from cupyflash.gpu import launch_cache
 from cupyflash.problem import replay, validate
 from cupyflash.reference.spec import naive
@@ -215,3 +216,67 @@ def test_results_have_the_same_memory_order(cupy):
         out, vjp = cupyflash.attention_vjp(*arrays)
         for a, b in zip(vjp(out)[:3], vjp(out)[:3], strict=True):
             assert a.strides == b.strides
+
+
+def of_arrays_alone(cupy, kind, seed):
+    """Return a function, and operands of which it says nothing more; another seed has others."""
+    rng = np.random.default_rng(seed)
+
+    def numbers(*shape):
+        return cupy.asarray(rng.standard_normal(shape).astype(np.float16))
+
+    if kind == "dense":
+        return cupyflash.attention, [numbers(2, 4, 96, 64) for _ in range(3)]
+    if kind.startswith("packed"):
+        ends = np.array([0, 20, 90 + seed, 200])
+        operands = [numbers(4, 200, 64) for _ in range(3)]
+        ends = ends if "host" in kind else cupy.asarray(ends.astype(kind.split()[-1]))
+        return cupyflash.attention_varlen, [*operands, ends, ends]
+    operands = [numbers(2, 8, 1, 64), *(numbers(2, 2, 700, 64) for _ in range(2))]
+    lengths = 300 + seed if kind == "one length" else cupy.asarray(np.array([9, 600 + seed]))
+    return cupyflash.attention_cached, [*operands, lengths]
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(30, 0)])
+@pytest.mark.parametrize(
+    "kind", ["dense", "cached", "one length", "packed int32", "packed int64", "packed, host"]
+)
+def test_calls_of_arrays_alone_have_the_bits_of_requests(cupy, monkeypatch, kind, mask):
+    options = {} if mask is None else {"mask": mask}
+    streams = [cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)]
+    wanted = []
+    with monkeypatch.context() as patch:
+        patch.setattr(host_recent, "again", lambda *_: None)
+        for seed in range(2):
+            function, operands = of_arrays_alone(cupy, kind, seed)
+            wanted.append(function(*operands, **options).get())
+    for seed in range(2):  # offsets on the host are another call each
+        function, operands = of_arrays_alone(cupy, kind, seed)
+        function(*operands, **options)
+    cupy.cuda.Device().synchronize()
+    monkeypatch.setattr(execute, "forward", None)
+    for stream, seed in ((s, n) for s in streams for n in (0, 1, 0)):
+        function, operands = of_arrays_alone(cupy, kind, seed)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            found = function(*operands, **options)
+        stream.synchronize()
+        assert np.array_equal(found.get().view(np.uint16), wanted[seed].view(np.uint16))
+
+
+def test_a_graph_of_a_call_of_arrays_alone(cupy):
+    """Replays read the arrays in place; the memory of its output is the graph's user's."""
+    q, k, v = (x.astype(np.float16) for x in draw(cupy, (1, 2, 64, 64)))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    wanted = [cupyflash.attention(x, k, v).get() for x in (q, -q)]
+    cupy.cuda.Device().synchronize()
+    with stream:
+        cupyflash.attention(q, k, v)
+        stream.begin_capture()
+        out = cupyflash.attention(q, k, v)
+        graph = stream.end_capture()
+        for sign in wanted:
+            graph.launch(stream)
+            stream.synchronize()
+            assert np.array_equal(out.get(), sign)
+            q *= -1

@@ -108,6 +108,7 @@ class Attribute(ctypes.Structure):
 
 
 OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+RAISED = 999  # an exception was raised
 TOO_MANY_RESOURCES = 701  # CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
 
 
@@ -197,15 +198,15 @@ class HostCupy(ModuleType):
                 module.launches.append(Launch(*how))
 
         def launch_kernel(config, f, pointers, extra):
-            told = Config.from_address(config.value)
-            kernel = module._kernels[f.value]
-            assert (told.y, told.z, told.ty, told.tz, extra.value) == (1, 1, 1, 1, None)
+            told = Config.from_address(config)
+            kernel = module._kernels[f]
+            assert (told.y, told.z, told.ty, told.tz, extra) == (1, 1, 1, 1, None)
             early = told.count > 0
             if early:
                 attribute = Attribute.from_address(told.attributes)
                 assert (told.count, attribute.id, attribute.allowed) == (1, OVERLAPS, 1)
-            place = ctypes.c_uint64.from_address(pointers.value).value
-            size = (pointers.value - place) // 8  # `driver.Buffer` lays them so
+            place = ctypes.c_uint64.from_address(pointers).value
+            size = (pointers - place) // 8  # `driver.Buffer` lays them so
             words_of = ctypes.c_uint64 * size
             words = np.array(words_of.from_address(place))
             error = module.during_launch()
@@ -221,12 +222,24 @@ class HostCupy(ModuleType):
             ctypes.memset(place, value, 4 * count)
             return 0
 
+        def launched(*arguments):
+            """Launch for machine code, which takes an error's number and no exception."""
+            try:
+                return launch_kernel(*arguments)
+            except BaseException as error:  # noqa: BLE001, it is raised by `error_name`
+                module.raised = error
+                return RAISED
+
         def error_name(error, place):
+            if error == RAISED:
+                raise module.raised
             assert error == TOO_MANY_RESOURCES
             place._obj.value = b"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
 
         self.library = SimpleNamespace(
-            cuLaunchKernelEx=launch_kernel, cuMemsetD32Async=clear, cuGetErrorName=error_name
+            cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launched),
+            cuMemsetD32Async=clear,
+            cuGetErrorName=error_name,
         )
 
         class Event:

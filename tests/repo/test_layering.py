@@ -115,7 +115,8 @@ INSIDE = {
         ["executor"],
     ],
     "gpu": [
-        ["disk_cache", "driver", "params"],
+        ["disk_cache", "launcher", "params"],
+        ["driver"],
         ["strides", "tma"],
         ["kernels"],
         ["specialisation", "workspace"],
@@ -127,13 +128,13 @@ INSIDE = {
         ["launch"],
         ["growing"],
         ["row_launches"],
-        ["launch_cache"],
+        ["launch_cache", "recent"],
         ["checksum_launches", "piece_launches"],
     ],
 }
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
 # them: who calls them, who writes the programs they run, who checks them, who reports on them, and
-# who adds and copies arrays in host memory.
+# who adds and copies arrays in host memory, and who has machine code compiled as theirs is.
 USERS_OF_REFERENCE = [
     "cupyflash.arrays.transfers",
     "cupyflash.backends.cpu",
@@ -142,6 +143,7 @@ USERS_OF_REFERENCE = [
     "cupyflash.backends.host_replay",
     "cupyflash.bench.runtime_peers",
     "cupyflash.expr.lower",
+    "cupyflash.gpu.launcher",
     "cupyflash.pieces.place",
     "cupyflash.rowwise",
     "cupyflash.testing",

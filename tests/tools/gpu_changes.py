@@ -3,16 +3,18 @@
     python tests/tools/gpu_changes.py                  the table, and a record in tests/data/gpu
     python tests/tools/gpu_changes.py --folder DIR     the record goes elsewhere
 
-Each shape is timed in turns: without; as it is by default behind the first calls; with every call
-checked. Times are of the device, between events, and of the host, until calls return: means over as
-many calls as one of which is checked, and their medians; of the backward alone; and of the launch
-that sums, alone, with the bytes that it reads in a second.
+Each shape is timed in turns of as many calls as one of which is checked: without; as it is by
+default behind the first calls; with every call checked; in this order and in the reverse one. Times
+are of the device, between events, and of the host, until calls return. What checks cost is the
+median of the differences between turns that follow each other, so that a clock that drifts is in
+neither; it has the quartiles, and what the same difference is of two ways that are the same. With
+these are the times of the backward alone, and of the launch that sums, alone, with the bytes that
+it reads in a second.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -38,8 +40,7 @@ SHAPES = [
     (8, 12, 128, 64, "float16", False),
     (1, 1, 16, 64, "float32", False),
 ]
-TARGET = 0.15  # seconds of a turn
-TURNS = 7
+SECONDS, FEWEST, MOST = 2.5, 8, 200  # of the turns of a way: how long, and how many
 
 
 def timed(cupy: Any, call: Callable[[], Any], count: int) -> tuple[float, float]:
@@ -71,6 +72,12 @@ def host_alone(cupy: Any, call: Callable[[], Any], count: int) -> float:
     return total / count
 
 
+def more(times: list[float], than: list[float], unit: float) -> list[float]:
+    """Return the quartiles of the differences of turns, as shares of a time."""
+    differences = [(a - b) / unit for a, b in zip(times, than, strict=True)]
+    return [round(x, 4) for x in statistics.quantiles(differences, n=4)]
+
+
 def measure(cupy: Any, shape: tuple[Any, ...]) -> dict[str, Any]:
     """Return the times of one shape, in milliseconds and microseconds."""
     *sizes, dtype, causal = shape
@@ -81,20 +88,24 @@ def measure(cupy: Any, shape: tuple[Any, ...]) -> dict[str, Any]:
     def call(check: bool | None) -> Callable[[], Any]:
         return lambda: cupyflash.attention_vjp(q, k, v, **options, check=check)[1](do)
 
-    ways = {"without": call(False), "default": call(None), "every call": call(True)}
+    ways = {
+        "without": call(False), "default": call(None), "every call": call(True),
+        "without again": call(False),
+    }  # fmt: skip
     for work in ways.values():  # everything is compiled, and the first calls are over
         for _ in range(checksum_launches.FIRST + 2):
             work()
     out, lse, vjp = cupyflash.attention_vjp(q, k, v, return_lse=True, check=True, **options)
     sums = vjp._sums
-    one_of = sums._kind._every
-    count = max(3, min(2000, int(TARGET / timed(cupy, ways["without"], 3)[0])))
-    count = -(-count // one_of) * one_of
+    count = sums._kind.every
+    a_turn = timed(cupy, ways["without"], count)[0] * count
+    turns = max(FEWEST, min(MOST, int(SECONDS / len(ways) / a_turn)))
     device: dict[str, list[float]] = {name: [] for name in ways}
     host: dict[str, list[float]] = {name: [] for name in ways}
-    for _, (name, work) in itertools.product(range(TURNS), ways.items()):
-        device[name].append(timed(cupy, work, count)[0])
-        host[name].append(host_alone(cupy, work, one_of))
+    for turn in range(turns):
+        for name in [*ways][:: 1 if turn % 2 else -1]:
+            device[name].append(timed(cupy, ways[name], count)[0])
+            host[name].append(host_alone(cupy, ways[name], count))
     ms = {name: round(1e3 * statistics.median(x), 4) for name, x in device.items()}
     us = {name: round(1e6 * statistics.median(x), 1) for name, x in host.items()}
 
@@ -102,15 +113,18 @@ def measure(cupy: Any, shape: tuple[Any, ...]) -> dict[str, Any]:
         return cupyflash.attention_backward(do, q, k, v, out, lse, **options)
 
     backward()
-    alone = timed(cupy, backward, count)[0]
+    several = max(count, 10)
+    alone = timed(cupy, backward, several)[0]
     nbytes = sum(x.nbytes for x in (q, k, v, out, lse))
-    summing = timed(cupy, lambda: sums._kind.sums.forward(sums._addresses), count)[0]
+    summing = timed(cupy, lambda: sums._kind.sums.forward(sums._addresses), several)[0]
     return {
-        "shape": sizes, "dtype": dtype, "causal": causal, "one_of": one_of,
+        "shape": sizes, "dtype": dtype, "causal": causal, "one_of": count,
         "ms": ms, "host_us": us, "backward_ms": round(1e3 * alone, 4),
         "sums": {"ms": round(1e3 * summing, 4), "GB/s": round(nbytes / summing / 1e9)},
-        "default_more": round((ms["default"] - ms["without"]) / (1e3 * alone), 4),
-        "every_call_more": round((ms["every call"] - ms["without"]) / (1e3 * alone), 4),
+        "turns": turns,
+        **{f"{name.replace(' ', '_')}_more": more(x, device["without"], alone)[1]
+           for name, x in device.items() if name != "without"},
+        "default_quartiles": more(device["default"], device["without"], alone),
     }  # fmt: skip
 
 

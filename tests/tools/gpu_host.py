@@ -91,6 +91,17 @@ def _launch_nothing(*_: Any) -> int:
     return 0
 
 
+@contextmanager
+def launching_nothing(queue: driver.Queue) -> Iterator[None]:
+    """Let calls make no launches."""
+    nothing = _launch_nothing
+    with (
+        mock.patch.multiple(queue, launch=nothing, clear=nothing),
+        mock.patch.object(launch.CompiledLaunches, "start", nothing),
+    ):
+        yield
+
+
 def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
     """Return the times of calls, and of CuPy's parts."""
     rows = {}
@@ -98,7 +109,7 @@ def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
         times = [microseconds(cupy, call, runs)]
         with never_early():
             times.append(microseconds(cupy, call, runs))
-        with mock.patch.object(launch.CompiledLaunches, "start", _launch_nothing):
+        with launching_nothing(driver.queue(cupy.cuda.runtime.getDevice())):
             times.append(microseconds(cupy, call, runs))
         rows[name] = times
     queue = driver.queue(cupy.cuda.runtime.getDevice())
@@ -121,20 +132,19 @@ def launches(cupy: Any, queue: driver.Queue) -> Iterator[tuple[str, Callable[[],
     for _ in range(3):
         call()
     compiled = max(replay._entries.values(), key=lambda entry: entry.used).compiled.launches
-    buffer = compiled.unused.pop()  # the addresses of the last call are in it
+    buffer = compiled._buffers.take()  # the addresses of the first call are in it
     kernels = compiled._kernels
     own = cupy.cuda.Stream(non_blocking=True)
     for stream, where in ((0, "default stream"), (own.ptr, "another stream")):
-        buffer.move(stream)
         for early in (False, True):
-            for place in buffer._streams:
+            for place in buffer.streams:
+                buffer.words[place] = stream
                 buffer.words[place - driver._STREAM + driver._COUNT] = int(early)
             how = f"{'early' if early else 'plain'}, {where}"
-            for n, arguments in enumerate(buffer.calls):
-                yield f"  launch {n + 1}, {how}", functools.partial(queue.launch, *arguments)
+            for n in range(len(kernels)):
+                yield f"  launch {n + 1}, {how}", functools.partial(queue.launch, buffer.one(n))
             yield f"  {len(kernels)} launches, {how}", functools.partial(_all, queue, buffer)
-        ours = buffer.calls[0]
-        pointers = ours[2].value
+        pointers = buffer.launches[0][2]
         if by_cupy := getattr(cupy.cuda, "driver", None):
             kernel, one = kernels[0], (1, 1)
             sizes = kernel.grid, *one, kernel.threads, *one, kernel.shared_memory
@@ -144,8 +154,8 @@ def launches(cupy: Any, queue: driver.Queue) -> Iterator[tuple[str, Callable[[],
 
 
 def _all(queue: driver.Queue, buffer: driver.Buffer) -> None:
-    for arguments in buffer.calls:
-        queue.launch(*arguments)
+    for n in range(len(buffer.launches)):
+        queue.launch(buffer.one(n))
 
 
 def _by_bindings(kernel: driver.Kernel, stream: int, pointers: int) -> Callable[[], Any]:
@@ -201,11 +211,7 @@ def of_tensors(cupy: Any, torch: Any, tensors: Any, runs: int = RUNS) -> dict[st
         for kind, call in kinds.items():
             times = [microseconds(cupy, call, runs)]
             if function is attention:
-                nothing = _launch_nothing
-                with (
-                    mock.patch.multiple(queue, launch=nothing, clear=nothing),
-                    mock.patch.object(launch.CompiledLaunches, "start", nothing),
-                ):
+                with launching_nothing(queue):
                     times.append(microseconds(cupy, call, runs))
             rows[f"{name}, {kind}"] = times
     return rows
