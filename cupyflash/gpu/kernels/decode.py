@@ -36,6 +36,9 @@ MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single step
 # Warps of a block if an SM has as many leaves at most: beside it, the SM has room for a block of
 # the grid that joins, where grids overlap.
 FEW_WARPS, OVERLAPS = 4, (9, 0)
+# Of a block that has all leaves of a task: its warps, and bytes of the keys and values of more than
+# one leaf for each warp, which several blocks would read faster from some size on.
+WHOLE_WARPS, WHOLE_BYTES = 8, 256 << 10
 
 
 def values_in_keys(call: Call) -> bool:
@@ -62,12 +65,29 @@ def has_few_leaves(problem: Problem, block_q: int, device: Target) -> bool:
     """
     if not problem.heads_kv or device.capability < OVERLAPS:
         return False
+    leaves = -(-int(np.max(problem.len_k, initial=0)) // LEAF)
+    return _tasks(problem, block_q) * leaves <= FEW_WARPS * device.multiprocessors
+
+
+def are_whole(problem: Problem, block_q: int, device: Target, row: int = 0) -> bool:
+    """Return whether each task is to have a block of its own, with a warp for each of its leaves.
+
+    Tasks have one node of leaves at most, or keys and values of `WHOLE_BYTES`, if a position has
+    `row` bytes of these; and there are no more of them than SMs. This is about capacities, too, and
+    no bit depends on it.
+    """
+    keys = int(np.max(problem.len_k, initial=0))
+    if not problem.heads_kv or (keys > NODE and not 0 < keys * row <= WHOLE_BYTES):
+        return False
+    return _tasks(problem, block_q) <= device.multiprocessors
+
+
+def _tasks(problem: Problem, block_q: int) -> int:
+    """Return the number of tasks; of packed queries it is unknown, and more than any other."""
     group = problem.heads // problem.heads_kv
     heads, queries = rows_of_task(group, block_q)
     tasks = -(-group // heads) * -(-problem.rows.known_q // queries)
-    leaves = -(-int(np.max(problem.len_k, initial=0)) // LEAF)
-    most = FEW_WARPS * device.multiprocessors
-    return problem.batch * problem.heads_kv * tasks * leaves <= most
+    return problem.batch * problem.heads_kv * tasks
 
 
 def schedule_bytes(warps: int) -> int:
