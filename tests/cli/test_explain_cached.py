@@ -224,12 +224,12 @@ def test_short_caches_have_small_blocks(keys, more, decode, join):
 
 
 def test_a_small_cache_has_one_kernel_and_no_pieces():
-    shapes = (1, 32, 1, 128), (1, 8, 512, 128)
+    shapes = (1, 32, 1, 64), (1, 8, 512, 64)
     found = explain(*shapes, dtype="bfloat16", lengths=300, device="H100", compile=False)
     (kernel,) = found.kernels
     assert (kernel.name, kernel.blocks, kernel.warps) == ("decode_sm80", 8, 8)
-    assert found.most.writes == {"o": 32 * 128 * 2, "lse": 32 * 4}
-    assert found.memory == 32 * 128 * 2 + 32 * 4
+    assert found.most.writes == {"o": 32 * 64 * 2, "lse": 32 * 4}
+    assert found.memory == 32 * 64 * 2 + 32 * 4
     assert "a block has all keys of its rows" in found.reason
 
 

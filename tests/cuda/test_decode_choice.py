@@ -71,18 +71,20 @@ def test_grids_of_few_leaves_share_an_sm(keys, arch, warps, blocks, beside):
     ("batch", "keys", "d", "arch", "whole"),
     [
         (3, 512, 64, "sm_90", True),
-        (3, 1024, 64, "sm_90", True),  # more leaves than a node has, of as many bytes
-        (3, 1025, 64, "sm_90", False),
-        (3, 513, 128, "sm_90", False),
         (4, 512, 64, "sm_90", False),  # more tasks than SMs
-        (3, 512, 256, "sm_90", True),
-        (3, 512, 128, "sm_80", True),
+        (3, 513, 64, "sm_90", False),  # twice as many turns of a warp as if SMs shared the keys
+        (6, 1024, 64, "sm_90", True),
+        (6, 1025, 64, "sm_90", False),  # too many bytes
+        (3, 512, 128, "sm_90", False),
+        (6, 512, 128, "sm_90", True),
+        (6, 513, 128, "sm_90", False),
+        (6, 512, 128, "sm_80", True),
         (3, 512, 64, "sm_86", False),  # no room for eight warps
     ],
 )
 def test_few_small_tasks_are_whole(batch, keys, d, arch, whole):
     """Then one kernel serves the call, without workspace; lengths and masks have no part in it."""
-    target = dataclasses.replace(target_of(arch), multiprocessors=6)
+    target = dataclasses.replace(target_of(arch), multiprocessors=12 if batch != 4 else 7)
     q, k, v = draw((batch, 4, 3, d), *[(batch, 2, keys, d)] * 2)
     for lengths in (1, keys):
         made = route.of(cached.call(q, k, v, lengths), target)

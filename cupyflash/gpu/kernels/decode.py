@@ -36,8 +36,8 @@ MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single step
 # Warps of a block if an SM has as many leaves at most: beside it, the SM has room for a block of
 # the grid that joins, where grids overlap.
 FEW_WARPS, OVERLAPS = 4, (9, 0)
-# Of a block that has all leaves of a task: its warps, and bytes of the keys and values of more than
-# one leaf for each warp, which several blocks would read faster from some size on.
+# Of a block that has all leaves of a task: its warps, and the most bytes of keys and values. Beyond
+# these, an H200 takes longer for one kernel than for two.
 WHOLE_WARPS, WHOLE_BYTES = 8, 256 << 10
 
 
@@ -65,21 +65,31 @@ def has_few_leaves(problem: Problem, block_q: int, device: Target) -> bool:
     """
     if not problem.heads_kv or device.capability < OVERLAPS:
         return False
-    leaves = -(-int(np.max(problem.len_k, initial=0)) // LEAF)
-    return _tasks(problem, block_q) * leaves <= FEW_WARPS * device.multiprocessors
+    leaves = _tasks(problem, block_q) * most_leaves(problem)
+    return leaves <= FEW_WARPS * device.multiprocessors
 
 
-def are_whole(problem: Problem, block_q: int, device: Target, row: int = 0) -> bool:
-    """Return whether each task is to have a block of its own, with a warp for each of its leaves.
+def are_whole(problem: Problem, block_q: int, device: Target, row: int) -> bool:
+    """Return whether each task is to have a block, of `WHOLE_WARPS`, which take leaves in turn.
 
-    Tasks have one node of leaves at most, or keys and values of `WHOLE_BYTES`, if a position has
-    `row` bytes of these; and there are no more of them than SMs. This is about capacities, too, and
-    no bit depends on it.
+    `row` is the bytes of a position's keys and values, or 0 if they are not what takes the time.
+    One SM is slower than several for as many keys, and saves a launch. So a warp has no more turns
+    than if all leaves were dealt out to all SMs; and where tasks leave half of the SMs idle, a task
+    has half of the most bytes. This is about capacities, and no bit depends on it.
     """
-    keys = int(np.max(problem.len_k, initial=0))
-    if not problem.heads_kv or (keys > NODE and not 0 < keys * row <= WHOLE_BYTES):
+    if not problem.heads_kv:
         return False
-    return _tasks(problem, block_q) <= device.multiprocessors
+    tasks, leaves, count = _tasks(problem, block_q), most_leaves(problem), device.multiprocessors
+    if tasks > count:
+        return False
+    if -(-leaves // WHOLE_WARPS) > max(1, -(-tasks * leaves // (WHOLE_WARPS * count))):
+        return False
+    return LEAF * leaves * row <= (WHOLE_BYTES if 2 * tasks > count else WHOLE_BYTES // 2)
+
+
+def most_leaves(problem: Problem) -> int:
+    """Return the leaves of the longest entry that there may be."""
+    return -(-int(np.max(problem.len_k, initial=0)) // LEAF)
 
 
 def _tasks(problem: Problem, block_q: int) -> int:

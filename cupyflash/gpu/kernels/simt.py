@@ -247,7 +247,8 @@ def _configure_decode(request: Request) -> Tiles | None:
     itemsize = problem.accumulator.itemsize
     # A leaf's results take the place of a warp's queries and weights.
     has_room = decode.row_bytes(problem.d_v, itemsize) <= (problem.d + decode.LEAF) * itemsize
-    whole = has_room and decode.are_whole(problem, DECODE_ROWS, request.device)
+    whole = has_room and decode.most_leaves(problem) <= decode.WHOLE_WARPS
+    whole = whole and decode.are_whole(problem, DECODE_ROWS, request.device, 0)
     for warps in (8, 4, 2, 1):
         shared = decode_bytes(warps, problem.d, itemsize)
         if shared <= request.device.shared_memory:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
-
 from . import decode, grid
 from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
 
@@ -190,7 +188,7 @@ def whole_tiles(request: Request) -> Tiles | None:
     problem, device = request.problem, request.device
     warps, limit = decode.WHOLE_WARPS, device.shared_memory
     row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
-    leaves = -(-int(np.max(problem.len_k, initial=0)) // decode.LEAF)
+    leaves = decode.most_leaves(problem)
     group = problem.heads // problem.heads_kv if problem.heads_kv else 1
     held = leaves * row * decode.most_rows(group, DECODE_ROWS, problem.rows.known_q)
     for stages in (3, 2):
@@ -210,10 +208,9 @@ def whole_tiles(request: Request) -> Tiles | None:
 
 
 def _configure_decode(request: Request) -> Tiles | None:
-    row = 0
-    if request.call is not None:
-        row = sum(x.shape[-1] * x.itemsize for x in (request.call.k, request.call.v))
-    if decode.are_whole(request.problem, DECODE_ROWS, request.device, row):
+    problem = request.problem
+    row = (problem.d + problem.d_v) * problem.dtype.itemsize  # also of codes, which take more work
+    if decode.are_whole(problem, DECODE_ROWS, request.device, row):
         tiles = whole_tiles(request)
         if tiles is not None:
             return tiles
