@@ -156,13 +156,8 @@ def cases() -> list[Case]:
         found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
     for cache in ("paged16", "cached few", "paged16 few", "paged few"):
         found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, cache))
-    for n, (kernel, own, options, cache) in enumerate([
-        ("decode_sm80", (48, 48), "plain", "cached"),
-        ("decode_sm80", (128, 128), "plain", "cached"),
-        ("decode_sm80", (64, 64), "causal", "paged16"), ("decode_simt", (64, 64), "plain", "paged"),
-    ]):  # fmt: skip
-        dtype = dtypes[1 + n // 2] if kernel == "decode_sm80" else dtypes[0]
-        found.append(Case(kernel, dtype, own, options, False, f"{cache} whole"))
+    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "cached whole"))
+    found.append(Case("decode_simt", dtypes[0], (64, 64), "plain", False, "paged whole"))
     for n, (own, options, cache) in enumerate([
         ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
         ((64, 64), "softcap", "cached"), ((128, 128), "plain", "paged int8"),
