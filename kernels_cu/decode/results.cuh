@@ -37,7 +37,7 @@ __device__ __forceinline__ merge::Statistics fold(accum_t* child, bool exists, a
 #pragma unroll
     for (int n = 0; n < CHILDREN; ++n) {
       const Vector* const from = reinterpret_cast<const Vector*>(ptx::shuffle(address, n));
-      parts[n] = from[place < VECTORS ? place : 0];
+      parts[n] = from[tile::smaller(place, VECTORS - 1)];  // nothing that is written already
     }
     Vector sums{};
     l = 0;

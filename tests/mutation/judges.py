@@ -100,7 +100,7 @@ sm80/decode_sm80.cu
         no_bit_depends_on_the_grid_or_the_schedule sm80 3, packed_queries sm80,
         what_the_grid_ahead_writes_at_its_end_is_read sm80 16 table
     cuda/test_decode_whole.py: warps_take_several_leaves_in_turn hopper sink 1500,
-        a_block_with_a_whole_task_has_the_bits_of_two_kernels sm80 sink None
+        a_block_with_a_whole_task_has_the_bits_of_two_kernels sm80 sink
 sm80/decode_sm80_shared.cu
     cuda/test_decode_shared.py: no_bit_depends_on_what_is_shared all,
         no_bit_depends_on_what_is_shared entry by, teams_of_any_size 5-4-1-2,
