@@ -108,7 +108,7 @@ def scratch_of(call: Call, target: Target, kernels: Kernels | None = None) -> di
     if kernels is None:
         arrays = {name: (getattr(call, name), 3) for name in "qkv"}
         kernels = _kernels(call, request_of(call, target, arrays))
-    if kernels.few is None:
+    if kernels.few is None or kernels.few.tiles.whole:
         return {}
     tiles = kernels.few.tiles
     grid = kernels.few.spec.grid(_extent_of_tasks(call, target), tiles)
@@ -120,9 +120,16 @@ def scratch_of(call: Call, target: Target, kernels: Kernels | None = None) -> di
 
 
 def _add_decode(writer: Writer, choice: Choice, kernels: Kernels, before: str, after: str) -> None:
-    """Add the kernels of few queries, and the one that joins what they leave in a workspace."""
+    """Add the kernels of few queries, and the one that joins what they leave in a workspace.
+
+    Blocks that have whole tasks leave nothing.
+    """
     call, named, shared = writer.call, ("workspace",), kernels.shared
     extent, tiles = _extent_of_tasks(call, writer.target), choice.tiles
+    if tiles.whole:
+        after = f"; a block has all keys of its rows{after}"
+        writer.add("decode", extent, choice=choice, before=before, after=after)
+        return
     grid = choice.spec.grid(extent, tiles)
     fields = dict(decode.fields(grid, tiles, keys_of(call), shared.nodes))
     is_shared = shared.nodes > 0

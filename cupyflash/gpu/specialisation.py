@@ -163,6 +163,12 @@ class Specialisation:
                 "Blocks that share the registers of an SM.",
                 "tiles.resident_blocks",
             ),
+            _is(
+                "WHOLE",
+                "Whether a block has all keys of its rows, where several could share them.",
+                "tiles.whole",
+                "whole",
+            ),
         )
     )
     packed: bool = _option("packed", "PACKED", "Whether sequences are packed.", "packed")

@@ -70,6 +70,9 @@ class Cursor {
     return same;
   }
 
+  // The block's task, if it has a whole one.
+  __device__ __forceinline__ const Task& own_task() const { return tasks_smem_.task[place_]; }
+
   __device__ __forceinline__ Leaf next() {
 #pragma unroll 1
     while (unit_ < end_) {
@@ -85,6 +88,11 @@ class Cursor {
       if (!yielded_) {
         yielded_ = true;
         return Leaf{unit_, leaf_begin_, 0, PARTIAL, place_, true};
+      }
+      if constexpr (WHOLE) {
+        unit_ = index_ += shares_;
+        if (unit_ < end_) begin_unit();
+        continue;
       }
       if (++unit_ == end_) break;
       if (++index_ == task.units(p_, level_)) {
@@ -106,6 +114,14 @@ class Cursor {
  private:
   __device__ __forceinline__ void find_first(const Schedule& schedule) {
     level_ = schedule.level;
+    if constexpr (WHOLE) {
+      begin_task(schedule.own_task());
+      const int units = own_task().units(p_, 0);
+      unit_ = index_ = tile::smaller(share_, units);
+      end_ = units;
+      if (unit_ < end_) begin_unit();
+      return;
+    }
     const int begin = schedule.begin(blockIdx.x), all = schedule.begin(blockIdx.x + 1) - begin;
     unit_ = begin + all * share_ / shares_;
     end_ = begin + all * (share_ + 1) / shares_;
@@ -135,6 +151,7 @@ class Cursor {
 
   // Keeps the record of a task that begins.
   __device__ __forceinline__ void keep_record() const {
+    if constexpr (WHOLE) return;
     if (keeps_records_ && index_ == 0 && ptx::lane_index() == 0) {
       const Task& task = tasks_smem_.task[place_];
       workspace_.records[task.number] =

@@ -6,7 +6,8 @@
 // hold visible leaves. All units of all tasks form one list, and every thread block has an equal
 // share of it, as has every warp within a block. The level depends on the amount of work: leaves if
 // there is little, so that every warp has some, and larger nodes if these still fill the device, so
-// that fewer results are kept. No bit of a result depends on it.
+// that fewer results are kept. No bit of a result depends on it. Where tasks are few and have few
+// leaves, each has a block (WHOLE).
 #pragma once
 #include "../common/tile.cuh"
 #include "../common/cache.cuh"
@@ -30,6 +31,8 @@ constexpr int MOST_COUNTED = 1 << 30;  // units in all: more are too many anyway
 // Whether all tasks of an entry have equal units: no mask bounds their keys, and no entry its own
 // queries.
 constexpr bool EQUAL_TASKS = !HAS_RANGE && !PACKED;
+// A block has a task, whose leaves its warps take in turn (WHOLE).
+static_assert(!WHOLE || (WARPS == CHILDREN && !OF_BLOCKS && !PACKED && !SHARED), "WHOLE");
 // Entries of which a lane remembers the lengths.
 constexpr int REMEMBERED = 4;
 
@@ -263,6 +266,13 @@ class Schedule {
   // All threads of the block call it together.
   __device__ __forceinline__ void count_units() {
     const Params& p = p_;
+    if constexpr (WHOLE) {  // nothing is divided
+      tasks_ = head_blocks(p) * p.heads_kv * static_cast<int>(p.blocks);
+      each_ = static_cast<int>((p.batch + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE);
+      level = 0;
+      if (may_be_early()) remember(keys_);
+      return;
+    }
     int counts[LEVELS] = {};
     if constexpr (EQUAL_TASKS) {
       tasks_ = head_blocks(p) * p.heads_kv * static_cast<int>(p.blocks);
@@ -363,6 +373,19 @@ class Schedule {
         ++number;
       }
     }
+  }
+
+  // The block's task, if it has a whole one. All lanes of a warp call it together.
+  __device__ __forceinline__ Task own_task() const {
+    const int b = static_cast<int>(Division(blockIdx.x, tasks_).quotient);
+    int keys = 0;
+    if (may_be_early()) {
+      const Division at(b, each_);
+      keys = ptx::shuffle(remembered(static_cast<int>(at.remainder)), at.quotient);
+    } else {
+      keys = keys_of_entry(b);
+    }
+    return task_of(p_, blockIdx.x, keys);
   }
 
  private:

@@ -49,6 +49,16 @@ struct Workspace {
   }
 };
 
+// The leaves of a block's whole task, in shared memory; the visible ones are numbered from 0 on.
+struct Leaves {
+  accum_t* first;
+  int step;  // elements from one to the next
+
+  __device__ __forceinline__ accum_t* row(int number, int row) const {
+    return first + number * step + row * ROW;
+  }
+};
+
 __device__ __forceinline__ merge::Statistics& statistics_of(accum_t* row) {
   return *reinterpret_cast<merge::Statistics*>(row);
 }

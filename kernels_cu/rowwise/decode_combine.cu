@@ -8,8 +8,7 @@
 // Grid: the rows of all tasks, BLOCK_ROWS to a block. Shared memory: NODES rows for each of them.
 // BLOCK_Q is the decode kernel's. `scale` is the number of logits to the base e per score.
 #include "../common/params.cuh"
-#include "../common/softmax.cuh"
-#include "../decode/workspace.cuh"
+#include "../decode/results.cuh"
 
 namespace {
 
@@ -20,8 +19,8 @@ using decode::ROW;
 constexpr int BLOCK_ROWS = THREADS > 2 * ptx::WARP_SIZE ? 1 : decode::WARPS;
 constexpr int SHARE = THREADS / BLOCK_ROWS, ROW_WARPS = SHARE / ptx::WARP_SIZE;  // of a row
 constexpr int NODES = SHARED_BYTES / BLOCK_ROWS / (ROW * static_cast<int>(sizeof(accum_t)));
-constexpr int VECTORS = decode::COLUMNS / VECTOR;
-constexpr int PIECES = (VECTORS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;  // of a row, each a warp's
+constexpr int PIECES =
+    (decode::VECTORS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;  // of a row, each a warp's
 constexpr int SHARERS = PIECES < ROW_WARPS ? PIECES : ROW_WARPS;
 constexpr int NODES_AT_ONCE = ROW_WARPS / SHARERS;
 static_assert(NODES > 0, "SHARED_BYTES");
@@ -86,52 +85,6 @@ struct Tree {
   }
 };
 
-// Folds children in their order, and stores the columns of one of SHARERS warps; returns the node's
-// statistics. Lane n, of the first CHILDREN, has child n or, where there is none, another one. The
-// node may lie where one of its children does.
-__device__ __forceinline__ merge::Statistics fold(accum_t* child, bool exists, accum_t* node,
-                                                  int sharer, accum_t c) {
-  const int lane = ptx::lane_index();
-  merge::Statistics mine = decode::statistics_of(child);
-  if (!exists) mine = merge::no_keys();
-  // The maximum of this child and those before it, and of those before it.
-  accum_t top = mine.m;
-#pragma unroll
-  for (int lanes = 1; lanes < CHILDREN; lanes *= 2) {
-    const accum_t other = ptx::shuffle(top, (lane - lanes) & 31);
-    top = lane >= lanes && other > top ? other : top;
-  }
-  accum_t before = ptx::shuffle(top, (lane - 1) & 31);
-  before = lane == 0 ? -number::infinity() : before;
-  const accum_t own = merge::factor(before, top, c), other = merge::factor(mine.m, top, c);
-  const long long address = reinterpret_cast<long long>(child + decode::STATISTICS);
-  accum_t l = 0;
-#pragma unroll 1
-  for (int first = sharer * ptx::WARP_SIZE; first < VECTORS; first += SHARERS * ptx::WARP_SIZE) {
-    const int place = first + lane;
-    Vector parts[CHILDREN];  // all loaded before the first is added
-#pragma unroll
-    for (int n = 0; n < CHILDREN; ++n) {
-      const Vector* const from = reinterpret_cast<const Vector*>(ptx::shuffle(address, n));
-      parts[n] = from[place < VECTORS ? place : 0];
-    }
-    Vector sums{};
-    l = 0;
-#pragma unroll
-    for (int n = 0; n < CHILDREN; ++n) {
-      const accum_t other_l = ptx::shuffle(mine.l, n);
-      const merge::Factors factors{ptx::shuffle(own, n), ptx::shuffle(other, n), other_l == 0,
-                                   l == 0};
-      l = factors.apply(l, other_l);
-#pragma unroll
-      for (int x = 0; x < VECTOR; ++x) sums.x[x] = factors.apply(sums.x[x], parts[n].x[x]);
-    }
-    __syncwarp();  // the parts, loaded by all lanes before one of them is replaced
-    if (place < VECTORS) reinterpret_cast<Vector*>(node + decode::STATISTICS)[place] = sums;
-  }
-  return merge::Statistics{ptx::shuffle(top, CHILDREN - 1), l};
-}
-
 // A barrier of a row's threads.
 __device__ __forceinline__ void wait_for_row() {
   if constexpr (ROW_WARPS == 1) {
@@ -140,52 +93,6 @@ __device__ __forceinline__ void wait_for_row() {
     __syncthreads();
   }
 }
-
-// Where a row's results go, and its sink.
-struct Results {
-  storage_t* out;
-  accum_t* lse;  // null if it is not wanted
-  accum_t sink;
-
-  __device__ __forceinline__ Results(const Params& p, const decode::Task& task, int row) {
-    const long long head = task.head_of(row), i = task.query_of(row);
-    const layout::Entry entry = task.entry();
-    out = reinterpret_cast<storage_t*>(p.out.data) + layout::offset(p.out, entry, head, false) +
-          i * p.out.row;
-    lse = nullptr;
-    if (p.lse.data != nullptr) {
-      const memory::RowStatistic all = memory::row_statistic(p.lse, entry, head);
-      lse = all.data + i * all.row;
-    }
-    sink = -number::infinity();
-    if (p.sink != nullptr) sink = number::load<accum_t>(p.sink, p.kind_sink, head);
-  }
-
-  // Writes the row from the place that holds all of its keys; `step` is the distance of columns.
-  __device__ __forceinline__ void write(const accum_t* held, long long step, accum_t scale) const {
-    const merge::Statistics statistics = *reinterpret_cast<const merge::Statistics*>(held);
-    accum_t m = statistics.m, l = statistics.l, weight = 1;
-    if (m != -number::infinity()) m *= scale;
-    if (sink != -number::infinity()) {
-      const accum_t top = m > sink ? m : sink;
-      weight = m == top ? accum_t(1) : softmax::exponential(m - top);
-      l = l * weight + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
-      m = top;
-    }
-    // 8 normalise
-    const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
-#pragma unroll 1
-    for (int column = threadIdx.x % SHARE; column < D_V; column += SHARE) {
-      const accum_t o = statistics.l == accum_t(0) ? accum_t(0) : held[decode::STATISTICS + column];
-      // A sum of 0 gets no sign, because the sign would depend on masked pairs.
-      number::narrow(fma(o, inverse, accum_t(0)), out + column * step);
-    }
-    // 9 store lse
-    if (lse != nullptr && threadIdx.x % SHARE == 0) {
-      *lse = l == accum_t(0) ? -number::infinity() : m + log(l);
-    }
-  }
-};
 
 }  // namespace
 
@@ -205,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::wait_for_grids();
     return;
   }
-  const Results results(p, task, row);
+  const decode::Results results(p, task, row);
   ptx::wait_for_grids();
   const Tree tree(p, workspace, task, reinterpret_cast<accum_t*>(shared_smem) + place * NODES * ROW,
                   row);
@@ -222,8 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (is_mine) {
         const int wanted = (node << LOG_CHILDREN) + ptx::lane_index() % CHILDREN;
         const int child = tile::smaller(matmul::larger(wanted, low), high);
-        made = fold(tree.place(level, child), child == wanted && ptx::lane_index() < CHILDREN,
-                    tree.place(level + 1, node), sharer, c);
+        made = decode::fold<SHARERS>(tree.place(level, child),
+                                     child == wanted && ptx::lane_index() < CHILDREN,
+                                     tree.place(level + 1, node), sharer, c);
       }
       if constexpr (SHARERS > 1) wait_for_row();  // statistics of children, read by all warps
       if (is_mine && sharer == 0 && ptx::lane_index() == 0) {
@@ -232,5 +140,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     wait_for_row();  // the nodes, folded by all warps
   }
-  results.write(tree.place(level, tree.first(level)), p.out.col, scale);
+  results.write<SHARE>(tree.place(level, tree.first(level)), p.out.col, scale);
 }

@@ -5,12 +5,15 @@
 // the columns of the output. Every product is a scalar multiply-add in the accumulator's type.
 // Nodes are merged in the slots of the workspace.
 //
-// Grid: a share of all units for each block; decode_combine.cu joins their partial results.
-// Shared memory: SharedStorage. BLOCK_KV is 64.
+// Grid: a share of all units for each block; decode_combine.cu joins their partial results. Or, if
+// WHOLE, a task for each block, which joins the leaves of its warps itself.
+// Shared memory: SharedStorage. The leaves of a WHOLE task alias the queries and weights of warps.
+// BLOCK_KV is 64.
 #include "../common/params.cuh"
 #include "../common/cache_row.cuh"
 #include "../common/softmax.cuh"
 #include "../decode/cursor.cuh"
+#include "../decode/results.cuh"
 
 namespace {
 
@@ -30,6 +33,7 @@ struct SharedStorage {
 };
 
 static_assert(BLOCK_KV == LEAF, "BLOCK_KV");
+static_assert(!WHOLE || decode::ROW <= D + LEAF, "a leaf has no room");
 static_assert(SHARED_BYTES == sizeof(SharedStorage), "SHARED_BYTES");
 
 // A warp's rows of a leaf: their statistics, and a lane's columns of o.
@@ -78,6 +82,21 @@ __device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspa
   __syncwarp();  // the slot, written by all lanes
 }
 
+// Stores the leaf of a warp that has one.
+__device__ __forceinline__ void store_leaf(accum_t* leaf_smem, const State& leaf, int rows) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (r >= rows) break;
+    accum_t* const to = leaf_smem + r * decode::ROW;
+    if (ptx::lane_index() == 0) decode::statistics_of(to) = leaf.row[r];
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; ++n) {
+      const int column = ptx::lane_index() + n * ptx::WARP_SIZE;
+      if (column < D_V) to[decode::STATISTICS + column] = leaf.o[r][n];
+    }
+  }
+}
+
 __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, long long slot,
                                           State& state, int rows) {
 #pragma unroll
@@ -110,6 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   cursor.begin_early(schedule, [](const decode::Task&, int) {});
   ptx::launch_dependents();
 
+  // The leaves of a whole task.
+  const decode::Leaves leaves{reinterpret_cast<accum_t*>(storage_smem->warps),
+                              static_cast<int>(sizeof(WarpStorage) / sizeof(accum_t))};
   const accum_t scale = static_cast<accum_t>(p.scale);
   constexpr accum_t C = static_cast<accum_t>(1.4426950408889634);  // scores are logits here
   unsigned int fresh = ~0u;  // bit n: nothing is in the node of level n
@@ -216,6 +238,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     // The leaf joins its node: merges stand for step 6.
     const decode::Leaf next = cursor.next();
+    if constexpr (WHOLE) {  // it is the only one
+      __syncwarp();         // the weights, read by all lanes
+      store_leaf(leaves.row(now.unit, 0), leaf, task.rows);
+      break;
+    }
 #pragma unroll 1
     for (int level = 1;; ++level) {
       const bool is_unit = level >= schedule.level;
@@ -228,5 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     if (!next.exists || next.unit != now.unit) fresh = ~0u;
     now = next;
+  }
+  if constexpr (WHOLE) {
+    __syncthreads();  // the leaves of all warps
+    decode::write_rows(p, cursor.own_task(), leaves, accum_t(1));
   }
 }

@@ -6,10 +6,13 @@
 // keys are the 16 rows of one matrix instruction. Each warp has its own pipeline of STAGES stages
 // in shared memory, and meets no other one before its keys are done.
 //
-// Grid: a share of all units for each block; decode_combine.cu joins their partial results.
+// Grid: a share of all units for each block; decode_combine.cu joins their partial results. Or, if
+// WHOLE, a task for each block, which joins the leaves of its warps itself.
 // Shared memory: the tasks of all warps; of every warp its stages and its queries. The scratch that
-// counts units aliases the stages; it is dead before the first copy. BLOCK_Q is 16, BLOCK_KV 64.
+// counts units aliases the stages; it is dead before the first copy. Behind them leaves of a WHOLE
+// task. BLOCK_Q is 16, BLOCK_KV 64.
 #include "../common/params.cuh"
+#include "../decode/results.cuh"
 #include "../warp/decode_leaf.cuh"
 
 namespace {
@@ -19,11 +22,13 @@ using namespace decode_leaf;
 constexpr int TASKS_BYTES =
     matmul::round_up(decode::WARPS * static_cast<int>(sizeof(decode::WarpTasks)), 128);
 constexpr int WARP_ROOM = (SHARED_BYTES - TASKS_BYTES) / decode::WARPS;
-constexpr int STAGES = (WARP_ROOM - QUERY_BYTES) / STAGE_BYTES;
+constexpr int ROOM_OF_STAGES = (WARP_ROOM - QUERY_BYTES) / STAGE_BYTES;
+constexpr int STAGES = WHOLE && ROOM_OF_STAGES > 3 ? 3 : ROOM_OF_STAGES;
 constexpr int WARP_BYTES = QUERY_BYTES + STAGES * STAGE_BYTES;
 
 static_assert(BLOCK_Q == 16 && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
 static_assert(sizeof(decode::ScheduleStorage) <= decode::WARPS * WARP_BYTES, "SHARED_BYTES");
+static_assert(!WHOLE || 16 * decode::ROW * sizeof(accum_t) <= WARP_BYTES, "a leaf has no room");
 static_assert(2 <= STAGES && STAGES - 1 <= 2 * STEPS, "a stage belongs to this leaf or the next");
 
 // A leaf's keys and values, step by step: the producer of a warp's pipeline.
@@ -67,6 +72,18 @@ struct EarlyStart {
     decode_rows::prefetch_keys({task.k, p.k_page, p.k.row, p.k.col}, places, keys);
   }
 };
+
+// Where the leaves of a whole task go: one of each warp to the warp's stages and queries, which are
+// not read any more then; more behind those of all warps.
+__device__ __forceinline__ decode::Leaves leaves_of(const Params& p, const decode::Task& task,
+                                                    char* warps_smem) {
+  if constexpr (!WHOLE) return decode::Leaves{};
+  if (task.units(p, 0) <= decode::WARPS) {
+    return {reinterpret_cast<accum_t*>(warps_smem), WARP_BYTES / static_cast<int>(sizeof(accum_t))};
+  }
+  return {reinterpret_cast<accum_t*>(warps_smem + decode::WARPS * WARP_BYTES),
+          task.rows * decode::ROW};
+}
 
 using Scores = accum_t[ROWS][COLUMNS];
 
@@ -129,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     });
   }
   ptx::launch_dependents();
-  if constexpr (!decode::EQUAL_TASKS) {
+  if constexpr (!decode::EQUAL_TASKS && !WHOLE) {
     __syncthreads();  // what is counted, read by all warps
   }
 
@@ -209,7 +226,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     next_places = decode_rows::LeafPlaces(p, next_entries);
     next_scales = load_scales(p, next, task_of(next), next_places);
   };
-  decode_slots::Nodes nodes{p, workspace, schedule.level, ~0u};
+  const decode::Leaves leaves = leaves_of(p, cursor.own_task(), warps_smem);
+  decode_slots::Nodes nodes{p, workspace, schedule.level, ~0u, leaves};
 
 #pragma unroll 1
   while (now.exists) {
@@ -262,6 +280,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       next = cursor.next();
       next_entries = look_up(next);
     }
+  }
+  if constexpr (WHOLE) {
+    __syncthreads();  // the leaves of all warps
+    decode::write_rows(p, cursor.own_task(), leaves, logit_scale);
   }
   if constexpr (SHARED) ptx::wait_for_grids();  // for the next grid, which waits for this one
 }

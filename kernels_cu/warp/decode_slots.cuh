@@ -155,12 +155,19 @@ struct Nodes {
   const Params& p;
   const decode::Workspace& workspace;
   int unit_level;
-  unsigned int fresh;  // bit n: nothing is in the node of level n
+  unsigned int fresh;     // bit n: nothing is in the node of level n
+  decode::Leaves leaves;  // instead of all slots (WHOLE)
 
   // Merges a whole node, of the leaves up to `now`, into that of `level`, and that one, if it is
   // whole, into the next. Of `state` nothing remains.
   __device__ __forceinline__ void add(State& state, int level, const decode::Leaf& now,
                                       const decode::Leaf& next, int rows, accum_t c) {
+    if constexpr (WHOLE) {
+      __syncwarp();  // what was here, read by all lanes
+      const auto place = [&](int row) { return row < rows ? leaves.row(now.unit, row) : nullptr; };
+      store_rows(place, state);
+      return;
+    }
     bool whole = true;
 #pragma unroll 1
     while (whole) {

@@ -223,6 +223,16 @@ def test_short_caches_have_small_blocks(keys, more, decode, join):
     assert found.kernels[1].warps == join
 
 
+def test_a_small_cache_has_one_kernel_and_no_pieces():
+    shapes = (1, 32, 1, 64), (1, 8, 512, 64)
+    found = explain(*shapes, dtype="bfloat16", lengths=300, device="H100", compile=False)
+    (kernel,) = found.kernels
+    assert (kernel.name, kernel.blocks, kernel.warps) == ("decode_sm80", 8, 8)
+    assert found.most.writes == {"o": 32 * 64 * 2, "lse": 32 * 4}
+    assert found.memory == 32 * 64 * 2 + 32 * 4
+    assert "a block has all keys of its rows" in found.reason
+
+
 def test_the_join_of_compressed_keys_has_large_blocks():
     k, v = (1, 1, 4096, 576), (1, 1, 4096, 512)
     found = explain((1, 128, 1, 576), k, v, dtype="bfloat16", lengths=4096, device="H100")

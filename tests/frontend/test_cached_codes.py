@@ -270,12 +270,13 @@ def test_a_step_is_recognised_by_what_its_bytes_are(cupy, monkeypatch):
     for form in forms:
         step(form)
     monkeypatch.setattr(cached_calls, "call", checked)
-    kernels = [x.kernel for x in cupy.launches[::2]]
+    launches = [x for x in cupy.launches if "decode_combine" not in x.kernel]
+    kernels = [x.kernel for x in launches]
     assert len(set(kernels)) == 4
     assert kernels[:4] == kernels[4:]
     assert "keys_int8_values_float8_e4m3fn" in kernels[2]
     assert "keys_float8_e4m3fn_values_int8" in kernels[3]
-    found = fields(cupy.launches[4], params.params(0, 0, 0))
+    found = fields(launches[2], params.params(0, 0, 0))
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         assert found[name]["data"] == scale.data.ptr
         assert found[f"{name}_page"] == 32

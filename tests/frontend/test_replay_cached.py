@@ -29,7 +29,7 @@ def test_a_length_of_all_entries_is_told_anew_and_recognised(cupy, monkeypatch, 
                 cached_calls, "call", lambda *_: pytest.fail("the call was checked again")
             )
     told = [fields(x, params.params(0, 0, 0))["len_k"] for x in cupy.launches]
-    assert told == [7, 7, 8, 8, 64, 64, 9, 9, 0, 0]
+    assert told == [7, 8, 64, 9, 0]
     for n in (65, -1):
         with pytest.raises(ArgumentError, match=f"lengths: entry 0 is {n}; expected 0 to 64"):
             cupyflash.attention_cached(q, k, v, n, **table)
@@ -51,7 +51,8 @@ def test_values_in_keys_are_told_from_others_like_them(cupy, monkeypatch):
     lengths = cupy.asarray(np.full(2, 7, np.int32))
     for held in (k, other, k):
         cupyflash.attention_cached(q, k, held[..., :512], lengths)
-    kernels = [launch.kernel.partition("__")[0] for launch in cupy.launches[::2]]
+    kernels = [launch.kernel.partition("__")[0] for launch in cupy.launches]
+    kernels = [name for name in kernels if name != "decode_combine"]
     assert kernels == ["decode_sm90", "decode_simt", "decode_sm90"]
 
 
@@ -269,12 +270,12 @@ def test_a_step_may_begin_while_the_one_before_ends(cupy, driver):
     """Where the driver keeps that in graphs; attention of whole sequences never does."""
     cupy.driver_version = driver
     (q,) = draw(cupy, (2, 4, 1, 16), count=1)
-    k, v = draw(cupy, (2, 2, 64, 16), count=2)
+    k, v = draw(cupy, (2, 2, 513, 16), count=2)
     for n in range(3):
         with cupy.stream(7000 + n):
             cupyflash.attention_cached(q, k, v, 9)
-    cupyflash.attention(q, k, v)
-    cupyflash.attention(q, k, v)
+    for _ in range(2):
+        cupyflash.attention(q, k[:, :, :64], v[:, :, :64])
     first, steps, others = cupy.launches[:2], cupy.launches[2:6], cupy.launches[6:]
     assert [x.stream for x in steps] == [7001, 7001, 7002, 7002]
     for launch, like in zip(steps, first * 2, strict=True):
@@ -312,7 +313,7 @@ def test_what_the_driver_is_told_lies_as_in_cuda_h(cupy):
 
 def test_a_refused_launch_names_the_kernel(cupy):
     (q,) = draw(cupy, (2, 4, 1, 16), count=1)
-    k, v = draw(cupy, (2, 2, 64, 16), count=2)
+    k, v = draw(cupy, (2, 2, 513, 16), count=2)
     cupyflash.attention_cached(q, k, v, 9)
     refusals = [None, TOO_MANY_RESOURCES]  # of the second launch
     cupy.during_launch = lambda: refusals.pop(0)

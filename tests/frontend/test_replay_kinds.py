@@ -80,16 +80,17 @@ def varlen(q, k, v, offsets_q):
     return {"out": cupyflash.attention_varlen(q, k, v, offsets_q, offsets_q)}
 
 
-def over_cache(given=False):
+def over_cache(page, given=False):
     """A step over pages, in new memory or in memory that is given."""
 
     def make(cupy):
         arrays = {"q": full(cupy, (2, 4, 1, 16))}
-        arrays |= {name: full(cupy, (6, 2, 16, 16)) for name in "kv"}
+        arrays |= {name: full(cupy, (6, 2, page, 16)) for name in "kv"}
         arrays |= {"lengths": full(cupy, 2, I32, LENGTHS), "table": full(cupy, (2, 3), I32)}
         if given:
             q, k, v, _, table = arrays.values()
             size = cupyflash.workspace_size_cached(q, k, v, table=table)
+            assert size > 0
             arrays |= {"workspace": full(cupy, size, BYTES), "out": full(cupy, q.shape)}
         return arrays, {}
 
@@ -182,8 +183,9 @@ KINDS = {
     "packed, host": (packed("host"), varlen, PACKED, {}, 0),
     "packed, int64": (packed(I64), varlen, PACKED, {}, 0),
     "packed, int32": (packed(I32), varlen, PACKED, {}, 3),
-    "cache": (over_cache(), step, CACHED, {}, 2),
-    "cache, memory given": (over_cache(True), step, CACHED, {}, 0),
+    "cache": (over_cache(176), step, CACHED, {}, 2),
+    "cache, memory given": (over_cache(176, given=True), step, CACHED, {}, 0),
+    "cache, small": (over_cache(16), step, CACHED, {}, 0),
     "codes": (
         dense((2, 4, 600, 64), BYTES, (4, 1, 1), **FP8), attention, DENSE,
         {"q_scale": SCALES, "k_scale": SCALES, "v_scale": SCALES}, 0,

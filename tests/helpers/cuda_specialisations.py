@@ -72,8 +72,8 @@ class Case(NamedTuple):
     packed: bool
     # "cached", or "paged" where it lies in pages, "paged16" where these have a multiple of 16 rows,
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
-    # one may be "numbers", or "few" if it has so few leaves. Of codes without
-    # a cache "rows", if rows have scales, and their format; dtype is the result's.
+    # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
+    # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
     cache: str = ""
 
 
@@ -156,6 +156,8 @@ def cases() -> list[Case]:
         found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
     for cache in ("paged16", "cached few", "paged16 few", "paged few"):
         found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, cache))
+    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "cached whole"))
+    found.append(Case("decode_simt", dtypes[0], (64, 64), "plain", False, "paged whole"))
     for n, (own, options, cache) in enumerate([
         ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
         ((64, 64), "softcap", "cached"), ((128, 128), "plain", "paged int8"),
@@ -230,6 +232,9 @@ def runs_on(case: Case, arch: str) -> bool:
     if case.kernel in sm80_f64.BACKWARD_TILES:
         has = capability(arch) >= spec.capability
         return has and sm80_f64.fit(case.kernel, *case.sizes, SHARED_MEMORY[arch]) is not None
+    if case.kernel == "decode_sm80" and case.cache.endswith(" whole"):
+        sizes = decode.WHOLE_WARPS, 2, *case.sizes
+        return sm80.decode_bytes(*sizes) <= SHARED_MEMORY[arch]
     return capability(arch) >= spec.capability
 
 
@@ -258,8 +263,11 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     if spec is sm80.DECODE:
         few, codes = case.cache.endswith(" few"), formats_of(case) != (None, None)
         tiles = sm80.decode_tiles(request, few, codes)
+    whole = case.cache.endswith(" whole")
+    if whole and spec is sm80.DECODE:
+        tiles = sm80.whole_tiles(request)
     assert tiles is not None
-    return tiles
+    return dataclasses.replace(tiles, whole=whole)
 
 
 def specialisation(case: Case, arch: str) -> Specialisation:

@@ -57,6 +57,10 @@ decode/cursor.cuh
         no_bit_depends_on_the_grid_or_the_schedule simt 3,
         what_the_grid_ahead_writes_at_its_end_is_read simt lengths,
         what_the_grid_ahead_writes_at_its_end_is_read sm80 16 length
+decode/results.cuh
+    cuda/test_decode.py: every_entry_is_attention_over_what_it_holds simt-f32,
+        masks_and_scores simt sink, rows_are_joined_by_warps_or_blocks simt
+    cuda/test_decode_whole.py: warps_take_several_leaves_in_turn hopper sink 1500
 decode/shared.cuh
     cuda/test_decode_shared.py: no_bit_depends_on_what_is_shared all,
         no_bit_depends_on_what_is_shared entry by
@@ -95,6 +99,8 @@ sm80/decode_sm80.cu
     cuda/test_decode.py: no_bit_depends_on_the_grid_or_the_schedule sm80 1,
         no_bit_depends_on_the_grid_or_the_schedule sm80 3, packed_queries sm80,
         what_the_grid_ahead_writes_at_its_end_is_read sm80 16 table
+    cuda/test_decode_whole.py: warps_take_several_leaves_in_turn hopper sink 1500,
+        a_block_with_a_whole_task_has_the_bits_of_two_kernels sm80 sink
 sm80/decode_sm80_shared.cu
     cuda/test_decode_shared.py: no_bit_depends_on_what_is_shared all,
         no_bit_depends_on_what_is_shared entry by, teams_of_any_size 5-4-1-2,

@@ -34,6 +34,8 @@ from mirror import (
 
 TABLE = table_of_twins()
 
+# Kernels that join all keys of a row by themselves where they have them, as their twin does.
+JOINS = {"kernels_cu/sm80/decode_sm80.cu", "kernels_cu/simt/decode_simt.cu"}
 # Kernel -> its twin's function, and the kernel that calls it.
 PARTS = {"backward_bias": ("add_to_bias", ("reference/cpu/backward.py", "backward_dkdv"))}
 
@@ -111,6 +113,8 @@ def steps_of(file: str, name: str, twin: str) -> tuple[list[Step], list[Step]]:
     steps, own = expanded(kernel, IN_CUDA), function_of(name, twin)
     whole = PARTS[name][1] if name in PARTS else own
     others = {function_of(other, of) for _, other, of in kernels()} - {own, whole}
+    if file in JOINS:
+        others.remove(function_of("decode_combine", twin))
     callable_ones = [x for x in IN_PYTHON if (x.file, x.name) not in others]
     twins = {(x.file, x.name): x for x in IN_PYTHON}
     wanted = expanded(twins[whole], callable_ones)

@@ -55,6 +55,7 @@ def calls(cupy: Any) -> dict[str, Callable[[], Any]]:
 
     dense, packed = draw(1, 8, 128, 64), draw(8, 512, 64)
     (q,), (k, v) = draw(1, 6, 1, 48, count=1), draw(1, 6, 512, 48, count=2)
+    longer = draw(1, 6, 4096, 48, count=2)
     lengths, growing = cupy.asarray(np.array([250], np.int32)), itertools.cycle(range(200, 300))
     ends = np.arange(5, dtype=np.int32) * 128
     offsets = {name: cupy.asarray(ends.astype(name)) for name in ("int32", "int64")}
@@ -65,6 +66,9 @@ def calls(cupy: Any) -> dict[str, Callable[[], Any]]:
         "attention": lambda: cupyflash.attention(*dense),
         "attention_cached": lambda: cached(lengths),
         "attention_cached, a window": lambda: cached(lengths, mask=window),
+        "attention_cached, room for more keys": lambda: cupyflash.attention_cached(
+            q, *longer, lengths
+        ),
         "attention_cached, a number that grows": lambda: cached(next(growing)),
         "attention_varlen, host": lambda: varlen(ends, ends),
     }
@@ -128,7 +132,7 @@ def table(cupy: Any, runs: int = RUNS) -> dict[str, list[float]]:
 
 def launches(cupy: Any, queue: driver.Queue) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield ways to launch the kernels of one query over a cache, each until the next one."""
-    call = calls(cupy)["attention_cached"]
+    call = calls(cupy)["attention_cached, room for more keys"]
     for _ in range(3):
         call()
     compiled = max(replay._entries.values(), key=lambda entry: entry.used).compiled.launches

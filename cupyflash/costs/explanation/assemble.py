@@ -161,7 +161,8 @@ def _use(subject: Subject, work: Use, found: Survey | None, *, compile: bool) ->
     """Count everything of one kernel."""
     where, sizes, unknown = subject.where, subject.sizes, subject.unknown
     problem, tiles = subject.call.problem, work.tiles
-    once, most = sizes.moved(work.part, work.atomic_dq, found)
+    whole = tiles is not None and tiles.whole
+    once, most = sizes.moved(work.part, work.atomic_dq, found, whole)
     taken: Registers | None = None
     held = None
     if work.special is not None and tiles is not None and compile:

@@ -114,7 +114,9 @@ class Sizes:
         more = {"o": self.o, "do": self.o, "lse": self.row}
         return Bytes(inputs | more, {"dq": self.q, "dk": self.k, "dv": self.v})
 
-    def moved(self, part: str, atomic_dq: bool, found: Survey | None) -> tuple[Bytes, Bytes]:
+    def moved(
+        self, part: str, atomic_dq: bool, found: Survey | None, whole: bool = False
+    ) -> tuple[Bytes, Bytes]:
         """Return what a kernel moves at least (everything once) and at most.
 
         Parameters
@@ -125,6 +127,8 @@ class Sizes:
             Whether it adds its share of dq to memory.
         found : Survey or None
             The tiles that it visits.
+        whole : bool
+            As in `Tiles`.
         """
         sums = self.queries * self.sum_row
         if part == "delta":
@@ -187,7 +191,8 @@ class Sizes:
             for name, n in zip("kv", shared, strict=True):
                 once[name] = max(once[name] - n, 0)
                 again[name] = max(again[name] - self.sharers * n, 0)
-            return made(mine | once, pieces[0]), made(mine | again, pieces[1])
+            if not whole:
+                return made(mine | once, pieces[0]), made(mine | again, pieces[1])
         return made(mine | once, results), made(mine | again, results)
 
     def passing(self, part: str, atomic_dq: bool) -> int:

@@ -36,6 +36,9 @@ MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single step
 # Warps of a block if an SM has as many leaves at most: beside it, the SM has room for a block of
 # the grid that joins, where grids overlap.
 FEW_WARPS, OVERLAPS = 4, (9, 0)
+# Of a block that has all leaves of a task: its warps, and the most bytes of keys and values. Beyond
+# these, an H200 takes longer for one kernel than for two.
+WHOLE_WARPS, WHOLE_BYTES = 8, 256 << 10
 
 
 def values_in_keys(call: Call) -> bool:
@@ -62,12 +65,39 @@ def has_few_leaves(problem: Problem, block_q: int, device: Target) -> bool:
     """
     if not problem.heads_kv or device.capability < OVERLAPS:
         return False
+    leaves = _tasks(problem, block_q) * most_leaves(problem)
+    return leaves <= FEW_WARPS * device.multiprocessors
+
+
+def are_whole(problem: Problem, block_q: int, device: Target, row: int) -> bool:
+    """Return whether each task is to have a block, of `WHOLE_WARPS`, which take leaves in turn.
+
+    `row` is the bytes of a position's keys and values, or 0 if they are not what takes the time.
+    One SM is slower than several for as many keys, and saves a launch. So a warp has no more turns
+    than if all leaves were dealt out to all SMs; and where tasks leave half of the SMs idle, a task
+    has half of the most bytes. This is about capacities, and no bit depends on it.
+    """
+    if not problem.heads_kv:
+        return False
+    tasks, leaves, count = _tasks(problem, block_q), most_leaves(problem), device.multiprocessors
+    if tasks > count:
+        return False
+    if -(-leaves // WHOLE_WARPS) > max(1, -(-tasks * leaves // (WHOLE_WARPS * count))):
+        return False
+    return LEAF * leaves * row <= (WHOLE_BYTES if 2 * tasks > count else WHOLE_BYTES // 2)
+
+
+def most_leaves(problem: Problem) -> int:
+    """Return the leaves of the longest entry that there may be."""
+    return -(-int(np.max(problem.len_k, initial=0)) // LEAF)
+
+
+def _tasks(problem: Problem, block_q: int) -> int:
+    """Return the number of tasks; of packed queries it is unknown, and more than any other."""
     group = problem.heads // problem.heads_kv
     heads, queries = rows_of_task(group, block_q)
     tasks = -(-group // heads) * -(-problem.rows.known_q // queries)
-    leaves = -(-int(np.max(problem.len_k, initial=0)) // LEAF)
-    most = FEW_WARPS * device.multiprocessors
-    return problem.batch * problem.heads_kv * tasks * leaves <= most
+    return problem.batch * problem.heads_kv * tasks
 
 
 def schedule_bytes(warps: int) -> int:

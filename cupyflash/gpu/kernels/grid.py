@@ -51,10 +51,15 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
 
 
 def by_units(extent: Extent, tiles: Tiles) -> Grid:
-    """Tasks of heads that share keys, whose units as many blocks share as the device holds."""
+    """Tasks of heads that share keys, whose units as many blocks share as the device holds.
+
+    Where tasks are whole, each has a block.
+    """
     heads = min(extent.group, tiles.block_q)
     tasks = _by_rows(extent.queries, tiles.block_q // heads, extent)
     tasks = tasks._replace(work_tiles=tasks.work_tiles * -(-extent.group // heads))
+    if tiles.whole:
+        return tasks._replace(size=tasks.work_tiles)
     return tasks._replace(size=extent.multiprocessors * tiles.resident_blocks * (tasks.size > 0))
 
 

@@ -245,10 +245,15 @@ def decode_bytes(warps: int, d: int, itemsize: int) -> int:
 def _configure_decode(request: Request) -> Tiles | None:
     problem = request.problem
     itemsize = problem.accumulator.itemsize
+    # A leaf's results take the place of a warp's queries and weights.
+    has_room = decode.row_bytes(problem.d_v, itemsize) <= (problem.d + decode.LEAF) * itemsize
+    whole = has_room and decode.most_leaves(problem) <= decode.WHOLE_WARPS
+    whole = whole and decode.are_whole(problem, DECODE_ROWS, request.device, 0)
     for warps in (8, 4, 2, 1):
         shared = decode_bytes(warps, problem.d, itemsize)
         if shared <= request.device.shared_memory:
-            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared)
+            whole = whole and warps == decode.WHOLE_WARPS
+            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared, whole=whole)
     return None
 
 

@@ -183,7 +183,37 @@ def decode_tiles(request: Request, few: bool, codes: bool) -> Tiles | None:
     return None
 
 
+def whole_tiles(request: Request) -> Tiles | None:
+    """Return the tiles of decode_sm80.cu for whole tasks, if a block has room for their leaves."""
+    problem, device = request.problem, request.device
+    warps, limit = decode.WHOLE_WARPS, device.shared_memory
+    row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
+    leaves = decode.most_leaves(problem)
+    group = problem.heads // problem.heads_kv if problem.heads_kv else 1
+    held = leaves * row * decode.most_rows(group, DECODE_ROWS, problem.rows.known_q)
+    for stages in (3, 2):
+        own = DECODE_ROWS * row_bytes(problem.d) + stages * DECODE_STAGE
+        shared = decode_bytes(warps, stages, problem.d, problem.d_v)
+        if DECODE_ROWS * row > own or shared > limit:
+            continue
+        if leaves > warps:  # all of them lie behind the stages, in as much room as there may be
+            shared = min(limit, shared + warps * DECODE_STAGE - 128)
+            if held > shared - decode_bytes(warps, stages, problem.d, problem.d_v):
+                continue
+        return Tiles(
+            DECODE_ROWS, decode.LEAF, 32 * warps, shared, 1, stages,
+            beside=device.capability >= decode.OVERLAPS, whole=True,
+        )  # fmt: skip
+    return None
+
+
 def _configure_decode(request: Request) -> Tiles | None:
+    problem = request.problem
+    row = (problem.d + problem.d_v) * problem.dtype.itemsize  # also of codes, which take more work
+    if decode.are_whole(problem, DECODE_ROWS, request.device, row):
+        tiles = whole_tiles(request)
+        if tiles is not None:
+            return tiles
     few = decode.has_few_leaves(request.problem, DECODE_ROWS, request.device)
     return decode_tiles(request, few, request.has_codes)
 

@@ -1,0 +1,136 @@
+// How rows of results come of the nodes of their trees, in shared memory or in a workspace:
+// children become a node, and the last node becomes out and lse. Part of the twin of
+// reference/cpu/decode.py.
+#pragma once
+#include "workspace.cuh"
+#include "../common/softmax.cuh"
+
+namespace decode {
+
+constexpr int VECTORS = COLUMNS / VECTOR;
+
+// Folds children in their order, and stores the columns of one of SHARERS warps; returns the node's
+// statistics. Lane n, of the first CHILDREN, has child n or, where there is none, another one. The
+// node may lie where one of its children does.
+template <int SHARERS>
+__device__ __forceinline__ merge::Statistics fold(accum_t* child, bool exists, accum_t* node,
+                                                  int sharer, accum_t c) {
+  const int lane = ptx::lane_index();
+  merge::Statistics mine = statistics_of(child);
+  if (!exists) mine = merge::no_keys();
+  // The maximum of this child and those before it, and of those before it.
+  accum_t top = mine.m;
+#pragma unroll
+  for (int lanes = 1; lanes < CHILDREN; lanes *= 2) {
+    const accum_t other = ptx::shuffle(top, (lane - lanes) & 31);
+    top = lane >= lanes && other > top ? other : top;
+  }
+  accum_t before = ptx::shuffle(top, (lane - 1) & 31);
+  before = lane == 0 ? -number::infinity() : before;
+  const accum_t own = merge::factor(before, top, c), other = merge::factor(mine.m, top, c);
+  const long long address = reinterpret_cast<long long>(child + STATISTICS);
+  accum_t l = 0;
+#pragma unroll 1
+  for (int first = sharer * ptx::WARP_SIZE; first < VECTORS; first += SHARERS * ptx::WARP_SIZE) {
+    const int place = first + lane;
+    Vector parts[CHILDREN];  // all loaded before the first is added
+#pragma unroll
+    for (int n = 0; n < CHILDREN; ++n) {
+      const Vector* const from = reinterpret_cast<const Vector*>(ptx::shuffle(address, n));
+      parts[n] = from[tile::smaller(place, VECTORS - 1)];  // nothing that is written already
+    }
+    Vector sums{};
+    l = 0;
+#pragma unroll
+    for (int n = 0; n < CHILDREN; ++n) {
+      const accum_t other_l = ptx::shuffle(mine.l, n);
+      const merge::Factors factors{ptx::shuffle(own, n), ptx::shuffle(other, n), other_l == 0,
+                                   l == 0};
+      l = factors.apply(l, other_l);
+#pragma unroll
+      for (int x = 0; x < VECTOR; ++x) sums.x[x] = factors.apply(sums.x[x], parts[n].x[x]);
+    }
+    __syncwarp();  // the parts, loaded by all lanes before one of them is replaced
+    if (place < VECTORS) reinterpret_cast<Vector*>(node + STATISTICS)[place] = sums;
+  }
+  return merge::Statistics{ptx::shuffle(top, CHILDREN - 1), l};
+}
+
+// Where a row's results go, and its sink.
+struct Results {
+  storage_t* out;
+  accum_t* lse;  // null if it is not wanted
+  accum_t sink;
+
+  __device__ __forceinline__ Results(const Params& p, const Task& task, int row) {
+    const long long head = task.head_of(row), i = task.query_of(row);
+    const layout::Entry entry = task.entry();
+    out = reinterpret_cast<storage_t*>(p.out.data) + layout::offset(p.out, entry, head, false) +
+          i * p.out.row;
+    lse = nullptr;
+    if (p.lse.data != nullptr) {
+      const memory::RowStatistic all = memory::row_statistic(p.lse, entry, head);
+      lse = all.data + i * all.row;
+    }
+    sink = -number::infinity();
+    if (p.sink != nullptr) sink = number::load<accum_t>(p.sink, p.kind_sink, head);
+  }
+
+  // Writes the row from the place that holds all of its keys, with SHARE threads; `step` is the
+  // distance of columns.
+  template <int SHARE>
+  __device__ __forceinline__ void write(const accum_t* held, long long step, accum_t scale) const {
+    const merge::Statistics statistics = *reinterpret_cast<const merge::Statistics*>(held);
+    accum_t m = statistics.m, l = statistics.l, weight = 1;
+    if (m != -number::infinity()) m *= scale;
+    if (sink != -number::infinity()) {
+      const accum_t top = m > sink ? m : sink;
+      weight = m == top ? accum_t(1) : softmax::exponential(m - top);
+      l = l * weight + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
+      m = top;
+    }
+    // 8 normalise
+    const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
+#pragma unroll 1
+    for (int column = threadIdx.x % SHARE; column < D_V; column += SHARE) {
+      const accum_t o = statistics.l == accum_t(0) ? accum_t(0) : held[STATISTICS + column];
+      // A sum of 0 gets no sign, because the sign would depend on masked pairs.
+      number::narrow(fma(o, inverse, accum_t(0)), out + column * step);
+    }
+    // 9 store lse
+    if (lse != nullptr && threadIdx.x % SHARE == 0) {
+      *lse = l == accum_t(0) ? -number::infinity() : m + log(l);
+    }
+  }
+};
+
+// Joins the leaves that a block's warps hold, and writes the results of a task: a warp for each
+// row.
+__device__ __forceinline__ void write_rows(const Params& p, const Task& task, const Leaves& leaves,
+                                           accum_t scale) {
+  const accum_t c = fmin(scale * number::LOG2_E<accum_t>, number::largest());
+  const int low = task.first, high = matmul::larger(task.last - 1, low);
+  const int lane = ptx::lane_index();
+#pragma unroll 1
+  for (int row = threadIdx.x / ptx::WARP_SIZE; row < task.rows; row += WARPS) {
+    // A node lies where its first leaf was.
+    const auto place = [&](int leaf) { return leaves.row(matmul::larger(leaf - low, 0), row); };
+#pragma unroll 1
+    for (int shift = 0; low >> shift < high >> shift; shift += LOG_CHILDREN) {
+      const int first = low >> shift, last = high >> shift;
+#pragma unroll 1
+      for (int node = first >> LOG_CHILDREN; node <= last >> LOG_CHILDREN; ++node) {
+        const int wanted = (node << LOG_CHILDREN) + lane % CHILDREN;
+        const int child = tile::smaller(matmul::larger(wanted, first), last);
+        accum_t* const to = place(node << LOG_CHILDREN << shift);
+        const merge::Statistics made =
+            fold<1>(place(child << shift), child == wanted && lane < CHILDREN, to, 0, c);
+        if (lane == 0) statistics_of(to) = made;
+        __syncwarp();  // the node, written by all lanes
+      }
+    }
+    Results(p, task, row).write<ptx::WARP_SIZE>(place(low), p.out.col, scale);
+  }
+}
+
+}  // namespace decode
