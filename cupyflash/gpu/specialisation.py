@@ -163,6 +163,7 @@ class Specialisation:
                 "Blocks that share the registers of an SM.",
                 "tiles.resident_blocks",
             ),
+            _is("ONE_TILE", "Whether the keys of every row are one tile.", "tiles.one_tile", "one"),
         )
     )
     packed: bool = _option("packed", "PACKED", "Whether sequences are packed.", "packed")

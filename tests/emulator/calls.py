@@ -344,7 +344,7 @@ class Emulator:
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(registry, "find", self.blocks.find),
             # The emulator's arrays are small.
-            mock.patch.multiple(sm90, SHORTEST=1, MOST_PADDING=float("inf")),
+            mock.patch.object(sm90, "_slower", lambda *_: None),
             mock.patch.multiple(
                 cuda_device,
                 of=lambda _: self.blocks.device,

@@ -44,6 +44,8 @@ class Tiles:
         Pipeline stages in shared memory for the streamed operand; None if nothing is streamed.
     beside : bool
         Whether blocks of other grids are to share the SM, which needs all of its shared memory.
+    one_tile : bool
+        Whether the keys of every row are one tile.
     """
 
     block_q: int
@@ -53,6 +55,7 @@ class Tiles:
     resident_blocks: int = 1
     stages: int | None = None
     beside: bool = False
+    one_tile: bool = False
 
 
 @dataclass(frozen=True, eq=False)
