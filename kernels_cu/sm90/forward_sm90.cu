@@ -45,7 +45,7 @@ constexpr bool ALWAYS_RESCALE = D_V <= 64 && CONSUMERS == 2;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
 constexpr int LAUNCH_REGS = 65536 / (THREADS * RESIDENT_BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGS = LAUNCH_REGS <= 80 ? 24 : CONSUMERS == 3 ? 32 : 40;
+constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : 40;
 constexpr int SHARED_REGS = (LAUNCH_REGS * (CONSUMERS + 1) - PRODUCER_REGS) / CONSUMERS / 8 * 8;
 constexpr int CONSUMER_REGS = SHARED_REGS < 240 ? SHARED_REGS : 240;
 static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= LAUNCH_REGS * (CONSUMERS + 1),

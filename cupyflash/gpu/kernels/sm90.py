@@ -181,7 +181,8 @@ def choose_forward(
         return forward_cost(tiles, d, d_v, has_bias, len_q, len_k).time
 
     best = min(_tiles_for_short_rows(d, d_v, masked, len_k), key=time)
-    return best if time(best) < EXACT * time(usual) else usual
+    exact = EXACT if len_k > usual.block_kv else 1.0  # one tile is the same, and takes less
+    return best if time(best) <= exact * time(usual) else usual
 
 
 def _configure_forward(request: Request) -> Tiles:
