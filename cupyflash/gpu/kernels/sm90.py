@@ -47,6 +47,7 @@ WIDTHS: dict[int, tuple[int, ...]] = {
     256: (64, 80),
 }
 MOST_MASKED = 128
+LONG = 1 << 14  # rows that are not known count as many
 EXACT = 0.95  # of the usual tiles' time: others must take less, since the model is not more exact
 # Largest head -> largest tile of keys -> blocks that share an SM's registers, with 64 queries each.
 SMALL_BLOCKS: dict[int, dict[int, int]] = {64: {80: 3, 144: 2}, 128: {80: 2}}
@@ -173,7 +174,7 @@ def choose_forward(
 ) -> Tiles:
     """Return the tiles of forward_sm90.cu that take the least time; lengths may be `UNKNOWN`."""
     usual = fit_forward(d, d_v, registers)
-    if registers == "scores" or max(len_q, len_k) >= UNKNOWN:
+    if registers == "scores" or len_k >= UNKNOWN:
         return usual
     masked = registers.startswith("masks")
 
@@ -199,10 +200,10 @@ def _forward_slower(request: Request) -> str | None:
     """Return None, or in words that forward_sm80 takes less time."""
     call, problem = request.call, request.problem
     assert call is not None
-    lengths = call.rows.known_q, call.rows.known_k
+    lengths = min(call.rows.known_q, LONG), min(call.rows.known_k, LONG)
     tiles = _configure_forward(request)
     other = sm80.fit_forward(problem.d, problem.d_v, request.device.shared_memory)
-    if max(lengths) >= UNKNOWN or other is None:
+    if other is None:
         return None
     has_bias = call.bias is not None
     own = forward_cost(tiles, problem.d, problem.d_v, has_bias, *lengths)
