@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY
 
-from cupyflash import masks
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu import route
-from cupyflash.gpu.kernels import cost, sm80, sm90
-from cupyflash.gpu.kernels.cost import Rates
-from cupyflash.problem import validate
-from cupyflash.problem.options import Options
+from cupyflash.gpu.kernels import sm80, sm90
 
 H200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

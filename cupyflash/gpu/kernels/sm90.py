@@ -165,7 +165,7 @@ def _tiles_for_short_rows(d: int, d_v: int, masked: bool, len_k: int) -> list[Ti
                 found.append(tiles)
         if one_tile:
             break
-    return found
+    return found[::-1]  # of equal ones, those with fewer tiles
 
 
 @functools.lru_cache(maxsize=256)
