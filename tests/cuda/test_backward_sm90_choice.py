@@ -88,7 +88,7 @@ def test_dq_sums_say_how_they_lie():
     ("shape", "do", "size", "words"),
     [
         ((512, 64), {}, 2000, None),
-        ((49, 32), {}, 2000, "us by backward_sm80_dkdv"),
+        ((49, 32), {}, 2000, "of an SM by backward_sm80_dkdv"),
         ((512, 20), {}, 2000, "of q, rows do not begin at multiples of 16"),
         ((512, 64), {"shape": (512, 68)}, 2000, "of do, rows do not begin at multiples of 16"),
         ((512, 64), {}, 3800, "too many arrays or numbers"),

@@ -282,7 +282,7 @@ def test_it_serves_long_rows_on_its_hardware_only(dtype, d, options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"len_q": 49, "len_k": 49, "bias": np.zeros((49, 49), np.float16)}, "us by forward_sm80"),
+        ({"len_q": 49, "len_k": 49, "bias": np.zeros((49, 49), np.float16)}, "of an SM by forward_sm80"),
         ({"d": 60}, "of q, rows do not begin at multiples of 16 bytes"),
     ],
 )

@@ -362,7 +362,7 @@ class Emulator:
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(registry, "find", self.blocks.find),
             # The emulator's arrays are small.
-            mock.patch.object(sm90, "_slower", lambda *_: None),
+            mock.patch.object(sm90, "_slower", return_value=None),
             mock.patch.multiple(
                 cuda_device,
                 of=lambda _: self.blocks.device,

@@ -196,7 +196,7 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
 
     with (
         emulator._answering(ready),
-        mock.patch.object(sm90, "_slower", lambda *_: None),  # problems are small
+        mock.patch.object(sm90, "_slower", return_value=None),  # problems are small
         mock.patch.object(device_arrays, "to_device", to_device),
         mock.patch.object(launch, "_sum_to", lambda *pair: sums.append(pair)),
     ):
