@@ -21,6 +21,7 @@ constexpr int BLOCK_KV = 64;
 constexpr int THREADS = 256;
 constexpr int SHARED_BYTES = 65536;
 constexpr int RESIDENT_BLOCKS = 1;
+constexpr bool ONE_TILE = false;
 constexpr bool PACKED = false;
 constexpr bool CACHED = true;
 constexpr bool PAGED = true;
