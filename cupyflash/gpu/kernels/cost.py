@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+LONG = 1 << 14  # rows whose number is not known count as many
 BYTES = 32.0  # that one SM moves to and from memory in a ns, where all of them do so
 
 

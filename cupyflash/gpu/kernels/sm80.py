@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
+
 from . import cost, decode, grid
 from .cost import Cost, Rates
 from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
@@ -162,6 +164,23 @@ def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
     return cost.of(DKDV_RATES, (len_k, len_q), block, products, moved)
 
 
+# The rates are those of a GPU of compute capability 9.0.
+def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
+    call, problem = request.call, request.problem
+    if call is None or problem.dtype.name not in HALVES or request.device.capability != (9, 0):
+        return None
+    lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
+    return forward_cost(tiles, problem.d, problem.d_v, call.bias is not None, *lengths)
+
+
+def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
+    problem = request.problem
+    if request.device.capability != (9, 0):
+        return None
+    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
+    return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
+
+
 def _configure_forward(request: Request) -> Tiles | None:
     problem = request.problem
     limit = request.device.shared_memory
@@ -246,6 +265,7 @@ FORWARD = KernelSpec(
     configure=_configure_forward,
     grid=grid.by_queries,
     caches=True,
+    cost=_cost_of_forward,
 )
 DKDV = KernelSpec(
     source="sm80/backward_sm80_dkdv.cu",
@@ -260,6 +280,7 @@ DKDV = KernelSpec(
     slope=True,
     atomic_dq=HALVES,
     dq_accum_step=LANES,
+    cost=_cost_of_dkdv,
 )
 DQ = KernelSpec(
     source="sm80/backward_sm80_dq.cu",

@@ -47,7 +47,6 @@ WIDTHS: dict[int, tuple[int, ...]] = {
     256: (64, 80),
 }
 MOST_MASKED = 128
-LONG = 1 << 14  # rows that are not known count as many
 EXACT = 0.95  # of the usual tiles' time: others must take less, since the model is not more exact
 # Largest head -> largest tile of keys -> blocks that share an SM's registers, with 64 queries each.
 SMALL_BLOCKS: dict[int, dict[int, int]] = {64: {80: 3, 144: 2}, 128: {80: 2}}
@@ -196,31 +195,29 @@ def _configure_forward(request: Request) -> Tiles:
     return choose_forward(problem.d, problem.d_v, registers, call.bias is not None, *lengths)
 
 
-def _forward_slower(request: Request) -> str | None:
-    """Return None, or in words that forward_sm80 takes less time."""
+def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
     call, problem = request.call, request.problem
-    assert call is not None
-    lengths = min(call.rows.known_q, LONG), min(call.rows.known_k, LONG)
-    tiles = _configure_forward(request)
-    other = sm80.fit_forward(problem.d, problem.d_v, request.device.shared_memory)
-    if other is None:
+    if call is None:
         return None
-    has_bias = call.bias is not None
-    own = forward_cost(tiles, problem.d, problem.d_v, has_bias, *lengths)
-    others = sm80.forward_cost(other, problem.d, problem.d_v, has_bias, *lengths)
-    return _slower(own, others, sm80.FORWARD.name)
+    lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
+    return forward_cost(tiles, problem.d, problem.d_v, call.bias is not None, *lengths)
 
 
-def _slower(own: Cost, others: Cost, name: str) -> str | None:
-    if own.time <= others.time:
+def _slower(request: Request, own: tuple[KernelSpec, Tiles], other: KernelSpec) -> str | None:
+    """Return None, or in words that another kernel takes less time."""
+    others_tiles = other.configure(request)
+    if others_tiles is None:
         return None
-    return f"a head would take {own}, and {others} by {name}"
+    takes, others = own[0].cost(request, own[1]), other.cost(request, others_tiles)
+    if takes is None or others is None or takes.time <= others.time:
+        return None
+    return f"a head would take {takes}, and {others} by {other.name}"
 
 
 def _forward_obstacle(request: Request) -> str | None:
     if request.call is None:
         return "its arrays are not known"
-    slower = _forward_slower(request)
+    slower = _slower(request, (FORWARD, _configure_forward(request)), sm80.FORWARD)
     if slower is not None:
         return slower
     if request.is_paged("k"):
@@ -264,6 +261,7 @@ FORWARD = KernelSpec(
     ),
     caches=True,
     ends_with_queries=True,
+    cost=_cost_of_forward,
 )
 
 # -- forward_sm90_tf32 ----------------------------------------------------------------------------
@@ -344,16 +342,16 @@ def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
     return cost.of(DKDV_RATES, (len_k, len_q), block, products, moved)
 
 
+def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
+    problem = request.problem
+    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
+    return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
+
+
 def _dkdv_slower(request: Request) -> str | None:
     """Return None, or in words that backward_sm80_dkdv takes less time."""
-    problem = request.problem
-    d, d_v = problem.d, problem.d_v
-    longest = [int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k)]
-    other = sm80.fit_backward("backward_sm80_dkdv", d, d_v, request.device.shared_memory)
-    if other is None:
-        return None
-    own = dkdv_cost(fit_dkdv(d, d_v), d, d_v, *longest)
-    return _slower(own, sm80.dkdv_cost(other, d, d_v, *longest), sm80.DKDV.name)
+    tiles = fit_dkdv(request.problem.d, request.problem.d_v)
+    return _slower(request, (DKDV, tiles), sm80.DKDV)
 
 
 def _dkdv_obstacle(request: Request) -> str | None:
@@ -389,6 +387,7 @@ DKDV = KernelSpec(
     tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows),
     slope=True,
     atomic_dq=HALVES,
+    cost=_cost_of_dkdv,
 )
 
 # -- backward_sm90_bias ---------------------------------------------------------------------------
