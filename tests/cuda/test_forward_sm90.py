@@ -252,9 +252,6 @@ def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
     return validate.call(q, k, v, Options(**options))
 
 
-BIAS = np.zeros((49, 49), np.float16)
-
-
 def plan_of(call, gpu):
     return route.of(call, gpu).plan
 
@@ -285,7 +282,6 @@ def test_it_serves_long_rows_on_its_hardware_only(dtype, d, options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"len_q": 49, "len_k": 49, "bias": BIAS}, "of an SM by forward_sm80"),
         ({"d": 60}, "of q, rows do not begin at multiples of 16 bytes"),
     ],
 )

@@ -19,6 +19,8 @@ from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
 H200 = Target(0, "sm_90", capability("sm_90"), 132, SHARED_MEMORY["sm_90"])
+BIAS = np.random.default_rng(0).standard_normal((4, 150, 150)).astype(TYPES[1])
+BIAS[1, 3] = BIAS[2, :, 5] = BIAS[3, :, 64:128] = -np.inf
 LENGTHS = masks.lengths(np.array([7, 64, 0], np.int32))
 
 
@@ -36,6 +38,10 @@ LENGTHS = masks.lengths(np.array([7, 64, 0], np.int32))
         ((64, 64, 3), ((2, 2, 5, 64), (2, 2, 0, 64)), {}),
         ((128, 128, 1), ((1, 4, 128, 128), (1, 2, 128, 128)), {"mask": masks.causal()}),
         ((64, 128, 2), ((1, 4, 200, 64), (1, 2, 128, 64)), {"mask": masks.causal()}),
+        ((192, 80, 1), ((2, 2, 250, 40), (2, 1, 77, 40)), {}),
+        ((64, 64, 3), ((3, 4, 49, 32), (3, 4, 49, 32)), {"bias": BIAS[:, :49, :49]}),
+        ((64, 64, 3), ((2, 4, 150, 32), (2, 4, 150, 32)), {"bias": BIAS}),
+        ((64, 128, 2), ((1, 4, 150, 64), (1, 4, 150, 64)), {"bias": BIAS, "mask": masks.causal()}),
         ((128, 144, 1), ((2, 257, 80), (2, 257, 80)), {}),
         ((128, 144, 1), ((2, 130, 72), (2, 257, 72)), {}),
         ((128, 64, 1), ((1, 130, 160), (1, 256, 160)), {}),
@@ -93,6 +99,8 @@ def test_a_short_row_is_one_tile():
         tiles = route.steps[-1].special.tiles
         assert tiles.one_tile
         assert len_k <= tiles.block_kv < len_k + 32
+    bias = np.zeros((49, 49), np.float16)
+    assert plan_of(49, 49, 32, bias=bias).steps[-1].special.tiles.one_tile
     assert plan_of(257, 257, 80).plan.block_kv == 144
     assert not plan_of(1024, 1024, 64).steps[-1].special.tiles.one_tile
 
@@ -107,9 +115,10 @@ def test_the_tiles_of_short_rows_fit():
     for d in range(8, 257, 8):
         for d_v in (8, d, 256):
             for len_k in (1, 49, 77, 100, 128, 197, 257, 600):
-                for registers in ("plain, few keys", "masks"):
-                    tiles = sm90.choose_forward(d, d_v, registers, False, 300, len_k)
+                for registers in ("plain, few keys", "masks", "bias"):
+                    has_bias = registers == "bias"
+                    tiles = sm90.choose_forward(d, d_v, registers, has_bias, 300, len_k)
                     whole = (tiles.shared_memory + RESERVED) * tiles.resident_blocks
                     assert whole <= SHARED_MEMORY["sm_90"] + RESERVED
                     assert not tiles.one_tile or len_k <= tiles.block_kv
-                    assert registers != "masks" or tiles.block_kv <= 128
+                    assert registers == "plain, few keys" or tiles.block_kv <= 128

@@ -124,7 +124,7 @@ class Blocks:
         if self.warpgroups is None:
             return sm90.fit_forward(*sizes, registers)
         block_q, block_kv, resident = self.warpgroups
-        one_tile, room = request.call.rows.known_k <= block_kv, registers != "scores"
+        one_tile, room = request.call.rows.known_k <= block_kv, registers not in sm90.CHANGED
         return sm90.forward_tiles(block_q, block_kv, *sizes, room, resident, one_tile)
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:

@@ -85,13 +85,14 @@ def of(
     row_bytes : tuple of int
         Bytes of a row of a work tile, and of one that it sees, which is read from memory once.
     resident : int
-        Blocks that share an SM, so that the work of one hides what another one waits for.
+        Blocks that share an SM.
     """
     own, seen = (max(n, 1) for n in rows)
     work_tiles = -(-own // block[0])
     tiles = -(-seen // block[1])
     pairs = block[0] * tiles * block[1]
-    waited = rates.start + tiles * rates.step
-    computed = waited / resident + pairs * (rates.pair + products * rates.product)
+    # Half of what a block waits for is hidden by others of its SM.
+    waited = (rates.start + tiles * rates.step) * (1 + 1 / resident) / 2
+    computed = waited + pairs * (rates.pair + products * rates.product)
     moved = (own * row_bytes[0] + seen * row_bytes[1]) / work_tiles
     return Cost(work_tiles, max(computed, moved / BYTES))

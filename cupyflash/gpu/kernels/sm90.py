@@ -36,6 +36,7 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "plain, few keys": _MASKED,  # less of a tile is beyond the last query, and results have room
     "masks": _MASKED,
     "masks, few queries": _MASKED | {64: (128, 128)},  # less of a tile is beyond a diagonal
+    "bias": _MASKED | {64: (192, 112)},
     "scores": _MASKED | {64: (192, 112)},
 }
 # Largest head -> keys of a tile in addition to these, for rows that are one tile, or few that have
@@ -52,6 +53,7 @@ EXACT = 0.95  # of the usual tiles' time: others must take less, since the model
 SMALL_BLOCKS: dict[int, dict[int, int]] = {64: {80: 3, 144: 2}, 128: {80: 2}}
 SMALL_HEAD = 64  # columns of q, k and v whose tiles leave room for more stages
 FEW_QUERIES, FEW_KEYS = 1024, 4096
+CHANGED = "bias", "scores"  # classes with code for scores
 WORK_STAGES, CHECKER_WARPS = 3, 2  # work tiles at a time; warps of the finite check
 TILE_GROUPS = 2048  # that have a class each
 _WORK_TILE_BYTES = ENTRY_BYTES + 104 + 2 * TILE_GROUPS // 8
@@ -61,8 +63,10 @@ STAGE_BYTES = 40 + 4 * CHECKER_WARPS  # barriers of a stage of k and v; as many 
 
 def register_class(call: Call) -> str:
     """Return what a call's tiles depend on besides its heads: a key of `FORWARD_TILES`."""
-    if call.score_mod is not None or call.bias is not None:
+    if call.score_mod is not None or (call.bias is not None and call.problem.dropout > 0):
         return "scores"
+    if call.bias is not None:
+        return "bias"
     # No sequence's result may depend on the lengths of others that are packed with it, nor on how
     # much a cache has room for.
     if call.mask is None:
@@ -118,7 +122,7 @@ def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
     """Return the tiles of forward_sm90.cu; `registers` is a key of `FORWARD_TILES`."""
     blocks = at_head(FORWARD_TILES[registers], d, d_v)
     # A bias is read through the L1 cache, which shares its memory with shared memory.
-    return forward_tiles(*blocks, d, d_v, room=registers != "scores")
+    return forward_tiles(*blocks, d, d_v, room=registers not in CHANGED)
 
 
 def product_columns(width: int) -> int:
@@ -128,10 +132,17 @@ def product_columns(width: int) -> int:
     return 128 if width <= 128 else 160 if width <= 160 else -(-width // 64) * 64
 
 
-# What forward_sm90 takes, and with a bias, whose loads wait for the L1 cache.
+# What forward_sm90 takes by the queries of a tile: three consumers overlap more than two. With a
+# bias, loads wait for the L1 cache.
 FORWARD_RATES = {
-    False: Rates(1200.0, 200.0, 0.0233, 0.000265),
-    True: Rates(0.0, 0.0, 0.278, 0.0),
+    64: Rates(1200.0, 200.0, 0.0280, 0.000318),
+    128: Rates(1200.0, 200.0, 0.0280, 0.000318),
+    192: Rates(1200.0, 200.0, 0.0233, 0.000265),
+}
+BIAS_RATES = {
+    64: Rates(800.0, 200.0, 0.22, 0.0),
+    128: Rates(2000.0, 200.0, 0.22, 0.0),
+    192: Rates(600.0, 200.0, 0.28, 0.0),
 }
 
 
@@ -139,7 +150,7 @@ def forward_cost(tiles: Tiles, d: int, d_v: int, has_bias: bool, len_q: int, len
     """Return what the rows of a head take with tiles of forward_sm90.cu."""
     products = -(-d // 16) * 16 + product_columns(d_v)
     return cost.of(
-        FORWARD_RATES[has_bias],
+        (BIAS_RATES if has_bias else FORWARD_RATES)[tiles.block_q],
         (len_q, len_k),
         (tiles.block_q, tiles.block_kv),
         products,
@@ -148,18 +159,22 @@ def forward_cost(tiles: Tiles, d: int, d_v: int, has_bias: bool, len_q: int, len
     )
 
 
-def _tiles_for_short_rows(d: int, d_v: int, masked: bool, len_k: int) -> list[Tiles]:
-    """Return tiles of forward_sm90.cu by the number of keys, for rows without changed scores."""
+def _tiles_by_length(d: int, d_v: int, registers: str, len_k: int) -> list[Tiles]:
+    """Return tiles of forward_sm90.cu for rows of so many keys, in addition to the usual ones."""
     found = []
-    widths = [x for x in at_head(WIDTHS, d, d_v) if not masked or x <= MOST_MASKED]
+    has_bias = registers == "bias"
+    wide = registers.startswith("plain")
+    widths = [x for x in at_head(WIDTHS, d, d_v) if wide or x <= MOST_MASKED]
     small = next((x for head, x in SMALL_BLOCKS.items() if max(d, d_v) <= head), {})
     for width in widths:
         one_tile = len_k <= width
         more = [(128, 1)]
-        if one_tile:
+        if one_tile or has_bias:
             more += [(64, n) for most, n in small.items() if width <= most][:1]
+        if one_tile and wide and width <= at_head(_MASKED, d, d_v)[1]:
+            more.append((at_head(_MASKED, d, d_v)[0], 1))
         for block_q, resident in more:
-            tiles = forward_tiles(block_q, width, d, d_v, True, resident, one_tile)
+            tiles = forward_tiles(block_q, width, d, d_v, not has_bias, resident, one_tile)
             if (tiles.shared_memory + RESERVED) * resident <= SHARED_MEMORY + RESERVED:
                 found.append(tiles)
         if one_tile:
@@ -175,12 +190,11 @@ def choose_forward(
     usual = fit_forward(d, d_v, registers)
     if registers == "scores" or len_k >= UNKNOWN:
         return usual
-    masked = registers.startswith("masks")
 
     def time(tiles: Tiles) -> float:
         return forward_cost(tiles, d, d_v, has_bias, len_q, len_k).time
 
-    best = min(_tiles_for_short_rows(d, d_v, masked, len_k), key=time)
+    best = min(_tiles_by_length(d, d_v, registers, len_k), key=time)
     exact = EXACT if len_k > usual.block_kv else 1.0  # one tile is the same, and takes less
     return best if time(best) <= exact * time(usual) else usual
 

@@ -50,7 +50,7 @@ def fit(d: int, d_v: int, small: bool = False) -> Tiles:
 def _configure(request: Request) -> Tiles:
     assert request.call is not None
     problem = request.problem
-    changes = sm90.register_class(request.call) == "scores" or problem.dropout > 0
+    changes = sm90.register_class(request.call) in sm90.CHANGED or problem.dropout > 0
     # No sequence's result may depend on the lengths of others that are packed with it.
     few = problem.rows.known_q <= sm90.FEW_QUERIES
     return fit(problem.d, problem.d_v, small=changes or few)
