@@ -155,50 +155,10 @@ __device__ __forceinline__ void set_head(const Params& p, ScheduledTile& work_sm
   work_smem.out = warpgroup::TmaHead(p.out, entry, head);
 }
 
-// Finds the classes of a work tile's keys, and the first two tiles, by the lanes of a warp.
-__device__ __forceinline__ void find_tiles(const Params& p, ScheduledTile& work_smem, bool idle) {
-  __syncwarp();  // the work tile, but for the classes of its tiles
-  warpgroup_tile::find_classes(p, work_smem.classes, idle ? 0 : work_smem.entry.len_k,
-                               [&](long long j0, int nj) { return work_smem.box_of(j0, nj); });
-  if (ptx::lane_index() == 0) {
-    const int last = work_smem.last_tile(), second = last < 0 ? -1 : work_smem.tile_before(last);
-    work_smem.first_tile = work_smem.ref_of(last);
-    work_smem.first_run = work_smem.run_from(last);
-    work_smem.second_tile = work_smem.ref_of(second);
-    work_smem.second_run = work_smem.run_from(second);
-  }
-}
-
-// Writes the work tile after `before`, whose keys are one tile, of the same entry: the block of
-// queries before it, or the last one of the next head. By the lanes of a warp, as below.
-__device__ __forceinline__ void publish_next_tile(const Params& p, const ScheduledTile& before,
-                                                  ScheduledTile& work_smem) {
-  bool keeps = false;
-  if (ptx::lane_index() == 0) {
-    const bool same_head = before.first > 0;
-    work_smem.entry = before.entry;
-    work_smem.head = same_head ? before.head : before.head + 1;
-    set_head(p, work_smem, before.entry, work_smem.head);
-    const int of_first = rows_of_first_block(before.entry);
-    const long long last = (p.blocks - 1) * BLOCK_Q - (BLOCK_Q - of_first);
-    long long first = same_head ? before.first - BLOCK_Q : p.blocks > 1 ? last : 0;
-    if (first < 0) first = 0;
-    work_smem.first = first;
-    const int most = first == 0 ? of_first : BLOCK_Q;
-    work_smem.rows = tile::rows_from(first, before.entry.len_q, most);
-    work_smem.first_row_q = static_cast<int>(first);
-    work_smem.first_row_k = 0;
-    keeps = before.first_tile > TileRef::NONE && work_smem.k.head == before.k.head &&
-            work_smem.v.head == before.v.head;
-  }
-  find_tiles(p, work_smem, false);
-  if (ptx::lane_index() == 0) work_smem.second_run = keeps ? 1 : 0;
-}
-
-// Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
-// makes it visible.
-__device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
-                                                  unsigned int round, ScheduledTile& work_smem) {
+// Writes the work tile of a round to shared memory, but for its tiles of keys, by one lane. Returns
+// whether there is none.
+__device__ __forceinline__ bool describe_work_tile(const Params& p, const TileScheduler& scheduler,
+                                                   unsigned int round, ScheduledTile& work_smem) {
   const unsigned int index = scheduler.tile_index(p, round);
   const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
   const layout::WorkTile work = cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
@@ -216,12 +176,58 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
     work_smem.first_row_q = static_cast<int>(work.entry.start_q + first);
     work_smem.first_row_k = static_cast<int>(work.entry.start_k);
   }
-  find_tiles(p, work_smem, idle);
+  return idle;
 }
 
 // Whether the work tile after this one has the same entry.
 __device__ __forceinline__ bool continues(const Params& p, const ScheduledTile& work) {
   return work.first > 0 || work.head + 1 < p.heads;
+}
+
+// Writes the work tile after `before` to shared memory, where keys are one tile, of the same entry:
+// the block of queries before it, or the last one of the next head. Returns whether it has the same
+// keys and values.
+__device__ __forceinline__ bool describe_next_tile(const Params& p, const ScheduledTile& before,
+                                                   ScheduledTile& work_smem) {
+  if (ptx::lane_index() != 0) return false;
+  const bool same_head = before.first > 0;
+  const long long head = same_head ? before.head : before.head + 1;
+  work_smem.entry = before.entry;
+  work_smem.head = head;
+  set_head(p, work_smem, before.entry, head);
+  const int of_first = rows_of_first_block(before.entry);
+  const long long last = of_first + (p.blocks - 2) * BLOCK_Q;
+  const long long lower = same_head ? before.first - BLOCK_Q : last;
+  const long long first = lower < 0 ? 0 : lower;
+  work_smem.first = first;
+  work_smem.rows = tile::rows_from(first, before.entry.len_q, first == 0 ? of_first : BLOCK_Q);
+  work_smem.first_row_q = static_cast<int>(first);
+  work_smem.first_row_k = 0;
+  return before.first_tile > TileRef::NONE && work_smem.k.head == before.k.head &&
+         work_smem.v.head == before.v.head;
+}
+
+// Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
+// makes it visible. `before` is the one of the round before, if there is one.
+__device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
+                                                  unsigned int round, const ScheduledTile& before,
+                                                  ScheduledTile& work_smem) {
+  bool idle = false, keeps = false;
+  if (ONE_TILE && round > 0 && continues(p, before)) {
+    keeps = describe_next_tile(p, before, work_smem);
+  } else {
+    idle = describe_work_tile(p, scheduler, round, work_smem);
+  }
+  __syncwarp();  // the work tile, but for the classes of its tiles
+  warpgroup_tile::find_classes(p, work_smem.classes, idle ? 0 : work_smem.entry.len_k,
+                               [&](long long j0, int nj) { return work_smem.box_of(j0, nj); });
+  if (ptx::lane_index() == 0) {
+    const int last = work_smem.last_tile(), second = last < 0 ? -1 : work_smem.tile_before(last);
+    work_smem.first_tile = work_smem.ref_of(last);
+    work_smem.first_run = work_smem.run_from(last);
+    work_smem.second_tile = work_smem.ref_of(second);
+    work_smem.second_run = ONE_TILE ? (keeps ? 1 : 0) : work_smem.run_from(second);
+  }
 }
 
 // One warp: publishes all of the block's work tiles. `shared` has the scheduler, the work tiles and
@@ -235,11 +241,8 @@ __device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorag
 #pragma unroll 1
   for (int w = 0; w < scheduler.rounds; ++w) {
     shared.work_pipeline.wait_empty(w);
-    if (ONE_TILE && w > 0 && continues(p, shared.work_tile(w - 1))) {
-      publish_next_tile(p, shared.work_tile(w - 1), shared.work_tile(w));
-    } else {
-      publish_work_tile(p, scheduler, w, shared.work_tile(w));
-    }
+    publish_work_tile(p, scheduler, w, shared.work_tile(ONE_TILE && w > 0 ? w - 1 : w),
+                      shared.work_tile(w));
     add(w);
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));
   }

@@ -73,7 +73,11 @@ SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
     ((80, 80), "plain", 257, 257),
     ((128, 128), "causal", 128, 128),
     ((160, 160), "plain", 256, 256),
+    ((40, 40), "plain", 64, 77),
+    ((32, 32), "pair bias", 49, 49),
+    ((64, 64), "pair bias", 512, 512),
 ]
+MORE_OPTIONS: dict[str, dict[str, Any]] = {"pair bias": {"bias": BIAS}}
 
 
 class Case(NamedTuple):
@@ -83,9 +87,10 @@ class Case(NamedTuple):
     options: str
     packed: bool
     # "cached", or "paged" where it lies in pages, "paged16" where these have a multiple of 16 rows,
-    # or "short" and a number of `SHORT_ROWS`, and the format of its codes if it has some, those of keys and of values joined by +, of which
-    # one may be "numbers", or "few" if it has so few leaves. Of codes without
-    # a cache "rows", if rows have scales, and their format; dtype is the result's.
+    # and the format of its codes if it has some, those of keys and of values joined by +, of which
+    # one may be "numbers", or "few" if it has so few leaves. Of codes without a cache "rows", if
+    # rows have scales, and their format; dtype is the result's. Or "short" and the number of a row
+    # of `SHORT_ROWS`.
     cache: str = ""
 
 
@@ -262,7 +267,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         registers = sm90.register_class(request.call)
         if case.cache.startswith("short"):
             _, _, len_q, len_k = SHORT_ROWS[int(case.cache.split()[1])]
-            return sm90.choose_forward(*case.sizes, registers, False, len_q, len_k)
+            has_bias = request.call.bias is not None
+            return sm90.choose_forward(*case.sizes, registers, has_bias, len_q, len_k)
         # Some have the tiles of longer rows, all others those of short ones.
         if case.options == "causal":
             registers = "masks"
@@ -282,7 +288,7 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
 def specialisation(case: Case, arch: str) -> Specialisation:
     """Return what a case is compiled for on a GPU."""
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
-    options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
+    options = (OPTIONS | MORE_OPTIONS)[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
     resumes = case.cache == "resumes"
     plain = "rows", "float8", "short"
