@@ -19,7 +19,7 @@ import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches
-from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
+from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import Specialisation
@@ -363,6 +363,7 @@ class Emulator:
             mock.patch.object(registry, "find", self.blocks.find),
             # The emulator's arrays are small.
             mock.patch.object(sm90, "_slower", return_value=None),
+            mock.patch.object(sm90_fp8, "SHORTEST", 1),
             mock.patch.multiple(
                 cuda_device,
                 of=lambda _: self.blocks.device,
