@@ -155,30 +155,6 @@ __device__ __forceinline__ void set_head(const Params& p, ScheduledTile& work_sm
   work_smem.out = warpgroup::TmaHead(p.out, entry, head);
 }
 
-// Writes the work tile of a round to shared memory, but for its tiles of keys, by one lane. Returns
-// whether there is none.
-__device__ __forceinline__ bool describe_work_tile(const Params& p, const TileScheduler& scheduler,
-                                                   unsigned int round, ScheduledTile& work_smem) {
-  const unsigned int index = scheduler.tile_index(p, round);
-  const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
-  const layout::WorkTile work = cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
-  const bool idle = work.idle || index == work_tiles;
-  const int of_first = rows_of_first_block(work.entry);
-  const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;
-  const int most = work.block == 0 ? of_first : BLOCK_Q;
-  const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, most);
-  if (ptx::lane_index() == 0) {
-    work_smem.entry = work.entry;
-    work_smem.head = work.head;
-    work_smem.first = first;
-    work_smem.rows = rows;
-    set_head(p, work_smem, work.entry, work.head);
-    work_smem.first_row_q = static_cast<int>(work.entry.start_q + first);
-    work_smem.first_row_k = static_cast<int>(work.entry.start_k);
-  }
-  return idle;
-}
-
 // Whether the work tile after this one has the same entry.
 __device__ __forceinline__ bool continues(const Params& p, const ScheduledTile& work) {
   return work.first > 0 || work.head + 1 < p.heads;
@@ -207,17 +183,9 @@ __device__ __forceinline__ bool describe_next_tile(const Params& p, const Schedu
          work_smem.v.head == before.v.head;
 }
 
-// Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
-// makes it visible. `before` is the one of the round before, if there is one.
-__device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
-                                                  unsigned int round, const ScheduledTile& before,
-                                                  ScheduledTile& work_smem) {
-  bool idle = false, keeps = false;
-  if (ONE_TILE && round > 0 && continues(p, before)) {
-    keeps = describe_next_tile(p, before, work_smem);
-  } else {
-    idle = describe_work_tile(p, scheduler, round, work_smem);
-  }
+// Finds the classes of a work tile's keys, and the first two tiles, by the lanes of a warp.
+__device__ __forceinline__ void find_tiles(const Params& p, ScheduledTile& work_smem, bool idle,
+                                           bool keeps) {
   __syncwarp();  // the work tile, but for the classes of its tiles
   warpgroup_tile::find_classes(p, work_smem.classes, idle ? 0 : work_smem.entry.len_k,
                                [&](long long j0, int nj) { return work_smem.box_of(j0, nj); });
@@ -228,6 +196,37 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
     work_smem.second_tile = work_smem.ref_of(second);
     work_smem.second_run = ONE_TILE ? (keeps ? 1 : 0) : work_smem.run_from(second);
   }
+}
+
+// Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
+// makes it visible. `before` is the one of the round before, if there is one.
+__device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
+                                                  unsigned int round, const ScheduledTile& before,
+                                                  ScheduledTile& work_smem) {
+  bool idle = false, keeps = false;
+  if (ONE_TILE && round > 0 && continues(p, before)) {
+    keeps = describe_next_tile(p, before, work_smem);
+  } else {
+    const unsigned int index = scheduler.tile_index(p, round);
+    const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
+    const layout::WorkTile work =
+        cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
+    idle = work.idle || index == work_tiles;
+    const int of_first = rows_of_first_block(work.entry);
+    const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;
+    const int most = work.block == 0 ? of_first : BLOCK_Q;
+    const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, most);
+    if (ptx::lane_index() == 0) {
+      work_smem.entry = work.entry;
+      work_smem.head = work.head;
+      work_smem.first = first;
+      work_smem.rows = rows;
+      set_head(p, work_smem, work.entry, work.head);
+      work_smem.first_row_q = static_cast<int>(work.entry.start_q + first);
+      work_smem.first_row_k = static_cast<int>(work.entry.start_k);
+    }
+  }
+  find_tiles(p, work_smem, idle, keeps);
 }
 
 // One warp: publishes all of the block's work tiles. `shared` has the scheduler, the work tiles and
