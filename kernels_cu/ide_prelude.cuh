@@ -22,6 +22,7 @@ constexpr int THREADS = 256;
 constexpr int SHARED_BYTES = 65536;
 constexpr int RESIDENT_BLOCKS = 1;
 constexpr bool WHOLE = false;
+constexpr bool ONE_TILE = false;
 constexpr bool PACKED = false;
 constexpr bool CACHED = true;
 constexpr bool PAGED = true;

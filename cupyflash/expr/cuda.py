@@ -3,7 +3,8 @@
 The text contains only a tree's structure and the types of the arrays that it looks up. Its numbers
 are parameters of the kernel (``p.ints``, ``p.floats``), and so are those arrays (``p.tables``), so
 that a thousand different offsets compile one kernel. Numbers that `interval`, `key_range` and
-`derivative` introduce belong to the structure and are written out.
+`derivative` introduce belong to the structure and are written out; and so are divisors, since a
+division by a number that the compiler knows takes half as many instructions.
 
 Every node becomes one statement, ``const long long t3 = t1 + t2;``, and equal nodes become one.
 Floats are float32 in masks and of the accumulator's type in scores. A product on which a comparison
@@ -106,6 +107,7 @@ class _Parameters:
     """What the functions of one kernel share: constants and tables, numbered as they are met."""
 
     structural: bool = False  # from here on, constants are written out
+    divisors: frozenset[Expr] = frozenset()  # constants that are written out
     places: dict[Expr, str] = field(default_factory=dict)
     ints: list[int] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
@@ -114,7 +116,9 @@ class _Parameters:
 
     def constant(self, node: Expr) -> str | None:
         """Return where a constant stands, or None where it is written out."""
-        if node.type == "bool" or (node not in self.places and self.structural):
+        if node.type == "bool" or node in self.divisors:
+            return None
+        if node not in self.places and self.structural:
             return None
         if node not in self.places:
             if node.type == "int":
@@ -160,7 +164,7 @@ def generate(
     """
     if slope is not None and slope.op == "constant" and slope.value == 1.0:
         slope = None
-    parameters = _Parameters()
+    parameters = _Parameters(divisors=_divisors(allowed, changed))
     for root in (allowed, changed):  # the users' numbers come first, then those of the structure
         for node in walk(root) if root is not None else ():
             if node.op == "constant":
@@ -206,6 +210,13 @@ def generate(
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))
+
+
+def _divisors(*roots: Expr | None) -> frozenset[Expr]:
+    """Return the constants other than 0 by which expressions divide integers."""
+    nodes = walk(*(root for root in roots if root is not None))
+    divided = (node.args[1] for node in nodes if node.op in ("floor_divide", "remainder"))
+    return frozenset(x for x in divided if x.op == "constant" and x.value != 0)
 
 
 def _site_body(root: Expr, float_type: str, parameters: _Parameters, short: bool) -> _Body:

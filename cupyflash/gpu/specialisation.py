@@ -169,6 +169,7 @@ class Specialisation:
                 "tiles.whole",
                 "whole",
             ),
+            _is("ONE_TILE", "Whether the keys of every row are one tile.", "tiles.one_tile", "one"),
         )
     )
     packed: bool = _option("packed", "PACKED", "Whether sequences are packed.", "packed")

@@ -18,20 +18,25 @@ using SmemDesc = unsigned long long;
 
 // The registers of an accumulator, as the text of an instruction names them.
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_NAMES_24 WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WGMMA_NAMES_32                                                                  \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18" \
   ", %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_NAMES_40 WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_NAMES_48 WGMMA_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_NAMES_56                                                            \
   WGMMA_NAMES_40                                                                  \
   ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, " \
   "%55"
 #define WGMMA_NAMES_64 WGMMA_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_72 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WGMMA_NAMES_80 WGMMA_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define WGMMA_NAMES_88                                                                    \
   WGMMA_NAMES_64                                                                          \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80" \
   ", %81, %82, %83, %84, %85, %86, %87"
 #define WGMMA_NAMES_96 WGMMA_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_NAMES_104 WGMMA_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define WGMMA_NAMES_128                                                                    \
   WGMMA_NAMES_96                                                                           \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110" \
@@ -110,9 +115,19 @@ __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][32], SmemDesc a, Smem
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][36], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_SS("m64n144k16", "f16", WGMMA_NAMES_72, "%72", "%73", "%74")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_4(32), WGMMA_4(34)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][44], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n176k16", "f16", WGMMA_NAMES_88, "%88", "%89", "%90")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][52], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_SS("m64n208k16", "f16", WGMMA_NAMES_104, "%104", "%105", "%106")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_4(48), WGMMA_4(50)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add) {
@@ -140,9 +155,19 @@ __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][32], SmemDesc a, Sme
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][36], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_SS("m64n144k16", "bf16", WGMMA_NAMES_72, "%72", "%73", "%74")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_4(32), WGMMA_4(34)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][44], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n176k16", "bf16", WGMMA_NAMES_88, "%88", "%89", "%90")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][52], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_SS("m64n208k16", "bf16", WGMMA_NAMES_104, "%104", "%105", "%106")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_4(48), WGMMA_4(50)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
@@ -206,16 +231,46 @@ __device__ __forceinline__ void wgmma_rs_tf32(float (&d)[2][32], const unsigned 
 }
 
 // d += a b.
+__device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][8], const unsigned int (&a)[4],
+                                             SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n32k16", "f16", WGMMA_NAMES_16, "%16, %17, %18, %19", "%20")
+               : WGMMA_16(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][12], const unsigned int (&a)[4],
+                                             SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n48k16", "f16", WGMMA_NAMES_24, "%24, %25, %26, %27", "%28")
+               : WGMMA_16(0), WGMMA_4(8), WGMMA_4(10)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4],
                                              SmemDesc b) {
   asm volatile(WGMMA_RS("m64n64k16", "f16", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36")
                : WGMMA_32(0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+__device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][20], const unsigned int (&a)[4],
+                                             SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n80k16", "f16", WGMMA_NAMES_40, "%40, %41, %42, %43", "%44")
+               : WGMMA_32(0), WGMMA_4(16), WGMMA_4(18)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][24], const unsigned int (&a)[4],
+                                             SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n96k16", "f16", WGMMA_NAMES_48, "%48, %49, %50, %51", "%52")
+               : WGMMA_32(0), WGMMA_16(16)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4],
                                              SmemDesc b) {
   asm volatile(WGMMA_RS("m64n128k16", "f16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
                : WGMMA_32(0), WGMMA_32(16)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][40], const unsigned int (&a)[4],
+                                             SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n160k16", "f16", WGMMA_NAMES_80, "%80, %81, %82, %83", "%84")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4],
@@ -230,16 +285,46 @@ __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][64], const unsigned i
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+__device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][8], const unsigned int (&a)[4],
+                                              SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n32k16", "bf16", WGMMA_NAMES_16, "%16, %17, %18, %19", "%20")
+               : WGMMA_16(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][12], const unsigned int (&a)[4],
+                                              SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n48k16", "bf16", WGMMA_NAMES_24, "%24, %25, %26, %27", "%28")
+               : WGMMA_16(0), WGMMA_4(8), WGMMA_4(10)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4],
                                               SmemDesc b) {
   asm volatile(WGMMA_RS("m64n64k16", "bf16", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36")
                : WGMMA_32(0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+__device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][20], const unsigned int (&a)[4],
+                                              SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n80k16", "bf16", WGMMA_NAMES_40, "%40, %41, %42, %43", "%44")
+               : WGMMA_32(0), WGMMA_4(16), WGMMA_4(18)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][24], const unsigned int (&a)[4],
+                                              SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n96k16", "bf16", WGMMA_NAMES_48, "%48, %49, %50, %51", "%52")
+               : WGMMA_32(0), WGMMA_16(16)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4],
                                               SmemDesc b) {
   asm volatile(WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
                : WGMMA_32(0), WGMMA_32(16)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][40], const unsigned int (&a)[4],
+                                              SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n160k16", "bf16", WGMMA_NAMES_80, "%80, %81, %82, %83", "%84")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4],

@@ -32,7 +32,7 @@ using namespace forward_storage;
 constexpr int COLUMNS = BLOCK_KV / 4;                 // scores of a thread in each of its two rows
 constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
 constexpr int SCORE_COLUMNS = fragment_tile::columns_at_once(COLUMNS);
-constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::SLAB_COLUMNS) / 4;
+constexpr int COLUMNS_V = warpgroup::product_columns(D_V) / 4;
 constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;  // of one warp
 // Whether halves of a masked tile's columns are skipped in which no pair takes part: where there
 // are registers for the question, and it costs less than it saves.
@@ -44,9 +44,11 @@ constexpr bool SKIP_EMPTY_WARPS = HAS_EDGES && !HAS_RANGE && !HAS_SCORE;
 constexpr bool ALWAYS_RESCALE = D_V <= 64 && CONSUMERS == 2;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
-constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 160;
-static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
-                  65536 / THREADS / 8 * 8 * (CONSUMERS + 1),
+constexpr int LAUNCH_REGS = 65536 / (THREADS * RESIDENT_BLOCKS) / 8 * 8;
+constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : 40;
+constexpr int SHARED_REGS = (LAUNCH_REGS * (CONSUMERS + 1) - PRODUCER_REGS) / CONSUMERS / 8 * 8;
+constexpr int CONSUMER_REGS = SHARED_REGS < 240 ? SHARED_REGS : 240;
+static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= LAUNCH_REGS * (CONSUMERS + 1),
               "registers");
 
 // -- roles of the producer warpgroup --------------------------------------------------------------
@@ -133,13 +135,16 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     const ScheduledTile& work = shared.work_tile(w);
     const int last = work.last_tile();
 #pragma unroll 1
-    for (int tile = last; tile >= 0; ++n, tile = work.tile_before(tile)) {
+    for (int tile = last; tile >= 0; tile = work.tile_before(tile)) {
       const int first_row = work.first_row_k + tile * BLOCK_KV;
       const PagePiece piece(p, work, tile);
-      shared.k_pipeline.wait_empty(n);
-      expect(shared.k_pipeline.full_barrier(n), KTiles::BYTES);
-      load_keys<BLOCK_KV, D>(smem.k.address(KvPipeline::stage_of(n)), k_map, work.k, first_row,
-                             piece, shared.k_pipeline.full_barrier(n));
+      const bool loads = !KEEPS_KV || !work.keeps_kv();
+      if (loads) {
+        shared.k_pipeline.wait_empty(n);
+        expect(shared.k_pipeline.full_barrier(n), KTiles::BYTES);
+        load_keys<BLOCK_KV, D>(smem.k.address(KvPipeline::stage_of(n)), k_map, work.k, first_row,
+                               piece, shared.k_pipeline.full_barrier(n));
+      }
       if (tile == last && leads) {
         // 1 load q
 #pragma unroll 1
@@ -153,10 +158,13 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
         }
         ++q_uses;
       }
-      shared.v_pipeline.wait_empty(n);
-      expect(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
-      load_keys<BLOCK_KV, D_V>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v, first_row,
-                               piece, shared.v_pipeline.full_barrier(n));
+      if (loads) {
+        shared.v_pipeline.wait_empty(n);
+        expect(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
+        load_keys<BLOCK_KV, D_V>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v, first_row,
+                                 piece, shared.v_pipeline.full_barrier(n));
+        ++n;
+      }
     }
     if constexpr (PAGED) __syncwarp();  // the work tile, read by all lanes
     if (leads) ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
@@ -274,6 +282,15 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
     };
 
+    if constexpr (KEEPS_KV) {
+      // The keys and values of the work tile before are still in their stage, or are released now.
+      if (work.keeps_kv()) {
+        --kv_uses;
+      } else if (kv_uses > 0) {
+        warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses - 1));
+        warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
+      }
+    }
     const int first_kv_use = kv_uses;
     const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next > TileRef::NONE;
     if (has_tiles) {
@@ -299,20 +316,27 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       issue_qk(kv_uses);
       const int first = index_of(next);
       const bool first_masked = HAS_MASK ? kind_of(next) != UNMASKED : work.is_masked(first);
-      if (HAS_MASK && kv_uses == first_kv_use) {
+      if constexpr (ONE_TILE) {
+        next = TileRef::NONE;
+      } else if (HAS_MASK && kv_uses == first_kv_use) {
         next = uniform(work.second_tile);
         if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
       } else {
         advance(first);
       }
-      const bool sees = evaluate_mask(first, first_masked) || !SKIP_EMPTY_WARPS;
+      bool sees = evaluate_mask(first, first_masked) || !SKIP_EMPTY_WARPS;
+      if constexpr (ONE_TILE) {  // of short rows, many warps have none
+        sees = sees && ptx::shuffle(fragment::warp_row(), 0) < work.rows;
+      }
       bool half_sees[2] = {true, true};
       if (HALF_TILES && first_masked) {
         fragment_tile::find_active_halves<COLUMNS>(mask, half_sees);
       }
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
-      warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
+      if constexpr (!KEEPS_KV) {
+        warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
+      }
       if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
       if (sees) {
         // 3 score mod
@@ -340,7 +364,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // The other tiles: the scores of each are issued with the output of the tile before, which
       // the tensor cores multiply while the scores become weights.
 #pragma unroll 1
-      for (; next > TileRef::NONE && !(HAS_EDGES && kind_of(next) != UNMASKED); ++kv_uses) {
+      for (; !ONE_TILE && next > TileRef::NONE && !(HAS_EDGES && kind_of(next) != UNMASKED);
+           ++kv_uses) {
         const int n = kv_uses;
         const int tile = index_of(next);
         const bool masked = !HAS_EDGES && MAY_MASK && kind_of(next) != UNMASKED;
@@ -381,7 +406,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       issue_pv(kv_uses - 1);
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(acc);
-      warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
+      if constexpr (!KEEPS_KV) {
+        warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
+      }
       more_tiles = HAS_EDGES && next > TileRef::NONE;
     }
 

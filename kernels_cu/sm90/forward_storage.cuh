@@ -21,7 +21,7 @@ constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
 // Small heads leave room for more stages, except with score changes: what these read should lie in
 // L1, from which shared memory takes its room.
 constexpr bool SMALL_HEADS = D <= 64 && D_V <= 64 && !HAS_SCORE;
-constexpr int KV_STAGES = SMALL_HEADS ? 4 : 2, Q_STAGES = SMALL_HEADS ? 2 : 1;
+constexpr int KV_STAGES = SMALL_HEADS && !ONE_TILE ? 4 : 2, Q_STAGES = SMALL_HEADS ? 2 : 1;
 constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and the next one
 
 // Whether sequences may end within the memory of k and v, and have no keys at all.
@@ -29,6 +29,9 @@ constexpr bool ENDS_ON_DEVICE = PACKED || CACHED;
 // Keys that take no part although they are in the tile, in PARTIAL tiles and after the end of such
 // a sequence, have weight 0, and their values may be anything: 0 * NaN must not reach the sum.
 constexpr bool CHECK_FINITE = MAY_MASK || ENDS_ON_DEVICE;
+// Whether keys and values stay in their stage as long as a block's work tiles have the same ones.
+// Not where non-finite values are set to 0.
+constexpr bool KEEPS_KV = ONE_TILE && !CHECK_FINITE && !HAS_SCORE;
 constexpr int CHECKER_WARPS = CHECK_FINITE ? 2 : 0;
 constexpr int CHECKER_ARRIVALS = CHECKER_WARPS * warpgroup::ARRIVALS_OF_WARP;
 
@@ -130,7 +133,8 @@ struct alignas(1024) Aligned {
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(THREADS == CONSUMER_THREADS + warpgroup::WARPGROUP_SIZE && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
-static_assert(CONSUMERS == 2 || CONSUMERS == MAX_CONSUMERS, "BLOCK_Q");
+static_assert(CONSUMERS >= 1 && CONSUMERS <= MAX_CONSUMERS, "BLOCK_Q");
+static_assert(!ONE_TILE || !ENDS_ON_DEVICE, "the keys of a row that is one tile are known");
 static_assert(SHARED_BYTES == TILES_BYTES + OUT_BYTES + SHARED_STORAGE_BYTES ||
                   (SHARED_BYTES == TILES_BYTES + SHARED_STORAGE_BYTES && !TMA_STORE),
               "SHARED_BYTES");

@@ -44,6 +44,9 @@ struct ScheduledTile {
   TileRef second_tile;
   int second_run;
 
+  // Where all keys of a row are one tile, there is no second one: whether keys and values are those
+  // of the block's work tile before, and stay where they are.
+  __device__ __forceinline__ bool keeps_kv() const { return second_run != 0; }
   __device__ __forceinline__ int rows_in(int tile) const {
     return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
   }
@@ -81,9 +84,11 @@ struct ScheduledTile {
 // of heads beyond 128. Every other round is dealt in reverse, and the first block is another one
 // from time to time, so that the same blocks do not get long tiles again.
 //
-// Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on.
+// Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on. Where all
+// keys of a row are one tile, a block has neighbouring tiles: most have the head of the one before,
+// whose keys and values stay, and are found by counting.
 struct TileScheduler {
-  static constexpr bool INTERLEAVE_HEADS = HAS_MASK && !PACKED;
+  static constexpr bool INTERLEAVE_HEADS = HAS_MASK && !PACKED && !ONE_TILE;
   unsigned int heads, blocks;
   unsigned int group_heads, group_rounds;  // of a group of heads that is dealt together
   int rounds;
@@ -122,6 +127,10 @@ struct TileScheduler {
       if (n >= heads_here * blocks) return heads * blocks;
       return (first_head + n % heads_here) * blocks + n / heads_here;
     }
+    if constexpr (ONE_TILE) {
+      const unsigned int each = heads * blocks / gridDim.x, more = heads * blocks % gridDim.x;
+      return blockIdx.x * each + (blockIdx.x < more ? blockIdx.x : more) + round;
+    }
     const unsigned int n = round * gridDim.x + blockIdx.x;
     return HAS_MASK ? layout::interleave_heads(p, n, p.heads, layout::heads_in_flight(p)) : n;
   }
@@ -136,31 +145,47 @@ __device__ __forceinline__ int rows_of_first_block(const layout::Entry& entry) {
   return over == 0 ? BLOCK_Q : matmul::round_up(over, fragment::WARP_ROWS);
 }
 
-// Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
-// makes it visible.
-__device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
-                                                  unsigned int round, ScheduledTile& work_smem) {
-  const unsigned int index = scheduler.tile_index(p, round);
-  const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
-  const layout::WorkTile work = cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
-  const bool idle = work.idle || index == work_tiles;
-  const int of_first = rows_of_first_block(work.entry);
-  const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;
-  const int most = work.block == 0 ? of_first : BLOCK_Q;
-  const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, most);
-  if (ptx::lane_index() == 0) {
-    work_smem.entry = work.entry;
-    work_smem.head = work.head;
-    work_smem.first = first;
-    work_smem.rows = rows;
-    const long long h_kv = layout::divide(work.head, p.group).quotient;
-    work_smem.q = warpgroup::TmaHead(p.q, work.entry, work.head);
-    work_smem.k = warpgroup::TmaHead(p.k, work.entry, h_kv);
-    work_smem.v = warpgroup::TmaHead(p.v, work.entry, h_kv);
-    work_smem.out = warpgroup::TmaHead(p.out, work.entry, work.head);
-    work_smem.first_row_q = static_cast<int>(work.entry.start_q + first);
-    work_smem.first_row_k = static_cast<int>(work.entry.start_k);
-  }
+// Sets what TMA needs of a work tile's head.
+__device__ __forceinline__ void set_head(const Params& p, ScheduledTile& work_smem,
+                                         const layout::Entry& entry, long long head) {
+  const long long h_kv = layout::divide(head, p.group).quotient;
+  work_smem.q = warpgroup::TmaHead(p.q, entry, head);
+  work_smem.k = warpgroup::TmaHead(p.k, entry, h_kv);
+  work_smem.v = warpgroup::TmaHead(p.v, entry, h_kv);
+  work_smem.out = warpgroup::TmaHead(p.out, entry, head);
+}
+
+// Whether the work tile after this one has the same entry.
+__device__ __forceinline__ bool continues(const Params& p, const ScheduledTile& work) {
+  return work.first > 0 || work.head + 1 < p.heads;
+}
+
+// Writes the work tile after `before` to shared memory, where keys are one tile, of the same entry:
+// the block of queries before it, or the last one of the next head. Returns whether it has the same
+// keys and values.
+__device__ __forceinline__ bool describe_next_tile(const Params& p, const ScheduledTile& before,
+                                                   ScheduledTile& work_smem) {
+  if (ptx::lane_index() != 0) return false;
+  const bool same_head = before.first > 0;
+  const long long head = same_head ? before.head : before.head + 1;
+  work_smem.entry = before.entry;
+  work_smem.head = head;
+  set_head(p, work_smem, before.entry, head);
+  const int of_first = rows_of_first_block(before.entry);
+  const long long last = of_first + (p.blocks - 2) * BLOCK_Q;
+  const long long lower = same_head ? before.first - BLOCK_Q : last;
+  const long long first = lower < 0 ? 0 : lower;
+  work_smem.first = first;
+  work_smem.rows = tile::rows_from(first, before.entry.len_q, first == 0 ? of_first : BLOCK_Q);
+  work_smem.first_row_q = static_cast<int>(first);
+  work_smem.first_row_k = 0;
+  return before.first_tile > TileRef::NONE && work_smem.k.head == before.k.head &&
+         work_smem.v.head == before.v.head;
+}
+
+// Finds the classes of a work tile's keys, and the first two tiles, by the lanes of a warp.
+__device__ __forceinline__ void find_tiles(const Params& p, ScheduledTile& work_smem, bool idle,
+                                           bool keeps) {
   __syncwarp();  // the work tile, but for the classes of its tiles
   warpgroup_tile::find_classes(p, work_smem.classes, idle ? 0 : work_smem.entry.len_k,
                                [&](long long j0, int nj) { return work_smem.box_of(j0, nj); });
@@ -169,8 +194,39 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
     work_smem.first_tile = work_smem.ref_of(last);
     work_smem.first_run = work_smem.run_from(last);
     work_smem.second_tile = work_smem.ref_of(second);
-    work_smem.second_run = work_smem.run_from(second);
+    work_smem.second_run = ONE_TILE ? (keeps ? 1 : 0) : work_smem.run_from(second);
   }
+}
+
+// Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
+// makes it visible. `before` is the one of the round before, if there is one.
+__device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
+                                                  unsigned int round, const ScheduledTile& before,
+                                                  ScheduledTile& work_smem) {
+  bool idle = false, keeps = false;
+  if (ONE_TILE && round > 0 && continues(p, before)) {
+    keeps = describe_next_tile(p, before, work_smem);
+  } else {
+    const unsigned int index = scheduler.tile_index(p, round);
+    const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
+    const layout::WorkTile work =
+        cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
+    idle = work.idle || index == work_tiles;
+    const int of_first = rows_of_first_block(work.entry);
+    const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;
+    const int most = work.block == 0 ? of_first : BLOCK_Q;
+    const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, most);
+    if (ptx::lane_index() == 0) {
+      work_smem.entry = work.entry;
+      work_smem.head = work.head;
+      work_smem.first = first;
+      work_smem.rows = rows;
+      set_head(p, work_smem, work.entry, work.head);
+      work_smem.first_row_q = static_cast<int>(work.entry.start_q + first);
+      work_smem.first_row_k = static_cast<int>(work.entry.start_k);
+    }
+  }
+  find_tiles(p, work_smem, idle, keeps);
 }
 
 // One warp: publishes all of the block's work tiles. `shared` has the scheduler, the work tiles and
@@ -184,7 +240,8 @@ __device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorag
 #pragma unroll 1
   for (int w = 0; w < scheduler.rounds; ++w) {
     shared.work_pipeline.wait_empty(w);
-    publish_work_tile(p, scheduler, w, shared.work_tile(w));
+    publish_work_tile(p, scheduler, w, shared.work_tile(ONE_TILE && w > 0 ? w - 1 : w),
+                      shared.work_tile(w));
     add(w);
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));
   }

@@ -168,6 +168,14 @@ __device__ __forceinline__ ptx::SmemDesc wgmma_desc(SmemDesc operand) {
   return EIGHT_ROWS << 32 | SWIZZLE_128 | operand;
 }
 
+// The columns of a product whose right operand has WIDTH columns in slabs: one of the widths in
+// ptx/wgmma.cuh. With the left operand in registers, fewer than 64 take no less time, but fewer
+// registers.
+__device__ constexpr int product_columns(int width) {
+  if (width <= 96) return width <= 32 ? 32 : matmul::round_up(width, 16);
+  return width <= 128 ? 128 : width <= 160 ? 160 : matmul::round_up(width, SLAB_COLUMNS);
+}
+
 // Issues c = a b^T, or c += where `add`, for 64 rows of a and KEYS rows of b, WIDTH columns each.
 // The caller fences, commits and waits. `beside(n)` runs after step n was issued, and overlaps with
 // it.

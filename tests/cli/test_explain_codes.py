@@ -35,7 +35,7 @@ def coded(xp, *shapes):
     [
         (600, {}, "forward_sm90_fp8"),
         (600, {"mask": masks.causal()}, "forward_sm90_fp8"),
-        (70, {"mask": masks.causal()}, "forward_sm80"),  # too few: numbers first
+        (70, {"mask": masks.causal()}, "forward_sm90"),  # too few: numbers first
         (1, {}, "decode_sm80"),
     ],
 )

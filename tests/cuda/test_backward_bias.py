@@ -208,7 +208,7 @@ def test_which_kernel_is_launched():
     assert kernel("sm_80", 600) == "backward_sm80_bias"
     assert kernel("sm_120", 600) == "backward_sm80_bias"
     assert kernel("sm_90", 600) == "backward_sm90_bias"
-    assert kernel("sm_90", 511) == "backward_sm80_bias"
+    assert kernel("sm_90", 49, d=32) == "backward_sm80_bias"
     assert kernel("sm_90", 600, lacks="NVRTC is old") == "backward_sm80_bias"
     assert kernel("sm_90", 600, Plan("backward_simt", 32, 32, "for a test")) == "backward_bias"
     assert kernel("sm_90", 600, d=257) == "backward_bias"
@@ -218,7 +218,7 @@ def test_which_kernel_is_launched():
 
 @pytest.mark.parametrize("d", [1, 17, 64, 65, 128, 129, 192, 193, 256])
 def test_hopper_has_tiles_for_every_head(monkeypatch, d):
-    monkeypatch.setattr(sm90, "SHORTEST", 1)
+    monkeypatch.setattr(sm90, "_slower", lambda *_: None)
     gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
     for d_v in (1, d, 256):
         problem = validate.call(*(np.zeros((1, n), HALF) for n in (d, d, d_v))).problem

@@ -47,8 +47,8 @@ def test_which_kernels_are_launched():
         assert made.special.tma_store
         assert made.special.tiles.block_kv == (128 if d <= 128 else 64)
     gap = np.zeros((2, 512, 68), HALF)[..., :64]
-    for other in ({"arch": "sm_80"}, {"arch": "sm_100"}, {"lacks": "NVRTC"}, {"length": 511},
-                  {"d": 60}, {"d": 20}, {"d": 136}, {"do": gap}):  # fmt: skip
+    for other in ({"arch": "sm_80"}, {"arch": "sm_100"}, {"lacks": "NVRTC"},
+                  {"length": 49, "d": 32}, {"d": 60}, {"d": 20}, {"do": gap}):  # fmt: skip
         assert launches(**other)[1].special.kernel == "backward_sm80_dkdv"
 
 
@@ -88,8 +88,8 @@ def test_dq_sums_say_how_they_lie():
     ("shape", "do", "size", "words"),
     [
         ((512, 64), {}, 2000, None),
-        ((511, 64), {}, 2000, "512 queries and keys or more"),
-        ((512, 20), {}, 2000, "columns by 64, which 20 and 20 are too far from"),
+        ((49, 32), {}, 2000, "of an SM by backward_sm80_dkdv"),
+        ((512, 20), {}, 2000, "of q, rows do not begin at multiples of 16"),
         ((512, 64), {"shape": (512, 68)}, 2000, "of do, rows do not begin at multiples of 16"),
         ((512, 64), {}, 3800, "too many arrays or numbers"),
     ],

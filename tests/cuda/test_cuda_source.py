@@ -273,3 +273,16 @@ def test_too_many_leading_axes_are_an_error():
     x = np.zeros((2,) * 8, np.float32).transpose(4, 3, 2, 1, 0, 5, 6, 7)
     with pytest.raises(validate.ArgumentError, match="at most 4"):
         strides.lead_of((2,) * 5, {"q": (x, 3)})
+
+
+def test_divisors_are_written_out_and_other_numbers_are_not():
+    def generated(width, offset):
+        mask = masks.mask(lambda b, h, i, j: (i // width == j // width) | (i % width < j + offset))
+        q = np.zeros((1, 300, 64), np.float16)
+        made = trees(validate.call(q, q, q, Options(mask=mask)))
+        return generate(made.allowed, made.classes, short=True)
+
+    one, other, third = generated(48, 3), generated(48, 5), generated(50, 3)
+    assert (one.ints, other.ints) == ((3,), (5,))
+    assert one.functions == other.functions != third.functions
+    assert "= floor_divide(static_cast<int>(at.i), 48);" in one.functions.source

@@ -19,7 +19,7 @@ import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches
-from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
+from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import Specialisation
@@ -47,6 +47,9 @@ class Blocks:
     tensor: bool = True  # whether the GPU has tensor cores for 16-bit types
     hopper: bool = False  # whether they are those of compute capability 9.0
     multiprocessors: int = 2
+    # Queries and keys of a tile of forward_sm90, and blocks that share an SM: by default, the tiles
+    # of long rows.
+    warpgroups: tuple[int, int, int] | None = None
 
     def choose(self, part: str, request: Request) -> Choice:
         """Return the kernel of a part of a call, and its tiles, as `registry.select`."""
@@ -107,7 +110,22 @@ class Blocks:
             return self.f64_tiles(spec.name, problem)
         if spec.name in simt.KERNELS:
             return self.tiles(spec.name, problem, spec.slope and request.slope)
+        if spec is sm90.FORWARD:
+            return self.warpgroup_tiles(request)
         return spec.configure(request)
+
+    def warpgroup_tiles(self, request: Request) -> Tiles:
+        """Return tiles of forward_sm90."""
+        assert request.call is not None
+        registers, sizes = (
+            sm90.register_class(request.call),
+            (request.problem.d, request.problem.d_v),
+        )
+        if self.warpgroups is None:
+            return sm90.fit_forward(*sizes, registers)
+        block_q, block_kv, resident = self.warpgroups
+        one_tile, room = request.call.rows.known_k <= block_kv, registers not in sm90.CHANGED
+        return sm90.forward_tiles(block_q, block_kv, *sizes, room, resident, one_tile)
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: rows as warps own them, one or two stages."""
@@ -344,7 +362,8 @@ class Emulator:
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(registry, "find", self.blocks.find),
             # The emulator's arrays are small.
-            mock.patch.multiple(sm90, SHORTEST=1, MOST_PADDING=float("inf")),
+            mock.patch.object(sm90, "_slower", return_value=None),
+            mock.patch.object(sm90_fp8, "SHORTEST", 1),
             mock.patch.multiple(
                 cuda_device,
                 of=lambda _: self.blocks.device,

@@ -1,7 +1,8 @@
 // Copies of boxes from shared memory to arrays, which a thread of compute capability 9.0 begins.
 //
 // A copy reads shared memory at once, or as late as it can: when its thread waits for it. What it
-// reads has to be published then, and the same as when it was begun.
+// reads has to be published then, and the same as when it was begun: what lies in the array; columns
+// and rows of a box beyond that may be anything.
 #include "boxes.h"
 #include "races.h"
 #include "turns.h"
@@ -29,19 +30,20 @@ std::map<int, std::vector<Store>> stores_of;  // a thread
 char* shared_at(unsigned int address) { return static_cast<char*>(shared_memory()) + address; }
 
 void read(const Store& store) {
-  for (std::size_t n = 0; n < store.bytes.size(); n += 16) {
-    races::read_published(shared_at(store.from) + n, 16);
-  }
+  store.map.visit_box(store.first, [&](unsigned int place, unsigned long long to) {
+    if (to && place % 16 == 0) races::read_published(shared_at(store.from) + place, 16);
+  });
 }
 
 void land(const char* what, Where where, const Store& store) {
   read(store);
-  if (std::memcmp(store.bytes.data(), shared_at(store.from), store.bytes.size()) != 0) {
-    fault(0, "%s (%s:%d): what is copied from %u was written to meanwhile", what, where.file,
-          where.line, store.from);
-  }
   store.map.visit_box(store.first, [&](unsigned int place, unsigned long long to) {
-    if (to) std::memcpy(reinterpret_cast<void*>(to), &store.bytes[place], 2);
+    if (!to) return;
+    if (std::memcmp(&store.bytes[place], shared_at(store.from) + place, 2) != 0) {
+      fault(0, "%s (%s:%d): what is copied from %u was written to meanwhile", what, where.file,
+            where.line, store.from);
+    }
+    std::memcpy(reinterpret_cast<void*>(to), &store.bytes[place], 2);
   });
 }
 

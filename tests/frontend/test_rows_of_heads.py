@@ -129,8 +129,8 @@ def test_rows_of_warpgroups(monkeypatch):
     # Sixteen heads of 40 queries are five tiles of 128 rows, instead of sixteen.
     q, k, v = draw(BRAIN, 40, heads=32, keys=600, d_v=64)
     options = {"mask": masks.causal()}
-    for shortest, kernel in ((512, "forward_sm90"), (2000, "forward_sm80")):
-        monkeypatch.setattr("cupyflash.gpu.kernels.sm90.SHORTEST", shortest)
+    for slower, kernel in ((None, "forward_sm90"), ("it is slower", "forward_sm80")):
+        monkeypatch.setattr("cupyflash.gpu.kernels.sm90._slower", lambda *_, why=slower: why)
         plan = route.of(validate.call(q, k, v, Options(**options)), H200).plan
         assert plan.kernel == kernel
         assert "the 16 heads that share keys are rows of one" in plan.reason

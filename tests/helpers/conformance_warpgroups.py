@@ -450,7 +450,8 @@ def product_of_floats(columns: int, whole: bool) -> Case:
 
 _AROUND = "fence_proxy_async wgmma_fence wgmma_commit wgmma_wait fence_accumulator"
 WIDTHS = {
-    "ss": (32, 64, 80, 112, 128, 176), "st": (64, 128), "tt": (64, 128), "rs": (64, 128, 192, 256)
+    "ss": (32, 64, 80, 112, 128, 144, 176, 208), "st": (64, 128), "tt": (64, 128),
+    "rs": (32, 48, 64, 80, 96, 128, 160, 192, 256),
 }  # fmt: skip
 PRODUCTS = [
     product(form, name, columns, True, _AROUND if columns == 64 else "")

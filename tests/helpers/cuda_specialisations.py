@@ -64,6 +64,22 @@ HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
 ]
 
 
+# Of forward_sm90 for short rows: sizes, options, queries and keys.
+SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
+    ((64, 64), "plain", 197, 197),
+    ((40, 40), "plain", 4096, 77),
+    ((32, 32), "causal", 64, 64),
+    ((64, 64), "segments", 128, 128),
+    ((80, 80), "plain", 257, 257),
+    ((128, 128), "causal", 128, 128),
+    ((160, 160), "plain", 256, 256),
+    ((40, 40), "plain", 64, 77),
+    ((32, 32), "pair bias", 49, 49),
+    ((64, 64), "pair bias", 512, 512),
+]
+MORE_OPTIONS: dict[str, dict[str, Any]] = {"pair bias": {"bias": BIAS}}
+
+
 class Case(NamedTuple):
     kernel: str
     dtype: Any
@@ -74,6 +90,7 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
+    # Or "short" and the number of a row of `SHORT_ROWS`.
     cache: str = ""
 
 
@@ -109,6 +126,8 @@ def cases() -> list[Case]:
         ((64, 64), "segments"),
     ]):  # fmt: skip
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
+    for n, (own, options, _, _) in enumerate(SHORT_ROWS):
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"short {n}"))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
     # float64, and float32 in three products.
@@ -251,6 +270,10 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     if spec is sm90.FORWARD:
         assert request.call is not None
         registers = sm90.register_class(request.call)
+        if case.cache.startswith("short"):
+            _, _, len_q, len_k = SHORT_ROWS[int(case.cache.split()[1])]
+            has_bias = request.call.bias is not None
+            return sm90.choose_forward(*case.sizes, registers, has_bias, len_q, len_k)
         # Some have the tiles of longer rows, all others those of short ones.
         if case.options == "causal":
             registers = "masks"
@@ -273,10 +296,11 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
 def specialisation(case: Case, arch: str) -> Specialisation:
     """Return what a case is compiled for on a GPU."""
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
-    options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
+    options = (OPTIONS | MORE_OPTIONS)[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
     resumes = case.cache == "resumes"
-    held = "" if resumes or case.cache.startswith(("rows", "float8")) else case.cache
+    plain = "rows", "float8", "short"
+    held = "" if resumes or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
     if of_codes:

@@ -56,7 +56,16 @@ def precision_of(dtype):
 
 
 def run(
-    q, k, v, schedule=REVERSE, out=None, read=build.read, offsets=None, multiprocessors=2, **options
+    q,
+    k,
+    v,
+    schedule=REVERSE,
+    out=None,
+    read=build.read,
+    offsets=None,
+    multiprocessors=2,
+    warpgroups=None,
+    **options,
 ):
     """Compute out and lse on the emulator, into memory that holds NaN."""
     options |= {"precision": precision_of(q.dtype)}
@@ -70,9 +79,8 @@ def run(
     out[...] = np.nan
     lse = np.full(out.shape[:-1], np.nan, np.float32)
     visited = np.zeros(1, np.uint64)
-    Emulator(Warpgroups(multiprocessors=multiprocessors), schedule, read=read).forward(
-        call, out, lse, visited
-    )
+    blocks = Warpgroups(multiprocessors=multiprocessors, warpgroups=warpgroups)
+    Emulator(blocks, schedule, read=read).forward(call, out, lse, visited)
     return out, lse, int(visited[0])
 
 

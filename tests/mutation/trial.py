@@ -29,7 +29,7 @@ from placement import Layout, Placed
 from cupyflash.arrays import device_arrays
 from cupyflash.expr.cuda import generate
 from cupyflash.gpu import launch, row_launches
-from cupyflash.gpu.kernels import sm90
+from cupyflash.gpu.kernels import sm90, sm90_fp8
 from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.problem.call import Gradients
 from cupyflash.rowwise import COMBINE
@@ -196,7 +196,8 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
 
     with (
         emulator._answering(ready),
-        mock.patch.object(sm90, "SHORTEST", 1),  # problems are small
+        mock.patch.object(sm90, "_slower", return_value=None),  # problems are small
+        mock.patch.object(sm90_fp8, "SHORTEST", 1),
         mock.patch.object(device_arrays, "to_device", to_device),
         mock.patch.object(launch, "_sum_to", lambda *pair: sums.append(pair)),
     ):

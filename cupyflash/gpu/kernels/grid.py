@@ -38,7 +38,7 @@ def by_warps(extent: Extent, tiles: Tiles) -> Grid:
 
 
 def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
-    """Return a grid of tiles of queries that are shared among as many blocks as there are SMs.
+    """Return a grid of tiles of queries that are shared among as many blocks as the SMs hold.
 
     Tiles are dealt out in advance, and a block prepares its next one. Tiles of packed sequences and
     of caches may take very different times, and so do blocks that wait until another kernel leaves
@@ -47,7 +47,8 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     grid = by_queries(extent, tiles)
     if extent.sequences or extent.differ:
         return grid
-    return grid._replace(size=min(grid.size, extent.multiprocessors))
+    most = extent.multiprocessors * tiles.resident_blocks
+    return grid._replace(size=min(grid.size, most))
 
 
 def by_units(extent: Extent, tiles: Tiles) -> Grid:

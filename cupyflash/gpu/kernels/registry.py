@@ -132,6 +132,9 @@ def reason(choice: Choice, request: Request, before: str = "", after: str = "") 
     if choice.passed_over:
         other, obstacle = choice.passed_over[-1]
         why += f"; not by {other.name}, because {obstacle}"
+    takes = spec.cost(request, tiles)
+    if takes is not None:
+        why += f"; by the model of cost, a head takes {takes}"
     in_rows = problem.heads_in_rows
     if spec.part == "decode" and problem.heads_kv:
         in_rows *= problem.heads // problem.heads_kv

@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from . import decode, grid
+import numpy as np
+
+from . import cost, decode, grid
+from .cost import Cost, Rates
 from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
 
 CAPABILITY = (8, 0)  # the oldest with matrix instructions for these types
@@ -134,6 +137,50 @@ def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
     return fitting[0] if fitting else None
 
 
+# What forward_sm80 takes in 16-bit types, and with a bias, whose loads wait for the L1 cache; and
+# what backward_sm80_dkdv takes.
+FORWARD_RATES = {
+    False: Rates(2000.0, 0.0, 0.036, 0.00054),
+    True: Rates(0.0, 0.0, 0.351, 0.0),
+}
+DKDV_RATES = Rates(3500.0, 0.0, 0.0, 0.00095)
+
+
+def forward_cost(tiles: Tiles, d: int, d_v: int, has_bias: bool, len_q: int, len_k: int) -> Cost:
+    """Return what the rows of a head take with tiles of forward_sm80.cu."""
+    # Columns of v that fragments have in registers.
+    products = -(-d // 16) * 16 + -(-d_v // 64) * 64
+    block, moved = (tiles.block_q, tiles.block_kv), 2 * (d + d_v)
+    return cost.of(FORWARD_RATES[has_bias], (len_q, len_k), block, products, (moved, moved))
+
+
+def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
+    """Return what the rows of a head take with tiles of backward_sm80_dkdv.cu."""
+    whole, whole_v = (-(-n // 16) * 16 for n in (d, d_v))
+    wide, wide_v = (-(-n // 64) * 64 for n in (d, d_v))
+    products = whole + whole_v + 2 * wide + wide_v
+    block = tiles.block_kv, tiles.block_q
+    moved = 4 * (d + d_v), 2 * (d + d_v) + 8 * d
+    return cost.of(DKDV_RATES, (len_k, len_q), block, products, moved)
+
+
+# The rates are those of a GPU of compute capability 9.0.
+def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
+    call, problem = request.call, request.problem
+    if call is None or problem.dtype.name not in HALVES or request.device.capability != (9, 0):
+        return None
+    lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
+    return forward_cost(tiles, problem.d, problem.d_v, call.bias is not None, *lengths)
+
+
+def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
+    problem = request.problem
+    if request.device.capability != (9, 0):
+        return None
+    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
+    return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
+
+
 def _configure_forward(request: Request) -> Tiles | None:
     problem = request.problem
     limit = request.device.shared_memory
@@ -248,6 +295,7 @@ FORWARD = KernelSpec(
     configure=_configure_forward,
     grid=grid.by_queries,
     caches=True,
+    cost=_cost_of_forward,
 )
 DKDV = KernelSpec(
     source="sm80/backward_sm80_dkdv.cu",
@@ -262,6 +310,7 @@ DKDV = KernelSpec(
     slope=True,
     atomic_dq=HALVES,
     dq_accum_step=LANES,
+    cost=_cost_of_dkdv,
 )
 DQ = KernelSpec(
     source="sm80/backward_sm80_dq.cu",

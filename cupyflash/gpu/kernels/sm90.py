@@ -5,18 +5,20 @@ Every kernel asserts that it agrees with this module about the bytes of shared m
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
-from ...problem.call import Call, Problem
+from ...problem.call import Call
+from ...problem.rows import UNKNOWN
 from .. import params, tma
-from . import grid, tma_operands
+from . import cost, grid, sm80, tma_operands
+from .cost import Cost, Rates
 from .sm80 import ENTRY_BYTES, HALVES, bias_storage_bytes
-from .spec import WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
+from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
 SHARED_MEMORY = 232448  # bytes, of a block
-SHORTEST = 512  # queries, and keys: for fewer, the smaller tiles of sm80 are not slower
-MOST_PADDING = 1.25  # times the products that sm80's kernel computes
 KV_STAGES = 2  # of keys, and of values; in the backward of queries, and of do
 
 # -- forward_sm90 ---------------------------------------------------------------------------------
@@ -34,10 +36,24 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "plain, few keys": _MASKED,  # less of a tile is beyond the last query, and results have room
     "masks": _MASKED,
     "masks, few queries": _MASKED | {64: (128, 128)},  # less of a tile is beyond a diagonal
+    "bias": _MASKED | {64: (192, 112)},
     "scores": _MASKED | {64: (192, 112)},
 }
+# Largest head -> keys of a tile in addition to these, for rows that are one tile, or few that have
+# less padding. Masked pairs are bits of a word.
+WIDTHS: dict[int, tuple[int, ...]] = {
+    64: (64, 80, 112, 128, 144, 176, 208),
+    128: (64, 80, 112, 128, 144, 176),
+    192: (64, 80, 112),
+    256: (64, 80),
+}
+MOST_MASKED = 128
+EXACT = 0.95  # of the usual tiles' time: others must take less, since the model is not more exact
+# Largest head -> largest tile of keys -> blocks that share an SM's registers, with 64 queries each.
+SMALL_BLOCKS: dict[int, dict[int, int]] = {64: {80: 3, 144: 2}, 128: {80: 2}}
 SMALL_HEAD = 64  # columns of q, k and v whose tiles leave room for more stages
 FEW_QUERIES, FEW_KEYS = 1024, 4096
+CHANGED = "bias", "scores"  # classes with code for scores
 WORK_STAGES, CHECKER_WARPS = 3, 2  # work tiles at a time; warps of the finite check
 TILE_GROUPS = 2048  # that have a class each
 _WORK_TILE_BYTES = ENTRY_BYTES + 104 + 2 * TILE_GROUPS // 8
@@ -47,8 +63,10 @@ STAGE_BYTES = 40 + 4 * CHECKER_WARPS  # barriers of a stage of k and v; as many 
 
 def register_class(call: Call) -> str:
     """Return what a call's tiles depend on besides its heads: a key of `FORWARD_TILES`."""
-    if call.score_mod is not None or call.bias is not None:
+    if call.score_mod is not None or (call.bias is not None and call.problem.dropout > 0):
         return "scores"
+    if call.bias is not None:
+        return "bias"
     # No sequence's result may depend on the lengths of others that are packed with it, nor on how
     # much a cache has room for.
     if call.mask is None:
@@ -56,67 +74,168 @@ def register_class(call: Call) -> str:
     return "masks, few queries" if call.rows.known_q <= FEW_QUERIES else "masks"
 
 
-def forward_stages(d: int, d_v: int, room: bool) -> tuple[int, int]:
+def forward_stages(d: int, d_v: int, room: bool, one_tile: bool = False) -> tuple[int, int]:
     """Return the stages of keys, and of values, and those of queries in forward_sm90.cu."""
-    return (2 * KV_STAGES, 2) if room and max(d, d_v) <= SMALL_HEAD else (KV_STAGES, 1)
+    if not room or max(d, d_v) > SMALL_HEAD:
+        return KV_STAGES, 1
+    return (KV_STAGES if one_tile else 2 * KV_STAGES), 2
 
 
-def _forward_bytes(block_q: int, block_kv: int, d: int, d_v: int, room: bool) -> int:
+def _forward_bytes(
+    block_q: int, block_kv: int, d: int, d_v: int, room: bool, one_tile: bool = False
+) -> int:
     q, v = row_bytes(d), row_bytes(d_v)
-    stages, queries = forward_stages(d, d_v, room)
+    stages, queries = forward_stages(d, d_v, room, one_tile)
     held = queries * block_q * q + stages * block_kv * (q + v)
     return held + SCHEDULER_BYTES + STAGE_BYTES * (stages + queries)
 
 
-def forward_tiles(block_q: int, block_kv: int, d: int, d_v: int, room: bool) -> Tiles:
+def forward_tiles(
+    block_q: int,
+    block_kv: int,
+    d: int,
+    d_v: int,
+    room: bool,
+    resident: int = 1,
+    one_tile: bool = False,
+) -> Tiles:
     """Return tiles of forward_sm90.cu, with one consumer warpgroup per 64 queries, and a producer.
 
     With `room`, results get room in shared memory if there is enough, and small tiles have more
-    stages.
+    stages. With `one_tile`, the keys of a row are one tile.
     """
-    least = _forward_bytes(block_q, block_kv, d, d_v, room)
+    least = _forward_bytes(block_q, block_kv, d, d_v, room, one_tile)
     whole = least + block_q * row_bytes(d_v)
     shared = whole if room and whole <= SHARED_MEMORY else least
-    stages, _ = forward_stages(d, d_v, room)
-    return Tiles(block_q, block_kv, 2 * block_q + 128, shared, stages=stages)
+    stages, _ = forward_stages(d, d_v, room, one_tile)
+    threads = 2 * block_q + 128
+    return Tiles(block_q, block_kv, threads, shared, resident, stages, one_tile=one_tile)
 
 
 def results_have_room(tiles: Tiles, d: int, d_v: int) -> bool:
     """Whether tiles of forward_sm90.cu have room for results."""
-    return tiles.shared_memory > _forward_bytes(tiles.block_q, tiles.block_kv, d, d_v, True)
+    blocks = tiles.block_q, tiles.block_kv
+    return tiles.shared_memory > _forward_bytes(*blocks, d, d_v, True, tiles.one_tile)
 
 
 def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
     """Return the tiles of forward_sm90.cu; `registers` is a key of `FORWARD_TILES`."""
     blocks = at_head(FORWARD_TILES[registers], d, d_v)
     # A bias is read through the L1 cache, which shares its memory with shared memory.
-    return forward_tiles(*blocks, d, d_v, room=registers != "scores")
+    return forward_tiles(*blocks, d, d_v, room=registers not in CHANGED)
 
 
-def _configure_forward(request: Request) -> Tiles | None:
-    assert request.call is not None
-    problem = request.problem
-    return fit_forward(problem.d, problem.d_v, register_class(request.call))
+def product_columns(width: int) -> int:
+    """Return the columns of a product with v: the twin of `warpgroup::product_columns`."""
+    if width <= 96:
+        return max(-(-width // 16) * 16, 32)
+    return 128 if width <= 128 else 160 if width <= 160 else -(-width // 64) * 64
 
 
-def _padding(d: int, d_v: int) -> float:
-    """Return the factor by which padding columns to 64 increases the products of forward_sm80."""
-    scores = -(-d // 16) * 16
-    return (scores + -(-d_v // 64) * 64) / (scores + -(-d_v // 16) * 16)
+# What forward_sm90 takes by the queries of a tile: three consumers overlap more than two. With a
+# bias, loads wait for the L1 cache.
+FORWARD_RATES = {
+    64: Rates(1200.0, 200.0, 0.0280, 0.000318),
+    128: Rates(1200.0, 200.0, 0.0280, 0.000318),
+    192: Rates(1200.0, 200.0, 0.0233, 0.000265),
+}
+BIAS_RATES = {
+    64: Rates(800.0, 200.0, 0.22, 0.0),
+    128: Rates(2000.0, 200.0, 0.22, 0.0),
+    192: Rates(600.0, 200.0, 0.28, 0.0),
+}
+
+
+def forward_cost(tiles: Tiles, d: int, d_v: int, has_bias: bool, len_q: int, len_k: int) -> Cost:
+    """Return what the rows of a head take with tiles of forward_sm90.cu."""
+    products = -(-d // 16) * 16 + product_columns(d_v)
+    return cost.of(
+        (BIAS_RATES if has_bias else FORWARD_RATES)[tiles.block_q],
+        (len_q, len_k),
+        (tiles.block_q, tiles.block_kv),
+        products,
+        (2 * (d + d_v), 2 * (d + d_v)),
+        tiles.resident_blocks,
+    )
+
+
+def _tiles_by_length(d: int, d_v: int, registers: str, len_k: int) -> list[Tiles]:
+    """Return tiles of forward_sm90.cu for rows of so many keys, in addition to the usual ones."""
+    found = []
+    has_bias = registers == "bias"
+    wide = registers.startswith("plain")
+    widths = [x for x in at_head(WIDTHS, d, d_v) if wide or x <= MOST_MASKED]
+    small = next((x for head, x in SMALL_BLOCKS.items() if max(d, d_v) <= head), {})
+    for width in widths:
+        one_tile = len_k <= width
+        more = [(128, 1)]
+        if one_tile or has_bias:
+            more += [(64, n) for most, n in small.items() if width <= most][:1]
+        if one_tile and wide and width <= at_head(_MASKED, d, d_v)[1]:
+            more.append((at_head(_MASKED, d, d_v)[0], 1))
+        for block_q, resident in more:
+            tiles = forward_tiles(block_q, width, d, d_v, not has_bias, resident, one_tile)
+            if (tiles.shared_memory + RESERVED) * resident <= SHARED_MEMORY + RESERVED:
+                found.append(tiles)
+        if one_tile:
+            break
+    return found[::-1]  # of equal ones, those with fewer tiles
+
+
+@functools.lru_cache(maxsize=256)
+def choose_forward(
+    d: int, d_v: int, registers: str, has_bias: bool, len_q: int, len_k: int
+) -> Tiles:
+    """Return the tiles of forward_sm90.cu that take the least time; lengths may be `UNKNOWN`."""
+    usual = fit_forward(d, d_v, registers)
+    if registers == "scores" or len_k >= UNKNOWN:
+        return usual
+
+    def time(tiles: Tiles) -> float:
+        return forward_cost(tiles, d, d_v, has_bias, len_q, len_k).time
+
+    best = min(_tiles_by_length(d, d_v, registers, len_k), key=time)
+    exact = EXACT if len_k > usual.block_kv else 1.0  # one tile is the same, and takes less
+    return best if time(best) <= exact * time(usual) else usual
+
+
+def _configure_forward(request: Request) -> Tiles:
+    call, problem = request.call, request.problem
+    assert call is not None
+    # No sequence's result may depend on the lengths of others that are packed with it, nor on how
+    # much a cache has room for.
+    lengths = call.rows.known_q, call.rows.known_k
+    registers = register_class(call)
+    return choose_forward(problem.d, problem.d_v, registers, call.bias is not None, *lengths)
+
+
+def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
+    call, problem = request.call, request.problem
+    if call is None:
+        return None
+    lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
+    return forward_cost(tiles, problem.d, problem.d_v, call.bias is not None, *lengths)
+
+
+def _slower(request: Request, own: tuple[KernelSpec, Tiles], other: KernelSpec) -> str | None:
+    """Return None, or in words that another kernel takes less time."""
+    others_tiles = other.configure(request)
+    if others_tiles is None:
+        return None
+    takes, others = own[0].cost(request, own[1]), other.cost(request, others_tiles)
+    if takes is None or others is None or takes.time <= others.time:
+        return None
+    return f"a head would take {takes}, and {others} by {other.name}"
 
 
 def _forward_obstacle(request: Request) -> str | None:
     if request.call is None:
         return "its arrays are not known"
-    problem, lengths = request.problem, request.call.rows
-    # No sequence's result may depend on the lengths of others that are packed with it, nor on how
-    # much a cache has room for.
-    if min(lengths.known_q, lengths.known_k) < SHORTEST:
-        return f"it is for {SHORTEST} queries and keys or more"
-    if _padding(problem.d, problem.d_v) > MOST_PADDING:
-        return f"it computes columns of v by 64, which {problem.d_v} are too far from"
+    slower = _slower(request, (FORWARD, _configure_forward(request)), sm80.FORWARD)
+    if slower is not None:
+        return slower
     if request.is_paged("k"):
-        block_kv = fit_forward(problem.d, problem.d_v, register_class(request.call)).block_kv
+        block_kv = _configure_forward(request).block_kv
         if tma_operands.page_rows(request, block_kv) < tma_operands.FEWEST_PAGE_ROWS:
             return (
                 f"pages of {request.call.k.shape[-2]} and its tiles of {block_kv} keys do not fit"
@@ -137,8 +256,8 @@ FORWARD = KernelSpec(
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,
-    condition=f"{SHORTEST} queries and keys or more, or packed; columns of v are near a multiple "
-    "of 64; TMA can load q, k and v",
+    condition="by the model of cost it takes less time than `forward_sm80`, or rows are packed; "
+    "TMA can load q, k and v",
     obstacle=_forward_obstacle,
     configure=_configure_forward,
     grid=grid.shared_by_queries,
@@ -156,6 +275,7 @@ FORWARD = KernelSpec(
     ),
     caches=True,
     ends_with_queries=True,
+    cost=_cost_of_forward,
 )
 
 # -- forward_sm90_tf32 ----------------------------------------------------------------------------
@@ -221,36 +341,41 @@ def _line(d: int, d_v: int) -> int:
     return 64 if max(d, d_v) <= 128 else 128
 
 
-def _dkdv_padding(d: int, d_v: int) -> float:
-    """Return the factor by which padding increases the products of backward_sm80_dkdv.
+# What backward_sm90_dkdv takes.
+DKDV_RATES = Rates(4400.0, 0.0, 0.076, 0.00031)
 
-    Scores and dP are computed unpadded, and dv, dk and dq in whole lines.
-    """
+
+def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
+    """Return what the rows of a head take with tiles of backward_sm90_dkdv.cu."""
     line = _line(d, d_v)
-    wide, wide_v = (-(-n // line) * line for n in (d, d_v))
     whole, whole_v = (-(-n // 16) * 16 for n in (d, d_v))
-    return (whole + whole_v + 2 * wide + wide_v) / (3 * whole + 2 * whole_v)
+    wide, wide_v = (-(-n // line) * line for n in (d, d_v))  # of dk and dq, and of dv
+    products = whole + whole_v + 2 * wide + wide_v
+    block = tiles.block_kv, tiles.block_q
+    moved = 4 * (d + d_v), 2 * (d + d_v) + 8 * d
+    return cost.of(DKDV_RATES, (len_k, len_q), block, products, moved)
 
 
-def _too_short(problem: Problem) -> str | None:
-    longest = [int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k)]
-    if min(longest) < SHORTEST:
-        return f"it is for {SHORTEST} queries and keys or more"
-    return None
+def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
+    problem = request.problem
+    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
+    return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
+
+
+def _dkdv_slower(request: Request) -> str | None:
+    """Return None, or in words that backward_sm80_dkdv takes less time."""
+    tiles = fit_dkdv(request.problem.d, request.problem.d_v)
+    return _slower(request, (DKDV, tiles), sm80.DKDV)
 
 
 def _dkdv_obstacle(request: Request) -> str | None:
     if request.call is None:
         return "its arrays are not known"
-    problem = request.problem
-    short = _too_short(problem)
-    if short is not None:
-        return short
+    slower = _dkdv_slower(request)
+    if slower is not None:
+        return slower
     if request.params_bytes + _MAPS_BYTES > params.MAX_BYTES:
         return "its mask and scores read too many arrays or numbers"
-    d, d_v = problem.d, problem.d_v
-    if _dkdv_padding(d, d_v) > MOST_PADDING:
-        return f"it computes columns by {_line(d, d_v)}, which {d} and {d_v} are too far from"
     return tma_operands.obstacle(request, ("q", "k", "v", "d_out"))
 
 
@@ -268,14 +393,15 @@ DKDV = KernelSpec(
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,
-    condition=f"{SHORTEST} queries and keys or more; columns are near a multiple of 64, in heads "
-    "beyond 128 of 128; TMA can load q, k, v and do",
+    condition="by the model of cost it takes less time than `backward_sm80_dkdv`; TMA can load q, "
+    "k, v and do",
     obstacle=_dkdv_obstacle,
     configure=lambda request: fit_dkdv(request.problem.d, request.problem.d_v),
     grid=grid.by_keys,
     tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows),
     slope=True,
     atomic_dq=HALVES,
+    cost=_cost_of_dkdv,
 )
 
 # -- backward_sm90_bias ---------------------------------------------------------------------------
@@ -311,8 +437,8 @@ BIAS = KernelSpec(
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,
-    condition=f"{SHORTEST} queries and keys or more",
-    obstacle=lambda request: _too_short(request.problem),
+    condition="by the model of cost `backward_sm90_dkdv` takes less time than that of sm80",
+    obstacle=_dkdv_slower,
     configure=lambda request: fit_bias(request.problem.d, request.problem.d_v),
     grid=grid.by_tiles,
 )

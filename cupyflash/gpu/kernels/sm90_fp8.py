@@ -8,6 +8,7 @@ from . import grid, sm90, tma_operands
 from .sm80 import HALVES
 from .spec import WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
+SHORTEST = 512  # queries, and keys: fewer become numbers, whose kernels have smaller tiles
 LINE = 128  # codes in a row of a slab
 # Largest head -> queries and keys of a tile of forward_sm90_fp8.cu. A word has the bits of a row's
 # masked pairs, and a line the keys of a transposed column: tiles have at most 128 keys.
@@ -49,7 +50,7 @@ def fit(d: int, d_v: int, small: bool = False) -> Tiles:
 def _configure(request: Request) -> Tiles:
     assert request.call is not None
     problem = request.problem
-    changes = sm90.register_class(request.call) == "scores" or problem.dropout > 0
+    changes = sm90.register_class(request.call) in sm90.CHANGED or problem.dropout > 0
     # No sequence's result may depend on the lengths of others that are packed with it.
     few = problem.rows.known_q <= sm90.FEW_QUERIES
     return fit(problem.d, problem.d_v, small=changes or few)
@@ -63,8 +64,8 @@ def results_have_room(made: Tiles, problem: Problem) -> bool:
 
 def _obstacle(request: Request) -> str | None:
     problem = request.problem
-    if min(problem.rows.known_q, problem.rows.known_k) < sm90.SHORTEST:
-        return f"it is for {sm90.SHORTEST} queries and keys or more"
+    if min(problem.rows.known_q, problem.rows.known_k) < SHORTEST:
+        return f"it is for {SHORTEST} queries and keys or more"
     return tma_operands.obstacle(request, ("q", "k", "v"))
 
 
@@ -77,7 +78,7 @@ FORWARD = KernelSpec(
     capability=sm90.CAPABILITY,
     architecture=sm90.ARCHITECTURE,
     tensor_cores=True,
-    condition=f"codes of float8; {sm90.SHORTEST} queries and keys or more, or packed; TMA can load "
+    condition=f"codes of float8; {SHORTEST} queries and keys or more, or packed; TMA can load "
     "q, k and v",
     obstacle=_obstacle,
     configure=_configure,

@@ -18,6 +18,7 @@ from .. import strides
 from ..params import Operand
 from ..strides import Lead
 from ..tma import TensorMap
+from .cost import Cost
 
 Entry = TypeVar("Entry")
 
@@ -46,6 +47,8 @@ class Tiles:
         Whether blocks of other grids are to share the SM, which needs all of its shared memory.
     whole : bool
         Whether a block has all keys of its rows, so that no other kernel joins its results.
+    one_tile : bool
+        Whether the keys of every row are one tile.
     """
 
     block_q: int
@@ -56,6 +59,7 @@ class Tiles:
     stages: int | None = None
     beside: bool = False
     whole: bool = False
+    one_tile: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +241,10 @@ class TmaOperands:
     optional: bool = False
 
 
+def _unknown(_: Request, __: Tiles) -> None:
+    """Say that nothing is known of a kernel's cost."""
+
+
 def never(_: Request) -> None:
     """Say that nothing of a call speaks against a kernel."""
 
@@ -306,6 +314,8 @@ class KernelSpec:
         that the first tile may be shorter.
     overlaps : bool
         Whether it waits for earlier launches itself, and so may begin while the last one ends.
+    cost : function
+        Returns what a head takes by the model of cost; None where the model says nothing.
     beside : str
         The kernel that computes the other keys of a call, with results of equal bits, if it
         computes only those that entries share.
@@ -339,6 +349,7 @@ class KernelSpec:
     dq_accum_step: int = 1
     ends_with_queries: bool = False
     overlaps: bool = False
+    cost: Callable[[Request, Tiles], Cost | None] = _unknown
     beside: str = ""
 
     def __repr__(self) -> str:

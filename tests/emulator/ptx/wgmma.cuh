@@ -32,8 +32,14 @@ inline void wgmma_ss_f16(float (&d)[2][28], SmemDesc a, SmemDesc b, bool add, EM
 inline void wgmma_ss_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 128, nullptr, a, b, add, false);
 }
+inline void wgmma_ss_f16(float (&d)[2][36], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 144, nullptr, a, b, add, false);
+}
 inline void wgmma_ss_f16(float (&d)[2][44], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 176, nullptr, a, b, add, false);
+}
+inline void wgmma_ss_f16(float (&d)[2][52], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 208, nullptr, a, b, add, false);
 }
 inline void wgmma_ss_bf16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 32, nullptr, a, b, add, true);
@@ -50,8 +56,14 @@ inline void wgmma_ss_bf16(float (&d)[2][28], SmemDesc a, SmemDesc b, bool add, E
 inline void wgmma_ss_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true);
 }
+inline void wgmma_ss_bf16(float (&d)[2][36], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 144, nullptr, a, b, add, true);
+}
 inline void wgmma_ss_bf16(float (&d)[2][44], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 176, nullptr, a, b, add, true);
+}
+inline void wgmma_ss_bf16(float (&d)[2][52], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 208, nullptr, a, b, add, true);
 }
 
 inline void wgmma_st_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
@@ -98,13 +110,32 @@ inline void wgmma_rs_tf32(float (&d)[2][32], const unsigned int (&a)[4], SmemDes
   emulator::begin_product_of_floats("wgmma_rs_tf32", {file, line}, d[0], 128, a, b, add);
 }
 
+inline void wgmma_rs_f16(float (&d)[2][8], const unsigned int (&a)[4], SmemDesc b, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 32, a, 0, b, true, false);
+}
+inline void wgmma_rs_f16(float (&d)[2][12], const unsigned int (&a)[4], SmemDesc b,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 48, a, 0, b, true, false);
+}
 inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b,
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 64, a, 0, b, true, false);
 }
+inline void wgmma_rs_f16(float (&d)[2][20], const unsigned int (&a)[4], SmemDesc b,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 80, a, 0, b, true, false);
+}
+inline void wgmma_rs_f16(float (&d)[2][24], const unsigned int (&a)[4], SmemDesc b,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 96, a, 0, b, true, false);
+}
 inline void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b,
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 128, a, 0, b, true, false);
+}
+inline void wgmma_rs_f16(float (&d)[2][40], const unsigned int (&a)[4], SmemDesc b,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 160, a, 0, b, true, false);
 }
 inline void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc b,
                          EMULATOR_WHERE) {
@@ -114,14 +145,39 @@ inline void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 256, a, 0, b, true, false);
 }
+inline void wgmma_rs_bf16(float (&d)[2][8], const unsigned int (&a)[4], SmemDesc b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 32, a, 0, b, true,
+                          emulator::BOTH_WIDE);
+}
+inline void wgmma_rs_bf16(float (&d)[2][12], const unsigned int (&a)[4], SmemDesc b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 48, a, 0, b, true,
+                          emulator::BOTH_WIDE);
+}
 inline void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b,
                           EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 64, a, 0, b, true,
                           emulator::BOTH_WIDE);
 }
+inline void wgmma_rs_bf16(float (&d)[2][20], const unsigned int (&a)[4], SmemDesc b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 80, a, 0, b, true,
+                          emulator::BOTH_WIDE);
+}
+inline void wgmma_rs_bf16(float (&d)[2][24], const unsigned int (&a)[4], SmemDesc b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 96, a, 0, b, true,
+                          emulator::BOTH_WIDE);
+}
 inline void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b,
                           EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 128, a, 0, b, true,
+                          emulator::BOTH_WIDE);
+}
+inline void wgmma_rs_bf16(float (&d)[2][40], const unsigned int (&a)[4], SmemDesc b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 160, a, 0, b, true,
                           emulator::BOTH_WIDE);
 }
 inline void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc b,

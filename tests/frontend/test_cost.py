@@ -1,0 +1,302 @@
+"""The model of cost chooses among kernels and tiles as measured times do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_specialisations import SHARED_MEMORY
+
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu.kernels import sm80, sm90
+
+H200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Row(NamedTuple):
+    """A row, and times of the forward and the backward by the kernels of sm80 and sm90, in us.
+
+    The tiles of forward_sm90 are those of long rows. Measured on an H200, in one run.
+    """
+
+    name: str
+    heads: int
+    len_q: int
+    len_k: int
+    d: int
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    has_bias: bool = False
+
+
+ROWS = [
+    Row("ViT-B", 128 * 12, 197, 197, 64, (136, 104), (386, 312)),
+    Row("ViT-H", 32 * 16, 257, 257, 80, (103, 70), (416, 236)),
+    Row("SigLIP", 16 * 16, 729, 729, 72, (203, 135), (835, 414)),
+    Row("SD1.5 cross", 64, 4096, 77, 40, (65, 35), (287, 176)),
+    Row("SDXL cross", 80, 1024, 77, 64, (30, 19), (102, 65)),
+    Row("SD1.5 mid", 64, 256, 256, 160, (21, 16), (81, 57)),
+    Row("BERT", 768, 128, 128, 64, (39, 28), (117, 94)),
+    Row("MiniLM", 3072, 64, 64, 32, (87, 67), (179, 192)),
+    Row("Whisper cross", 160, 448, 1500, 64, (136, 81), (334, 231)),
+    Row("D=32", 256, 1024, 1024, 32, (186, 135), (461, 403)),
+    Row("D=16", 256, 1024, 1024, 16, (160, 129), (394, 371)),
+    Row("D=136", 64, 1024, 1024, 136, (190, 95), (774, 358)),
+    Row("tiny", 8, 128, 128, 64, (10, 9), (28, 21)),
+    Row("Evoformer", 1024, 256, 256, 32, (178, 248), (1660, 1362), has_bias=True),
+]
+IDS = [row.name for row in ROWS]
+
+
+def costs(row):
+    """Return the costs of a head: of the forward by sm80 and sm90, and of the backward."""
+    d, lengths = row.d, (row.len_q, row.len_k)
+    usual = sm90.fit_forward(d, d, "bias" if row.has_bias else "plain, few keys")
+    limit = H200.shared_memory
+    older, gradient = (
+        sm80.fit_forward(d, d, limit),
+        sm80.fit_backward("backward_sm80_dkdv", d, d, limit),
+    )
+    forward = (
+        sm80.forward_cost(older, d, d, row.has_bias, *lengths),
+        sm90.forward_cost(usual, d, d, row.has_bias, *lengths),
+    )
+    backward = (
+        sm80.dkdv_cost(gradient, d, d, *lengths),
+        sm90.dkdv_cost(sm90.fit_dkdv(d, d), d, d, *lengths),
+    )
+    return forward, backward
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_the_faster_kernel_costs_less(row):
+    for measured, expected in zip((row.forward, row.backward), costs(row), strict=True):
+        faster = measured[1] < measured[0]
+        assert (expected[1].time < expected[0].time) == faster
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_costs_are_near_measured_times(row):
+    # A launch takes some 8 us; each SM computes as many work tiles, or one more than others.
+    for measured, expected in zip(row.forward, costs(row)[0], strict=True):
+        work_tiles = row.heads * expected.work_tiles
+        share = max(work_tiles / 132, 1)
+        assert 0.5 < (8 + share * expected.each / 1000) / measured < 1.5
+
+
+class Tried(NamedTuple):
+    """A row, and times of the forward by tiles: queries, keys, blocks that share an SM, and us."""
+
+    name: str
+    heads: int
+    len_q: int
+    len_k: int
+    d: int
+    registers: str
+    times: tuple[tuple[int, int, int, float], ...]
+
+
+TRIED = [
+    Tried(
+        "ViT-B",
+        1536,
+        197,
+        197,
+        64,
+        "plain, few keys",
+        (
+            (128, 208, 1, 80),
+            (64, 208, 1, 108),
+            (128, 112, 1, 82),
+            (128, 80, 1, 86),
+            (192, 128, 1, 104),
+        ),
+    ),
+    Tried(
+        "ViT-H",
+        512,
+        257,
+        257,
+        80,
+        "plain, few keys",
+        (
+            (128, 144, 1, 56),
+            (128, 176, 1, 65),
+            (128, 112, 1, 64),
+            (128, 64, 1, 71),
+            (128, 128, 1, 70),
+        ),
+    ),
+    Tried(
+        "SigLIP",
+        256,
+        729,
+        729,
+        72,
+        "plain, few keys",
+        ((128, 128, 1, 135), (128, 112, 1, 135), (128, 144, 1, 143), (128, 176, 1, 145)),
+    ),
+    Tried(
+        "SD1.5 cross",
+        64,
+        4096,
+        77,
+        40,
+        "plain, few keys",
+        (
+            (64, 80, 1, 48),
+            (64, 80, 2, 33),
+            (64, 80, 3, 35),
+            (128, 80, 1, 35),
+            (192, 80, 1, 29),
+            (192, 128, 1, 35),
+        ),
+    ),
+    Tried(
+        "SDXL cross",
+        80,
+        1024,
+        77,
+        64,
+        "plain, few keys",
+        (
+            (64, 80, 1, 21),
+            (64, 80, 2, 16.4),
+            (64, 80, 3, 15.5),
+            (128, 80, 1, 16.8),
+            (192, 80, 1, 16.5),
+            (192, 128, 1, 18.7),
+        ),
+    ),
+    Tried(
+        "BERT",
+        768,
+        128,
+        128,
+        64,
+        "masks, few queries",
+        ((64, 128, 1, 34), (64, 128, 2, 29), (128, 128, 1, 27), (128, 64, 1, 28)),
+    ),
+    Tried(
+        "MiniLM",
+        3072,
+        64,
+        64,
+        32,
+        "masks, few queries",
+        ((64, 64, 1, 42), (64, 64, 2, 32), (64, 64, 3, 31), (128, 64, 1, 47), (128, 128, 1, 67)),
+    ),
+    Tried(
+        "SD1.5 mid",
+        64,
+        256,
+        256,
+        160,
+        "plain, few keys",
+        ((128, 64, 1, 15.0), (128, 80, 1, 15.8), (128, 112, 1, 15.2)),
+    ),
+    Tried(
+        "Whisper cross",
+        160,
+        448,
+        1500,
+        64,
+        "plain, few keys",
+        (
+            (192, 128, 1, 81),
+            (128, 128, 1, 83),
+            (128, 112, 1, 88),
+            (128, 144, 1, 84),
+            (128, 176, 1, 82),
+        ),
+    ),
+    Tried(
+        "GQA",
+        2048,
+        128,
+        128,
+        128,
+        "masks, few queries",
+        ((128, 128, 1, 62.7), (64, 128, 1, 88), (128, 64, 1, 74)),
+    ),
+    Tried(
+        "D=32",
+        256,
+        1024,
+        1024,
+        32,
+        "plain, few keys",
+        ((192, 128, 1, 135), (128, 128, 1, 152), (128, 176, 1, 159)),
+    ),
+    Tried(
+        "ViT-L",
+        512,
+        577,
+        577,
+        64,
+        "plain, few keys",
+        ((192, 128, 1, 142), (128, 128, 1, 146), (128, 144, 1, 158), (128, 112, 1, 156)),
+    ),
+    Tried(
+        "gpt2",
+        96,
+        1024,
+        1024,
+        64,
+        "masks, few queries",
+        ((128, 128, 1, 51), (128, 64, 1, 62), (128, 112, 1, 60)),
+    ),
+    Tried("square", 128, 1024, 1024, 64, "plain, few keys", ((192, 128, 1, 83), (128, 176, 1, 91))),
+    Tried(
+        "Evoformer",
+        1024,
+        256,
+        256,
+        32,
+        "bias",
+        (
+            (128, 64, 1, 145),
+            (128, 128, 1, 156),
+            (64, 128, 2, 143),
+            (64, 64, 2, 145),
+            (64, 64, 3, 136),
+            (192, 112, 1, 248),
+        ),
+    ),
+    Tried(
+        "Swin",
+        8192,
+        49,
+        49,
+        32,
+        "bias",
+        ((64, 64, 1, 116), (64, 64, 2, 78), (64, 64, 3, 73), (128, 64, 1, 116), (192, 112, 1, 256)),
+    ),
+    Tried(
+        "T5",
+        192,
+        512,
+        512,
+        64,
+        "bias",
+        (
+            (128, 128, 1, 102),
+            (64, 128, 2, 103),
+            (64, 64, 2, 111),
+            (64, 64, 3, 113),
+            (192, 112, 1, 148),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("row", TRIED, ids=[row.name for row in TRIED])
+def test_tiles_that_are_chosen_were_nearly_the_fastest(row):
+    lengths, sizes = (row.len_q, row.len_k), (row.d, row.d)
+    tiles = sm90.choose_forward(*sizes, row.registers, row.registers == "bias", *lengths)
+    found = {x[:3]: x[3] for x in row.times}
+    chosen = tiles.block_q, tiles.block_kv, tiles.resident_blocks
+    assert found[chosen] <= 1.07 * min(found.values())
