@@ -8,11 +8,13 @@ facts; addresses are filled in later. Nothing here touches CuPy or an array's el
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..arrays.cuda_device import Target
+from ..arrays.dtypes import accumulator
 from ..arrays.unallocated import unallocated, unallocated_like
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan, Results
@@ -21,7 +23,7 @@ from . import decode_route, offsets, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .params import KINDS
-from .workspace import ArraySpec, scratch_of
+from .workspace import ArraySpec, parts_of, scratch_of
 from .writer import KernelRoute, Launch, Recipe, Writer, request_of, step_of, with_names
 
 
@@ -177,8 +179,10 @@ def _of_widened(
 
 
 def _words_of_rows(launch: Launch, target: Target) -> str:
-    """Return in words what turns codes into numbers."""
-    return f"{target.name} {launch.special.spec.method}"
+    """Return in words what computes rows."""
+    spec, dtype = launch.special.spec, launch.special.dtype
+    method = spec.method.format(accumulator=accumulator(dtype))
+    return f"{target.name} {method}"
 
 
 def backward(
@@ -204,8 +208,8 @@ def backward(
     dq, dk, dv, dbias, dsink = gradients
     scratch, atomic_dq = scratch_of_gradients(call, target, plan, deterministic)
     if dsink is not None and not dsink.flags.c_contiguous:
-        scratch["dsink"] = ArraySpec(dsink.shape, dsink.dtype)
-    made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
+        scratch[parts_of("dsink")] = ArraySpec(dsink.shape, problem.accumulator)
+    made_dk, made_dv = (scratch.get(parts_of(name), own) for name, own in (("dk", dk), ("dv", dv)))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
     arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
@@ -214,8 +218,10 @@ def backward(
     if "dq_accum" in scratch:
         arrays["dq_accum"] = (scratch["dq_accum"], 3)
     if dbias is not None:
-        dbias = dbias[(None,) * (3 - dbias.ndim)]
+        dbias, parts = _dbias_of(dbias, scratch)
         arrays["dbias"] = (dbias, 3)
+    else:
+        scratch.pop(parts_of("dbias"), None)
     writer = Writer(call, target, arrays, slope=True, plan=plan, count_tiles=count_tiles)
     writer.scratch.update(scratch)
     writer.told |= {
@@ -226,7 +232,8 @@ def backward(
     lead = writer.lead
     writer.add("delta", writer.extent(lead.sizes))
     if dsink is not None:
-        kind = {"kind_dsink": KINDS[dsink.dtype.name]}
+        made_dsink = scratch.get(parts_of("dsink"), dsink)
+        kind = {"kind_dsink": KINDS[made_dsink.dtype.name]}
         writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
     own = lead.own("dk", "dv")
     extent, fields = writer.extent(own, of_keys=True), {"own_size": own}
@@ -239,7 +246,8 @@ def backward(
     elif not atomic_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dbias is not None:
-        _bias_gradient(writer, dbias)
+        _bias_gradient(writer, dbias, parts)
+    _sums(writer, gradients)
     return offsets.read_first(writer.route(call, adds_dq=atomic_dq), call)
 
 
@@ -252,7 +260,15 @@ def scratch_of_gradients(
     return scratch_of(call, atomic_dq), atomic_dq
 
 
-def _bias_gradient(writer: Writer, dbias: Array) -> None:
+def _dbias_of(dbias: Array, scratch: Mapping[str, ArraySpec]) -> tuple[Any, int]:
+    """Return what kernels write of dbias, of which there may be parts, and how many there are."""
+    parts = scratch.get(parts_of("dbias"))
+    if parts is None:
+        return dbias[(None,) * (3 - dbias.ndim)], 1
+    return ArraySpec(parts.shape[1:], parts.dtype), parts.shape[0]
+
+
+def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:
     heads, len_q, len_k = dbias.shape[-3:]
     own = writer.lead.own("dbias", rows=False)
     fields: dict[str, Any] = {
@@ -261,5 +277,25 @@ def _bias_gradient(writer: Writer, dbias: Array) -> None:
         "bias_len_q": len_q,
         "bias_len_k": len_k,
         "kind_dbias": KINDS[dbias.dtype.name],
+        "blocks": parts,
     }
-    writer.add("bias", Extent(len_q, len_k, heads, math.prod(own)), fields)
+    shared = f"; {parts} blocks share the planes of a tile" if parts > 1 else ""
+    extent = Extent(len_q, len_k, heads, math.prod(own) * parts)
+    writer.add("bias", extent, fields, after=shared)
+
+
+def _sums(writer: Writer, gradients: Gradients) -> None:
+    """Let kernels write parts to scratch memory, and add the kernel that sums these."""
+    pairs = {}
+    for name, gradient in gradients._asdict().items():
+        parts = writer.scratch.get(parts_of(name))
+        if gradient is not None and parts is not None:
+            with_axes = parts.reshape((1,) * (3 - parts.ndim) + parts.shape)
+            pairs[name] = parts_of(name), with_axes, gradient[(None,) * (3 - gradient.ndim)]
+    if not pairs:
+        return
+    names = {name: parts_of(name) for name in pairs}
+    writer.steps = [replace(step, launch=with_names(step.launch, names)) for step in writer.steps]
+    launch = rowwise.sums(pairs, writer.call.problem.dtype.name)
+    reason = partial(_words_of_rows, launch, writer.target)
+    writer.steps.append(step_of(launch, writer.scratch, reason))

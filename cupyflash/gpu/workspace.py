@@ -10,6 +10,8 @@ import numpy as np
 from ..problem.call import Call
 
 GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that are stored together
+# Of the bias: pairs of a tile, tiles that fill a GPU, and the fewest planes for which a block pays.
+TILE_PAIRS, ENOUGH_TILES, FEWEST_PLANES = 64 * 128, 256, 8
 
 
 class ArraySpec(NamedTuple):
@@ -46,8 +48,9 @@ class ArraySpec(NamedTuple):
 def scratch_of(call: Call, atomic_dq: bool) -> dict[str, ArraySpec]:
     """Return the scratch memory of a backward: delta, one number for each query.
 
-    If k and v are broadcast over different axes, it also has their gradients before they are
-    summed; with `atomic_dq` also the sums of dq, unless dq has the accumulator's type.
+    If k and v are broadcast over different axes, it also has parts of their gradients, which are
+    summed at the end, and parts of the bias's gradient if blocks share its tiles; with `atomic_dq`
+    also the sums of dq, unless dq has the accumulator's type.
     """
     problem = call.problem
     scratch = {
@@ -58,13 +61,40 @@ def scratch_of(call: Call, atomic_dq: bool) -> dict[str, ArraySpec]:
     shared = _shared_lead(call)
     if shared is not None:
         for name, array in (("dk", call.k), ("dv", call.v)):
-            scratch[name] = ArraySpec((*shared, *array.shape[-3:]), problem.accumulator)
+            scratch[parts_of(name)] = ArraySpec((*shared, *array.shape[-3:]), problem.accumulator)
+    parts = _bias_parts(call)
+    if parts > 1:
+        assert call.bias is not None
+        shape = (1,) * (3 - call.bias.ndim) + call.bias.shape
+        scratch[parts_of("dbias")] = ArraySpec((parts, *shape), problem.accumulator)
     if atomic_dq and problem.dtype != problem.accumulator:
         *lead_q, rows, columns = call.q.shape
         groups = problem.rows.row_groups(rows, GROUP_ROWS, problem.batch)
         sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
         scratch["dq_accum"] = ArraySpec((*lead_q, *sizes), problem.accumulator)
     return scratch
+
+
+def parts_of(gradient: str) -> str:
+    """Return the name of the scratch memory with the parts of a gradient."""
+    return f"{gradient} parts"
+
+
+def _bias_parts(call: Call) -> int:
+    """Return how many blocks share the planes whose scores were given the same tile of the bias.
+
+    A plane is a head of a batch entry. Tiles that many planes share are few: without parts, each
+    would be one block's, and most of a GPU idle. The parts of a slice of the bias do not depend on
+    how many slices there are.
+    """
+    if call.bias is None:
+        return 1
+    *lead, heads, len_q, len_k = (1,) * (3 - call.bias.ndim) + call.bias.shape
+    tiles = heads * -(-len_q * len_k // TILE_PAIRS)
+    planes = call.problem.batch // max(math.prod(lead), 1)
+    if heads == 1:
+        planes *= call.problem.heads
+    return max(1, min(planes // FEWEST_PLANES, ENOUGH_TILES // max(tiles, 1)))
 
 
 def _shared_lead(call: Call) -> tuple[int, ...] | None:

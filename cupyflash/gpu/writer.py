@@ -89,9 +89,7 @@ class Recipe:
     launches : tuple of Launch
         The launches. No grid is empty.
     scratch : dict of str to ArraySpec
-        Memory that the launches need in addition to the call's arrays. A gradient that has scratch
-        memory is computed there first, and then summed over the axes along which its input was
-        broadcast.
+        Memory that the launches need in addition to the call's arrays.
     tables : tuple of array
         Arrays of look-ups. The one with index n has the name ``table n``.
     """

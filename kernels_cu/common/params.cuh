@@ -1,5 +1,5 @@
 // The kernels' parameters: one struct for all kernels of attention, one each for combine, append,
-// rope, quantize, hadamard, checksum and offsets.
+// rope, quantize, hadamard, checksum, offsets and backward_sums.
 //
 // cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
 // order. Every field is 8 bytes wide or one of a pair of ints, so there is no unnamed padding.
@@ -85,7 +85,8 @@ struct Params {
   long long total_k;
   long long bias_len_q;  // lengths of dbias: 1 where the bias was broadcast
   long long bias_len_k;
-  long long blocks;               // query or key blocks of a head (of a batch entry, if dense)
+  // Query or key blocks of a head (of a batch entry, if dense); of dbias: parts, without gaps.
+  long long blocks;
   unsigned long long seed;        // of dropout
   unsigned long long drop_below;  // a pair is dropped if its random word is smaller
   double keep_scale;              // 1 / (1 - dropout)
@@ -270,4 +271,18 @@ struct OffsetsParams {
   int count;    // entries of each
   int blocks;   // of each
   int limited;  // whether kernels rely on `limits`
+};
+
+// Of gradients that are sums of their parts. The leading axes are those of the parts; where the
+// gradient has a step of 0, they are summed.
+struct SumsParams {
+  Operand parts[MAX_GRADIENTS];  // of the accumulator's type; col is 1
+  Operand gradients[MAX_GRADIENTS];
+  long long lead_sizes[MAX_GRADIENTS][MAX_LEAD];
+  long long heads[MAX_GRADIENTS];
+  long long rows[MAX_GRADIENTS];
+  long long columns[MAX_GRADIENTS];
+  long long widths[MAX_GRADIENTS];  // columns of a thread
+  long long kinds[MAX_GRADIENTS];   // element kinds of gradients
+  long long ends[MAX_GRADIENTS];    // the first block that works on a later gradient
 };

@@ -28,6 +28,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "dq": (sm80.DQ, sm80_f64.DQ, simt.DQ),
     "dq_rows": (rowwise.DQ_ROWS,),
     "bias": (sm90.BIAS, sm80.BIAS, simt.BIAS),
+    "sums": (rowwise.SUMS,),
     **{spec.part: (spec,) for spec in rowwise.OPERATIONS},
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}

@@ -56,7 +56,7 @@ BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]]
     },
 }
 # What a block keeps of the batch entry and the head whose operand is streamed, and barriers.
-ENTRY_BYTES, HEAD_BYTES, STREAM_BYTES, BIAS_BYTES = 72, 192, 136, 648
+ENTRY_BYTES, HEAD_BYTES, STREAM_BYTES, BIAS_BYTES = 72, 192, 136, 672
 
 
 def forward_bytes(
