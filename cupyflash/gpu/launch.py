@@ -342,7 +342,7 @@ def backward_addresses(
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
     # What a deterministic one needs is part of what others do.
-    parts, _ = route.scratch_of_gradients(call, cuda_device.of(_device(call)))
+    parts = route.scratch_of_gradients(call, cuda_device.of(_device(call))).arrays
     if call.sink is not None:  # whose gradient may have to be computed there
         parts[parts_of("dsink")] = ArraySpec(call.sink.shape, call.problem.accumulator)
     return ALIGNMENT + _size_of({**parts, **offsets.scratch(call)})

@@ -8,7 +8,6 @@ facts; addresses are filled in later. Nothing here touches CuPy or an array's el
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from . import decode_route, offsets, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .params import KINDS
-from .workspace import ArraySpec, parts_of, scratch_of
+from .workspace import ArraySpec, GradientScratch, parts_of, scratch_of
 from .writer import KernelRoute, Launch, Recipe, Writer, request_of, step_of, with_names
 
 
@@ -206,10 +205,11 @@ def backward(
     if not problem.batch or not problem.heads:
         return KernelRoute(call, (), Recipe(all_zero=True))
     dq, dk, dv, dbias, dsink = gradients
-    scratch, atomic_dq = scratch_of_gradients(call, target, plan, deterministic)
+    made = scratch_of_gradients(call, target, plan, deterministic)
+    scratch, atomic_dq = made.arrays, made.atomic_dq
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch[parts_of("dsink")] = ArraySpec(dsink.shape, problem.accumulator)
-    made_dk, made_dv = (scratch.get(parts_of(name), own) for name, own in (("dk", dk), ("dv", dv)))
+    made_dk, made_dv = (made.part(name) or own for name, own in (("dk", dk), ("dv", dv)))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
     arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
@@ -218,7 +218,7 @@ def backward(
     if "dq_accum" in scratch:
         arrays["dq_accum"] = (scratch["dq_accum"], 3)
     if dbias is not None:
-        dbias, parts = _dbias_of(dbias, scratch)
+        dbias = made.part("dbias") or dbias[(None,) * (3 - dbias.ndim)]
         arrays["dbias"] = (dbias, 3)
     else:
         scratch.pop(parts_of("dbias"), None)
@@ -236,36 +236,33 @@ def backward(
         kind = {"kind_dsink": KINDS[made_dsink.dtype.name]}
         writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
     own = lead.own("dk", "dv")
-    extent, fields = writer.extent(own, of_keys=True), {"own_size": own}
+    extent = writer.extent((*own, made.key_parts), of_keys=True)
     computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
     after = f"; one kernel computes {computes}"
-    writer.add("dkdv", extent, fields, adds_dq=atomic_dq, after=after)
+    if made.key_parts > 1:
+        after += f"; {made.key_parts} blocks share the queries of a block of keys"
+    fields = {"own_size": own, "tasks": made.key_parts}
+    parts = made.key_parts > 1
+    writer.add("dkdv", extent, fields, adds_dq=atomic_dq, parts=parts, after=after)
     own = lead.own("dq")
     if "dq_accum" in scratch:
         writer.add("dq_rows", writer.extent(own), {"own_size": own})
     elif not atomic_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dbias is not None:
-        _bias_gradient(writer, dbias, parts)
+        _bias_gradient(writer, dbias, made.bias_parts)
     _sums(writer, gradients)
     return offsets.read_first(writer.route(call, adds_dq=atomic_dq), call)
 
 
 def scratch_of_gradients(
     call: Call, target: Target, plan: Plan | None = None, deterministic: bool = False
-) -> tuple[dict[str, ArraySpec], bool]:
-    """Return the scratch memory of a backward, and whether dq is added to memory in any order."""
+) -> GradientScratch:
+    """Return the scratch memory of a backward."""
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
-    atomic_dq = registry.adds_dq(Request(call.problem, target, blocks=blocks), deterministic)
-    return scratch_of(call, atomic_dq), atomic_dq
-
-
-def _dbias_of(dbias: Array, scratch: Mapping[str, ArraySpec]) -> tuple[Any, int]:
-    """Return what kernels write of dbias, of which there may be parts, and how many there are."""
-    parts = scratch.get(parts_of("dbias"))
-    if parts is None:
-        return dbias[(None,) * (3 - dbias.ndim)], 1
-    return ArraySpec(parts.shape[1:], parts.dtype), parts.shape[0]
+    request = Request(call.problem, target, blocks=blocks)
+    atomic_dq = registry.adds_dq(request, deterministic)
+    return scratch_of(call, atomic_dq, registry.shares_queries(request))
 
 
 def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:
@@ -277,7 +274,7 @@ def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:
         "bias_len_q": len_q,
         "bias_len_k": len_k,
         "kind_dbias": KINDS[dbias.dtype.name],
-        "blocks": parts,
+        "tasks": parts,
     }
     shared = f"; {parts} blocks share the planes of a tile" if parts > 1 else ""
     extent = Extent(len_q, len_k, heads, math.prod(own) * parts)

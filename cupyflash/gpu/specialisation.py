@@ -256,6 +256,12 @@ class Specialisation:
         "Whether the kernel of dk and dv also adds its share of dq to memory.",
         "dq",
     )
+    parts: bool = _option(
+        "parts",
+        "HAS_PARTS",
+        "Whether several blocks share the queries of a block of keys, and have parts of dk and dv.",
+        "parts",
+    )
     tma_store: bool = _option("tma_store", "TMA_STORE", "Whether results are stored by TMA.", "tma")
     origins: bool = _option(
         "origins",

@@ -296,6 +296,7 @@ class Writer:
         fields: Mapping[str, Any] | None = None,
         named: tuple[str, ...] = (),
         adds_dq: bool = False,
+        parts: bool = False,
         blocks: tuple[int, int] | None = None,
         shared: bool = False,
         team: int = 0,
@@ -306,8 +307,9 @@ class Writer:
         """Add the kernel that serves a part of the call.
 
         `fields` override the common parameters, and `named` are additional addresses. `adds_dq`
-        says whether the kernel adds its share of dq to memory. `blocks` are the queries and keys of
-        a tile, if those of another kernel decide. `shared` and `team` are as in `Specialisation`.
+        says whether the kernel adds its share of dq to memory, and `parts` whether it computes
+        parts of dk and dv. `blocks` are the queries and keys of a tile, if those of another kernel
+        decide. `shared` and `team` are as in `Specialisation`.
         `choice` is the kernel if it has been selected; `before` and `after` are as in
         `registry.reason`.
         """
@@ -351,6 +353,7 @@ class Writer:
             count_tiles=spec.scores and "tiles_visited" in self.named,
             functions=functions,
             atomic_dq=adds_dq,
+            parts=parts,
             tma_store=tma.stores,
             origins=spec.scores and self.has_origins,
             k_codes=codes.k_form,

@@ -5,13 +5,12 @@
 
 namespace bias_tile {
 
-// The tile of a block, and which of the planes that share it the block sums: a plane is a head of a
-// batch entry. The bias has length 1 along the axes along which it is broadcast.
+// The tile of a block, and its part of the planes that share it: a plane is a head of a batch
+// entry. The bias has length 1 along the axes along which it is broadcast.
 struct BiasTile {
   layout::Entry first;  // of the batch entries that share the tile
   long long head, q_block, kv_block;
-  long long part;  // of p.blocks, which share the planes
-  long long begin_plane, end_plane;
+  long long part, begin_plane, end_plane;
   bool one_head, one_query, one_key;
 
   __device__ __forceinline__ explicit BiasTile(const Params& p)
@@ -21,31 +20,23 @@ struct BiasTile {
     const layout::Quotient by_q_block =
         layout::divide(by_kv_block.quotient, (p.bias_len_q + BLOCK_Q - 1) / BLOCK_Q);
     const layout::Quotient by_head = layout::divide(by_q_block.quotient, p.bias_heads);
+    const layout::Quotient by_slice = layout::divide(by_head.quotient, layout::slices(p));
     kv_block = by_kv_block.remainder;
     q_block = by_q_block.remainder;
     head = by_head.remainder;
-    const layout::Quotient by_slice = layout::divide(by_head.quotient, slices(p));
-    part = by_slice.quotient;
     first = layout::first_entry(p, by_slice.remainder);
-    const long long planes = layout::entries_sharing(p) * heads(p);
-    const long long of_part = (planes + p.blocks - 1) / p.blocks;
-    begin_plane = layout::clamp(part * of_part, 0, planes);
-    end_plane = layout::clamp(begin_plane + of_part, 0, planes);
+    const layout::Part planes(p, by_slice.quotient, layout::entries_sharing(p) * heads(p));
+    part = planes.number;
+    begin_plane = planes.begin;
+    end_plane = planes.end;
   }
   // Heads that share the tile.
   __device__ __forceinline__ long long heads(const Params& p) const {
     return one_head ? p.heads : 1;
   }
-  // Slices of the bias along its leading axes.
-  static __device__ __forceinline__ long long slices(const Params& p) {
-    long long count = 1;
-#pragma unroll
-    for (int axis = 0; axis < MAX_LEAD; ++axis) count *= p.own_size[axis];
-    return count;
-  }
-  // Elements between the start of the array and row 0 of the tile's head. Parts have no gaps.
+  // Elements between the start of dbias and row 0 of the tile's head.
   __device__ __forceinline__ long long base(const Params& p) const {
-    const long long size = slices(p) * p.bias_heads * p.bias_len_q * p.bias_len_k;
+    const long long size = layout::slices(p) * p.bias_heads * p.bias_len_q * p.bias_len_k;
     return part * size + layout::lead_offset(p.dbias, first) + head * p.dbias.head;
   }
 };

@@ -85,8 +85,7 @@ struct Params {
   long long total_k;
   long long bias_len_q;  // lengths of dbias: 1 where the bias was broadcast
   long long bias_len_k;
-  // Query or key blocks of a head (of a batch entry, if dense); of dbias: parts, without gaps.
-  long long blocks;
+  long long blocks;               // query or key blocks of a head (of a batch entry, if dense)
   unsigned long long seed;        // of dropout
   unsigned long long drop_below;  // a pair is dropped if its random word is smaller
   double keep_scale;              // 1 / (1 - dropout)
@@ -115,7 +114,7 @@ struct Params {
   long long v_page;
   long long k_scale_page;
   long long v_scale_page;
-  int tasks;  // of a decode kernel: see decode/tasks.cuh
+  int tasks;  // of a decode kernel: see decode/tasks.cuh; of dk, dv and dbias: parts
   int slots;
   int few_rows;   // of packed queries: an entry with more rows of a key head is a forward kernel's
   int tma_rows;   // rows of a page that a TMA load copies

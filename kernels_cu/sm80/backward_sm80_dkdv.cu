@@ -16,7 +16,10 @@
 // they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
 // STAGES, the next tile is copied while one is multiplied.
 //
-// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
+// Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
+// group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
+//
+// Grid: prod(own_size) * heads_kv * blocks, for each part; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, the
 // head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
@@ -143,16 +146,16 @@ __device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_sme
 // Writes dk and dv in place of the keys and values, and from there to global memory.
 __device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
                                               const ShareK& share_k, const ShareV& share_v,
-                                              int warp_key, int h_kv, int nj, const Head* head_smem,
-                                              char* k_smem, char* v_smem) {
-  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
-                                         p.kind_dk != number::STORAGE_KIND,
-                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
-                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
+                                              int warp_key, unsigned int number, int h_kv, int nj,
+                                              const Head* head_smem, char* k_smem, char* v_smem) {
+  fragment_product::store_rows<BLOCK_KV>(
+      dk, share_k, warp_key, p.dk, p.kind_dk != number::STORAGE_KIND,
+      layout::offset(p.dk, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dk, number),
+      head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
       dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
-      HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+      layout::offset(p.dv, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dv, number),
+      head_smem->j0, nj, HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
 }
 
 }  // namespace
@@ -169,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
-  const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x),
-                                                     p.heads_kv, true, BLOCK_KV, false);
+  const unsigned int number = layout::interleave_heads(p, blockIdx.x);
+  const layout::WorkTile work = layout::work_tile_of(p, number, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -196,6 +199,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (int member = 0; member < members; ++member) {
 #pragma unroll 1
     for (int n = 0; n < p.group; ++n) {
+      if constexpr (HAS_PARTS) {
+        const layout::Part part(p, layout::part_of_keys(p, number), members * p.group);
+        const long long head = static_cast<long long>(member) * p.group + n;
+        if (head < part.begin || head >= part.end) continue;
+      }
       __syncthreads();  // the previous head and its last tile, which other threads may still read
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
@@ -399,6 +407,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::cp_async_wait_all();
   __syncthreads();  // the keys and values, read by all warps: the results take their memory
   matmul::scale(dk, ds_scale.inverse());
-  store_results(p, dk, dv, share_k, share_v, warp_key, h_kv, nj, head_smem, k_smem, v_smem);
+  store_results(p, dk, dv, share_k, share_v, warp_key, number, h_kv, nj, head_smem, k_smem, v_smem);
   tile::count_tiles(p, visited);
 }

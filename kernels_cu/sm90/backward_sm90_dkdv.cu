@@ -29,9 +29,12 @@
 //     cupyflash bench --shape 4,32,4096,128 --shape 4,32,4096,64 --pass backward --variant full \
 //         --variant causal --only cupyflash
 //
-// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: SharedMemory
-// in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q is 64. After the
-// parameters come the tensor maps of q, k, v, do and, where TMA_STORE, dk and dv.
+// Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
+// group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
+//
+// Grid: prod(own_size) * heads_kv * blocks, for each part; packed: heads_kv * blocks. Shared
+// memory: SharedMemory in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q
+// is 64. After the parameters come the tensor maps of q, k, v, do and, where TMA_STORE, dk and dv.
 #include "../common/params.cuh"
 #include "backward_producer.cuh"
 #include "backward_storage.cuh"
@@ -448,10 +451,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                           dk_map, warpgroup::TmaHead(p.dk, entry, h_kv), first);
     if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
   } else {
-    const warpgroup_gradient::ResultRows<D> dk_rows(p.dk, p.kind_dk, entry, h_kv, j0, nj,
-                                                    smem.k.begin);
-    const warpgroup_gradient::ResultRows<D_V> dv_rows(p.dv, p.kind_dv, entry, h_kv, j0, nj,
-                                                      smem.v.begin);
+    const unsigned int number = layout::interleave_heads(p, blockIdx.x);
+    const warpgroup_gradient::ResultRows<D> dk_rows(
+        p.dk, p.kind_dk, entry, h_kv, j0, nj, smem.k.begin, layout::part_offset(p, p.dk, number));
+    const warpgroup_gradient::ResultRows<D_V> dv_rows(
+        p.dv, p.kind_dv, entry, h_kv, j0, nj, smem.v.begin, layout::part_offset(p, p.dv, number));
     consumers_sync();  // the keys and values, whose place the results take
     dk_rows.put(dk, corner.row, k_share, static_cast<float>(p.scale));
     dv_rows.put(dv, corner.row, v_share, keep_scale);

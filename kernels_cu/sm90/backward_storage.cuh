@@ -131,6 +131,7 @@ struct SharedStorage {
   bool has_sink;
   unsigned int spans_per_head, spans;  // `spans` of all heads
   float c;                             // scale log2 e
+  unsigned int first_span;             // where HAS_PARTS: of the block's part
   Span span[STAGES];
   // A stage of q_pipeline has q, do, lse and delta. do has a full barrier of its own, because q is
   // multiplied first.
@@ -193,6 +194,7 @@ struct alignas(1024) Aligned {
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
+static_assert(!HAS_PARTS || (!PACKED && !TMA_STORE), "HAS_PARTS");
 static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
                                   STAGES * (QTiles::BYTES + DoTiles::BYTES) +
                                   (STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
@@ -229,6 +231,12 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   shared.spans_per_head = HAS_MASK ? (tiles + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
   shared.spans =
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
+  if constexpr (HAS_PARTS) {
+    const layout::Part part(p, layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)),
+                            shared.spans);
+    shared.first_span = static_cast<unsigned int>(part.begin);
+    shared.spans = static_cast<unsigned int>(part.end - part.begin);
+  }
   shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
 }
 
@@ -239,8 +247,9 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
   shared.span_pipeline.wait_empty(n);
   Span& span = shared.span[Pipeline::stage_of(n)];
   if (threadIdx.x == 0) {
-    const unsigned int head = n / shared.spans_per_head;  // of those that share the keys
-    const unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
+    const unsigned int number = HAS_PARTS ? shared.first_span + n : n;
+    const unsigned int head = number / shared.spans_per_head;  // of those that share the keys
+    const unsigned int first = number % shared.spans_per_head * Span::MAX_TILES;
     const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
     const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
     const int tiles = shared.tiles_per_head;

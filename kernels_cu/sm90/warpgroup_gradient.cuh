@@ -359,10 +359,11 @@ struct ResultRows {
   char* smem;
 
   __device__ __forceinline__ ResultRows(const Operand& to, int kind, const layout::Entry& entry,
-                                        int h_kv, long long j0, int valid, char* smem)
+                                        int h_kv, long long j0, int valid, char* smem,
+                                        long long from_parts)
       : to(to),
         wide(kind != number::STORAGE_KIND),
-        offset(layout::offset(to, entry, h_kv, true) + j0 * to.row),
+        offset(layout::offset(to, entry, h_kv, true) + j0 * to.row + from_parts),
         valid(valid),
         smem(smem) {}
 

@@ -155,6 +155,14 @@ def adds_dq(request: Request, deterministic: bool) -> bool:
     return request.problem.dtype.name in select("dkdv", request).spec.atomic_dq
 
 
+def shares_queries(request: Request) -> bool:
+    """Return whether several blocks of the kernel of dk and dv may share a block's queries.
+
+    As for `adds_dq`, a request without arrays is enough.
+    """
+    return select("dkdv", request).spec.parts
+
+
 def multiplies(dtype: Any, precision: str | None, capability: tuple[int, int]) -> bool:
     """Whether tensor cores of a device compute a forward of some heads of a type."""
     name = np.dtype(dtype).name

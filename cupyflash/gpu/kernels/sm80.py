@@ -231,6 +231,7 @@ DKDV = KernelSpec(
     grid=grid.by_keys,
     slope=True,
     atomic_dq=HALVES,
+    parts=True,
     dq_accum_step=LANES,
 )
 DQ = KernelSpec(
