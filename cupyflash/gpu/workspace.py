@@ -11,8 +11,9 @@ from ..problem.call import Call
 
 GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that are stored together
 TILE_Q, TILE_K = 64, 128  # about a tile of a kernel, for the number of parts
-# Blocks that fill a GPU; planes of a bias's tile, and rows of queries, for which a part pays.
-ENOUGH_BLOCKS, FEWEST_PLANES, FEWEST_ROWS = 256, 8, 8192
+# Blocks that fill a GPU, and where tiles of a bias are small; planes of such a tile, and rows of
+# queries, for which a part pays.
+ENOUGH_BLOCKS, ENOUGH_SMALL_BLOCKS, FEWEST_PLANES, FEWEST_ROWS = 256, 384, 8, 8192
 
 
 class ArraySpec(NamedTuple):
@@ -141,7 +142,8 @@ def _bias_parts(call: Call) -> int:
     planes = call.problem.batch // max(math.prod(lead), 1)
     if heads == 1:
         planes *= call.problem.heads
-    return max(1, min(planes // FEWEST_PLANES, ENOUGH_BLOCKS // max(tiles, 1)))
+    enough = ENOUGH_SMALL_BLOCKS if len_q <= TILE_Q else ENOUGH_BLOCKS
+    return max(1, min(planes // FEWEST_PLANES, enough // max(tiles, 1)))
 
 
 def _shared_lead(call: Call) -> tuple[int, ...] | None:

@@ -72,7 +72,7 @@ class Case(NamedTuple):
     packed: bool
     # "cached", or "paged" where it lies in pages, "paged16" where these have a multiple of 16 rows,
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
-    # one may be "numbers", or "few" if it has so few leaves. Of codes without
+    # one may be "numbers", or "few" if it has so few leaves; "parts" of gradients. Of codes without
     # a cache "rows", if rows have scales, and their format; dtype is the result's.
     cache: str = ""
 
@@ -111,6 +111,9 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
+    for n, own in enumerate([(128, 128), (64, 64), (256, 256)]):
+        kernel = "backward_sm80_dkdv" if n == 1 else "backward_sm90_dkdv"
+        found.append(Case(kernel, dtypes[1 + n % 2], own, "causal", False, "parts"))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -193,7 +196,7 @@ def cases() -> list[Case]:
         dtype = dtypes[(1, 1, 2, 1, 0)[n % 5]]
         found.append(Case("forward_sm90_fp8", dtype, own, options, packed, form))
     found += [Case("dequantize", dtype, sizes[0], "plain", False) for dtype in dtypes[1::2]]
-    for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
+    for n, kernel in enumerate(("backward_delta", "backward_sink", "combine", "backward_sums")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for size in (128, 96, 288):
         found += [Case("hadamard", dtype, (size, size), "plain", False) for dtype in dtypes]
@@ -267,8 +270,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
-    resumes = case.cache == "resumes"
-    held = "" if resumes or case.cache.startswith(("rows", "float8")) else case.cache
+    resumes, parts = case.cache == "resumes", case.cache == "parts"
+    held = "" if resumes or parts or case.cache.startswith(("rows", "float8")) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
     if of_codes:
@@ -288,8 +291,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     slope = (
         made.slope if spec.part not in ("forward", "forward_codes", "decode", "shared") else None
     )
-    parts = made.allowed, made.classes, made.changed, slope, keys
-    functions = generate(*parts, short=True).functions if spec.scores else NONE
+    given_trees = made.allowed, made.classes, made.changed, slope, keys
+    functions = generate(*given_trees, short=True).functions if spec.scores else NONE
     if not spec.slope:
         functions = dataclasses.replace(functions, has_dscore=False)
     blocks = (16, 64) if spec.part == "join" else None  # those of a decode kernel
@@ -316,7 +319,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         v_rows=case.cache.startswith("rows"),
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
-        tma_store=not case.packed and not resumes and _tma_stores(spec, problem, tiles),
+        tma_store=not (case.packed or resumes or parts) and _tma_stores(spec, problem, tiles),
+        parts=parts,
         atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
     )

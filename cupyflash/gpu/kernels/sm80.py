@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
+
 from . import decode, grid
 from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
 
@@ -55,6 +57,8 @@ BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]]
         256: ((64, 64, 4, 1, 1), (64, 32, 4, 1, 1)),
     },
 }
+# Of backward_sm80_bias.cu, for so few queries in heads up to 64: three blocks share an SM.
+FEW_QUERIES_BIAS, SMALL_BIAS_HEAD = (64, 64, 4, 1, 3), 64
 # What a block keeps of the batch entry and the head whose operand is streamed, and barriers.
 ENTRY_BYTES, HEAD_BYTES, STREAM_BYTES, BIAS_BYTES = 72, 192, 136, 672
 
@@ -143,6 +147,18 @@ def _configure_forward(request: Request) -> Tiles | None:
 def _configure_backward(kernel: str, request: Request) -> Tiles | None:
     problem = request.problem
     return fit_backward(kernel, problem.d, problem.d_v, request.device.shared_memory)
+
+
+def _configure_bias(request: Request) -> Tiles | None:
+    problem, limit = request.problem, request.device.shared_memory
+    block_q, block_kv, warps, stages, resident = FEW_QUERIES_BIAS
+    # No sequence's result may depend on the lengths of others that are packed with it.
+    few = not problem.rows.adjoin and int(np.max(problem.len_q, initial=0)) <= block_q
+    if few and max(problem.d, problem.d_v) <= SMALL_BIAS_HEAD:
+        shared = bias_bytes(block_q, block_kv, warps, stages, problem.d, problem.d_v)
+        if (shared + RESERVED) * resident <= limit + RESERVED:
+            return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+    return _configure_backward("backward_sm80_bias", request)
 
 
 # Warps and stages of decode_sm80.cu, the most bytes in flight first, and those of a small block.
@@ -254,7 +270,7 @@ BIAS = KernelSpec(
     heads=_HEADS,
     capability=CAPABILITY,
     tensor_cores=True,
-    configure=functools.partial(_configure_backward, "backward_sm80_bias"),
+    configure=_configure_bias,
     grid=grid.by_tiles,
 )
 DECODE = KernelSpec(
