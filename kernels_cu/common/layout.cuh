@@ -193,15 +193,16 @@ struct Part {
   }
 };
 
-// Where HAS_PARTS: the part of thread block `number` of a launch for blocks of keys, and the
-// elements between the start of dk or dv and this part.
+// Where HAS_PARTS: the part of thread block `number` of a launch for blocks of keys.
 __device__ __forceinline__ long long part_of_keys(const Params& p, unsigned int number) {
   return divide(number, p.blocks * p.heads_kv * slices(p)).quotient;
 }
+
+// The elements between the start of dk or dv and a part of it.
 __device__ __forceinline__ long long part_offset(const Params& p, const Operand& operand,
-                                                 unsigned int number) {
+                                                 long long part) {
   if constexpr (!HAS_PARTS) return 0;
-  return part_of_keys(p, number) * slices(p) * p.heads_kv * operand.head;
+  return part * slices(p) * p.heads_kv * operand.head;
 }
 
 // How many heads fill a GPU with their blocks.

@@ -146,15 +146,15 @@ __device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_sme
 // Writes dk and dv in place of the keys and values, and from there to global memory.
 __device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
                                               const ShareK& share_k, const ShareV& share_v,
-                                              int warp_key, unsigned int number, int h_kv, int nj,
+                                              int warp_key, long long part, int h_kv, int nj,
                                               const Head* head_smem, char* k_smem, char* v_smem) {
   fragment_product::store_rows<BLOCK_KV>(
       dk, share_k, warp_key, p.dk, p.kind_dk != number::STORAGE_KIND,
-      layout::offset(p.dk, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dk, number),
+      layout::offset(p.dk, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dk, part),
       head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
       dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dv, number),
+      layout::offset(p.dv, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dv, part),
       head_smem->j0, nj, HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
 }
 
@@ -407,6 +407,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::cp_async_wait_all();
   __syncthreads();  // the keys and values, read by all warps: the results take their memory
   matmul::scale(dk, ds_scale.inverse());
-  store_results(p, dk, dv, share_k, share_v, warp_key, number, h_kv, nj, head_smem, k_smem, v_smem);
+  store_results(p, dk, dv, share_k, share_v, warp_key,
+                HAS_PARTS ? layout::part_of_keys(p, number) : 0, h_kv, nj, head_smem, k_smem,
+                v_smem);
   tile::count_tiles(p, visited);
 }

@@ -451,11 +451,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                           dk_map, warpgroup::TmaHead(p.dk, entry, h_kv), first);
     if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
   } else {
-    const unsigned int number = layout::interleave_heads(p, blockIdx.x);
+    const long long part = HAS_PARTS ? shared.part : 0;
     const warpgroup_gradient::ResultRows<D> dk_rows(
-        p.dk, p.kind_dk, entry, h_kv, j0, nj, smem.k.begin, layout::part_offset(p, p.dk, number));
+        p.dk, p.kind_dk, entry, h_kv, j0, nj, smem.k.begin, layout::part_offset(p, p.dk, part));
     const warpgroup_gradient::ResultRows<D_V> dv_rows(
-        p.dv, p.kind_dv, entry, h_kv, j0, nj, smem.v.begin, layout::part_offset(p, p.dv, number));
+        p.dv, p.kind_dv, entry, h_kv, j0, nj, smem.v.begin, layout::part_offset(p, p.dv, part));
     consumers_sync();  // the keys and values, whose place the results take
     dk_rows.put(dk, corner.row, k_share, static_cast<float>(p.scale));
     dv_rows.put(dv, corner.row, v_share, keep_scale);

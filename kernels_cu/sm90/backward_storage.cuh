@@ -131,7 +131,7 @@ struct SharedStorage {
   bool has_sink;
   unsigned int spans_per_head, spans;  // `spans` of all heads
   float c;                             // scale log2 e
-  unsigned int first_span;             // where HAS_PARTS: of the block's part
+  unsigned int part;                   // where HAS_PARTS: of those that share the keys
   Span span[STAGES];
   // A stage of q_pipeline has q, do, lse and delta. do has a full barrier of its own, because q is
   // multiplied first.
@@ -234,7 +234,7 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   if constexpr (HAS_PARTS) {
     const layout::Part part(p, layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)),
                             shared.spans);
-    shared.first_span = static_cast<unsigned int>(part.begin);
+    shared.part = static_cast<unsigned int>(part.number);
     shared.spans = static_cast<unsigned int>(part.end - part.begin);
   }
   shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
@@ -247,7 +247,12 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
   shared.span_pipeline.wait_empty(n);
   Span& span = shared.span[Pipeline::stage_of(n)];
   if (threadIdx.x == 0) {
-    const unsigned int number = HAS_PARTS ? shared.first_span + n : n;
+    unsigned int number = n;
+    if constexpr (HAS_PARTS) {
+      const layout::Part part(p, shared.part,
+                              layout::entries_sharing(p) * p.group * shared.spans_per_head);
+      number += static_cast<unsigned int>(part.begin);
+    }
     const unsigned int head = number / shared.spans_per_head;  // of those that share the keys
     const unsigned int first = number % shared.spans_per_head * Span::MAX_TILES;
     const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
