@@ -40,6 +40,7 @@ constexpr int SCORE_STEPS = 1;
 constexpr bool HAS_DROPOUT = true;
 constexpr bool COUNT_TILES = true;
 constexpr bool ATOMIC_DQ = true;
+constexpr bool WHOLE_DQ = false;
 constexpr bool HAS_PARTS = false;
 constexpr bool TMA_STORE = true;
 constexpr bool HAS_ORIGINS = false;

@@ -198,15 +198,16 @@ def backward(
 ) -> KernelRoute:
     """Return the route of all gradients; `plan` and `count_tiles` are as in `forward`.
 
-    Unless `deterministic`, one kernel may compute dk, dv and dq, and its blocks add dq to memory in
-    any order: five products of tiles instead of seven.
+    Where a block has all keys, one kernel computes dk, dv and dq: five products of tiles. With more
+    keys it may do so unless `deterministic`, and its blocks add dq to memory in any order; else
+    there are two kernels, and seven products.
     """
     problem = call.problem
     if not problem.batch or not problem.heads:
         return KernelRoute(call, (), Recipe(all_zero=True))
     dq, dk, dv, dbias, dsink = gradients
     made = scratch_of_gradients(call, target, plan, deterministic)
-    scratch, atomic_dq = made.arrays, made.atomic_dq
+    scratch, atomic_dq, whole_dq = made.arrays, made.atomic_dq, made.whole_dq
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch[parts_of("dsink")] = ArraySpec(dsink.shape, problem.accumulator)
     made_dk, made_dv = (made.part(name) or own for name, own in (("dk", dk), ("dv", dv)))
@@ -238,16 +239,17 @@ def backward(
     own = lead.own("dk", "dv")
     extent = writer.extent((*own, made.key_parts), of_keys=True)
     computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
+    computes = "dk, dv and dq" if whole_dq else computes
     after = f"; one kernel computes {computes}"
     if made.key_parts > 1:
         after += f"; {made.key_parts} blocks share the queries of a block of keys"
     fields = {"own_size": own, "tasks": made.key_parts}
-    parts = made.key_parts > 1
-    writer.add("dkdv", extent, fields, adds_dq=atomic_dq, parts=parts, after=after)
+    ways = {"adds_dq": atomic_dq, "stores_dq": whole_dq, "parts": made.key_parts > 1}
+    writer.add("dkdv", extent, fields, **ways, after=after)
     own = lead.own("dq")
     if "dq_accum" in scratch:
         writer.add("dq_rows", writer.extent(own), {"own_size": own})
-    elif not atomic_dq:
+    elif not atomic_dq and not whole_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dbias is not None:
         _bias_gradient(writer, dbias, made.bias_parts)
@@ -261,8 +263,10 @@ def scratch_of_gradients(
     """Return the scratch memory of a backward."""
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
     request = Request(call.problem, target, blocks=blocks)
-    atomic_dq = registry.adds_dq(request, deterministic)
-    return scratch_of(call, atomic_dq, registry.shares_queries(request))
+    # What entries share has the sum of their dq.
+    whole = registry.has_all_keys(request) and math.prod(call.q.shape[:-3]) == call.problem.batch
+    atomic_dq = not whole and registry.adds_dq(request, deterministic)
+    return scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
 
 
 def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:

@@ -256,6 +256,12 @@ class Specialisation:
         "Whether the kernel of dk and dv also adds its share of dq to memory.",
         "dq",
     )
+    whole_dq: bool = _option(
+        "whole_dq",
+        "WHOLE_DQ",
+        "Whether a block of the kernel of dk and dv has all keys, and stores dq.",
+        "whole",
+    )
     parts: bool = _option(
         "parts",
         "HAS_PARTS",

@@ -56,6 +56,8 @@ class GradientScratch(NamedTuple):
         The arrays.
     atomic_dq : bool
         Whether dq is added to memory in any order.
+    whole_dq : bool
+        Whether blocks of keys store dq.
     key_parts : int
         Blocks that share the queries of a block of keys. If there are several, their parts are the
         first axis of the arrays with parts of dk and dv.
@@ -65,6 +67,7 @@ class GradientScratch(NamedTuple):
 
     arrays: dict[str, ArraySpec]
     atomic_dq: bool
+    whole_dq: bool
     key_parts: int
     bias_parts: int
 
@@ -77,7 +80,9 @@ class GradientScratch(NamedTuple):
         return ArraySpec(parts.shape[1:], parts.dtype)
 
 
-def scratch_of(call: Call, atomic_dq: bool, share_queries: bool) -> GradientScratch:
+def scratch_of(
+    call: Call, atomic_dq: bool, whole_dq: bool = False, share_queries: bool = False
+) -> GradientScratch:
     """Return the scratch memory of a backward: delta, one number for each query.
 
     It also has parts of gradients, which are summed at the end: of those of k and v if these are
@@ -106,7 +111,7 @@ def scratch_of(call: Call, atomic_dq: bool, share_queries: bool) -> GradientScra
         groups = problem.rows.row_groups(rows, GROUP_ROWS, problem.batch)
         sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
         scratch["dq_accum"] = ArraySpec((*lead_q, *sizes), problem.accumulator)
-    return GradientScratch(scratch, atomic_dq, key_parts, bias_parts)
+    return GradientScratch(scratch, atomic_dq, whole_dq, key_parts, bias_parts)
 
 
 def parts_of(gradient: str) -> str:

@@ -6,7 +6,8 @@
 // blocks of queries, in that order. No two blocks write the same element, so the result does not
 // depend on the order in which blocks run. With ATOMIC_DQ the kernel also multiplies dS and the
 // keys, and adds the product to float32 sums of dq, which are 0 at first, by atomic additions in
-// the order in which blocks run; backward_dq_rows.cu converts the sums.
+// the order in which blocks run; backward_dq_rows.cu converts the sums. Where WHOLE_DQ, a block has
+// all keys of a head, and stores dq, which is whole after one product.
 //
 // Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
 //
@@ -241,6 +242,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         return tile.rows > 0 ? TileRef{4 * index + tile.tile_class} : TileRef::NONE;
       };
       TileRef now = next_from(0);
+      // Where WHOLE_DQ: sets to 0 the dq of queries of tiles that are EMPTY, before a tile.
+      const auto clear_dq_between = [&](int first, TileRef next) {
+        if constexpr (!WHOLE_DQ || !HAS_MASK) return;
+        const long long end = next == TileRef::NONE ? head_smem->entry.len_q : first_query(next);
+        fragment_product::clear_dq<THREADS>(p, reinterpret_cast<char*>(head_smem->dq),
+                                            static_cast<long long>(first) * BLOCK_Q, end);
+      };
+      clear_dq_between(0, now);
       if (now == TileRef::NONE) continue;
       load_tile(now, 0);
       statistics.store(lse_smem, lse_smem + BLOCK_Q);
@@ -269,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           __syncthreads();  // as above
         }
         const TileRef next = next_from(index_of(now) + 1);
+        clear_dq_between(index_of(now) + 1, next);
         if (STAGES == 2 && next != TileRef::NONE) load_tile(next, 1 - stage);
 
 #pragma unroll 1
@@ -344,8 +354,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const auto dq_gmem = [&] {
           return head_smem->dq + first_query(now) * fragment::whole_columns(D);
         };
+        const auto dq_rows = [&] {
+          return fragment_product::dq_row(p, reinterpret_cast<char*>(head_smem->dq),
+                                          first_query(now));
+        };
         if (has_nonfinite) {
-          if constexpr (ATOMIC_DQ) {
+          if constexpr (ATOMIC_DQ && !WHOLE_DQ) {
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
                 ds_smem, p_smem, k_smem, dq_gmem(), rows_of(now), ds_scale.inverse());
           }
@@ -356,6 +370,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const auto add_dq = [&](int part, int step, int steps) {
           const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
           const int first = warp / DQ_SHARERS * DQ_QUERIES;
+          if constexpr (WHOLE_DQ) {
+            fragment_product::store_fragments(p, dq, share,
+                                              fragment_product::dq_row(p, dq_rows(), first),
+                                              rows_of(now) - first, step, steps);
+            return;
+          }
           fragment_product::add_fragments(dq, share,
                                           dq_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
                                           rows_of(now) - first, step, steps);
@@ -387,6 +407,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
               dk, ds_rows, q_smem, share_k, [&](int step) {
                 add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
               });
+        }
+        if (WHOLE_DQ && has_nonfinite) {
+          __syncthreads();  // the tile's dq, written by all threads
+          fragment_product::add_rows_nonfinite<D, BLOCK_KV, P_BYTES>(
+              p, ds_smem, p_smem, k_smem, dq_rows(), rows_of(now), ds_scale.inverse());
         }
         if (next != TileRef::NONE) {
           if constexpr (STAGES == 1) {

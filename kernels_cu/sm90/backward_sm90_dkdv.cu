@@ -6,7 +6,8 @@
 // group and the tiles of queries, in that order. No two blocks write the same element, so the
 // result does not depend on the order in which blocks run. With ATOMIC_DQ the kernel also
 // multiplies dS and the keys, and adds the product to float32 sums of dq, which are 0 at first, by
-// atomic additions in the order in which blocks run; backward_dq_rows.cu converts the sums.
+// atomic additions in the order in which blocks run; backward_dq_rows.cu converts the sums. Where
+// WHOLE_DQ, a block has all keys of a head, and stores dq, which is whole after one product.
 //
 // A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
 // loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
@@ -121,6 +122,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   // one, and the queries of that tile.
   float* deferred_gmem = nullptr;
   int deferred_rows = 0;
+  const auto write_dq = [&](const auto& dq, float* to_gmem, int column, int begin, int valid) {
+    if constexpr (WHOLE_DQ) {
+      warpgroup_gradient::store_dq(p, dq, reinterpret_cast<char*>(to_gmem), column, begin, valid);
+    } else {
+      warpgroup_gradient::atomic_add_dq(dq, to_gmem, column, begin, valid);
+    }
+  };
   // Computes slabs of the dq of the tile before, by one consumer alone or by both.
   const auto accumulate_deferred_dq = [&](int first_slab, int end_slab, bool both_consumers) {
     const unsigned int n = tile_number - 1;
@@ -142,8 +150,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if (slab + 1 == end_slab && Pipeline::stage_of(n) == index) {
         warpgroup::arrive_warpgroup(shared.ds_pipeline.empty_barrier(n));
       }
-      warpgroup_gradient::atomic_add_dq(dq, deferred_gmem, slab * warpgroup::SLAB_COLUMNS, 0,
-                                        deferred_rows);
+      write_dq(dq, deferred_gmem, slab * warpgroup::SLAB_COLUMNS, 0, deferred_rows);
     }
   };
 
@@ -370,15 +377,17 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // -- dq, and what is left of dv and dk
       const bool clears_keys = MASKS && !DEFER_DQ && has_nonfinite_keys;
       if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
-      float* const dq_gmem = span.dq_accum + first_query(tile) * fragment::whole_columns(D);
+      float* const dq_gmem =
+          WHOLE_DQ ? reinterpret_cast<float*>(fragment_product::dq_row(
+                         p, reinterpret_cast<char*>(span.dq_accum), first_query(tile)))
+                   : span.dq_accum + first_query(tile) * fragment::whole_columns(D);
       float dq[2][DQ_COLUMNS];
       const int dq_slab = SHARE_KEYS ? k_share.slab : ALTERNATE_DQ ? 0 : index;
       const warpgroup::SmemDesc stored_ds = ds_desc(stage);
       const auto add_dq = [&] {
         ptx::fence_accumulator(dq);
         if constexpr (IS_FLOAT16) matmul::scale(dq, warp_scale.inverse());
-        warpgroup_gradient::atomic_add_dq(dq, dq_gmem, dq_slab * warpgroup::SLAB_COLUMNS,
-                                          k_share.begin, ni);
+        write_dq(dq, dq_gmem, dq_slab * warpgroup::SLAB_COLUMNS, k_share.begin, ni);
       };
       if constexpr (!DEFER_DQ) ptx::wgmma_fence();
       if constexpr (ATOMIC_DQ && !ALTERNATE_DQ && !DEFER_DQ) issue_dq(dq, stored_ds, dq_slab);
@@ -420,15 +429,27 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       return tile;
     };
+    // Where WHOLE_DQ: sets to 0 the dq of queries of tiles that are EMPTY, up to tile `end`.
+    int seen = span.first;
+    const auto clear_dq_up_to = [&](int end) {
+      if constexpr (!WHOLE_DQ || !HAS_MASK) return;
+      const long long rows = static_cast<long long>(end) * BLOCK_Q, len_q = span.entry.len_q;
+      fragment_product::clear_dq<CONSUMER_THREADS>(p, reinterpret_cast<char*>(span.dq_accum),
+                                                   static_cast<long long>(seen) * BLOCK_Q,
+                                                   rows < len_q ? rows : len_q);
+      seen = end + 1;
+    };
 #pragma unroll 1
     for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
          tile = next_tile(index_of(tile) + 1), ++tile_number) {
+      clear_dq_up_to(index_of(tile));
       if (SPLIT_FULL_TILES && class_of(tile) == FULL && index_of(tile) < whole) {
         step(tile, warpgroup::Bool<false>());
       } else {
         step(tile, warpgroup::Bool<true>());
       }
     }
+    clear_dq_up_to(span.end);
     ptx::mbarrier_arrive(shared.span_pipeline.empty_barrier(n));
   }
 

@@ -2,6 +2,7 @@
 // block's keys and values, stages of q, do, dS and P, and the spans of tiles of queries that the
 // block computes. What the roles need to know lies here, because the sums fill the registers.
 #pragma once
+#include "../warp/fragment_product.cuh"
 #include "../warp/fragment_tile.cuh"
 #include "../common/gradient_tile.cuh"
 #include "../common/layout.cuh"
@@ -62,7 +63,7 @@ struct Span {
   layout::Entry entry;
   long long h;
   memory::RowStatistic lse, delta;
-  float* dq_accum;  // row 0
+  float* dq_accum;  // row 0; where WHOLE_DQ, of dq, whatever its type
   warpgroup::TmaHead q, d_out;
   int first, end, whole;                  // indices of tiles; from `whole` on rows are missing
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
@@ -194,6 +195,7 @@ struct alignas(1024) Aligned {
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
+static_assert(!WHOLE_DQ || (ATOMIC_DQ && !PACKED), "WHOLE_DQ");
 static_assert(!HAS_PARTS || (!PACKED && !TMA_STORE), "HAS_PARTS");
 static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
                                   STAGES * (QTiles::BYTES + DoTiles::BYTES) +
@@ -240,6 +242,16 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
 }
 
+// Row 0 of what a head's dq is added to or, where WHOLE_DQ, stored to.
+__device__ __forceinline__ float* dq_of(const Params& p, const layout::Entry& entry, long long h) {
+  if constexpr (WHOLE_DQ) {
+    return reinterpret_cast<float*>(p.dq.data + layout::offset(p.dq, entry, h, false) *
+                                                    fragment_product::dq_bytes(p));
+  } else {
+    return reinterpret_cast<float*>(p.dq_accum.data) + layout::grouped_offset(p.dq_accum, entry, h);
+  }
+}
+
 // Writes span n, if there is one. All consumer threads call it together.
 __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& shared,
                                              unsigned int n) {
@@ -259,19 +271,18 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
     const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
     const int tiles = shared.tiles_per_head;
     const int end = first + Span::MAX_TILES < tiles ? first + Span::MAX_TILES : tiles;
-    span = Span{
-        entry,
-        h,
-        memory::row_statistic(p.lse, entry, h),
-        memory::row_statistic(p.delta, entry, h),
-        reinterpret_cast<float*>(p.dq_accum.data) + layout::grouped_offset(p.dq_accum, entry, h),
-        warpgroup::TmaHead(p.q, entry, h),
-        warpgroup::TmaHead(p.d_out, entry, h),
-        static_cast<int>(first),
-        HAS_MASK ? end : tiles,
-        static_cast<int>(entry.len_q / BLOCK_Q),
-        {},
-        {}};
+    span = Span{entry,
+                h,
+                memory::row_statistic(p.lse, entry, h),
+                memory::row_statistic(p.delta, entry, h),
+                dq_of(p, entry, h),
+                warpgroup::TmaHead(p.q, entry, h),
+                warpgroup::TmaHead(p.d_out, entry, h),
+                static_cast<int>(first),
+                HAS_MASK ? end : tiles,
+                static_cast<int>(entry.len_q / BLOCK_Q),
+                {},
+                {}};
   }
   if constexpr (HAS_MASK) {
     consumers_sync();  // the span's head, which one thread wrote

@@ -144,6 +144,16 @@ def reason(choice: Choice, request: Request, before: str = "", after: str = "") 
     )
 
 
+def has_all_keys(request: Request) -> bool:
+    """Return whether a block of the kernel of dk and dv has all keys of a head, and can store dq.
+
+    As for `adds_dq`, a request without arrays is enough.
+    """
+    problem, choice = request.problem, select("dkdv", request)
+    keys = int(np.max(problem.len_k, initial=0))
+    return choice.spec.whole_dq and 0 < keys <= choice.tiles.block_kv and not problem.rows.adjoin
+
+
 def adds_dq(request: Request, deterministic: bool) -> bool:
     """Return whether the kernel of dk and dv adds dq to memory, in any order of its blocks.
 

@@ -247,6 +247,7 @@ DKDV = KernelSpec(
     grid=grid.by_keys,
     slope=True,
     atomic_dq=HALVES,
+    whole_dq=True,
     parts=True,
     dq_accum_step=LANES,
 )
