@@ -70,8 +70,9 @@ constexpr bool OVERLAP_DP_SOFTMAX = !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <
 // Whether the mask is evaluated before the product for the scores is issued, or while it is
 // multiplied. Both choices were measured.
 constexpr bool MASK_FIRST = SHARE_KEYS || DEFER_DQ;
-// Whether FULL tiles have code of their own, without masked pairs.
-constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !HAS_SCORE && !DEFER_DQ;
+// Whether FULL tiles have code of their own, without masked pairs. Beside the stores of dq the
+// assembler would run products one by one.
+constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !HAS_SCORE && !DEFER_DQ && !WHOLE_DQ;
 // Whether the product for dv is issued before dS is stored. Both choices were measured.
 constexpr bool DV_FIRST = HAS_SCORE && !SHARE_KEYS;
 // Whether dS goes through shared memory: for dq, or where the consumers share keys.
