@@ -1,8 +1,8 @@
 // delta = rowsum(do * out) - dlse, before the backward kernels: the twin of
 // reference/cpu/backward_delta.py, whose gradient of the sink is in backward_sink.cu.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2, line 4. 8, 16 or 32 lanes read a row, 16 bytes each if
-// strides and alignment allow it.
+// FlashAttention-2 (Dao 2023), Algorithm 2, line 4. 4, 8, 16 or 32 lanes read a row, 16 bytes each
+// if strides and alignment allow it.
 //
 // Grid: blocks of BLOCK_Q rows of all entries and heads; packed: of total_q rows of all heads.
 // own_size = lead_size. Shared memory: none.
@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int PIECES = (D_V + STORED_VECTOR - 1) / STORED_VECTOR;
-constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that share a row
+constexpr int LANES = PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // of a row
 constexpr int AT_ONCE = THREADS / LANES;
 // Rows that a lane loads before it adds the first of them. More would cost occupancy.
 constexpr int AHEAD = 2;
@@ -96,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bool vectors = out.by_vectors() && d_out.by_vectors(),
              skip_zero_outputs = p.sink != nullptr;
 #pragma unroll 1
-  for (int first = threadIdx.x / LANES; first < BLOCK_Q; first += AT_ONCE * AHEAD) {
+  for (int row0 = 0; row0 < valid; row0 += AT_ONCE * AHEAD) {
+    const int first = row0 + threadIdx.x / LANES;
     accum_t value[AHEAD];
     if (vectors) {
       sum_rows<true>(value, out, d_out, first, valid, skip_zero_outputs);

@@ -11,19 +11,21 @@
 namespace {
 
 constexpr int WIDTH = 16 / sizeof(accum_t);
-constexpr int AHEAD = 8;  // parts that are loaded before the first of them is added
+constexpr int AHEAD = 16;  // parts that are loaded before the first of them is added
 
 struct alignas(16) Columns {
   accum_t x[WIDTH];
 };
 
-// Which of the axes along which parts are summed is how long, and how far apart its parts are.
+// Which of the axes along which parts are summed is how long, and how far apart its parts are. If
+// there is one such axis, `only_step` is its step, else it is 0.
 struct SummedAxes {
-  long long size[MAX_LEAD], step[MAX_LEAD], count;
+  long long size[MAX_LEAD], step[MAX_LEAD], count, only_step;
 };
 
 // The elements between the first part and part `number`; the last axis runs fastest.
 __device__ __forceinline__ long long offset_of(const SummedAxes& axes, long long number) {
+  if (axes.only_step != 0) return number * axes.only_step;
   long long elements = 0;
 #pragma unroll
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
@@ -77,6 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   long long target = head * gradient.head + row * gradient.row + column * gradient.col;
   SummedAxes axes;
   axes.count = 1;
+  axes.only_step = 0;
+  int summed_axes = 0;
 #pragma unroll
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
     const long long size = p.lead_sizes[n][axis];
@@ -84,6 +88,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     axes.size[axis] = summed ? size : 1;
     axes.step[axis] = parts.lead[axis];
     axes.count *= axes.size[axis];
+    if (axes.size[axis] > 1) {
+      axes.only_step = ++summed_axes == 1 ? axes.step[axis] : 0;
+    }
     const long long at = take(summed ? 1 : size);
     source += at * parts.lead[axis];
     target += at * gradient.lead[axis];
@@ -100,7 +107,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int x = 0; x < WIDTH; ++x) sum.x[x] += next.x[x];
   };
+  struct alignas(WIDTH * sizeof(storage_t)) Stored {
+    storage_t x[WIDTH];
+  };
   const Columns total = sum_parts(reinterpret_cast<const Columns*>(first), axes, add);
+  Stored* const to = reinterpret_cast<Stored*>(gradient.data + target * sizeof(storage_t));
+  if (kind == number::STORAGE_KIND && gradient.col == 1 &&
+      reinterpret_cast<unsigned long long>(to) % sizeof(Stored) == 0) {
+    Stored rounded;
+#pragma unroll
+    for (int x = 0; x < WIDTH; ++x) number::narrow(total.x[x], &rounded.x[x]);
+    *to = rounded;
+    return;
+  }
 #pragma unroll
   for (int x = 0; x < WIDTH; ++x) {
     number::store(gradient.data, kind, target + x * gradient.col, total.x[x]);

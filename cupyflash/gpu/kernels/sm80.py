@@ -57,6 +57,11 @@ BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]]
         256: ((64, 64, 4, 1, 1), (64, 32, 4, 1, 1)),
     },
 }
+# Largest head -> the same of backward_sm80_dkdv.cu, for so few keys.
+FEW_KEYS_DKDV: dict[int, tuple[int, int, int, int, int]] = {
+    32: (64, 64, 4, 2, 3),
+    64: (64, 64, 4, 2, 2),
+}
 # Of backward_sm80_bias.cu, for so few queries in heads up to 64: three blocks share an SM.
 FEW_QUERIES_BIAS, SMALL_BIAS_HEAD = (64, 64, 4, 1, 3), 64
 # What a block keeps of the batch entry and the head whose operand is streamed, and barriers.
@@ -147,6 +152,18 @@ def _configure_forward(request: Request) -> Tiles | None:
 def _configure_backward(kernel: str, request: Request) -> Tiles | None:
     problem = request.problem
     return fit_backward(kernel, problem.d, problem.d_v, request.device.shared_memory)
+
+
+def _configure_dkdv(request: Request) -> Tiles | None:
+    problem, limit = request.problem, request.device.shared_memory
+    # No sequence's result may depend on the lengths of others that are packed with it.
+    keys = int(np.max(problem.len_k, initial=0))
+    if max(problem.d, problem.d_v) <= max(FEW_KEYS_DKDV) and not problem.rows.adjoin:
+        block_q, block_kv, warps, stages, resident = at_head(FEW_KEYS_DKDV, problem.d, problem.d_v)
+        shared = dkdv_bytes(block_q, block_kv, warps, stages, problem.d, problem.d_v)
+        if keys <= block_kv and (shared + RESERVED) * resident <= limit + RESERVED:
+            return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+    return _configure_backward("backward_sm80_dkdv", request)
 
 
 def _configure_bias(request: Request) -> Tiles | None:
@@ -243,7 +260,7 @@ DKDV = KernelSpec(
     heads=_HEADS,
     capability=CAPABILITY,
     tensor_cores=True,
-    configure=functools.partial(_configure_backward, "backward_sm80_dkdv"),
+    configure=_configure_dkdv,
     grid=grid.by_keys,
     slope=True,
     atomic_dq=HALVES,
