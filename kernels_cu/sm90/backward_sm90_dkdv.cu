@@ -72,7 +72,7 @@ constexpr bool OVERLAP_DP_SOFTMAX = !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <
 constexpr bool MASK_FIRST = SHARE_KEYS || DEFER_DQ;
 // Whether FULL tiles have code of their own, without masked pairs. Beside the stores of dq the
 // assembler would run products one by one.
-constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !HAS_SCORE && !DEFER_DQ && !WHOLE_DQ;
+constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !HAS_SCORE && !DEFER_DQ;
 // Whether the product for dv is issued before dS is stored. Both choices were measured.
 constexpr bool DV_FIRST = HAS_SCORE && !SHARE_KEYS;
 // Whether dS goes through shared memory: for dq, or where the consumers share keys.
@@ -444,7 +444,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
          tile = next_tile(index_of(tile) + 1), ++tile_number) {
       clear_dq_up_to(index_of(tile));
-      if (SPLIT_FULL_TILES && class_of(tile) == FULL && index_of(tile) < whole) {
+      bool is_full = class_of(tile) == FULL && index_of(tile) < whole;
+      if constexpr (WHOLE_DQ || HAS_PARTS) is_full = ptx::any_lane(is_full);
+      if (SPLIT_FULL_TILES && is_full) {
         step(tile, warpgroup::Bool<false>());
       } else {
         step(tile, warpgroup::Bool<true>());
@@ -473,7 +475,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                           dk_map, warpgroup::TmaHead(p.dk, entry, h_kv), first);
     if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
   } else {
-    const long long part = HAS_PARTS ? shared.part : 0;
+    const long long part =
+        HAS_PARTS ? layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)) : 0;
     const warpgroup_gradient::ResultRows<D> dk_rows(
         p.dk, p.kind_dk, entry, h_kv, j0, nj, smem.k.begin, layout::part_offset(p, p.dk, part));
     const warpgroup_gradient::ResultRows<D_V> dv_rows(

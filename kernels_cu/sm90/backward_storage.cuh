@@ -132,7 +132,7 @@ struct SharedStorage {
   bool has_sink;
   unsigned int spans_per_head, spans;  // `spans` of all heads
   float c;                             // scale log2 e
-  unsigned int part;                   // where HAS_PARTS: of those that share the keys
+  unsigned int first_head;             // where HAS_PARTS: the part's, of those that share the keys
   Span span[STAGES];
   // A stage of q_pipeline has q, do, lse and delta. do has a full barrier of its own, because q is
   // multiplied first.
@@ -235,9 +235,9 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
   if constexpr (HAS_PARTS) {
     const layout::Part part(p, layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)),
-                            shared.spans);
-    shared.part = static_cast<unsigned int>(part.number);
-    shared.spans = static_cast<unsigned int>(part.end - part.begin);
+                            layout::entries_sharing(p) * p.group);
+    shared.first_head = static_cast<unsigned int>(part.begin);
+    shared.spans = static_cast<unsigned int>(part.end - part.begin) * shared.spans_per_head;
   }
   shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
 }
@@ -258,31 +258,28 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
   if (n >= shared.spans) return;
   shared.span_pipeline.wait_empty(n);
   Span& span = shared.span[Pipeline::stage_of(n)];
-  if (threadIdx.x == 0) {
-    unsigned int number = n;
-    if constexpr (HAS_PARTS) {
-      const layout::Part part(p, shared.part,
-                              layout::entries_sharing(p) * p.group * shared.spans_per_head);
-      number += static_cast<unsigned int>(part.begin);
-    }
-    const unsigned int head = number / shared.spans_per_head;  // of those that share the keys
-    const unsigned int first = number % shared.spans_per_head * Span::MAX_TILES;
+  // Where HAS_PARTS, one thread's branch would have the assembler run products one by one.
+  if (HAS_PARTS ? ptx::any_lane(threadIdx.x == 0) : threadIdx.x == 0) {
+    unsigned int head = n / shared.spans_per_head;  // of those that share the keys
+    const unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
+    if constexpr (HAS_PARTS) head += shared.first_head;
     const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
     const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
     const int tiles = shared.tiles_per_head;
     const int end = first + Span::MAX_TILES < tiles ? first + Span::MAX_TILES : tiles;
-    span = Span{entry,
-                h,
-                memory::row_statistic(p.lse, entry, h),
-                memory::row_statistic(p.delta, entry, h),
-                dq_of(p, entry, h),
-                warpgroup::TmaHead(p.q, entry, h),
-                warpgroup::TmaHead(p.d_out, entry, h),
-                static_cast<int>(first),
-                HAS_MASK ? end : tiles,
-                static_cast<int>(entry.len_q / BLOCK_Q),
-                {},
-                {}};
+    const Span made = {entry,
+                       h,
+                       memory::row_statistic(p.lse, entry, h),
+                       memory::row_statistic(p.delta, entry, h),
+                       dq_of(p, entry, h),
+                       warpgroup::TmaHead(p.q, entry, h),
+                       warpgroup::TmaHead(p.d_out, entry, h),
+                       static_cast<int>(first),
+                       HAS_MASK ? end : tiles,
+                       static_cast<int>(entry.len_q / BLOCK_Q),
+                       {},
+                       {}};
+    if (!HAS_PARTS || threadIdx.x == 0) span = made;
   }
   if constexpr (HAS_MASK) {
     consumers_sync();  // the span's head, which one thread wrote
