@@ -57,7 +57,7 @@ def of(heads, heads_kv, len_q, len_k, batch=1, bias=None):
     k = np.zeros((batch, heads_kv, len_k, 8), HALF)
     bias = None if bias is None else np.zeros(bias, HALF)
     call = validate.call(q, k, k, Options(bias=bias))
-    made = workspace.scratch_of(call, True, True)
+    made = workspace.scratch_of(call, True, share_queries=True)
     return made.key_parts, made.bias_parts
 
 
@@ -83,7 +83,7 @@ def test_packed_sequences_have_no_parts_of_keys():
     q, k = np.zeros((32, 8192, 8), HALF), np.zeros((1, 8192, 8), HALF)
     ends = np.array([0, 8192])
     call = validate.varlen_call(q, k, k, ends, ends, True, Options())
-    assert workspace.scratch_of(call, True, True).key_parts == 1
+    assert workspace.scratch_of(call, True, share_queries=True).key_parts == 1
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_parts_of_dk_and_dv(case, few_rows):
     q, do = draw((2, 5, 70, 16), (2, 5, 70, 24))
     k, v = draw((2, 1, 90, 16), (1 if "entries" in case else 2, 1, 90, 24), seed=1)
     call = validate.call(q, k, v, Options(**options))
-    assert workspace.scratch_of(call, True, True).key_parts == 5
+    assert workspace.scratch_of(call, True, share_queries=True).key_parts == 5
     made = run(call, do, blocks, deterministic="deterministic" in case)
     precision = Precision.of(q.dtype, tensor_cores=True)
     wanted = backward_bound(do, q, k, v, precision=precision, block_kv=16, **options)
@@ -133,7 +133,9 @@ def test_parts_of_dbias(case):
     shape = 1 if "heads" in case else 2, 1 if "queries" in case else 40, 24
     (bias,) = draw(shape, dtype=dtype, seed=3)
     call = validate.call(q, k, v, Options(bias=bias))
-    assert workspace.scratch_of(call, True, True).bias_parts == (4 if "heads" in case else 2)
+    assert workspace.scratch_of(call, True, share_queries=True).bias_parts == (
+        4 if "heads" in case else 2
+    )
     precision = Precision.of(q.dtype, tensor_cores=dtype == HALF)
     wanted = backward_bound(do, q, k, v, bias=bias, precision=precision, block_kv=16)
     made = [run(call, do, blocks, schedule).dbias for schedule in (REVERSE, randomly(1))]

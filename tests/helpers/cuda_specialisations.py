@@ -72,8 +72,8 @@ class Case(NamedTuple):
     packed: bool
     # "cached", or "paged" where it lies in pages, "paged16" where these have a multiple of 16 rows,
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
-    # one may be "numbers", or "few" if it has so few leaves; "parts" of gradients. Of codes without
-    # a cache "rows", if rows have scales, and their format; dtype is the result's.
+    # one may be "numbers", or "few" if it has so few leaves. Of codes without a cache "rows", if
+    # rows have scales, and their format; dtype is the result's. Of gradients "parts", or "whole".
     cache: str = ""
 
 
@@ -111,9 +111,13 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
-    for n, own in enumerate([(128, 128), (64, 64), (256, 256)]):
-        kernel = "backward_sm80_dkdv" if n == 1 else "backward_sm90_dkdv"
-        found.append(Case(kernel, dtypes[1 + n % 2], own, "causal", False, "parts"))
+    for n, (own, options, which) in enumerate([
+        ((128, 128), "causal", "parts"), ((64, 64), "causal", "parts"),
+        ((256, 256), "causal", "parts"), ((64, 64), "causal", "whole"),
+        ((128, 128), "segments", "whole"), ((64, 64), "bias", "whole"),
+    ]):  # fmt: skip
+        for kernel in ("backward_sm90_dkdv", "backward_sm80_dkdv")[: 1 + n % 2]:
+            found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -270,8 +274,10 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
-    resumes, parts = case.cache == "resumes", case.cache == "parts"
-    held = "" if resumes or parts or case.cache.startswith(("rows", "float8")) else case.cache
+    resumes, parts, whole = (case.cache == x for x in ("resumes", "parts", "whole"))
+    held = (
+        "" if resumes or parts or whole or case.cache.startswith(("rows", "float8")) else case.cache
+    )
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
     if of_codes:
@@ -321,6 +327,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         functions=functions,
         tma_store=not (case.packed or resumes or parts) and _tma_stores(spec, problem, tiles),
         parts=parts,
+        whole_dq=whole,
         atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
     )
