@@ -244,8 +244,10 @@ def backward(
     if made.key_parts > 1:
         after += f"; {made.key_parts} blocks share the queries of a block of keys"
     fields = {"own_size": own, "tasks": made.key_parts}
-    ways = {"adds_dq": atomic_dq, "stores_dq": whole_dq, "parts": made.key_parts > 1}
-    writer.add("dkdv", extent, fields, **ways, after=after)
+    parts = made.key_parts > 1
+    writer.add(
+        "dkdv", extent, fields, adds_dq=atomic_dq, stores_dq=whole_dq, parts=parts, after=after
+    )
     own = lead.own("dq")
     if "dq_accum" in scratch:
         writer.add("dq_rows", writer.extent(own), {"own_size": own})

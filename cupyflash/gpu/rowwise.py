@@ -199,7 +199,8 @@ def sums(pairs: Mapping[str, tuple[str, ArraySpec, Array]], dtype: str) -> Launc
     axes.
     """
     columns: dict[str, list[Any]] = {name: [] for name, _, _ in params.ROWWISE["sums"]}
-    slots, end = {}, 0
+    slots: dict[str, str] = {}
+    end = 0
     for n, (name, (name_of_parts, parts, gradient)) in enumerate(pairs.items()):
         arrays = {"parts": (parts, 3), "gradients": (gradient, 3)}
         lead = strides.lead_of(parts.shape[:-3], arrays, "grads_out")

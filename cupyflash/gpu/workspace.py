@@ -128,7 +128,8 @@ def _key_parts(call: Call) -> int:
     problem = call.problem
     if problem.rows.adjoin or not problem.heads_kv:
         return 1
-    group, len_q = problem.heads // problem.heads_kv, int(np.max(problem.len_q, initial=0))
+    group: int = problem.heads // problem.heads_kv
+    len_q = int(np.max(problem.len_q, initial=0))
     blocks = problem.heads_kv * -(-int(np.max(problem.len_k, initial=0)) // TILE_K)
     return max(1, min(group, -(-ENOUGH_BLOCKS // max(blocks, 1)), -(-group * len_q // FEWEST_ROWS)))
 
@@ -143,8 +144,8 @@ def _bias_parts(call: Call) -> int:
     if call.bias is None:
         return 1
     *lead, heads, len_q, len_k = (1,) * (3 - call.bias.ndim) + call.bias.shape
-    tiles = heads * -(-len_q // TILE_Q) * -(-len_k // TILE_K)
-    planes = call.problem.batch // max(math.prod(lead), 1)
+    tiles: int = heads * -(-len_q // TILE_Q) * -(-len_k // TILE_K)
+    planes: int = call.problem.batch // max(math.prod(lead), 1)
     if heads == 1:
         planes *= call.problem.heads
     enough = ENOUGH_SMALL_BLOCKS if len_q <= TILE_Q else ENOUGH_BLOCKS

@@ -93,11 +93,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   accum_t* const delta = reinterpret_cast<accum_t*>(p.delta.data) +
                          layout::offset(p.delta, entry, h, false) + i0 * p.delta.row;
   const int valid = length - i0 < BLOCK_Q ? static_cast<int>(length - i0) : BLOCK_Q;
+  // The same for all lanes of a warp, which add up together.
+  const int rows = (valid + AT_ONCE * AHEAD - 1) / (AT_ONCE * AHEAD) * (AT_ONCE * AHEAD);
   const bool vectors = out.by_vectors() && d_out.by_vectors(),
              skip_zero_outputs = p.sink != nullptr;
 #pragma unroll 1
-  for (int row0 = 0; row0 < valid; row0 += AT_ONCE * AHEAD) {
-    const int first = row0 + threadIdx.x / LANES;
+  for (int first = threadIdx.x / LANES; first < rows; first += AT_ONCE * AHEAD) {
     accum_t value[AHEAD];
     if (vectors) {
       sum_rows<true>(value, out, d_out, first, valid, skip_zero_outputs);

@@ -259,6 +259,10 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         elif case.options == "plain" and case.sizes != (96, 104):
             registers = "plain"
         return sm90.fit_forward(*case.sizes, registers)
+    if spec is sm80.DKDV and case.cache != "whole":  # those of longer rows
+        tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)
+        assert tiles is not None
+        return tiles
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
     tiles = spec.configure(request)
