@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import Placed, random_layout, same_bits
 
-from cupyflash import masks
+from cupyflash import explain, masks
 from cupyflash.gpu import launch, rowwise, workspace
 from cupyflash.gpu.workspace import ArraySpec, parts_of
 from cupyflash.problem import validate
@@ -84,6 +84,16 @@ def test_packed_sequences_have_no_parts_of_keys():
     ends = np.array([0, 8192])
     call = validate.varlen_call(q, k, k, ends, ends, True, Options())
     assert workspace.scratch_of(call, True, share_queries=True).key_parts == 1
+
+
+def test_what_explain_counts():
+    made = explain((4, 4096, 64), (1, 512, 64), backward=True, device="H100", compile=False)
+    dkdv, sums = made.kernels[1], made.kernels[-1]
+    parts = 2 * 2 * 512 * 64 * 4
+    assert dkdv.blocks == 2 * 4
+    assert dkdv.once.writes["parts"] == sums.once.reads["parts"] == parts
+    assert sums.once.writes == {"dk": 512 * 64 * 2, "dv": 512 * 64 * 2}
+    assert "dk" not in dkdv.once.writes
 
 
 # -- results --------------------------------------------------------------------------------------

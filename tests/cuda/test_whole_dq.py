@@ -10,7 +10,7 @@ from emulator.calls import Blocks, Emulator
 from emulator.machine import REVERSE, randomly
 from halves import mostly_thorough
 
-from cupyflash import masks
+from cupyflash import explain, masks
 from cupyflash.gpu import route
 from cupyflash.gpu.kernels import registry
 from cupyflash.problem import validate
@@ -69,6 +69,16 @@ def test_kernels_of_one_tile_of_keys():
     assert kernels(100, lead=1) == sums  # entries share q
     assert kernels(100, dtype=np.float32)[1:] == ["backward_simt_dkdv"]
     assert kernels(0) == sums
+
+
+def test_what_explain_counts():
+    made = explain((256, 64), (100, 64), backward=True, device="A100-80GB", compile=False)
+    _, dkdv = made.kernels
+    assert dkdv.computes == "dk and dv, and dq"
+    queries, keys = 256 * 64 * 2, 100 * 64 * 2
+    assert dkdv.most.writes == dkdv.once.writes == {"dk": keys, "dv": keys, "dq": queries}
+    assert "dq_accum" not in dkdv.most.reads
+    assert made.memory == queries + 2 * keys + 256 * 4  # dq, dk, dv and delta
 
 
 # -- results --------------------------------------------------------------------------------------
