@@ -361,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (has_nonfinite) {
           if constexpr (ATOMIC_DQ && !WHOLE_DQ) {
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
-                ds_smem, p_smem, k_smem, dq_gmem(), rows_of(now), ds_scale.inverse());
+                p, ds_smem, p_smem, k_smem, dq_gmem(), rows_of(now), ds_scale.inverse());
           }
           repair_nonfinite(dk, dv, share_k, share_v, p_rows, ds_rows, q_smem, do_smem);
         }
@@ -410,8 +410,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         if (WHOLE_DQ && has_nonfinite) {
           __syncthreads();  // the tile's dq, written by all threads
-          fragment_product::add_rows_nonfinite<D, BLOCK_KV, P_BYTES>(
-              p, ds_smem, p_smem, k_smem, dq_rows(), rows_of(now), ds_scale.inverse());
+          fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
+              p, ds_smem, p_smem, k_smem, reinterpret_cast<float*>(dq_rows()), rows_of(now),
+              ds_scale.inverse());
         }
         if (next != TileRef::NONE) {
           if constexpr (STAGES == 1) {

@@ -228,6 +228,7 @@ __device__ __forceinline__ char* dq_row(const Params& p, char* row_gmem, long lo
 }
 
 // Stores two neighbouring columns of a row of dq from column `column` on, an even one.
+template <int CODE = STORAGE>
 __device__ __forceinline__ void store_pair(const Params& p, char* row_gmem, int row, int column,
                                            float low, float high) {
   char* const to = dq_row(p, row_gmem, row);
@@ -238,7 +239,7 @@ __device__ __forceinline__ void store_pair(const Params& p, char* row_gmem, int 
     return;
   }
   storage_t* const data = reinterpret_cast<storage_t*>(to) + column * p.dq.col;
-  const unsigned int pair = number::narrow_pair(low, high);
+  const unsigned int pair = number::narrow_pair<CODE>(low, high);
   if (column + 1 < D && p.dq.col == 1 && reinterpret_cast<unsigned long long>(data) % 4 == 0) {
     *reinterpret_cast<unsigned int*>(data) = pair;
     return;
@@ -310,12 +311,15 @@ __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMN
   }
 }
 
-// Adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows of b for
-// the non-finite elements of b alone, skipping masked pairs, which have the weight of one in
-// `weights_smem`. Each thread adds numbers one by one, by `add`, which has a row and a column.
-template <int WIDTH, int DEPTH, int A_BYTES, class Add>
-__device__ __forceinline__ void for_each_nonfinite(const char* a_smem, const char* weights_smem,
-                                                   const char* b_smem, int valid, const Add& add) {
+// Atomically adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows
+// of b, times a factor, for the non-finite elements of b alone, skipping masked pairs, which have
+// the weight of one in `weights_smem`. Each thread adds numbers one by one. Where WHOLE_DQ, they
+// are added to rows of dq that the block's threads have stored.
+template <int WIDTH, int DEPTH, int A_BYTES>
+__device__ __forceinline__ void add_fragments_nonfinite(const Params& p, const char* a_smem,
+                                                        const char* weights_smem,
+                                                        const char* b_smem, float* to_gmem,
+                                                        int valid, float factor) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < valid * WIDTH; n += THREADS) {
     const int row = n / WIDTH, column = n % WIDTH;
@@ -329,36 +333,18 @@ __device__ __forceinline__ void for_each_nonfinite(const char* a_smem, const cha
       if (number::is_finite(value) || element(weights_smem + pair) == fragment::MASKED) continue;
       sum += number::widen(element(a_smem + pair)) * value;
     }
-    if (sum != 0.0f) add(row, column, sum);
+    if constexpr (WHOLE_DQ) {
+      if (sum == 0.0f) continue;
+      char* const to = dq_row(p, reinterpret_cast<char*>(to_gmem), row);
+      const long long index = column * p.dq.col;
+      const float before = number::load<float>(to, p.kind_dq, index);
+      number::store(to, p.kind_dq, index, before + sum * factor * static_cast<float>(p.scale));
+    } else {
+      const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +
+                     column % 2 * 32 + row % 8 * 4 + column % 8 / 2;
+      if (sum != 0.0f) ptx::red_add(to_gmem + at, sum * factor);
+    }
   }
-}
-
-// Atomically adds these, times a factor, to the sums of dq.
-template <int WIDTH, int DEPTH, int A_BYTES>
-__device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem,
-                                                        const char* weights_smem,
-                                                        const char* b_smem, float* to_gmem,
-                                                        int valid, float factor) {
-  for_each_nonfinite<WIDTH, DEPTH, A_BYTES>(
-      a_smem, weights_smem, b_smem, valid, [&](int row, int column, float sum) {
-        const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +
-                       column % 2 * 32 + row % 8 * 4 + column % 8 / 2;
-        ptx::red_add(to_gmem + at, sum * factor);
-      });
-}
-
-// Where WHOLE_DQ: adds them to the rows of dq that the block's threads have stored.
-template <int WIDTH, int DEPTH, int A_BYTES>
-__device__ __forceinline__ void add_rows_nonfinite(const Params& p, const char* a_smem,
-                                                   const char* weights_smem, const char* b_smem,
-                                                   char* row_gmem, int valid, float factor) {
-  for_each_nonfinite<WIDTH, DEPTH, A_BYTES>(
-      a_smem, weights_smem, b_smem, valid, [&](int row, int column, float sum) {
-        char* const to = dq_row(p, row_gmem, row);
-        const long long index = column * p.dq.col;
-        const float before = number::load<float>(to, p.kind_dq, index);
-        number::store(to, p.kind_dq, index, before + sum * factor * static_cast<float>(p.scale));
-      });
 }
 
 }  // namespace fragment_product

@@ -111,13 +111,13 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
-    for n, (own, options, which) in enumerate([
-        ((128, 128), "causal", "parts"), ((64, 64), "causal", "parts"),
-        ((256, 256), "causal", "parts"), ((64, 64), "causal", "whole"),
-        ((128, 128), "segments", "whole"), ((64, 64), "bias", "whole"),
+    for n, (hardware, own, options, which) in enumerate([
+        ("sm90", (128, 128), "causal", "parts"), ("sm90", (64, 64), "causal", "parts"),
+        ("sm80", (64, 64), "plain", "parts"), ("sm90", (64, 64), "causal", "whole"),
+        ("sm80", (64, 64), "bias", "whole"),
     ]):  # fmt: skip
-        for kernel in ("backward_sm90_dkdv", "backward_sm80_dkdv")[: 1 + n % 2]:
-            found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
+        kernel = f"backward_{hardware}_dkdv"
+        found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
