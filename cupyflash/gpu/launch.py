@@ -21,7 +21,7 @@ from ..problem.route import CallResult
 from . import decode_route, driver, offsets, route
 from .compiled import CompiledLaunches
 from .uploads import Uploads
-from .workspace import ArraySpec
+from .workspace import ArraySpec, parts_of
 from .writer import Recipe
 
 ALIGNMENT = 256  # bytes, of the parts of a workspace
@@ -98,9 +98,8 @@ class CompiledRecipe:
 
     @property
     def needs_arrays(self) -> bool:
-        """Whether a launch takes more than addresses: it sums or copies, or waits for CuPy."""
-        sums = any(name in Gradients._fields for name, _, _ in self.scratch)
-        return self.all_zero or sums or self.uploads is not None or self.launches.waits
+        """Whether a launch takes more than addresses: it fills or copies, or waits for CuPy."""
+        return self.all_zero or self.uploads is not None or self.launches.waits
 
     @cached_property
     def adds_to_dq(self) -> bool:
@@ -170,10 +169,6 @@ class CompiledRecipe:
             device_arrays.fill(gradients.dq, 0)
         stream = self.queue.pointer()
         self.launches.start(addresses, stream)
-        for name, part, memory in made:
-            if name in gradients._fields:
-                computed = device_arrays.view(part.shape, part.dtype, memory)
-                _sum_to(getattr(gradients, name), computed)
         del held
 
 
@@ -195,20 +190,6 @@ def compiled_recipe(
 
 def _rounded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _sum_to(gradient: Array, computed: Array) -> None:
-    """Write the sum of `computed` over the axes along which `gradient` was broadcast to it."""
-    if computed.shape != gradient.shape:
-        shape = (1,) * (computed.ndim - gradient.ndim) + gradient.shape
-        for axis in range(computed.ndim):
-            if shape[axis] != computed.shape[axis]:
-                along = computed.swapaxes(0, axis)
-                for n in range(1, along.shape[0]):
-                    along[0] += along[n]  # in place, in a fixed order
-                computed = along[:1].swapaxes(0, axis)
-        computed = computed.reshape(gradient.shape)
-    device_arrays.convert(computed, gradient)
 
 
 def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
@@ -366,9 +347,9 @@ def backward_addresses(
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
     # What a deterministic one needs is part of what others do.
-    parts, _ = route.scratch_of_gradients(call, cuda_device.of(_device(call)))
+    parts = route.scratch_of_gradients(call, cuda_device.of(_device(call))).arrays
     if call.sink is not None:  # whose gradient may have to be computed there
-        parts["dsink"] = ArraySpec(call.sink.shape, call.sink.dtype)
+        parts[parts_of("dsink")] = ArraySpec(call.sink.shape, call.problem.accumulator)
     return ALIGNMENT + _size_of({**parts, **offsets.scratch(call)})
 
 

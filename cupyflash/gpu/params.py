@@ -166,6 +166,11 @@ ROWWISE: dict[str, Fields] = {
         *((name, "Q", 1) for name in "kept report turn".split()),
         ("first_block", "q", 1),
     ],
+    "sums": [
+        *((name, OPERAND, MAX_GRADIENTS) for name in ("parts", "gradients")),
+        ("lead_sizes", "q", MAX_GRADIENTS * MAX_LEAD),
+        *((name, "q", MAX_GRADIENTS) for name in "heads rows columns widths kinds ends".split()),
+    ],
     "offsets": [
         *((name, "Q", 2) for name in "inputs results reports".split()),
         *((name, "q", 2) for name in "steps totals limits".split()),

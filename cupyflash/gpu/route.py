@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..arrays.cuda_device import Target
+from ..arrays.dtypes import accumulator
 from ..arrays.unallocated import unallocated, unallocated_like
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan, Results
@@ -21,7 +22,7 @@ from . import decode_route, offsets, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .params import KINDS
-from .workspace import ArraySpec, scratch_of
+from .workspace import ArraySpec, GradientScratch, parts_of, scratch_of
 from .writer import KernelRoute, Launch, Recipe, Writer, request_of, step_of, with_names
 
 
@@ -177,8 +178,10 @@ def _of_widened(
 
 
 def _words_of_rows(launch: Launch, target: Target) -> str:
-    """Return in words what turns codes into numbers."""
-    return f"{target.name} {launch.special.spec.method}"
+    """Return in words what computes rows."""
+    spec, dtype = launch.special.spec, launch.special.dtype
+    method = spec.method.format(accumulator=accumulator(dtype))
+    return f"{target.name} {method}"
 
 
 def backward(
@@ -195,17 +198,19 @@ def backward(
 ) -> KernelRoute:
     """Return the route of all gradients; `plan` and `count_tiles` are as in `forward`.
 
-    Unless `deterministic`, one kernel may compute dk, dv and dq, and its blocks add dq to memory in
-    any order: five products of tiles instead of seven.
+    Where a block has all keys, one kernel computes dk, dv and dq: five products of tiles. With more
+    keys it may do so unless `deterministic`, and its blocks add dq to memory in any order; else
+    there are two kernels, and seven products.
     """
     problem = call.problem
     if not problem.batch or not problem.heads:
         return KernelRoute(call, (), Recipe(all_zero=True))
     dq, dk, dv, dbias, dsink = gradients
-    scratch, atomic_dq = scratch_of_gradients(call, target, plan, deterministic)
+    made = scratch_of_gradients(call, target, plan, deterministic)
+    scratch, atomic_dq, whole_dq = made.arrays, made.atomic_dq, made.whole_dq
     if dsink is not None and not dsink.flags.c_contiguous:
-        scratch["dsink"] = ArraySpec(dsink.shape, dsink.dtype)
-    made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
+        scratch[parts_of("dsink")] = ArraySpec(dsink.shape, problem.accumulator)
+    made_dk, made_dv = (made.part(name) or own for name, own in (("dk", dk), ("dv", dv)))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
     arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
@@ -214,8 +219,10 @@ def backward(
     if "dq_accum" in scratch:
         arrays["dq_accum"] = (scratch["dq_accum"], 3)
     if dbias is not None:
-        dbias = dbias[(None,) * (3 - dbias.ndim)]
+        dbias = made.part("dbias") or dbias[(None,) * (3 - dbias.ndim)]
         arrays["dbias"] = (dbias, 3)
+    else:
+        scratch.pop(parts_of("dbias"), None)
     writer = Writer(call, target, arrays, slope=True, plan=plan, count_tiles=count_tiles)
     writer.scratch.update(scratch)
     writer.told |= {
@@ -226,33 +233,45 @@ def backward(
     lead = writer.lead
     writer.add("delta", writer.extent(lead.sizes))
     if dsink is not None:
-        kind = {"kind_dsink": KINDS[dsink.dtype.name]}
+        made_dsink = scratch.get(parts_of("dsink"), dsink)
+        kind = {"kind_dsink": KINDS[made_dsink.dtype.name]}
         writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
     own = lead.own("dk", "dv")
-    extent, fields = writer.extent(own, of_keys=True), {"own_size": own}
+    extent = writer.extent((*own, made.key_parts), of_keys=True)
     computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
+    computes = "dk, dv and dq" if whole_dq else computes
     after = f"; one kernel computes {computes}"
-    writer.add("dkdv", extent, fields, adds_dq=atomic_dq, after=after)
+    if made.key_parts > 1:
+        after += f"; {made.key_parts} blocks share the queries of a block of keys"
+    fields = {"own_size": own, "tasks": made.key_parts}
+    parts = made.key_parts > 1
+    writer.add(
+        "dkdv", extent, fields, adds_dq=atomic_dq, stores_dq=whole_dq, parts=parts, after=after
+    )
     own = lead.own("dq")
     if "dq_accum" in scratch:
         writer.add("dq_rows", writer.extent(own), {"own_size": own})
-    elif not atomic_dq:
+    elif not atomic_dq and not whole_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dbias is not None:
-        _bias_gradient(writer, dbias)
+        _bias_gradient(writer, dbias, made.bias_parts)
+    _sums(writer, gradients)
     return offsets.read_first(writer.route(call, adds_dq=atomic_dq), call)
 
 
 def scratch_of_gradients(
     call: Call, target: Target, plan: Plan | None = None, deterministic: bool = False
-) -> tuple[dict[str, ArraySpec], bool]:
-    """Return the scratch memory of a backward, and whether dq is added to memory in any order."""
+) -> GradientScratch:
+    """Return the scratch memory of a backward."""
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
-    atomic_dq = registry.adds_dq(Request(call.problem, target, blocks=blocks), deterministic)
-    return scratch_of(call, atomic_dq), atomic_dq
+    request = Request(call.problem, target, blocks=blocks)
+    # What entries share has the sum of their dq.
+    whole = registry.has_all_keys(request) and math.prod(call.q.shape[:-3]) == call.problem.batch
+    atomic_dq = not whole and registry.adds_dq(request, deterministic)
+    return scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
 
 
-def _bias_gradient(writer: Writer, dbias: Array) -> None:
+def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:
     heads, len_q, len_k = dbias.shape[-3:]
     own = writer.lead.own("dbias", rows=False)
     fields: dict[str, Any] = {
@@ -261,5 +280,25 @@ def _bias_gradient(writer: Writer, dbias: Array) -> None:
         "bias_len_q": len_q,
         "bias_len_k": len_k,
         "kind_dbias": KINDS[dbias.dtype.name],
+        "tasks": parts,
     }
-    writer.add("bias", Extent(len_q, len_k, heads, math.prod(own)), fields)
+    shared = f"; {parts} blocks share the planes of a tile" if parts > 1 else ""
+    extent = Extent(len_q, len_k, heads, math.prod(own) * parts)
+    writer.add("bias", extent, fields, after=shared)
+
+
+def _sums(writer: Writer, gradients: Gradients) -> None:
+    """Let kernels write parts to scratch memory, and add the kernel that sums these."""
+    pairs = {}
+    for name, gradient in gradients._asdict().items():
+        parts = writer.scratch.get(parts_of(name))
+        if gradient is not None and parts is not None:
+            with_axes = parts.reshape((1,) * (3 - parts.ndim) + parts.shape)
+            pairs[name] = parts_of(name), with_axes, gradient[(None,) * (3 - gradient.ndim)]
+    if not pairs:
+        return
+    names = {name: parts_of(name) for name in pairs}
+    writer.steps = [replace(step, launch=with_names(step.launch, names)) for step in writer.steps]
+    launch = rowwise.sums(pairs, writer.call.problem.dtype.name)
+    reason = partial(_words_of_rows, launch, writer.target)
+    writer.steps.append(step_of(launch, writer.scratch, reason))

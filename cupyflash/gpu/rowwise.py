@@ -191,6 +191,34 @@ def widen(codes: Array, scale: Array, form: Format, x: Array) -> Launch:
     return _launch(specs.DEQUANTIZE, x.dtype.name, warps, values, _slots(arrays), layout="quantize")
 
 
+def sums(pairs: Mapping[str, tuple[str, ArraySpec, Array]], dtype: str) -> Launch:
+    """Return the launch that writes gradients that are sums of their parts.
+
+    `pairs` maps the name of each gradient to that of its parts, the parts (..., H, L, D), and the
+    gradient, which has length 1 along the leading axes along which they are summed, or not these
+    axes.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name, _, _ in params.ROWWISE["sums"]}
+    slots: dict[str, str] = {}
+    end = 0
+    for n, (name, (name_of_parts, parts, gradient)) in enumerate(pairs.items()):
+        arrays = {"parts": (parts, 3), "gradients": (gradient, 3)}
+        lead = strides.lead_of(parts.shape[:-3], arrays, "grads_out")
+        width = specs.SUMMED_BYTES // parts.itemsize
+        width = 1 if parts.shape[-1] % width else width
+        end += -(-math.prod(gradient.shape) // (width * specs.ROWS.threads))
+        for field, (array, _) in arrays.items():
+            columns[field].append(strides.operand(array, lead.strides[field]))
+        columns["lead_sizes"] += lead.sizes
+        for field, size in zip(("heads", "rows", "columns"), parts.shape[-3:], strict=True):
+            columns[field].append(size)
+        columns["widths"].append(width)
+        columns["kinds"].append(KINDS[gradient.dtype.name])
+        columns["ends"].append(end)
+        slots |= {f"part {n}": name_of_parts, f"gradient {n}": name}
+    return _launch(specs.SUMS, dtype, end, columns, slots)
+
+
 def _lanes(columns: int) -> int:
     """Return how many lanes share columns, of which each has 8 at a time."""
     return min(32, 1 << max(0, -(-columns // 8) - 1).bit_length())

@@ -263,6 +263,18 @@ class Specialisation:
         "Whether the kernel of dk and dv also adds its share of dq to memory.",
         "dq",
     )
+    whole_dq: bool = _option(
+        "whole_dq",
+        "WHOLE_DQ",
+        "Whether a block of the kernel of dk and dv has all keys, and stores dq.",
+        "whole",
+    )
+    parts: bool = _option(
+        "parts",
+        "HAS_PARTS",
+        "Whether several blocks share the queries of a block of keys, and have parts of dk and dv.",
+        "parts",
+    )
     tma_store: bool = _option("tma_store", "TMA_STORE", "Whether results are stored by TMA.", "tma")
     origins: bool = _option(
         "origins",

@@ -10,6 +10,10 @@ import numpy as np
 from ..problem.call import Call
 
 GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that are stored together
+TILE_Q, TILE_K = 64, 128  # about a tile of a kernel, for the number of parts
+# Blocks that fill a GPU, and where tiles of a bias are small; planes of such a tile, and rows of
+# queries, for which a part pays.
+ENOUGH_BLOCKS, ENOUGH_SMALL_BLOCKS, FEWEST_PLANES, FEWEST_ROWS = 256, 384, 8, 8192
 
 
 class ArraySpec(NamedTuple):
@@ -43,11 +47,47 @@ class ArraySpec(NamedTuple):
         return tuple(math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(self.ndim))
 
 
-def scratch_of(call: Call, atomic_dq: bool) -> dict[str, ArraySpec]:
+class GradientScratch(NamedTuple):
+    """The scratch memory of a backward.
+
+    Attributes
+    ----------
+    arrays : dict of str to ArraySpec
+        The arrays.
+    atomic_dq : bool
+        Whether dq is added to memory in any order.
+    whole_dq : bool
+        Whether blocks of keys store dq.
+    key_parts : int
+        Blocks that share the queries of a block of keys. If there are several, their parts are the
+        first axis of the arrays with parts of dk and dv.
+    bias_parts : int
+        Blocks that share the planes of a tile of the bias, likewise.
+    """
+
+    arrays: dict[str, ArraySpec]
+    atomic_dq: bool
+    whole_dq: bool
+    key_parts: int
+    bias_parts: int
+
+    def part(self, gradient: str) -> ArraySpec | None:
+        """Return what kernels write of a gradient instead of it: a part, if there are parts."""
+        parts = self.arrays.get(parts_of(gradient))
+        count = {"dk": self.key_parts, "dv": self.key_parts, "dbias": self.bias_parts}
+        if parts is None or count.get(gradient, 1) == 1:
+            return parts
+        return ArraySpec(parts.shape[1:], parts.dtype)
+
+
+def scratch_of(
+    call: Call, atomic_dq: bool, whole_dq: bool = False, share_queries: bool = False
+) -> GradientScratch:
     """Return the scratch memory of a backward: delta, one number for each query.
 
-    If k and v are broadcast over different axes, it also has their gradients before they are
-    summed; with `atomic_dq` also the sums of dq, unless dq has the accumulator's type.
+    It also has parts of gradients, which are summed at the end: of those of k and v if these are
+    broadcast over different axes, or if blocks may `share_queries`, and of the bias's if blocks
+    share its tiles; with `atomic_dq` also the sums of dq, unless dq has the accumulator's type.
     """
     problem = call.problem
     scratch = {
@@ -56,15 +96,60 @@ def scratch_of(call: Call, atomic_dq: bool) -> dict[str, ArraySpec]:
         )
     }
     shared = _shared_lead(call)
-    if shared is not None:
+    key_parts, bias_parts = _key_parts(call) if share_queries else 1, _bias_parts(call)
+    if shared is not None or key_parts > 1:
         for name, array in (("dk", call.k), ("dv", call.v)):
-            scratch[name] = ArraySpec((*shared, *array.shape[-3:]), problem.accumulator)
+            lead = array.shape[:-3] if shared is None else shared
+            shape = (*(key_parts,) * (key_parts > 1), *lead, *array.shape[-3:])
+            scratch[parts_of(name)] = ArraySpec(shape, problem.accumulator)
+    if bias_parts > 1:
+        assert call.bias is not None
+        shape = (bias_parts, *(1,) * (3 - call.bias.ndim), *call.bias.shape)
+        scratch[parts_of("dbias")] = ArraySpec(shape, problem.accumulator)
     if atomic_dq and problem.dtype != problem.accumulator:
         *lead_q, rows, columns = call.q.shape
         groups = problem.rows.row_groups(rows, GROUP_ROWS, problem.batch)
         sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
         scratch["dq_accum"] = ArraySpec((*lead_q, *sizes), problem.accumulator)
-    return scratch
+    return GradientScratch(scratch, atomic_dq, whole_dq, key_parts, bias_parts)
+
+
+def parts_of(gradient: str) -> str:
+    """Return the name of the scratch memory with the parts of a gradient."""
+    return f"{gradient} parts"
+
+
+def _key_parts(call: Call) -> int:
+    """Return how many blocks share the heads of queries that share a block of keys.
+
+    Few key heads make few blocks, which many heads of queries keep long. No result may depend on
+    the batch, nor on the lengths of other sequences that are packed with it.
+    """
+    problem = call.problem
+    if problem.rows.adjoin or not problem.heads_kv:
+        return 1
+    group: int = problem.heads // problem.heads_kv
+    len_q = int(np.max(problem.len_q, initial=0))
+    blocks = problem.heads_kv * -(-int(np.max(problem.len_k, initial=0)) // TILE_K)
+    return max(1, min(group, -(-ENOUGH_BLOCKS // max(blocks, 1)), -(-group * len_q // FEWEST_ROWS)))
+
+
+def _bias_parts(call: Call) -> int:
+    """Return how many blocks share the planes whose scores were given the same tile of the bias.
+
+    A plane is a head of a batch entry. Tiles that many planes share are few: without parts, each
+    would be one block's, and most of a GPU idle. The parts of a slice of the bias do not depend on
+    how many slices there are.
+    """
+    if call.bias is None:
+        return 1
+    *lead, heads, len_q, len_k = (1,) * (3 - call.bias.ndim) + call.bias.shape
+    tiles: int = heads * -(-len_q // TILE_Q) * -(-len_k // TILE_K)
+    planes: int = call.problem.batch // max(math.prod(lead), 1)
+    if heads == 1:
+        planes *= call.problem.heads
+    enough = ENOUGH_SMALL_BLOCKS if len_q <= TILE_Q else ENOUGH_BLOCKS
+    return max(1, min(planes // FEWEST_PLANES, enough // max(tiles, 1)))
 
 
 def _shared_lead(call: Call) -> tuple[int, ...] | None:

@@ -89,9 +89,7 @@ class Recipe:
     launches : tuple of Launch
         The launches. No grid is empty.
     scratch : dict of str to ArraySpec
-        Memory that the launches need in addition to the call's arrays. A gradient that has scratch
-        memory is computed there first, and then summed over the axes along which its input was
-        broadcast.
+        Memory that the launches need in addition to the call's arrays.
     tables : tuple of array
         Arrays of look-ups. The one with index n has the name ``table n``.
     """
@@ -298,6 +296,8 @@ class Writer:
         fields: Mapping[str, Any] | None = None,
         named: tuple[str, ...] = (),
         adds_dq: bool = False,
+        stores_dq: bool = False,
+        parts: bool = False,
         blocks: tuple[int, int] | None = None,
         shared: bool = False,
         team: int = 0,
@@ -308,7 +308,8 @@ class Writer:
         """Add the kernel that serves a part of the call.
 
         `fields` override the common parameters, and `named` are additional addresses. `adds_dq`
-        says whether the kernel adds its share of dq to memory. `blocks` are the queries and keys of
+        says whether the kernel adds its share of dq to memory, `stores_dq` whether it stores all of
+        dq, and `parts` whether it computes parts of dk and dv. `blocks` are the queries and keys of
         a tile, if those of another kernel decide. `shared` and `team` are as in `Specialisation`.
         `choice` is the kernel if it has been selected; `before` and `after` are as in
         `registry.reason`.
@@ -319,6 +320,7 @@ class Writer:
         choice = choice or registry.select(part, request)
         spec, tiles = choice.spec, choice.tiles
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
+        assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
         grid = spec.grid(extent, tiles)
         tma = tma_operands.use(spec.tma, request, tiles)
         if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs it, too
@@ -352,7 +354,9 @@ class Writer:
             dropout=spec.scores and problem.dropout > 0,
             count_tiles=spec.scores and "tiles_visited" in self.named,
             functions=functions,
-            atomic_dq=adds_dq,
+            atomic_dq=adds_dq or stores_dq,
+            whole_dq=stores_dq,
+            parts=parts,
             tma_store=tma.stores,
             origins=spec.scores and self.has_origins,
             k_codes=codes.k_form,

@@ -5,10 +5,12 @@
 
 namespace bias_tile {
 
-// The tile of a block. The bias has length 1 along the axes along which it is broadcast.
+// The tile of a block, and its part of the planes that share it: a plane is a head of a batch
+// entry. The bias has length 1 along the axes along which it is broadcast.
 struct BiasTile {
   layout::Entry first;  // of the batch entries that share the tile
   long long head, q_block, kv_block;
+  long long part, begin_plane, end_plane;
   bool one_head, one_query, one_key;
 
   __device__ __forceinline__ explicit BiasTile(const Params& p)
@@ -18,10 +20,24 @@ struct BiasTile {
     const layout::Quotient by_q_block =
         layout::divide(by_kv_block.quotient, (p.bias_len_q + BLOCK_Q - 1) / BLOCK_Q);
     const layout::Quotient by_head = layout::divide(by_q_block.quotient, p.bias_heads);
+    const layout::Quotient by_slice = layout::divide(by_head.quotient, layout::slices(p));
     kv_block = by_kv_block.remainder;
     q_block = by_q_block.remainder;
     head = by_head.remainder;
-    first = layout::first_entry(p, by_head.quotient);
+    first = layout::first_entry(p, by_slice.remainder);
+    const layout::Part planes(p, by_slice.quotient, layout::entries_sharing(p) * heads(p));
+    part = planes.number;
+    begin_plane = planes.begin;
+    end_plane = planes.end;
+  }
+  // Heads that share the tile.
+  __device__ __forceinline__ long long heads(const Params& p) const {
+    return one_head ? p.heads : 1;
+  }
+  // Elements between the start of dbias and row 0 of the tile's head.
+  __device__ __forceinline__ long long base(const Params& p) const {
+    const long long size = layout::slices(p) * p.bias_heads * p.bias_len_q * p.bias_len_k;
+    return part * size + layout::lead_offset(p.dbias, first) + head * p.dbias.head;
   }
 };
 
@@ -60,8 +76,7 @@ __device__ __forceinline__ bool store_vectors(const Params& p, const BiasTile& t
 template <int STRIDE>
 __device__ __forceinline__ void store(const Params& p, const BiasTile& tile_of_bias,
                                       const accum_t* sums_smem) {
-  const long long base =
-      layout::lead_offset(p.dbias, tile_of_bias.first) + tile_of_bias.head * p.dbias.head;
+  const long long base = tile_of_bias.base(p);
   if constexpr (STRIDE % VECTOR == 0) {
     if (store_vectors<STRIDE>(p, tile_of_bias, base, sums_smem)) return;
   }

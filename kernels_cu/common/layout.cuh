@@ -88,6 +88,14 @@ __device__ __forceinline__ Entry first_entry(const Params& p, long long slice) {
   return entry;
 }
 
+// The slices of the output.
+__device__ __forceinline__ long long slices(const Params& p) {
+  long long count = 1;
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) count *= p.own_size[axis];
+  return count;
+}
+
 // How many batch entries share each slice of the output.
 __device__ __forceinline__ long long entries_sharing(const Params& p) {
   long long count = 1;
@@ -172,6 +180,31 @@ __device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsign
   return (first + rank % interleaved) * blocks + rank / interleaved;
 }
 
+// A part of a sum of `count` terms, of p.tasks parts that as many blocks compute at the same time.
+// Parts are the slowest axis of a launch's blocks, and of what they write, which has no gaps.
+struct Part {
+  long long number, begin, end;  // its terms
+
+  __device__ __forceinline__ Part(const Params& p, long long number, long long count)
+      : number(number) {
+    const long long each = (count + p.tasks - 1) / p.tasks;
+    begin = clamp(number * each, 0, count);
+    end = clamp(begin + each, 0, count);
+  }
+};
+
+// Where HAS_PARTS: the part of thread block `number` of a launch for blocks of keys.
+__device__ __forceinline__ long long part_of_keys(const Params& p, unsigned int number) {
+  return divide(number, p.blocks * p.heads_kv * slices(p)).quotient;
+}
+
+// The elements between the start of dk or dv and a part of it.
+__device__ __forceinline__ long long part_offset(const Params& p, const Operand& operand,
+                                                 long long part) {
+  if constexpr (!HAS_PARTS) return 0;
+  return part * slices(p) * p.heads_kv * operand.head;
+}
+
 // How many heads fill a GPU with their blocks.
 __device__ __forceinline__ unsigned int heads_in_flight(const Params& p) {
   constexpr unsigned int BLOCKS = 256;
@@ -185,7 +218,8 @@ __device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsign
   constexpr unsigned int MOST_HEADS = 16;
   if (!HAS_MASK) return number;
   const unsigned int heads = static_cast<unsigned int>(p.heads_kv), most = heads_in_flight(p);
-  return interleave_heads(p, number, heads, most < MOST_HEADS ? most : MOST_HEADS);
+  const unsigned int parts = HAS_PARTS ? static_cast<unsigned int>(p.tasks) : 1;
+  return interleave_heads(p, number, heads * parts, most < MOST_HEADS ? most : MOST_HEADS);
 }
 
 // Elements between the start of an array and an entry's slice of the leading axes.

@@ -1,5 +1,5 @@
 // The kernels' parameters: one struct for all kernels of attention, one each for combine, append,
-// rope, quantize, hadamard, checksum and offsets.
+// rope, quantize, hadamard, checksum, offsets and backward_sums.
 //
 // cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
 // order. Every field is 8 bytes wide or one of a pair of ints, so there is no unnamed padding.
@@ -114,7 +114,7 @@ struct Params {
   long long v_page;
   long long k_scale_page;
   long long v_scale_page;
-  int tasks;  // of a decode kernel: see decode/tasks.cuh
+  int tasks;  // of a decode kernel: see decode/tasks.cuh; of dk, dv and dbias: parts
   int slots;
   int few_rows;   // of packed queries: an entry with more rows of a key head is a forward kernel's
   int tma_rows;   // rows of a page that a TMA load copies
@@ -270,4 +270,18 @@ struct OffsetsParams {
   int count;    // entries of each
   int blocks;   // of each
   int limited;  // whether kernels rely on `limits`
+};
+
+// Of gradients that are sums of their parts. The leading axes are those of the parts; where the
+// gradient has a step of 0, they are summed.
+struct SumsParams {
+  Operand parts[MAX_GRADIENTS];  // of the accumulator's type; col is 1
+  Operand gradients[MAX_GRADIENTS];
+  long long lead_sizes[MAX_GRADIENTS][MAX_LEAD];
+  long long heads[MAX_GRADIENTS];
+  long long rows[MAX_GRADIENTS];
+  long long columns[MAX_GRADIENTS];
+  long long widths[MAX_GRADIENTS];  // columns of a thread
+  long long kinds[MAX_GRADIENTS];   // element kinds of gradients
+  long long ends[MAX_GRADIENTS];    // the first block that works on a later gradient
 };

@@ -1,8 +1,8 @@
 // delta = rowsum(do * out) - dlse, before the backward kernels: the twin of
 // reference/cpu/backward_delta.py, whose gradient of the sink is in backward_sink.cu.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2, line 4. 8, 16 or 32 lanes read a row, 16 bytes each if
-// strides and alignment allow it.
+// FlashAttention-2 (Dao 2023), Algorithm 2, line 4. 4, 8, 16 or 32 lanes read a row, 16 bytes each
+// if strides and alignment allow it.
 //
 // Grid: blocks of BLOCK_Q rows of all entries and heads; packed: of total_q rows of all heads.
 // own_size = lead_size. Shared memory: none.
@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int PIECES = (D_V + STORED_VECTOR - 1) / STORED_VECTOR;
-constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that share a row
+constexpr int LANES = PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // of a row
 constexpr int AT_ONCE = THREADS / LANES;
 // Rows that a lane loads before it adds the first of them. More would cost occupancy.
 constexpr int AHEAD = 2;
@@ -93,10 +93,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   accum_t* const delta = reinterpret_cast<accum_t*>(p.delta.data) +
                          layout::offset(p.delta, entry, h, false) + i0 * p.delta.row;
   const int valid = length - i0 < BLOCK_Q ? static_cast<int>(length - i0) : BLOCK_Q;
+  // The same for all lanes of a warp, which add up together.
+  const int rows = (valid + AT_ONCE * AHEAD - 1) / (AT_ONCE * AHEAD) * (AT_ONCE * AHEAD);
   const bool vectors = out.by_vectors() && d_out.by_vectors(),
              skip_zero_outputs = p.sink != nullptr;
 #pragma unroll 1
-  for (int first = threadIdx.x / LANES; first < BLOCK_Q; first += AT_ONCE * AHEAD) {
+  for (int first = threadIdx.x / LANES; first < rows; first += AT_ONCE * AHEAD) {
     accum_t value[AHEAD];
     if (vectors) {
       sum_rows<true>(value, out, d_out, first, valid, skip_zero_outputs);

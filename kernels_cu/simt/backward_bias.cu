@@ -3,9 +3,11 @@
 //
 // One block per tile of the bias, as the bias is stored. It loops over the batch entries, heads and
 // blocks that share the tile, in that order, recomputes their dS, and accumulates it in registers.
+// If many share few tiles, several blocks have a part each, which backward_sums adds up in order.
 //
-// Grid: prod(own_size) * bias_heads * ceil(bias_len_q / BLOCK_Q) * ceil(bias_len_k / BLOCK_KV);
-// packed: own_size[0] is the bias's first axis, 1 or the number of sequences.
+// Grid: parts * prod(own_size) * bias_heads * ceil(bias_len_q / BLOCK_Q) *
+// ceil(bias_len_k / BLOCK_KV); packed: own_size[0] is the bias's first axis, 1 or the number of
+// sequences.
 // Shared memory: chunks of rows of both operands, the tile (and one for dropout), lse and delta.
 // BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
 #include "../common/params.cuh"
@@ -42,53 +44,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t total[ROWS][COLUMNS];
   matmul::clear(total);
 
-  const long long members = layout::entries_sharing(p);
+  const long long heads = tile_of_bias.heads(p);
 #pragma unroll 1
-  for (long long member = 0; member < members; ++member) {
-    const layout::Entry entry = layout::shared_entry(p, tile_of_bias.first, member);
+  for (long long plane = tile_of_bias.begin_plane; plane < tile_of_bias.end_plane; ++plane) {
+    const layout::Quotient at = layout::divide(plane, heads);
+    const layout::Entry entry = layout::shared_entry(p, tile_of_bias.first, at.quotient);
+    const long long h = tile_of_bias.one_head ? at.remainder : tile_of_bias.head;
     const long long i_limit =
         tile_of_bias.one_query ? entry.len_q : (tile_of_bias.q_block + 1) * BLOCK_Q;
     const long long j_limit =
         tile_of_bias.one_key ? entry.len_k : (tile_of_bias.kv_block + 1) * BLOCK_KV;
     const long long i_end = i_limit < entry.len_q ? i_limit : entry.len_q;
     const long long j_end = j_limit < entry.len_k ? j_limit : entry.len_k;
+    const memory::Rows q = memory::rows(p.q, entry, h, false);
+    const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
+    const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
+    const memory::Rows v = memory::rows(p.v, entry, h / p.group, true);
 #pragma unroll 1
-    for (long long h = tile_of_bias.one_head ? 0 : tile_of_bias.head;
-         h < (tile_of_bias.one_head ? p.heads : tile_of_bias.head + 1); ++h) {
-      const memory::Rows q = memory::rows(p.q, entry, h, false);
-      const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
-      const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
-      const memory::Rows v = memory::rows(p.v, entry, h / p.group, true);
+    for (long long i0 = tile_of_bias.one_query ? 0 : tile_of_bias.q_block * BLOCK_Q; i0 < i_end;
+         i0 += BLOCK_Q) {
+      const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
+      __syncthreads();  // lse and delta of the previous queries, which other threads may still
+                        // read
+      gradient_tile::load_row_statistics(memory::row_statistic(p.lse, entry, h),
+                                         memory::row_statistic(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
-      for (long long i0 = tile_of_bias.one_query ? 0 : tile_of_bias.q_block * BLOCK_Q; i0 < i_end;
-           i0 += BLOCK_Q) {
-        const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
-        __syncthreads();  // lse and delta of the previous queries, which other threads may still
-                          // read
-        gradient_tile::load_row_statistics(memory::row_statistic(p.lse, entry, h),
-                                           memory::row_statistic(p.delta, entry, h), i0, ni,
-                                           scratch);
-#pragma unroll 1
-        for (long long j0 = tile_of_bias.one_key ? 0 : tile_of_bias.kv_block * BLOCK_KV; j0 < j_end;
-             j0 += BLOCK_KV) {
-          const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
-          const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
-          const int tile_class = tile::classify_tile(p, box);
-          if (tile_class == EMPTY) continue;
+      for (long long j0 = tile_of_bias.one_key ? 0 : tile_of_bias.kv_block * BLOCK_KV; j0 < j_end;
+           j0 += BLOCK_KV) {
+        const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
+        const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
+        const int tile_class = tile::classify_tile(p, box);
+        if (tile_class == EMPTY) continue;
 
-          // 2 scores
-          accum_t s[ROWS][COLUMNS];
-          matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
-          // 3 score mod
-          // 4 mask
-          // 5 probabilities and the gradient of the output's weights
-          gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
-          matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem,
-                                                        b_smem);
-          gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
-          // 6 accumulate dbias
-          matmul::add(total, s);
-        }
+        // 2 scores
+        accum_t s[ROWS][COLUMNS];
+        matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
+        // 3 score mod
+        // 4 mask
+        // 5 probabilities and the gradient of the output's weights
+        gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
+        matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem, b_smem);
+        gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
+        // 6 accumulate dbias
+        matmul::add(total, s);
       }
     }
   }

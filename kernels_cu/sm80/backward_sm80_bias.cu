@@ -3,11 +3,13 @@
 //
 // One block per tile of the bias, as the bias is stored: it loops over the batch entries, heads and
 // blocks whose scores were given this tile, in that order, and recomputes their dS, which it adds
-// up in float32 as it lies in registers. The loop is that of fragment_bias.cuh; here are its
+// up in float32 as it lies in registers. If many share few tiles, several blocks have a part each,
+// which backward_sums adds up in order. The loop is that of fragment_bias.cuh; here are its
 // products.
 //
-// Grid: prod(own_size) * bias_heads * ceil(bias_len_q / BLOCK_Q) * ceil(bias_len_k / BLOCK_KV);
-// packed: own_size[0] is the bias's first axis, 1 or the number of sequences.
+// Grid: parts * prod(own_size) * bias_heads * ceil(bias_len_q / BLOCK_Q) *
+// ceil(bias_len_k / BLOCK_KV); packed: own_size[0] is the bias's first axis, 1 or the number of
+// sequences.
 // Shared memory: q, k, do and v of one tile of scores, in whose place the sums go at the end, and
 // fragment_bias::SharedStorage. A warp has 16 or 32 queries and a multiple of 16 keys of a tile.
 #include "../common/params.cuh"

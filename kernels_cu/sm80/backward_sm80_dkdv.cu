@@ -6,7 +6,8 @@
 // blocks of queries, in that order. No two blocks write the same element, so the result does not
 // depend on the order in which blocks run. With ATOMIC_DQ the kernel also multiplies dS and the
 // keys, and adds the product to float32 sums of dq, which are 0 at first, by atomic additions in
-// the order in which blocks run; backward_dq_rows.cu converts the sums.
+// the order in which blocks run; backward_dq_rows.cu converts the sums. Where WHOLE_DQ, a block has
+// all keys of a head, and stores dq, which is whole after one product.
 //
 // Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
 //
@@ -16,7 +17,10 @@
 // they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
 // STAGES, the next tile is copied while one is multiplied.
 //
-// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
+// Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
+// group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
+//
+// Grid: prod(own_size) * heads_kv * blocks, for each part; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, the
 // head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
@@ -143,16 +147,16 @@ __device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_sme
 // Writes dk and dv in place of the keys and values, and from there to global memory.
 __device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
                                               const ShareK& share_k, const ShareV& share_v,
-                                              int warp_key, int h_kv, int nj, const Head* head_smem,
-                                              char* k_smem, char* v_smem) {
-  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
-                                         p.kind_dk != number::STORAGE_KIND,
-                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
-                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
+                                              int warp_key, long long part, int h_kv, int nj,
+                                              const Head* head_smem, char* k_smem, char* v_smem) {
+  fragment_product::store_rows<BLOCK_KV>(
+      dk, share_k, warp_key, p.dk, p.kind_dk != number::STORAGE_KIND,
+      layout::offset(p.dk, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dk, part),
+      head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
       dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
-      HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+      layout::offset(p.dv, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dv, part),
+      head_smem->j0, nj, HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
 }
 
 }  // namespace
@@ -169,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
-  const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x),
-                                                     p.heads_kv, true, BLOCK_KV, false);
+  const unsigned int number = layout::interleave_heads(p, blockIdx.x);
+  const layout::WorkTile work = layout::work_tile_of(p, number, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -196,6 +200,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (int member = 0; member < members; ++member) {
 #pragma unroll 1
     for (int n = 0; n < p.group; ++n) {
+      if constexpr (HAS_PARTS) {
+        const layout::Part part(p, layout::part_of_keys(p, number), members * p.group);
+        const long long head = static_cast<long long>(member) * p.group + n;
+        if (head < part.begin || head >= part.end) continue;
+      }
       __syncthreads();  // the previous head and its last tile, which other threads may still read
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
@@ -233,6 +242,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         return tile.rows > 0 ? TileRef{4 * index + tile.tile_class} : TileRef::NONE;
       };
       TileRef now = next_from(0);
+      // Where WHOLE_DQ: sets to 0 the dq of queries of tiles that are EMPTY, before a tile.
+      const auto clear_dq_between = [&](int first, TileRef next) {
+        if constexpr (!WHOLE_DQ || !HAS_MASK) return;
+        const long long end = next == TileRef::NONE ? head_smem->entry.len_q : first_query(next);
+        fragment_product::clear_dq<THREADS>(p, reinterpret_cast<char*>(head_smem->dq),
+                                            static_cast<long long>(first) * BLOCK_Q, end);
+      };
+      clear_dq_between(0, now);
       if (now == TileRef::NONE) continue;
       load_tile(now, 0);
       statistics.store(lse_smem, lse_smem + BLOCK_Q);
@@ -261,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           __syncthreads();  // as above
         }
         const TileRef next = next_from(index_of(now) + 1);
+        clear_dq_between(index_of(now) + 1, next);
         if (STAGES == 2 && next != TileRef::NONE) load_tile(next, 1 - stage);
 
 #pragma unroll 1
@@ -336,10 +354,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const auto dq_gmem = [&] {
           return head_smem->dq + first_query(now) * fragment::whole_columns(D);
         };
+        const auto dq_rows = [&] {
+          return fragment_product::dq_row(p, reinterpret_cast<char*>(head_smem->dq),
+                                          first_query(now));
+        };
         if (has_nonfinite) {
-          if constexpr (ATOMIC_DQ) {
+          if constexpr (ATOMIC_DQ && !WHOLE_DQ) {
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
-                ds_smem, p_smem, k_smem, dq_gmem(), rows_of(now), ds_scale.inverse());
+                p, ds_smem, p_smem, k_smem, dq_gmem(), rows_of(now), ds_scale.inverse());
           }
           repair_nonfinite(dk, dv, share_k, share_v, p_rows, ds_rows, q_smem, do_smem);
         }
@@ -348,6 +370,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const auto add_dq = [&](int part, int step, int steps) {
           const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
           const int first = warp / DQ_SHARERS * DQ_QUERIES;
+          if constexpr (WHOLE_DQ) {
+            fragment_product::store_fragments(p, dq, share,
+                                              fragment_product::dq_row(p, dq_rows(), first),
+                                              rows_of(now) - first, step, steps);
+            return;
+          }
           fragment_product::add_fragments(dq, share,
                                           dq_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
                                           rows_of(now) - first, step, steps);
@@ -380,6 +408,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
               });
         }
+        if (WHOLE_DQ && has_nonfinite) {
+          __syncthreads();  // the tile's dq, written by all threads
+          fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
+              p, ds_smem, p_smem, k_smem, reinterpret_cast<float*>(dq_rows()), rows_of(now),
+              ds_scale.inverse());
+        }
         if (next != TileRef::NONE) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, read by all warps
@@ -399,6 +433,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::cp_async_wait_all();
   __syncthreads();  // the keys and values, read by all warps: the results take their memory
   matmul::scale(dk, ds_scale.inverse());
-  store_results(p, dk, dv, share_k, share_v, warp_key, h_kv, nj, head_smem, k_smem, v_smem);
+  store_results(p, dk, dv, share_k, share_v, warp_key,
+                HAS_PARTS ? layout::part_of_keys(p, number) : 0, h_kv, nj, head_smem, k_smem,
+                v_smem);
   tile::count_tiles(p, visited);
 }

@@ -6,7 +6,8 @@
 // group and the tiles of queries, in that order. No two blocks write the same element, so the
 // result does not depend on the order in which blocks run. With ATOMIC_DQ the kernel also
 // multiplies dS and the keys, and adds the product to float32 sums of dq, which are 0 at first, by
-// atomic additions in the order in which blocks run; backward_dq_rows.cu converts the sums.
+// atomic additions in the order in which blocks run; backward_dq_rows.cu converts the sums. Where
+// WHOLE_DQ, a block has all keys of a head, and stores dq, which is whole after one product.
 //
 // A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
 // loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
@@ -29,9 +30,12 @@
 //     cupyflash bench --shape 4,32,4096,128 --shape 4,32,4096,64 --pass backward --variant full \
 //         --variant causal --only cupyflash
 //
-// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: SharedMemory
-// in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q is 64. After the
-// parameters come the tensor maps of q, k, v, do and, where TMA_STORE, dk and dv.
+// Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
+// group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
+//
+// Grid: prod(own_size) * heads_kv * blocks, for each part; packed: heads_kv * blocks. Shared
+// memory: SharedMemory in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q
+// is 64. After the parameters come the tensor maps of q, k, v, do and, where TMA_STORE, dk and dv.
 #include "../common/params.cuh"
 #include "backward_producer.cuh"
 #include "backward_storage.cuh"
@@ -66,7 +70,8 @@ constexpr bool OVERLAP_DP_SOFTMAX = !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <
 // Whether the mask is evaluated before the product for the scores is issued, or while it is
 // multiplied. Both choices were measured.
 constexpr bool MASK_FIRST = SHARE_KEYS || DEFER_DQ;
-// Whether FULL tiles have code of their own, without masked pairs.
+// Whether FULL tiles have code of their own, without masked pairs. Beside the stores of dq the
+// assembler would run products one by one.
 constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !HAS_SCORE && !DEFER_DQ;
 // Whether the product for dv is issued before dS is stored. Both choices were measured.
 constexpr bool DV_FIRST = HAS_SCORE && !SHARE_KEYS;
@@ -118,6 +123,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   // one, and the queries of that tile.
   float* deferred_gmem = nullptr;
   int deferred_rows = 0;
+  const auto write_dq = [&](const auto& dq, float* to_gmem, int column, int begin, int valid) {
+    if constexpr (WHOLE_DQ) {
+      warpgroup_gradient::store_dq(p, dq, reinterpret_cast<char*>(to_gmem), column, begin, valid);
+    } else {
+      warpgroup_gradient::atomic_add_dq(dq, to_gmem, column, begin, valid);
+    }
+  };
   // Computes slabs of the dq of the tile before, by one consumer alone or by both.
   const auto accumulate_deferred_dq = [&](int first_slab, int end_slab, bool both_consumers) {
     const unsigned int n = tile_number - 1;
@@ -139,8 +151,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if (slab + 1 == end_slab && Pipeline::stage_of(n) == index) {
         warpgroup::arrive_warpgroup(shared.ds_pipeline.empty_barrier(n));
       }
-      warpgroup_gradient::atomic_add_dq(dq, deferred_gmem, slab * warpgroup::SLAB_COLUMNS, 0,
-                                        deferred_rows);
+      write_dq(dq, deferred_gmem, slab * warpgroup::SLAB_COLUMNS, 0, deferred_rows);
     }
   };
 
@@ -367,15 +378,17 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // -- dq, and what is left of dv and dk
       const bool clears_keys = MASKS && !DEFER_DQ && has_nonfinite_keys;
       if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
-      float* const dq_gmem = span.dq_accum + first_query(tile) * fragment::whole_columns(D);
+      float* const dq_gmem =
+          WHOLE_DQ ? reinterpret_cast<float*>(fragment_product::dq_row(
+                         p, reinterpret_cast<char*>(span.dq_accum), first_query(tile)))
+                   : span.dq_accum + first_query(tile) * fragment::whole_columns(D);
       float dq[2][DQ_COLUMNS];
       const int dq_slab = SHARE_KEYS ? k_share.slab : ALTERNATE_DQ ? 0 : index;
       const warpgroup::SmemDesc stored_ds = ds_desc(stage);
       const auto add_dq = [&] {
         ptx::fence_accumulator(dq);
         if constexpr (IS_FLOAT16) matmul::scale(dq, warp_scale.inverse());
-        warpgroup_gradient::atomic_add_dq(dq, dq_gmem, dq_slab * warpgroup::SLAB_COLUMNS,
-                                          k_share.begin, ni);
+        write_dq(dq, dq_gmem, dq_slab * warpgroup::SLAB_COLUMNS, k_share.begin, ni);
       };
       if constexpr (!DEFER_DQ) ptx::wgmma_fence();
       if constexpr (ATOMIC_DQ && !ALTERNATE_DQ && !DEFER_DQ) issue_dq(dq, stored_ds, dq_slab);
@@ -417,15 +430,29 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       return tile;
     };
+    // Where WHOLE_DQ: sets to 0 the dq of queries of tiles that are EMPTY, up to tile `end`.
+    int seen = span.first;
+    const auto clear_dq_up_to = [&](int end) {
+      if constexpr (!WHOLE_DQ || !HAS_MASK) return;
+      const long long rows = static_cast<long long>(end) * BLOCK_Q, len_q = span.entry.len_q;
+      fragment_product::clear_dq<CONSUMER_THREADS>(p, reinterpret_cast<char*>(span.dq_accum),
+                                                   static_cast<long long>(seen) * BLOCK_Q,
+                                                   rows < len_q ? rows : len_q);
+      seen = end + 1;
+    };
 #pragma unroll 1
     for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
          tile = next_tile(index_of(tile) + 1), ++tile_number) {
-      if (SPLIT_FULL_TILES && class_of(tile) == FULL && index_of(tile) < whole) {
+      clear_dq_up_to(index_of(tile));
+      bool is_full = class_of(tile) == FULL && index_of(tile) < whole;
+      if constexpr (WHOLE_DQ || HAS_PARTS) is_full = ptx::any_lane(is_full);
+      if (SPLIT_FULL_TILES && is_full) {
         step(tile, warpgroup::Bool<false>());
       } else {
         step(tile, warpgroup::Bool<true>());
       }
     }
+    clear_dq_up_to(span.end);
     ptx::mbarrier_arrive(shared.span_pipeline.empty_barrier(n));
   }
 
@@ -448,10 +475,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                           dk_map, warpgroup::TmaHead(p.dk, entry, h_kv), first);
     if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
   } else {
-    const warpgroup_gradient::ResultRows<D> dk_rows(p.dk, p.kind_dk, entry, h_kv, j0, nj,
-                                                    smem.k.begin);
-    const warpgroup_gradient::ResultRows<D_V> dv_rows(p.dv, p.kind_dv, entry, h_kv, j0, nj,
-                                                      smem.v.begin);
+    const long long part =
+        HAS_PARTS ? layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)) : 0;
+    const warpgroup_gradient::ResultRows<D> dk_rows(
+        p.dk, p.kind_dk, entry, h_kv, j0, nj, smem.k.begin, layout::part_offset(p, p.dk, part));
+    const warpgroup_gradient::ResultRows<D_V> dv_rows(
+        p.dv, p.kind_dv, entry, h_kv, j0, nj, smem.v.begin, layout::part_offset(p, p.dv, part));
     consumers_sync();  // the keys and values, whose place the results take
     dk_rows.put(dk, corner.row, k_share, static_cast<float>(p.scale));
     dv_rows.put(dv, corner.row, v_share, keep_scale);

@@ -2,6 +2,7 @@
 // block's keys and values, stages of q, do, dS and P, and the spans of tiles of queries that the
 // block computes. What the roles need to know lies here, because the sums fill the registers.
 #pragma once
+#include "../warp/fragment_product.cuh"
 #include "../warp/fragment_tile.cuh"
 #include "../common/gradient_tile.cuh"
 #include "../common/layout.cuh"
@@ -62,7 +63,7 @@ struct Span {
   layout::Entry entry;
   long long h;
   memory::RowStatistic lse, delta;
-  float* dq_accum;  // row 0
+  float* dq_accum;  // row 0; where WHOLE_DQ, of dq, whatever its type
   warpgroup::TmaHead q, d_out;
   int first, end, whole;                  // indices of tiles; from `whole` on rows are missing
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
@@ -131,6 +132,7 @@ struct SharedStorage {
   bool has_sink;
   unsigned int spans_per_head, spans;  // `spans` of all heads
   float c;                             // scale log2 e
+  unsigned int first_head;             // where HAS_PARTS: the part's, of those that share the keys
   Span span[STAGES];
   // A stage of q_pipeline has q, do, lse and delta. do has a full barrier of its own, because q is
   // multiplied first.
@@ -193,6 +195,8 @@ struct alignas(1024) Aligned {
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
+static_assert(!WHOLE_DQ || (ATOMIC_DQ && !PACKED), "WHOLE_DQ");
+static_assert(!HAS_PARTS || (!PACKED && !TMA_STORE), "HAS_PARTS");
 static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
                                   STAGES * (QTiles::BYTES + DoTiles::BYTES) +
                                   (STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
@@ -229,7 +233,23 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   shared.spans_per_head = HAS_MASK ? (tiles + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
   shared.spans =
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
+  if constexpr (HAS_PARTS) {
+    const layout::Part part(p, layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)),
+                            layout::entries_sharing(p) * p.group);
+    shared.first_head = static_cast<unsigned int>(part.begin);
+    shared.spans = static_cast<unsigned int>(part.end - part.begin) * shared.spans_per_head;
+  }
   shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
+}
+
+// Row 0 of what a head's dq is added to or, where WHOLE_DQ, stored to.
+__device__ __forceinline__ float* dq_of(const Params& p, const layout::Entry& entry, long long h) {
+  if constexpr (WHOLE_DQ) {
+    return reinterpret_cast<float*>(p.dq.data + layout::offset(p.dq, entry, h, false) *
+                                                    fragment_product::dq_bytes(p));
+  } else {
+    return reinterpret_cast<float*>(p.dq_accum.data) + layout::grouped_offset(p.dq_accum, entry, h);
+  }
 }
 
 // Writes span n, if there is one. All consumer threads call it together.
@@ -238,26 +258,28 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
   if (n >= shared.spans) return;
   shared.span_pipeline.wait_empty(n);
   Span& span = shared.span[Pipeline::stage_of(n)];
-  if (threadIdx.x == 0) {
-    const unsigned int head = n / shared.spans_per_head;  // of those that share the keys
+  // Where HAS_PARTS, one thread's branch would have the assembler run products one by one.
+  if (HAS_PARTS ? ptx::any_lane(threadIdx.x == 0) : threadIdx.x == 0) {
+    unsigned int head = n / shared.spans_per_head;  // of those that share the keys
     const unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
+    if constexpr (HAS_PARTS) head += shared.first_head;
     const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
     const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
     const int tiles = shared.tiles_per_head;
     const int end = first + Span::MAX_TILES < tiles ? first + Span::MAX_TILES : tiles;
-    span = Span{
-        entry,
-        h,
-        memory::row_statistic(p.lse, entry, h),
-        memory::row_statistic(p.delta, entry, h),
-        reinterpret_cast<float*>(p.dq_accum.data) + layout::grouped_offset(p.dq_accum, entry, h),
-        warpgroup::TmaHead(p.q, entry, h),
-        warpgroup::TmaHead(p.d_out, entry, h),
-        static_cast<int>(first),
-        HAS_MASK ? end : tiles,
-        static_cast<int>(entry.len_q / BLOCK_Q),
-        {},
-        {}};
+    const Span made = {entry,
+                       h,
+                       memory::row_statistic(p.lse, entry, h),
+                       memory::row_statistic(p.delta, entry, h),
+                       dq_of(p, entry, h),
+                       warpgroup::TmaHead(p.q, entry, h),
+                       warpgroup::TmaHead(p.d_out, entry, h),
+                       static_cast<int>(first),
+                       HAS_MASK ? end : tiles,
+                       static_cast<int>(entry.len_q / BLOCK_Q),
+                       {},
+                       {}};
+    if (!HAS_PARTS || threadIdx.x == 0) span = made;
   }
   if constexpr (HAS_MASK) {
     consumers_sync();  // the span's head, which one thread wrote

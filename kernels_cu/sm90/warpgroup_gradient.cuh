@@ -194,6 +194,30 @@ __device__ __forceinline__ void atomic_add_dq(const float (&dq)[2][COLUMNS], flo
   }
 }
 
+// -- whole rows of dq -----------------------------------------------------------------------------
+
+// Where WHOLE_DQ: stores the same columns of a tile's dq, times the scale, to rows of dq that begin
+// at row_gmem.
+template <int COLUMNS>
+__device__ __forceinline__ void store_dq(const Params& p, const float (&dq)[2][COLUMNS],
+                                         char* row_gmem, int column, int begin, int valid) {
+  const int row =
+      threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16 + fragment::lane_row();
+  const float scale = static_cast<float>(p.scale);
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 2) {
+    const int first = column + 8 * (n / 2) + fragment::lane_column();
+    if (column + 4 * n >= D) break;
+    if (column + 4 * n < begin) continue;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row + 8 * r >= valid) break;
+      fragment_product::store_pair(p, row_gmem, row + 8 * r, first, dq[r][n] * scale,
+                                   dq[r][n + 1] * scale);
+    }
+  }
+}
+
 // -- non-finite operands --------------------------------------------------------------------------
 
 // Whether a thread's numbers are finite. If their sum overflows, the answer is no although they
@@ -359,10 +383,11 @@ struct ResultRows {
   char* smem;
 
   __device__ __forceinline__ ResultRows(const Operand& to, int kind, const layout::Entry& entry,
-                                        int h_kv, long long j0, int valid, char* smem)
+                                        int h_kv, long long j0, int valid, char* smem,
+                                        long long from_parts)
       : to(to),
         wide(kind != number::STORAGE_KIND),
-        offset(layout::offset(to, entry, h_kv, true) + j0 * to.row),
+        offset(layout::offset(to, entry, h_kv, true) + j0 * to.row + from_parts),
         valid(valid),
         smem(smem) {}
 

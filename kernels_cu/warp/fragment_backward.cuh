@@ -2,6 +2,7 @@
 // a block, resident and streamed, and where it keeps them.
 #pragma once
 #include "fragment_gradient.cuh"
+#include "fragment_product.cuh"
 #include "fragment_tile.cuh"
 
 namespace fragment_backward {
@@ -19,10 +20,14 @@ struct Head {
   long long j0;  // the block's first key
 };
 
-// Row 0 of what blocks add a head's dq to: the float32 sums of a 16-bit dq, or dq itself.
+// Row 0 of what blocks add a head's dq to: the float32 sums of a 16-bit dq, or dq itself. Where
+// WHOLE_DQ, row 0 of dq, whatever its type.
 __device__ __forceinline__ accum_t* dq_sums(const Params& p, const layout::Entry& entry,
                                             long long h) {
-  if constexpr (IS_16_BIT) {
+  if constexpr (WHOLE_DQ) {
+    return reinterpret_cast<accum_t*>(p.dq.data + layout::offset(p.dq, entry, h, false) *
+                                                      fragment_product::dq_bytes(p));
+  } else if constexpr (IS_16_BIT) {
     return reinterpret_cast<accum_t*>(p.dq_accum.data) +
            layout::grouped_offset(p.dq_accum, entry, h);
   } else if constexpr (IS_FLOAT64) {

@@ -44,19 +44,21 @@ struct SharedStorage {
 };
 
 // The tiles of scores as numbers: of batch entries, heads, and blocks of queries and of keys, as
-// far as the bias is broadcast along them. Of packed arrays some do not exist.
+// far as the bias is broadcast along them; the block's part of them. Of packed arrays some do not
+// exist.
 struct TileScheduler {
   const Params& p;
   SharedStorage& storage;
-  long long heads, blocks_q, blocks_k, end;
+  long long heads, blocks_q, blocks_k, begin, end;
 
   __device__ __forceinline__ TileScheduler(const Params& p, SharedStorage& storage)
       : p(p),
         storage(storage),
-        heads(storage.bias.one_head ? p.heads : 1),
+        heads(storage.bias.heads(p)),
         blocks_q(storage.bias.one_query ? (p.len_q + BLOCK_Q - 1) / BLOCK_Q : 1),
         blocks_k(storage.bias.one_key ? (p.len_k + BLOCK_KV - 1) / BLOCK_KV : 1),
-        end(layout::entries_sharing(p) * heads * blocks_q * blocks_k) {}
+        begin(storage.bias.begin_plane * blocks_q * blocks_k),
+        end(storage.bias.end_plane * blocks_q * blocks_k) {}
 
   __device__ __forceinline__ Position position_of(long long number) const {
     const bias_tile::BiasTile& bias = storage.bias;
@@ -171,7 +173,7 @@ __device__ __forceinline__ void accumulate_ds(const TileScheduler& scheduler,
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // read once, and kept
   matmul::clear(total);
   int stage = 0;
-  fragment_tile::Tile now = scheduler.next_tile(0);
+  fragment_tile::Tile now = scheduler.next_tile(scheduler.begin);
   scheduler.publish(now, stage);
   __syncthreads();  // the first tile, which other threads wrote
   if (now.rows > 0) {

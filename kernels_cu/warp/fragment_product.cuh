@@ -218,6 +218,72 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
   }
 }
 
+// Where WHOLE_DQ: row `row` of a head of dq, whose row 0 is at `row_gmem`. A number has 16 bits or,
+// if pieces of a call are summed later, the accumulator's type.
+__device__ __forceinline__ int dq_bytes(const Params& p) {
+  return p.kind_dq == number::STORAGE_KIND ? sizeof(storage_t) : sizeof(float);
+}
+__device__ __forceinline__ char* dq_row(const Params& p, char* row_gmem, long long row) {
+  return row_gmem + row * p.dq.row * dq_bytes(p);
+}
+
+// Stores two neighbouring columns of a row of dq from column `column` on, an even one.
+template <int CODE = STORAGE>
+__device__ __forceinline__ void store_pair(const Params& p, char* row_gmem, int row, int column,
+                                           float low, float high) {
+  char* const to = dq_row(p, row_gmem, row);
+  if (p.kind_dq != number::STORAGE_KIND) {
+    float* const wide = reinterpret_cast<float*>(to);
+    if (column < D) wide[column * p.dq.col] = low;
+    if (column + 1 < D) wide[(column + 1) * p.dq.col] = high;
+    return;
+  }
+  storage_t* const data = reinterpret_cast<storage_t*>(to) + column * p.dq.col;
+  const unsigned int pair = number::narrow_pair<CODE>(low, high);
+  if (column + 1 < D && p.dq.col == 1 && reinterpret_cast<unsigned long long>(data) % 4 == 0) {
+    *reinterpret_cast<unsigned int*>(data) = pair;
+    return;
+  }
+  if (column < D) data[0] = static_cast<storage_t>(pair);
+  if (column + 1 < D) data[p.dq.col] = static_cast<storage_t>(pair >> 16);
+}
+
+// Sets rows of dq from `first` up to `end` to 0: their queries see no keys. By THREAD_COUNT
+// threads.
+template <int THREAD_COUNT>
+__device__ __forceinline__ void clear_dq(const Params& p, char* row_gmem, long long first,
+                                         long long end) {
+#pragma unroll 1
+  for (long long row = first + threadIdx.x / 32; row < end; row += THREAD_COUNT / 32) {
+#pragma unroll 1
+    for (int column = 2 * ptx::lane_index(); column < D; column += 64) {
+      store_pair(p, dq_row(p, row_gmem, row), 0, column, 0.0f, 0.0f);
+    }
+  }
+}
+
+// Stores part `step` of `steps` of a warp's share of a tile's dq, times the scale, to rows that
+// begin at row_gmem; `valid` rows exist from there on.
+template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_fragments(const Params& p,
+                                                const float (&result)[ROWS][COLUMNS],
+                                                const Share<WIDTH, SHARERS>& share, char* row_gmem,
+                                                int valid, int step, int steps) {
+  const float scale = static_cast<float>(p.scale);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      if ((r * COLUMNS + n) * steps / (ROWS * COLUMNS) != step) continue;
+      const int row = 8 * r + fragment::lane_row();
+      if (row < valid && share.has(n / 4)) {
+        store_pair(p, row_gmem, row, 16 * share.first + 8 * (n / 2) + fragment::lane_column(),
+                   result[r][n] * scale, result[r][n + 1] * scale);
+      }
+    }
+  }
+}
+
 // The layout of the float32 sums of dq that blocks add to: that of the fragments, so that 32 lanes
 // add to 32 adjacent numbers. 16 columns of a group of 8 rows are 128 numbers, and element n of a
 // thread's four is number 32 n + lane. The units of 16 columns of a group follow each other, then
@@ -247,9 +313,10 @@ __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMN
 
 // Atomically adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows
 // of b, times a factor, for the non-finite elements of b alone, skipping masked pairs, which have
-// the weight of one in `weights_smem`. Each thread adds numbers one by one.
+// the weight of one in `weights_smem`. Each thread adds numbers one by one. Where WHOLE_DQ, they
+// are added to rows of dq that the block's threads have stored.
 template <int WIDTH, int DEPTH, int A_BYTES>
-__device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem,
+__device__ __forceinline__ void add_fragments_nonfinite(const Params& p, const char* a_smem,
                                                         const char* weights_smem,
                                                         const char* b_smem, float* to_gmem,
                                                         int valid, float factor) {
@@ -266,9 +333,17 @@ __device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem,
       if (number::is_finite(value) || element(weights_smem + pair) == fragment::MASKED) continue;
       sum += number::widen(element(a_smem + pair)) * value;
     }
-    const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +
-                   column % 2 * 32 + row % 8 * 4 + column % 8 / 2;
-    if (sum != 0.0f) ptx::red_add(to_gmem + at, sum * factor);
+    if constexpr (WHOLE_DQ) {
+      if (sum == 0.0f) continue;
+      char* const to = dq_row(p, reinterpret_cast<char*>(to_gmem), row);
+      const long long index = column * p.dq.col;
+      const float before = number::load<float>(to, p.kind_dq, index);
+      number::store(to, p.kind_dq, index, before + sum * factor * static_cast<float>(p.scale));
+    } else {
+      const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +
+                     column % 2 * 32 + row % 8 * 4 + column % 8 / 2;
+      if (sum != 0.0f) ptx::red_add(to_gmem + at, sum * factor);
+    }
   }
 }
 

@@ -34,7 +34,8 @@ SPILLS = {
     "forward_sm90_tf32": 136,
     "backward_sm80_dkdv": 116,
     "backward_sm80_dq": 4,
-    "backward_sm80_bias": 20,
+    "backward_sm80_bias": 8,
+    "backward_sm90_bias": 4,
     "backward_f64_dkdv": 216,
     "decode_sm80": 168,
     "decode_sm80_shared": 36,
@@ -54,7 +55,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 256
+    assert len(CASES) <= 263
     for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4

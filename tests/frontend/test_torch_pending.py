@@ -79,8 +79,8 @@ def test_maps_of_gradients_have_the_addresses_of_the_moment(cupy, gpu_tensors, m
 @pytest.mark.parametrize("again", [False, True], ids=["ready", "computed twice"])
 def test_sums_of_gradients_are_0_before(cupy, gpu_tensors, monkeypatch, again):
     for _ in range(3):
-        by_engine(*gpu_tensors(4, torch.float16))
-    q, k, v, do = gpu_tensors(4, torch.float16)
+        by_engine(*gpu_tensors(4, torch.float16, 144))
+    q, k, v, do = gpu_tensors(4, torch.float16, 144)  # so many keys are several tiles
     leaves = [x.requires_grad_() for x in (q, k, v)]
     cleared = []
     clear = driver.queue(0).clear

@@ -90,7 +90,7 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
-    # Or "short" and the number of a row of `SHORT_ROWS`.
+    # Of gradients "parts", or "whole dq". Or "short" and the number of a row of `SHORT_ROWS`.
     cache: str = ""
 
 
@@ -130,6 +130,13 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"short {n}"))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
+    for n, (hardware, own, options, which) in enumerate([
+        ("sm90", (128, 128), "causal", "parts"), ("sm90", (64, 64), "causal", "parts"),
+        ("sm80", (64, 64), "plain", "parts"), ("sm90", (64, 64), "causal", "whole dq"),
+        ("sm80", (64, 64), "bias", "whole dq"),
+    ]):  # fmt: skip
+        kernel = f"backward_{hardware}_dkdv"
+        found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -214,7 +221,7 @@ def cases() -> list[Case]:
         dtype = dtypes[(1, 1, 2, 1, 0)[n % 5]]
         found.append(Case("forward_sm90_fp8", dtype, own, options, packed, form))
     found += [Case("dequantize", dtype, sizes[0], "plain", False) for dtype in dtypes[1::2]]
-    for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
+    for n, kernel in enumerate(("backward_delta", "backward_sink", "combine", "backward_sums")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for size in (128, 96, 288):
         found += [Case("hadamard", dtype, (size, size), "plain", False) for dtype in dtypes]
@@ -280,6 +287,10 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         elif case.options == "plain" and case.sizes != (96, 104):
             registers = "plain"
         return sm90.fit_forward(*case.sizes, registers)
+    if spec is sm80.DKDV and case.cache != "whole dq":  # those of longer rows
+        tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)
+        assert tiles is not None
+        return tiles
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
     tiles = spec.configure(request)
@@ -298,9 +309,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = (OPTIONS | MORE_OPTIONS)[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
-    resumes = case.cache == "resumes"
+    resumes, parts, whole_dq = (case.cache == x for x in ("resumes", "parts", "whole dq"))
     plain = "rows", "float8", "short"
-    held = "" if resumes or case.cache.startswith(plain) else case.cache
+    held = "" if resumes or parts or whole_dq or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
     if of_codes:
@@ -320,8 +331,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     slope = (
         made.slope if spec.part not in ("forward", "forward_codes", "decode", "shared") else None
     )
-    parts = made.allowed, made.classes, made.changed, slope, keys
-    functions = generate(*parts, short=True).functions if spec.scores else NONE
+    given_trees = made.allowed, made.classes, made.changed, slope, keys
+    functions = generate(*given_trees, short=True).functions if spec.scores else NONE
     if not spec.slope:
         functions = dataclasses.replace(functions, has_dscore=False)
     blocks = (16, 64) if spec.part == "join" else None  # those of a decode kernel
@@ -348,7 +359,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         v_rows=case.cache.startswith("rows"),
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
-        tma_store=not case.packed and not resumes and _tma_stores(spec, problem, tiles),
+        tma_store=not (case.packed or resumes or parts) and _tma_stores(spec, problem, tiles),
+        parts=parts,
+        whole_dq=whole_dq,
         atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
     )

@@ -60,6 +60,7 @@ WRITES = {
     "backward_sm80_dq": ("dq",),
     "backward_sm90_dkdv": ("dk", "dv"),
     "backward_dq_rows": ("dq",),
+    "backward_sums": ("dk", "dv", "dbias", "dsink"),
     "backward_f64_dkdv": ("dk", "dv"),
     "backward_f64_dq": ("dq",),
     "backward_bias": ("dbias",),
@@ -96,7 +97,6 @@ class Run:
     steps: list[Step]
     outputs: dict[str, Guarded]
     wanted: dict[str, tuple[Array, Array]]
-    sums: list[tuple[Array, Array]]
     before: dict[str, bytes]
     kept: Any  # so that addresses stay
     nan: dict[str, Array] | None = None
@@ -131,10 +131,10 @@ class Run:
                 raise Noticed(f"{self.name}: another {name}")
         if step.special.atomic_dq:
             writes = (*writes, "dq")
-        if step.special.atomic_dq or step.special.kernel == "backward_delta":
+        later = [other.special.kernel for other in self.steps[number + 1 :]]
+        if step.special.atomic_dq or "delta" in step.special.kernel or "backward_sums" in later:
             for other in self.steps[number + 1 :]:
                 machines(other).launch(other.grid, bytearray(other.packed), self.schedule)
-        _add_up(self.sums)
         for name in writes:
             if name in (self.wanted if self.nan is None else self.nan):
                 self._judge(name)
@@ -167,18 +167,9 @@ def _near(values: Array, known: Array) -> bool:
     return bool((error <= 0.02 * np.abs(known[finite]).max(initial=0.0)).all())
 
 
-def _add_up(sums: list[tuple[Array, Array]]) -> None:
-    """Write the sums that follow a backward's launches."""
-    copied = mock.patch.object(device_arrays, "convert", lambda x, to: np.copyto(to, x, "unsafe"))
-    with copied:
-        for gradient, computed in sums:
-            launch._sum_to(gradient, computed)
-
-
 def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]) -> Any:
-    """Return the launches of `work` and the sums behind them, without running anything."""
+    """Return the launches of `work`, without running anything."""
     steps: list[Step] = []
-    sums: list[tuple[Array, Array]] = []
 
     def ready(made: Any, _: int) -> Any:
         def start(addresses: Any, _: Any) -> None:
@@ -199,10 +190,9 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
         mock.patch.object(sm90, "_slower", return_value=None),  # problems are small
         mock.patch.object(sm90_fp8, "SHORTEST", 1),
         mock.patch.object(device_arrays, "to_device", to_device),
-        mock.patch.object(launch, "_sum_to", lambda *pair: sums.append(pair)),
     ):
         work()
-    return steps, sums
+    return steps
 
 
 def _run_of(case: Case, wanted: Callable[[Step], bool] = lambda step: True) -> Run | None:
@@ -242,7 +232,7 @@ def _run_of(case: Case, wanted: Callable[[Step], bool] = lambda step: True) -> R
                 visited=counter, deterministic=case.deterministic,
             )  # fmt: skip
 
-    steps, sums = _recorded(emulator, copies, work)
+    steps = _recorded(emulator, copies, work)
     if not any(map(wanted, steps)):
         return None
     outputs = {name: copies.guarded(x) for name, x in likes.items()}
@@ -256,7 +246,7 @@ def _run_of(case: Case, wanted: Callable[[Step], bool] = lambda step: True) -> R
         exact = {x: exact[x] for x in case.judged or exact if outputs.get(x) is not None}
     before = {name: each.bytes() for name, each in outputs.items()}
     return Run(
-        case.name, case.schedule, steps, outputs, exact, sums, before, (copies, call, gradients),
+        case.name, case.schedule, steps, outputs, exact, before, (copies, call, gradients),
         case.nan, case.untouched, case.foreign_lse, case.counted,
     )  # fmt: skip
 
@@ -287,12 +277,10 @@ def _run_of_parts(given: Parts) -> Run:
     pairs = [(copies.array(a), copies.array(b)) for a, b in given.parts]
     out, lse = copies.array(given.out, True), copies.array(given.lse, True)
     arrays = COMBINE.arrays_of(pairs) | {"out": out, "lse": lse}
-    steps, sums = _recorded(
-        emulator, copies, lambda: row_launches.run(COMBINE.recipe, pairs, arrays)
-    )
+    steps = _recorded(emulator, copies, lambda: row_launches.run(COMBINE.recipe, pairs, arrays))
     outputs = {"out": copies.guarded(given.out), "lse": copies.guarded(given.lse)}
     before = {name: each.bytes() for name, each in outputs.items()}
-    return Run(given.name, FORWARD, steps, outputs, given.wanted, sums, before, (copies, pairs))
+    return Run(given.name, FORWARD, steps, outputs, given.wanted, before, (copies, pairs))
 
 
 # -- the bench ------------------------------------------------------------------------------------
@@ -415,7 +403,6 @@ class Bench:
                 lse = run.outputs["lse"].view
                 lse[...] = np.where(lse == 0, lse, np.nextafter(lse, -np.inf))
             step.after = run.state()
-        _add_up(run.sums)
         for name, each in run.outputs.items():
             assert each.same_beside(run.before[name]), (run.name, name)
         try:

@@ -161,8 +161,8 @@ def _use(subject: Subject, work: Use, found: Survey | None, *, compile: bool) ->
     """Count everything of one kernel."""
     where, sizes, unknown = subject.where, subject.sizes, subject.unknown
     problem, tiles = subject.call.problem, work.tiles
-    whole = tiles is not None and tiles.whole
-    once, most = sizes.moved(work.part, work.atomic_dq, found, whole)
+    joins = tiles is None or not tiles.whole
+    once, most = sizes.moved(work.part, work.adds_dq, found, joins, work.whole_dq, work.parts)
     taken: Registers | None = None
     held = None
     if work.special is not None and tiles is not None and compile:
@@ -180,7 +180,7 @@ def _use(subject: Subject, work: Use, found: Survey | None, *, compile: bool) ->
         pairs = max(pairs - sizes.sharers * sizes.shared_keys * work.block_q, 0)
     return KernelUse(
         name=work.step.kernel,
-        computes=work.computes + (", and sums of dq" if work.atomic_dq else ""),
+        computes=work.computes + _of_dq(work),
         blocks=work.blocks,
         block_q=work.block_q,
         block_kv=work.block_kv,
@@ -196,6 +196,13 @@ def _use(subject: Subject, work: Use, found: Survey | None, *, compile: bool) ->
         most=most,
         in_cache=_in_cache(subject.call, where, work, sizes),
     )
+
+
+def _of_dq(work: Use) -> str:
+    """Return in words what the kernel of dk and dv computes of dq."""
+    if work.whole_dq:
+        return ", and dq"
+    return ", and sums of dq" if work.atomic_dq else ""
 
 
 def _occupancy(
@@ -235,7 +242,7 @@ def _in_cache(call: Call, where: Place, work: Use, sizes: traffic.Sizes) -> bool
     heads = -(-min(at_a_time, work.blocks) // blocks_of_head)
     if not of_keys:  # query heads share a head of keys
         heads = -(-heads * call.problem.heads_kv // call.problem.heads)
-    return heads * sizes.passing(work.part, work.atomic_dq) <= where.device.l2
+    return heads * sizes.passing(work.part, work.adds_dq) <= where.device.l2
 
 
 def _figure(call: Call, found: Survey, title: str) -> Figure:

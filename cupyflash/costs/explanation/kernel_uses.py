@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...gpu.kernels.spec import KernelSpec, Tiles
 from ...gpu.specialisation import Specialisation
+from ...gpu.workspace import parts_of
 from ...gpu.writer import KernelStep
 from ...problem.call import Call
 from ...problem.route import Route, Step
@@ -64,8 +65,25 @@ class Use:
 
     @property
     def atomic_dq(self) -> bool:
-        """Whether it adds its share of dq to memory."""
+        """Whether it computes its share of dq, too."""
         return self.special is not None and self.special.atomic_dq
+
+    @property
+    def adds_dq(self) -> bool:
+        """Whether it adds this share to memory."""
+        return self.atomic_dq and not self.whole_dq
+
+    @property
+    def whole_dq(self) -> bool:
+        """Whether it stores all of dq."""
+        return self.special is not None and self.special.whole_dq
+
+    @property
+    def parts(self) -> int:
+        """Bytes of the parts of dk and dv that are summed at the end."""
+        arrays = self.step.arrays if isinstance(self.step, KernelStep) else {}
+        found = (arrays.get(parts_of(name)) for name in ("dk", "dv"))
+        return sum(spec.nbytes for spec in found if spec is not None)
 
     @property
     def units(self) -> Units:

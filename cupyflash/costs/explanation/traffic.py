@@ -115,7 +115,13 @@ class Sizes:
         return Bytes(inputs | more, {"dq": self.q, "dk": self.k, "dv": self.v})
 
     def moved(
-        self, part: str, atomic_dq: bool, found: Survey | None, whole: bool = False
+        self,
+        part: str,
+        adds_dq: bool,
+        found: Survey | None,
+        joins: bool = True,
+        whole_dq: bool = False,
+        parts: int = 0,
     ) -> tuple[Bytes, Bytes]:
         """Return what a kernel moves at least (everything once) and at most.
 
@@ -123,14 +129,21 @@ class Sizes:
         ----------
         part : str
             What the kernel computes: the name of a part in the specs.
-        atomic_dq : bool
+        adds_dq : bool
             Whether it adds its share of dq to memory.
         found : Survey or None
             The tiles that it visits.
-        whole : bool
-            As in `Tiles`.
+        joins : bool
+            Whether another kernel joins its results, see `whole` of `Tiles`.
+        whole_dq : bool
+            Whether it stores dq beside dk and dv.
+        parts : int
+            Bytes of parts of dk and dv, which are summed at the end.
         """
         sums = self.queries * self.sum_row
+        if part == "sums":
+            rows = made({"parts": parts}, {"dk": self.k, "dv": self.v})
+            return rows, rows
         if part == "delta":
             rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
             return rows, rows
@@ -164,7 +177,6 @@ class Sizes:
         statistics = {"lse": self.row, "delta": self.row}
         if part == "dkdv":
             mine = {"k": self.k, "v": self.v}
-            results = {"dk": self.k, "dv": self.v}
             pass_by = {
                 "q": queries * d * self.item,
                 "do": queries * d_v * self.item,
@@ -174,9 +186,12 @@ class Sizes:
             once = {"q": self.q, "do": self.o} | statistics
             once = {name: min(n, pass_by[name]) for name, n in once.items()}
             name = "dq_accum" if self.item < self.wide else "dq"
+            results = {"parts": parts} if parts else {"dk": self.k, "dv": self.v}
+            if whole_dq:
+                results["dq"] = self.q
             # Sums start at 0; each visit to a tile reads and writes its rows.
-            added = queries * self.sum_row if atomic_dq else 0
-            zeroed = sums if atomic_dq else 0
+            added = queries * self.sum_row if adds_dq else 0
+            zeroed = sums if adds_dq else 0
             return (
                 made(mine | once | {name: zeroed}, results | {name: 2 * zeroed}),
                 made(mine | pass_by | {name: added}, results | {name: zeroed + added}),
@@ -191,7 +206,7 @@ class Sizes:
             for name, n in zip("kv", shared, strict=True):
                 once[name] = max(once[name] - n, 0)
                 again[name] = max(again[name] - self.sharers * n, 0)
-            if not whole:
+            if joins:
                 return made(mine | once, pieces[0]), made(mine | again, pieces[1])
         return made(mine | once, results), made(mine | again, results)
 
@@ -215,6 +230,6 @@ def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":
         return 2 * pairs * (2 * d + d_v)
-    if part in ("delta", "dq_rows", "join", "numbers"):
+    if part in ("delta", "dq_rows", "join", "numbers", "sums"):
         return 0
     return 2 * pairs * (d + d_v)

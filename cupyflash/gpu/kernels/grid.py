@@ -32,6 +32,11 @@ def by_heads(extent: Extent, _: Tiles) -> Grid:
     return _plain(extent.heads, 0)
 
 
+def by_blocks(extent: Extent, _: Tiles) -> Grid:
+    """As many blocks as are asked for."""
+    return _plain(extent.queries, 0)
+
+
 def by_warps(extent: Extent, tiles: Tiles) -> Grid:
     """A warp for each row."""
     return _plain(-(-extent.queries // (tiles.threads // 32)), 0)

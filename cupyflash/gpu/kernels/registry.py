@@ -28,6 +28,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "dq": (sm80.DQ, sm80_f64.DQ, simt.DQ),
     "dq_rows": (rowwise.DQ_ROWS,),
     "bias": (sm90.BIAS, sm80.BIAS, simt.BIAS),
+    "sums": (rowwise.SUMS,),
     **{spec.part: (spec,) for spec in rowwise.OPERATIONS},
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}
@@ -146,6 +147,16 @@ def reason(choice: Choice, request: Request, before: str = "", after: str = "") 
     )
 
 
+def has_all_keys(request: Request) -> bool:
+    """Return whether a block of the kernel of dk and dv has all keys of a head, and can store dq.
+
+    As for `adds_dq`, a request without arrays is enough.
+    """
+    problem, choice = request.problem, select("dkdv", request)
+    keys = int(np.max(problem.len_k, initial=0))
+    return choice.spec.whole_dq and 0 < keys <= choice.tiles.block_kv and not problem.rows.adjoin
+
+
 def adds_dq(request: Request, deterministic: bool) -> bool:
     """Return whether the kernel of dk and dv adds dq to memory, in any order of its blocks.
 
@@ -155,6 +166,14 @@ def adds_dq(request: Request, deterministic: bool) -> bool:
     if deterministic:
         return False
     return request.problem.dtype.name in select("dkdv", request).spec.atomic_dq
+
+
+def shares_queries(request: Request) -> bool:
+    """Return whether several blocks of the kernel of dk and dv may share a block's queries.
+
+    As for `adds_dq`, a request without arrays is enough.
+    """
+    return select("dkdv", request).spec.parts
 
 
 def multiplies(dtype: Any, precision: str | None, capability: tuple[int, int]) -> bool:

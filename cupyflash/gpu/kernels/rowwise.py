@@ -21,6 +21,7 @@ COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 NODES, SHARED_MEMORY, FEW_NODES, ROWS_OF_SM = 64, 48 << 10, 8, 6
 BESIDE = 256  # threads of it that share an SM with a block of decode_sm80.cu of few warps
 SHARED_BY_MANY = 17 << 10  # bytes for a row of tasks with many rows, each of which has a block
+SUMMED_BYTES = 16  # of neighbouring columns of parts that a thread sums
 WARP_ROW = 512  # bytes of o that a warp folds at once
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
@@ -105,6 +106,18 @@ DQ_ROWS = KernelSpec(
     scores=False,
     sizes=("d",),
     operands=("dq_accum", "dq"),
+)
+SUMS = KernelSpec(
+    source="rowwise/backward_sums.cu",
+    part="sums",
+    computes="gradients out of their parts",
+    method=_METHOD,
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
+    condition="blocks computed parts of a gradient, or entries share k or v",
+    configure=lambda request: ROWS,
+    grid=grid.by_blocks,
+    scores=False,
+    sizes=(),
 )
 COMBINE = KernelSpec(
     source="rowwise/combine.cu",

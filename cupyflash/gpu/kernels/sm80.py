@@ -58,8 +58,15 @@ BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]]
         256: ((64, 64, 4, 1, 1), (64, 32, 4, 1, 1)),
     },
 }
+# Largest head -> the same of backward_sm80_dkdv.cu, for so few keys.
+FEW_KEYS_DKDV: dict[int, tuple[int, int, int, int, int]] = {
+    32: (64, 64, 4, 2, 3),
+    64: (64, 64, 4, 2, 2),
+}
+# Of backward_sm80_bias.cu, for so few queries in heads up to 64: three blocks share an SM.
+FEW_QUERIES_BIAS, SMALL_BIAS_HEAD = (64, 64, 4, 1, 3), 64
 # What a block keeps of the batch entry and the head whose operand is streamed, and barriers.
-ENTRY_BYTES, HEAD_BYTES, STREAM_BYTES, BIAS_BYTES = 72, 192, 136, 648
+ENTRY_BYTES, HEAD_BYTES, STREAM_BYTES, BIAS_BYTES = 72, 192, 136, 672
 
 
 def forward_bytes(
@@ -192,6 +199,30 @@ def _configure_backward(kernel: str, request: Request) -> Tiles | None:
     return fit_backward(kernel, problem.d, problem.d_v, request.device.shared_memory)
 
 
+def _configure_dkdv(request: Request) -> Tiles | None:
+    problem, limit = request.problem, request.device.shared_memory
+    # No sequence's result may depend on the lengths of others that are packed with it.
+    keys = int(np.max(problem.len_k, initial=0))
+    if max(problem.d, problem.d_v) <= max(FEW_KEYS_DKDV) and not problem.rows.adjoin:
+        block_q, block_kv, warps, stages, resident = at_head(FEW_KEYS_DKDV, problem.d, problem.d_v)
+        shared = dkdv_bytes(block_q, block_kv, warps, stages, problem.d, problem.d_v)
+        if keys <= block_kv and (shared + RESERVED) * resident <= limit + RESERVED:
+            return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+    return _configure_backward("backward_sm80_dkdv", request)
+
+
+def _configure_bias(request: Request) -> Tiles | None:
+    problem, limit = request.problem, request.device.shared_memory
+    block_q, block_kv, warps, stages, resident = FEW_QUERIES_BIAS
+    # No sequence's result may depend on the lengths of others that are packed with it.
+    few = not problem.rows.adjoin and int(np.max(problem.len_q, initial=0)) <= block_q
+    if few and max(problem.d, problem.d_v) <= SMALL_BIAS_HEAD:
+        shared = bias_bytes(block_q, block_kv, warps, stages, problem.d, problem.d_v)
+        if (shared + RESERVED) * resident <= limit + RESERVED:
+            return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+    return _configure_backward("backward_sm80_bias", request)
+
+
 # Warps and stages of decode_sm80.cu, the most bytes in flight first, and those of a small block.
 DECODE_WARPS, SMALL_DECODE = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2)), (decode.FEW_WARPS, 3)
 DECODE_ROWS, DECODE_STAGE = 16, 8192
@@ -305,10 +336,12 @@ DKDV = KernelSpec(
     heads=_HEADS,
     capability=CAPABILITY,
     tensor_cores=True,
-    configure=functools.partial(_configure_backward, "backward_sm80_dkdv"),
+    configure=_configure_dkdv,
     grid=grid.by_keys,
     slope=True,
     atomic_dq=HALVES,
+    whole_dq=True,
+    parts=True,
     dq_accum_step=LANES,
     cost=_cost_of_dkdv,
 )
@@ -332,7 +365,7 @@ BIAS = KernelSpec(
     heads=_HEADS,
     capability=CAPABILITY,
     tensor_cores=True,
-    configure=functools.partial(_configure_backward, "backward_sm80_bias"),
+    configure=_configure_bias,
     grid=grid.by_tiles,
 )
 DECODE = KernelSpec(

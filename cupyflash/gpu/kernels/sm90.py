@@ -401,6 +401,8 @@ DKDV = KernelSpec(
     tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows),
     slope=True,
     atomic_dq=HALVES,
+    whole_dq=True,
+    parts=True,
     cost=_cost_of_dkdv,
 )
 

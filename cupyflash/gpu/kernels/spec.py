@@ -307,6 +307,10 @@ class KernelSpec:
         The arrays (..., H, L, D) and (..., H, L) of which it is told the addresses; by default all.
     atomic_dq : tuple of str
         Storage types for which it can also add its share of dq to memory.
+    whole_dq : bool
+        Whether it can store dq where one of its blocks has all keys.
+    parts : bool
+        Whether several blocks may share the queries of a block of keys.
     dq_accum_step : int
         Distance in `dq_accum` between the numbers that one thread adds.
     ends_with_queries : bool
@@ -346,6 +350,8 @@ class KernelSpec:
     sizes: tuple[str, ...] = ("d", "d_v")
     operands: tuple[str, ...] | None = None
     atomic_dq: tuple[str, ...] = ()
+    whole_dq: bool = False
+    parts: bool = False
     dq_accum_step: int = 1
     ends_with_queries: bool = False
     overlaps: bool = False
