@@ -30,11 +30,10 @@
 //     cupyflash bench --shape 4,32,4096,128 --shape 4,32,4096,64 --pass backward --variant full \
 //         --variant causal --only cupyflash
 //
-// Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
-// group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
-//
-// Grid: prod(own_size) * heads_kv * blocks, for each part; packed: heads_kv * blocks. Shared
-// memory: SharedMemory in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q
+// Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
+// backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed:
+// heads_kv
+// * blocks. Shared memory: see backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q
 // is 64. After the parameters come the tensor maps of q, k, v, do and, where TMA_STORE, dk and dv.
 #include "../common/params.cuh"
 #include "backward_producer.cuh"
@@ -49,6 +48,7 @@ using backward_producer::STATISTICS_PROVE_FINITE;
 using fragment_gradient::DsScale;
 using warpgroup::make_smem_desc;
 using warpgroup_gradient::ColumnShare;
+using warpgroup_gradient::write_dq;
 using namespace backward_storage;
 
 // A consumer's queries of a tile, and the scores of a thread in each of its two rows.
@@ -70,8 +70,7 @@ constexpr bool OVERLAP_DP_SOFTMAX = !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <
 // Whether the mask is evaluated before the product for the scores is issued, or while it is
 // multiplied. Both choices were measured.
 constexpr bool MASK_FIRST = SHARE_KEYS || DEFER_DQ;
-// Whether FULL tiles have code of their own, without masked pairs. Beside the stores of dq the
-// assembler would run products one by one.
+// Whether FULL tiles have code of their own, without masked pairs.
 constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !HAS_SCORE && !DEFER_DQ;
 // Whether the product for dv is issued before dS is stored. Both choices were measured.
 constexpr bool DV_FIRST = HAS_SCORE && !SHARE_KEYS;
@@ -123,13 +122,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   // one, and the queries of that tile.
   float* deferred_gmem = nullptr;
   int deferred_rows = 0;
-  const auto write_dq = [&](const auto& dq, float* to_gmem, int column, int begin, int valid) {
-    if constexpr (WHOLE_DQ) {
-      warpgroup_gradient::store_dq(p, dq, reinterpret_cast<char*>(to_gmem), column, begin, valid);
-    } else {
-      warpgroup_gradient::atomic_add_dq(dq, to_gmem, column, begin, valid);
-    }
-  };
   // Computes slabs of the dq of the tile before, by one consumer alone or by both.
   const auto accumulate_deferred_dq = [&](int first_slab, int end_slab, bool both_consumers) {
     const unsigned int n = tile_number - 1;
@@ -151,7 +143,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if (slab + 1 == end_slab && Pipeline::stage_of(n) == index) {
         warpgroup::arrive_warpgroup(shared.ds_pipeline.empty_barrier(n));
       }
-      write_dq(dq, deferred_gmem, slab * warpgroup::SLAB_COLUMNS, 0, deferred_rows);
+      write_dq(p, dq, deferred_gmem, slab * warpgroup::SLAB_COLUMNS, 0, deferred_rows);
     }
   };
 
@@ -378,17 +370,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // -- dq, and what is left of dv and dk
       const bool clears_keys = MASKS && !DEFER_DQ && has_nonfinite_keys;
       if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
-      float* const dq_gmem =
-          WHOLE_DQ ? reinterpret_cast<float*>(fragment_product::dq_row(
-                         p, reinterpret_cast<char*>(span.dq_accum), first_query(tile)))
-                   : span.dq_accum + first_query(tile) * fragment::whole_columns(D);
+      float* const dq_gmem = span.dq_of(p, first_query(tile));
       float dq[2][DQ_COLUMNS];
       const int dq_slab = SHARE_KEYS ? k_share.slab : ALTERNATE_DQ ? 0 : index;
       const warpgroup::SmemDesc stored_ds = ds_desc(stage);
       const auto add_dq = [&] {
         ptx::fence_accumulator(dq);
         if constexpr (IS_FLOAT16) matmul::scale(dq, warp_scale.inverse());
-        write_dq(dq, dq_gmem, dq_slab * warpgroup::SLAB_COLUMNS, k_share.begin, ni);
+        write_dq(p, dq, dq_gmem, dq_slab * warpgroup::SLAB_COLUMNS, k_share.begin, ni);
       };
       if constexpr (!DEFER_DQ) ptx::wgmma_fence();
       if constexpr (ATOMIC_DQ && !ALTERNATE_DQ && !DEFER_DQ) issue_dq(dq, stored_ds, dq_slab);
@@ -430,29 +419,18 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       return tile;
     };
-    // Where WHOLE_DQ: sets to 0 the dq of queries of tiles that are EMPTY, up to tile `end`.
-    int seen = span.first;
-    const auto clear_dq_up_to = [&](int end) {
-      if constexpr (!WHOLE_DQ || !HAS_MASK) return;
-      const long long rows = static_cast<long long>(end) * BLOCK_Q, len_q = span.entry.len_q;
-      fragment_product::clear_dq<CONSUMER_THREADS>(p, reinterpret_cast<char*>(span.dq_accum),
-                                                   static_cast<long long>(seen) * BLOCK_Q,
-                                                   rows < len_q ? rows : len_q);
-      seen = end + 1;
-    };
+    int seen = span.first;  // tiles up to here have their dq
 #pragma unroll 1
     for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
          tile = next_tile(index_of(tile) + 1), ++tile_number) {
-      clear_dq_up_to(index_of(tile));
-      bool is_full = class_of(tile) == FULL && index_of(tile) < whole;
-      if constexpr (WHOLE_DQ || HAS_PARTS) is_full = ptx::any_lane(is_full);
-      if (SPLIT_FULL_TILES && is_full) {
+      warpgroup_gradient::clear_dq(p, span, seen, index_of(tile));
+      if (SPLIT_FULL_TILES && lanes_agree(class_of(tile) == FULL && index_of(tile) < whole)) {
         step(tile, warpgroup::Bool<false>());
       } else {
         step(tile, warpgroup::Bool<true>());
       }
     }
-    clear_dq_up_to(span.end);
+    warpgroup_gradient::clear_dq(p, span, seen, span.end);
     ptx::mbarrier_arrive(shared.span_pipeline.empty_barrier(n));
   }
 
@@ -475,12 +453,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                           dk_map, warpgroup::TmaHead(p.dk, entry, h_kv), first);
     if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
   } else {
-    const long long part =
-        HAS_PARTS ? layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)) : 0;
-    const warpgroup_gradient::ResultRows<D> dk_rows(
-        p.dk, p.kind_dk, entry, h_kv, j0, nj, smem.k.begin, layout::part_offset(p, p.dk, part));
-    const warpgroup_gradient::ResultRows<D_V> dv_rows(
-        p.dv, p.kind_dv, entry, h_kv, j0, nj, smem.v.begin, layout::part_offset(p, p.dv, part));
+    const warpgroup_gradient::ResultRows<D> dk_rows(p, p.dk, p.kind_dk, entry, h_kv, j0, nj,
+                                                    smem.k.begin);
+    const warpgroup_gradient::ResultRows<D_V> dv_rows(p, p.dv, p.kind_dv, entry, h_kv, j0, nj,
+                                                      smem.v.begin);
     consumers_sync();  // the keys and values, whose place the results take
     dk_rows.put(dk, corner.row, k_share, static_cast<float>(p.scale));
     dv_rows.put(dv, corner.row, v_share, keep_scale);

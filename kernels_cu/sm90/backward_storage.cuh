@@ -69,6 +69,15 @@ struct Span {
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
   unsigned int full[CONSUMER_WARPS];
 
+  // Row `first` of what dq is added or stored to.
+  __device__ __forceinline__ float* dq_of(const Params& p, long long first) const {
+    if constexpr (WHOLE_DQ) {
+      return reinterpret_cast<float*>(
+          fragment_product::dq_row(p, reinterpret_cast<char*>(dq_accum), first));
+    } else {
+      return dq_accum + first * fragment::whole_columns(D);
+    }
+  }
   __device__ __forceinline__ int rows_of(TileRef tile) const {
     return tile::rows_from(first_query(tile), entry.len_q, BLOCK_Q);
   }
@@ -216,6 +225,13 @@ __device__ __forceinline__ void consumers_sync() {
 // lanes agree.
 __device__ __forceinline__ bool any_consumer(bool condition) {
   return ptx::any_lane(ptx::named_barrier_or(ALL_CONSUMERS, CONSUMER_THREADS, condition));
+}
+
+// A condition on which lanes agree. Where blocks store dq or have parts, the assembler would run
+// products one by one if a vote did not tell it.
+__device__ __forceinline__ bool lanes_agree(bool condition) {
+  if constexpr (WHOLE_DQ || HAS_PARTS) return ptx::any_lane(condition);
+  return condition;
 }
 
 // -- work -----------------------------------------------------------------------------------------

@@ -218,6 +218,29 @@ __device__ __forceinline__ void store_dq(const Params& p, const float (&dq)[2][C
   }
 }
 
+// Stores dq, or adds it to the sums.
+template <int COLUMNS>
+__device__ __forceinline__ void write_dq(const Params& p, const float (&dq)[2][COLUMNS],
+                                         float* to_gmem, int column, int begin, int valid) {
+  if constexpr (WHOLE_DQ) {
+    store_dq(p, dq, reinterpret_cast<char*>(to_gmem), column, begin, valid);
+  } else {
+    atomic_add_dq(dq, to_gmem, column, begin, valid);
+  }
+}
+
+// Where WHOLE_DQ: sets to 0 the dq of queries of EMPTY tiles, which are those from `seen` up to
+// `end`. All consumer threads call it together.
+__device__ __forceinline__ void clear_dq(const Params& p, const backward_storage::Span& span,
+                                         int& seen, int end) {
+  if constexpr (!WHOLE_DQ || !HAS_MASK) return;
+  const long long rows = static_cast<long long>(end) * BLOCK_Q, len_q = span.entry.len_q;
+  fragment_product::clear_dq<CONSUMER_THREADS>(p, reinterpret_cast<char*>(span.dq_accum),
+                                               static_cast<long long>(seen) * BLOCK_Q,
+                                               rows < len_q ? rows : len_q);
+  seen = end + 1;
+}
+
 // -- non-finite operands --------------------------------------------------------------------------
 
 // Whether a thread's numbers are finite. If their sum overflows, the answer is no although they
@@ -382,14 +405,21 @@ struct ResultRows {
   int valid;
   char* smem;
 
-  __device__ __forceinline__ ResultRows(const Operand& to, int kind, const layout::Entry& entry,
-                                        int h_kv, long long j0, int valid, char* smem,
-                                        long long from_parts)
+  __device__ __forceinline__ ResultRows(const Params& p, const Operand& to, int kind,
+                                        const layout::Entry& entry, int h_kv, long long j0,
+                                        int valid, char* smem)
       : to(to),
         wide(kind != number::STORAGE_KIND),
-        offset(layout::offset(to, entry, h_kv, true) + j0 * to.row + from_parts),
+        offset(layout::offset(to, entry, h_kv, true) + j0 * to.row + from_parts(p, to)),
         valid(valid),
         smem(smem) {}
+
+  // Elements between the start of all parts and the block's.
+  static __device__ __forceinline__ long long from_parts(const Params& p, const Operand& to) {
+    if constexpr (!HAS_PARTS) return 0;
+    const unsigned int number = layout::interleave_heads(p, blockIdx.x);
+    return layout::part_offset(p, to, layout::part_of_keys(p, number));
+  }
 
   // Writes a thread's part, times a factor. `key` is the block's row of its first one.
   template <int COLUMNS>
