@@ -25,7 +25,7 @@ struct BiasTile {
     q_block = by_q_block.remainder;
     head = by_head.remainder;
     first = layout::first_entry(p, by_slice.remainder);
-    const layout::Part planes(p, by_slice.quotient, layout::entries_sharing(p) * heads(p));
+    const layout::PartOfSum planes(p, by_slice.quotient, layout::entries_sharing(p) * heads(p));
     part = planes.number;
     begin_plane = planes.begin;
     end_plane = planes.end;

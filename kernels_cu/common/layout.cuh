@@ -182,10 +182,10 @@ __device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsign
 
 // A part of a sum of `count` terms, of p.tasks parts that as many blocks compute at the same time.
 // Parts are the slowest axis of a launch's blocks, and of what they write, which has no gaps.
-struct Part {
+struct PartOfSum {
   long long number, begin, end;  // its terms
 
-  __device__ __forceinline__ Part(const Params& p, long long number, long long count)
+  __device__ __forceinline__ PartOfSum(const Params& p, long long number, long long count)
       : number(number) {
     const long long each = (count + p.tasks - 1) / p.tasks;
     begin = clamp(number * each, 0, count);

@@ -43,11 +43,11 @@ constexpr int COLUMNS = WARP_QUERIES / 4;
 constexpr int SUM_KEYS = fragment_f64::warp_rows(BLOCK_KV, matmul::larger(D, D_V) / 8);
 constexpr int SUM_SHARERS = WARPS * SUM_KEYS / BLOCK_KV;
 constexpr int SUM_ROWS = SUM_KEYS / 8;
-using ShareK = fragment_f64::Share<D, SUM_SHARERS>;
-using ShareV = fragment_f64::Share<D_V, SUM_SHARERS>;
+using ShareK = fragment_f64::WideShare<D, SUM_SHARERS>;
+using ShareV = fragment_f64::WideShare<D_V, SUM_SHARERS>;
 constexpr int DQ_QUERIES = fragment_f64::warp_rows(BLOCK_Q, D / 8);
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
-using ShareQ = fragment_f64::Share<D, DQ_SHARERS>;
+using ShareQ = fragment_f64::WideShare<D, DQ_SHARERS>;
 
 // Limited by registers.
 constexpr int UNROLL_SCORES = 16, UNROLL_SUMS = 2, UNROLL_DQ = 1;

@@ -37,7 +37,7 @@ constexpr int COLUMNS = WARP_KEYS / 4;
 // For dq it has some queries and a share of the columns.
 constexpr int SUM_QUERIES = fragment_f64::warp_rows(BLOCK_Q, D / 8);
 constexpr int SUM_SHARERS = WARPS * SUM_QUERIES / BLOCK_Q;
-using ShareQ = fragment_f64::Share<D, SUM_SHARERS>;
+using ShareQ = fragment_f64::WideShare<D, SUM_SHARERS>;
 
 // Limited by registers.
 constexpr int UNROLL_SCORES = 16, UNROLL_SUMS = 4;

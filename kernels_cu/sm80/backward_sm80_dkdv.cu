@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
     for (int n = 0; n < p.group; ++n) {
       if constexpr (HAS_PARTS) {
-        const layout::Part part(p, layout::part_of_keys(p, number), members * p.group);
+        const layout::PartOfSum part(p, layout::part_of_keys(p, number), members * p.group);
         const long long head = static_cast<long long>(member) * p.group + n;
         if (head < part.begin || head >= part.end) continue;
       }

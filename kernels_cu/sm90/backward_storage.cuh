@@ -250,8 +250,9 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   shared.spans =
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
   if constexpr (HAS_PARTS) {
-    const layout::Part part(p, layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)),
-                            layout::entries_sharing(p) * p.group);
+    const layout::PartOfSum part(p,
+                                 layout::part_of_keys(p, layout::interleave_heads(p, blockIdx.x)),
+                                 layout::entries_sharing(p) * p.group);
     shared.first_head = static_cast<unsigned int>(part.begin);
     shared.spans = static_cast<unsigned int>(part.end - part.begin) * shared.spans_per_head;
   }

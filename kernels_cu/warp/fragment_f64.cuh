@@ -85,14 +85,14 @@ __device__ constexpr int warp_rows(int rows, int pieces) {
 // A warp's share of the columns of a result, in units of 8 columns. Warps that share rows swizzled
 // adjacent units; if a row has too few units, the last warps are idle.
 template <int WIDTH, int SHARERS>
-struct Share {
+struct WideShare {
   static constexpr int UNITS = (WIDTH + 7) / 8;
   static constexpr int EVEN = (UNITS + SHARERS - 1) / SHARERS;
   static constexpr int EACH = EVEN == 1 || SHARERS == 1 ? EVEN : matmul::round_up(EVEN, 2);
   static constexpr int COLUMNS = 2 * EACH;  // of a thread
   int first;                                // the warp's first unit
 
-  __device__ __forceinline__ explicit Share(int sharer) : first(sharer * EACH) {}
+  __device__ __forceinline__ explicit WideShare(int sharer) : first(sharer * EACH) {}
   // Whether unit x of the share exists.
   __device__ __forceinline__ bool has(int x) const {
     return SHARERS * EACH == UNITS || first + x < UNITS;
@@ -134,7 +134,7 @@ template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, bool ONLY_FINITE = fals
           int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add(double (&c)[ROWS][COLUMNS], const char* a_smem,
                                              const char* b_smem,
-                                             const Share<WIDTH, SHARERS>& share) {
+                                             const WideShare<WIDTH, SHARERS>& share) {
   const KMajor<A_BYTES> a(a_smem);
   const auto b = right_rows<fragment::row_bytes(WIDTH)>(b_smem, share.first);
 #pragma unroll UNROLL
@@ -161,7 +161,7 @@ template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, bool ONLY_FINITE = fals
 __device__ __forceinline__ void multiply_add_transposed(double (&c)[ROWS][COLUMNS],
                                                         const char* a_smem, int first,
                                                         const char* b_smem,
-                                                        const Share<WIDTH, SHARERS>& share) {
+                                                        const WideShare<WIDTH, SHARERS>& share) {
   const MnMajor<A_BYTES> a(a_smem, fragment::lane_row(), first / 8);
   const auto b = right_rows<fragment::row_bytes(WIDTH)>(b_smem, share.first);
 #pragma unroll UNROLL
@@ -194,7 +194,7 @@ template <int WIDTH, int DEPTH, int A_BYTES, bool TRANSPOSED, int SHARERS, int R
 __device__ __forceinline__ void add_nonfinite(double (&c)[ROWS][COLUMNS], const char* a_smem,
                                               const char* weights_smem, int first,
                                               const char* b_smem,
-                                              const Share<WIDTH, SHARERS>& share) {
+                                              const WideShare<WIDTH, SHARERS>& share) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll
@@ -221,8 +221,9 @@ __device__ __forceinline__ void add_nonfinite(double (&c)[ROWS][COLUMNS], const 
 // from there on.
 template <bool ATOMIC, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const double (&result)[ROWS][COLUMNS],
-                                           const Share<WIDTH, SHARERS>& share, const Operand& to,
-                                           double* rows_gmem, int valid, double factor) {
+                                           const WideShare<WIDTH, SHARERS>& share,
+                                           const Operand& to, double* rows_gmem, int valid,
+                                           double factor) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = 8 * r + fragment::lane_row();

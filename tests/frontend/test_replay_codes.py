@@ -81,7 +81,7 @@ def test_few_codes_become_numbers_before_another_kernel(cupy):
 
 @pytest.mark.parametrize(
     ("columns", "kernels"),
-    [(64, ["forward_sm90_fp8"]), (24, [*["dequantize"] * 3, "forward_sm80"])],
+    [(64, ["forward_sm90_fp8"]), (24, [*["dequantize"] * 3, "forward_sm90"])],
 )
 @pytest.mark.parametrize("kind", ["host", "int32", "int64"])
 def test_packed_codes_are_recognised(cupy, maps, monkeypatch, columns, kernels, kind):

@@ -12,7 +12,7 @@ import numpy as np
 
 import cupyflash
 import cupyflash.figures
-from cupyflash import attention, distributed, masks, quantize, scores
+from cupyflash import attention, distributed, foreign, masks, quantize, scores
 
 X = np.random.default_rng(0).standard_normal((1, 2, 4, 8)).astype(np.float32)
 ANGLES = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 4)
@@ -65,6 +65,19 @@ def codes_append(name: str, scale: Any) -> Any:
 def backward(**options: Any) -> Any:
     out, lse = attention(X, X, X, return_lse=True)
     return cupyflash.attention_backward(X, X, X, X, out, lse, **options)
+
+
+def packed_int4(x: Any) -> Any:
+    codes = x.astype(np.uint8)
+    return (codes[..., ::2] & 15) | (codes[..., 1::2] << 4)
+
+
+def over_int4(change: Callable[[Any], Any], **options: Any) -> Any:
+    """Attention over int4 of ml_dtypes, which `change` takes."""
+    k, scale = np.ones((1, 2, 4, 32), ml_dtypes.int4), np.ones((1, 2, 4, 1), np.float32)
+    q = np.ones((1, 2, 1, 32), np.float32)
+    scales = {"k_scale": scale, "v_scale": scale}
+    return cupyflash.attention_cached(q, change(k), change(k), 4, **scales, **options)
 
 
 def coded(change: Callable[[Any], Any], **options: Any) -> Any:
@@ -388,6 +401,48 @@ CASES = (
         lambda: over_codes(X.astype(np.float64), "float8_e4m3fn"),
         r"\.astype\(np\.float32\)",
         lambda code: over_codes(run("x" + code, x=X.astype(np.float64)), "float8_e4m3fn"),
+    ),
+    Case(
+        "foreign.py",
+        "interleaved=True",
+        lambda: foreign.rotary(ANGLES, ANGLES),
+        r"interleaved=True",
+        lambda code: cupyflash.Rotary(ANGLES, ANGLES, **keywords(code)),
+    ),
+    Case(
+        "foreign.py",
+        "gguf_numbers(blocks, 'MXFP4')",
+        lambda: foreign.gguf(np.zeros((2, 17), np.uint8), "MXFP4"),
+        r"gguf_numbers\(.*?\)",
+        lambda code: run("foreign." + code, foreign=foreign, blocks=np.zeros((2, 17), np.uint8)),
+    ),
+    Case(
+        "foreign.py",
+        "gguf_numbers(blocks, 'Q8_0')",
+        lambda: foreign.gguf(np.zeros((2, 68), np.uint8), "Q8_0"),
+        r"gguf_numbers\(.*?\)",
+        lambda code: run("foreign." + code, foreign=foreign, blocks=np.zeros((2, 68), np.uint8)),
+    ),
+    Case(
+        "foreign.py",
+        ".view(np.uint8)",
+        lambda: foreign.gguf(np.zeros((2, 34), np.int8), "Q8_0"),
+        r"\.view\(np\.uint8\)",
+        lambda code: foreign.gguf(run("x" + code, x=np.zeros((2, 34), np.int8)), "Q8_0"),
+    ),
+    Case(
+        "problem/codes.py",
+        ".astype(np.uint8)",
+        lambda: over_int4(lambda k: k),
+        r"\(k\[.*<< 4\)",
+        lambda code: over_int4(lambda k: run(code, k=k), kv_dtype="int4"),
+    ),
+    Case(
+        "problem/codes.py",
+        "kv_dtype='int4'",
+        lambda: over_int4(lambda k: k),
+        r"kv_dtype='int4'",
+        lambda code: over_int4(packed_int4, **keywords(code)),
     ),
     Case(
         "problem/codes.py",

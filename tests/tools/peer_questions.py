@@ -214,7 +214,7 @@ def evaluate(program: str, namespace: dict[str, Any]) -> Any:
 
 def namespace_of(name: str) -> dict[str, Any]:
     """Return the names that the programs of a library begin with."""
-    module = sys.modules["program"] = types.ModuleType("program")  # some look for it
+    module = sys.modules["_asked"] = types.ModuleType("_asked")  # some look for it
     namespace = vars(module)
     exec(read("questions")["prelude"] + read(name)["setup"], namespace)
     return namespace
