@@ -390,6 +390,7 @@ def test_an_interrupted_call_can_be_made_again():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # JAX's of forks
 def test_a_forked_child_begins_anew():
     q, k, v = drawn()
     warm(q, k, v, 100)

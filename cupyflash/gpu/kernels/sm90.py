@@ -50,7 +50,7 @@ WIDTHS: dict[int, tuple[int, ...]] = {
 MOST_MASKED = 128
 # Of so few queries most rows of a tile are empty, and a generation has a key more in each call, of
 # which a map of tensors would have to be encoded anew.
-FEW_QUERIES = 16
+STEP_QUERIES = 16
 EXACT = 0.95  # of the usual tiles' time: others must take less, since the model is not more exact
 # Largest head -> largest tile of keys -> blocks that share an SM's registers, with 64 queries each.
 SMALL_BLOCKS: dict[int, dict[int, int]] = {64: {80: 3, 144: 2}, 128: {80: 2}}
@@ -234,8 +234,8 @@ def _slower(request: Request, own: tuple[KernelSpec, Tiles], other: KernelSpec) 
 def _forward_obstacle(request: Request) -> str | None:
     if request.call is None:
         return "its arrays are not known"
-    if request.call.rows.known_q <= FEW_QUERIES:
-        return f"a row has at most {FEW_QUERIES} queries, and may have a key more in the next call"
+    if request.call.rows.known_q <= STEP_QUERIES:
+        return f"a row has at most {STEP_QUERIES} queries, and may have a key more in the next call"
     slower = _slower(request, (FORWARD, _configure_forward(request)), sm80.FORWARD)
     if slower is not None:
         return slower
