@@ -83,8 +83,8 @@ __device__ __forceinline__ long long offset(const Operand& operand, const Row& r
   return elements;
 }
 
-// Loads the lse of a warp's rows, of which `rows` exist; -inf for the others. NaN for +inf, which is
-// the log-sum-exp of no numbers.
+// Loads the lse of a warp's rows, of which `rows` exist; -inf for the others. NaN for +inf, which
+// is the log-sum-exp of no numbers.
 __device__ __forceinline__ void load_lse(const Operand& operand, const Row& row, int rows,
                                          accum_t (&lse)[ROWS]) {
   const accum_t* const from = reinterpret_cast<const accum_t*>(operand.data) + offset(operand, row);

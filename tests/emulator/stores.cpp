@@ -1,8 +1,8 @@
 // Copies of boxes from shared memory to arrays, which a thread of compute capability 9.0 begins.
 //
 // A copy reads shared memory at once, or as late as it can: when its thread waits for it. What it
-// reads has to be published then, and the same as when it was begun: what lies in the array; columns
-// and rows of a box beyond that may be anything.
+// reads has to be published then, and the same as when it was begun: what lies in the array;
+// columns and rows of a box beyond that may be anything.
 #include "boxes.h"
 #include "races.h"
 #include "turns.h"
