@@ -224,7 +224,8 @@ def test_nothing_else_starts_threads_for_arrays():
         for path in folder.rglob("*.py")
         if re.search(r"concurrent|multiprocessing|threading\.Thread\(", path.read_text())
     }
-    assert users == {"threads.py", "nccl.py"}  # of ranks, too; it watches messages
+    # nccl.py watches messages of ranks; openmp.py has threads of another library work in between.
+    assert users == {"threads.py", "nccl.py", "openmp.py"}
 
 
 @CAN_SIGNAL
