@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,19 +22,16 @@ from .host_calls import Replayed, ReplayedCache, ReplayedGrowing
 
 
 @functools.cache
-def _openmp(folder: Path) -> Any:
+def threads_of(folder: Path) -> AbstractContextManager[None]:
+    """Return a context in which this thread's calls are computed by OpenMP's threads of a library.
+
+    The library is GNU's, lies in the folder, and another package has loaded it; if there is none,
+    nothing changes.
+    """
     from cupyflash.reference.cpu import openmp
 
-    return openmp, openmp.loaded(folder)
-
-
-def share_threads(folder: Path) -> None:
-    """Let the calling thread's calls be computed by the threads of OpenMP's library in a folder.
-
-    It is GNU's, and another package has loaded it; if there is none, nothing changes.
-    """
-    openmp, library = _openmp(folder)
-    openmp.use_team_of(library)
+    library = openmp.loaded(folder)
+    return nullcontext() if library is None else openmp.ThreadsOf(library)
 
 
 def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> CallResult:

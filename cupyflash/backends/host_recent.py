@@ -25,7 +25,8 @@ R = TypeVar("R")
 MOST = 64  # keys of calls that are kept
 ALIKE = 2  # calls of a key: under a window, schedules of some lengths differ
 _DONE, _LOG_LEAF = 1, 6  # of `reference.cpu.repeat`, which takes long to import
-_ndarray, _empty, _ONE = np.ndarray, np.empty, (1,)
+_ndarray, _ONE = np.ndarray, (1,)
+_empty: Any = np.empty  # what it makes is what the function returns that is called again
 _INTEGERS = np.dtype(np.int64), np.dtype(np.int32)
 _known: dict[Hashable, tuple[Any, ...]] = {}
 if hasattr(os, "register_at_fork"):  # another thread may be making one of them
@@ -56,13 +57,13 @@ def recognised_cached(function: Callable[P, R]) -> Callable[P, R]:
                     of_length = (length - 1) >> _LOG_LEAF, type(lengths)
                     key = q.shape, k.shape, q.itemsize, mask, of_length
                     for run, block, shape, dtype, _ in _known.get(key, ()):
-                        out: Any = _empty(shape, dtype)
+                        out: R = _empty(shape, dtype)
                         if run(block, q, k, v, length, out) == _DONE:
-                            return out  # type: ignore[no-any-return]  # it is what `function` returns
+                            return out
             elif is_device_array(q) and (not keywords or type(mask) is Mask):
-                made = again("attention_cached", q, k, v, mask, lengths)
+                made: R | None = again("attention_cached", q, k, v, mask, lengths)
                 if made is not None:
-                    return made  # type: ignore[no-any-return]
+                    return made
         return function(*args, **keywords)
 
     return call
@@ -81,9 +82,9 @@ def recognised_packed(function: Callable[P, R]) -> Callable[P, R]:
                 and (mask is None or type(mask) is Mask)
             ):
                 _, k, v, *offsets = args
-                made = again(("attention_varlen", check), q, k, v, mask, *offsets)
+                made: R | None = again(("attention_varlen", check), q, k, v, mask, *offsets)
                 if made is not None:
-                    return made  # type: ignore[no-any-return]
+                    return made
         return function(*args, **keywords)
 
     return call
@@ -102,15 +103,15 @@ def recognised(function: Callable[P, R]) -> Callable[P, R]:
                     length = k.shape[-2]
                     key = shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask
                     for run, block, shape, dtype, _ in _known.get(key, ()):
-                        out: Any = _empty(shape, dtype)
+                        out: R = _empty(shape, dtype)
                         if run(block, q, k, v, length, out) == _DONE:
-                            return out  # type: ignore[no-any-return]  # it is what `function` returns
+                            return out
             elif is_device_array(q):
                 mask = keywords.get("mask")
                 if not keywords or type(mask) is Mask:
-                    made = again("attention", q, k, v, mask)
+                    made: R | None = again("attention", q, k, v, mask)
                     if made is not None:
-                        return made  # type: ignore[no-any-return]
+                        return made
         return function(*args, **keywords)
 
     return call

@@ -76,8 +76,8 @@ def forward(
             return made[0], made[1] if wants_lse else None
     request = _request(settings, x)
     if not place and not on_gpu:
-        tensors.use_threads()
-        results = execute.forward(request, wants_lse, None, None)
+        with tensors.stream_of(x.q.device):
+            results = execute.forward(request, wants_lse, None, None)
         out, lse = results if wants_lse else (results, None)
         return tensor_of(out), None if lse is None else tensor_of(lse)
     try:
@@ -129,8 +129,9 @@ def backward(
     request = _request(settings, x)
     arrays = array_of(do), array_of(out), array_of(lse), array_of(dlse)
     if not place and not on_gpu:
-        tensors.use_threads()
-        host = execute.backward(request, *arrays, settings.deterministic, None, None, wants_bias)
+        how = settings.deterministic, None, None, wants_bias
+        with tensors.stream_of(x.q.device):
+            host = execute.backward(request, *arrays, *how)
         return [tensor_of(each) for each in host if each is not None]
     gradients = empty_gradients(x, wants_bias)
     names = [*_QKV, *(["dbias"] if wants_bias else []), *([] if x.sink is None else ["dsink"])]

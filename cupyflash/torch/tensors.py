@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -210,23 +210,15 @@ def to_autocast(
 def stream_of(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which PyTorch's current stream and its device are also CuPy's.
 
-    Calls on CPUs are computed by PyTorch's threads.
+    Calls on CPUs are computed by PyTorch's threads (GNU's OpenMP): they spin for a while after
+    PyTorch's own functions, and others would share the cores with them.
     """
     if device.type != "cuda":
-        use_threads()
-        return nullcontext()
+        return cpu.threads_of(_LIBRARIES)
     return device_arrays.on_stream(raw_stream(device.index), device.index)
 
 
 _LIBRARIES = Path(torch.__file__).parent / "lib"
-
-
-def use_threads() -> None:
-    """Let the calling thread's calls on CPUs be computed by PyTorch's threads (GNU's OpenMP).
-
-    They spin for a while after PyTorch's own functions, and others would share the cores with them.
-    """
-    cpu.share_threads(_LIBRARIES)
 
 
 def _stream_of_object(device: int) -> int:

@@ -1,10 +1,10 @@
 """OpenMP's threads of another library, which compute calls between that library's own.
 
 GNU's OpenMP lets its threads spin for up to 20 ms after a parallel region. Threads of our own would
-share the cores with them, and take twice as long. So a call from a thread that computes by such a
-library's regions, as PyTorch's users do, begins a region of that library, in which the caller works
-as usual. What begins and ends a region without a function for the caller is what compilers called
-before OpenMP 4, and is still there.
+share the cores with them, and take twice as long. So within `ThreadsOf`, a call begins a parallel
+region of that library, in which the caller works as usual. The library still has the two functions
+by which compilers began and ended a region before OpenMP 4: they call nothing on the caller's
+thread.
 
 The region must be ended by the thread that began it, whatever signals come: `_Team.ending` is one
 call of C.
@@ -71,16 +71,9 @@ _jobs: dict[int, tuple[Job, Iterator[int]]] = {}
 _numbers = itertools.count(1)
 
 
-def forget() -> None:
-    """Compute no more calls here, until a thread asks for it again."""
-    global _team
-    _team = None
-    _callers.clear()
-
-
 _process = os.getpid()  # a forked one would wait for ever for the library's threads
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(after_in_child=_callers.clear)
 
 
 @_SERVE
@@ -118,12 +111,20 @@ def loaded(folder: Path) -> ctypes.CDLL | None:
     return library
 
 
-def use_team_of(library: ctypes.CDLL | None) -> None:
-    """Let the calling thread's calls be computed by threads of a library that `loaded` returned."""
-    global _team
-    if library is not None and os.getpid() == _process:
-        _team = _team or _Team(library)
-        _callers.add(threading.get_ident())
+class ThreadsOf:
+    """Context: calls of this thread are computed by threads of a library that `loaded` returned."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __enter__(self) -> None:
+        global _team
+        if os.getpid() == _process:
+            _team = _team or _Team(self._library)
+            _callers.add(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        _callers.discard(threading.get_ident())
 
 
 def is_worth(workers: int) -> bool:

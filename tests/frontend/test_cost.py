@@ -7,10 +7,13 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_specialisations import SHARED_MEMORY
+from cuda_specialisations import SHARED_MEMORY, target_of
 
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu.kernels import sm80, sm90
+from cupyflash.gpu.kernels import registry, sm80, sm90
+from cupyflash.gpu.kernels.spec import Request
+from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 
 H200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -300,3 +303,15 @@ def test_tiles_that_are_chosen_were_nearly_the_fastest(row):
     found = {x[:3]: x[3] for x in row.times}
     chosen = tiles.block_q, tiles.block_kv, tiles.resident_blocks
     assert found[chosen] <= 1.07 * min(found.values())
+
+
+@pytest.mark.parametrize(("queries", "kernel"), [(16, "forward_sm80"), (17, "forward_sm90")])
+def test_a_step_of_a_generation_keeps_its_launch(queries, kernel):
+    """A map of tensors would have to be encoded anew for each number of keys."""
+    q, k = (np.zeros((4, 8, n, 128), np.float16) for n in (queries, 100))
+    request = Request.of(validate.call(q, k, k, Options()), target_of("sm_90"))
+    choice = registry.select("forward", request)
+    assert choice.spec.name == kernel
+    reason = dict(choice.passed_over).get(sm90.FORWARD)
+    assert (reason is None) == (queries > 16)
+    assert reason is None or "at most 16 queries" in reason

@@ -390,7 +390,9 @@ def test_an_interrupted_call_can_be_made_again():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # JAX's of forks
+@pytest.mark.filterwarnings(  # JAX warns of forks, if other tests have imported it
+    "ignore:Exception ignored in. <function _at_fork:pytest.PytestUnraisableExceptionWarning"
+)
 def test_a_forked_child_begins_anew():
     q, k, v = drawn()
     warm(q, k, v, 100)

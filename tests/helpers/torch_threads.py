@@ -28,11 +28,10 @@ def threads_of_pytorch(number: int) -> Iterator[list[int]]:
         share(job, workers)
 
     torch.set_num_threads(number)
-    openmp.use_team_of(library)
     openmp.share = counted
     try:
-        yield calls
+        with openmp.ThreadsOf(library):
+            yield calls
     finally:
         openmp.share = share
-        openmp.forget()
         torch.set_num_threads(before)

@@ -262,7 +262,7 @@ FORWARD = KernelSpec(
     architecture=ARCHITECTURE,
     tensor_cores=True,
     condition="by the model of cost it takes less time than `forward_sm80`, or rows are packed; "
-    "TMA can load q, k and v",
+    f"a row has more than {STEP_QUERIES} queries; TMA can load q, k and v",
     obstacle=_forward_obstacle,
     configure=_configure_forward,
     grid=grid.shared_by_queries,
