@@ -104,7 +104,7 @@ def _imported(text: str, option: str) -> Any:
     module, _, name = text.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)  # behind the package, of which this folder may be a clone
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:

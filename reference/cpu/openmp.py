@@ -13,7 +13,6 @@ call of C.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import multiprocessing
 import os
 import threading
@@ -56,9 +55,9 @@ class _Team:
         self._start.argtypes, self._start.restype = (_SERVE, ctypes.c_void_p, ctypes.c_uint), None
         self._end.argtypes, self._end.restype = (ctypes.c_int,), None  # which it ignores
 
-    def start(self, number: int) -> None:
-        """Begin a region, whose other threads work on the job with a number."""
-        self._start(_serve, number, self.size())
+    def start(self, caller: int) -> None:
+        """Begin a region, whose other threads work on the job of a thread."""
+        self._start(_serve, caller, self.size())
 
     def ending(self) -> Iterator[Any]:
         """Return an iterator that ends the region that begins from now on, if one begins."""
@@ -67,9 +66,8 @@ class _Team:
 
 _team: _Team | None = None
 _callers: set[int] = set()  # threads that compute by regions of `_team`
+# By the thread whose region computes it: the job, and the threads that may still help.
 _jobs: dict[int, tuple[Job, Iterator[int]]] = {}
-_numbers = itertools.count(1)
-
 
 _process = os.getpid()  # a forked one would wait for ever for the library's threads
 if hasattr(os, "register_at_fork"):
@@ -77,9 +75,9 @@ if hasattr(os, "register_at_fork"):
 
 
 @_SERVE
-def _serve(number: int) -> None:
-    """Work on a job as one of its helpers; called by the library's threads."""
-    job, helpers = _jobs[number]
+def _serve(caller: int) -> None:
+    """Work on a thread's job as one of its helpers; called by the library's threads."""
+    job, helpers = _jobs[caller]
     if next(helpers, None) is not None:
         try:
             own_arithmetic(job.work)()
@@ -143,13 +141,13 @@ def share(job: Job, workers: int) -> None:
     """Compute a job by the calling thread and some of the library's; `is_worth` was true."""
     team = _team
     assert team is not None
-    number = next(_numbers)
-    _jobs[number] = job, iter(range(workers - 1))
+    caller = threading.get_ident()
+    _jobs[caller] = job, iter(range(workers - 1))
     ending = team.ending()
     try:
-        team.start(number)
+        team.start(caller)
         job.work()
     finally:
         job.items = 0
         any(ending)
-        _jobs.pop(number, None)
+        _jobs.pop(caller, None)
