@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def nvrtc() -> None:
         if os.environ.get("CI"):
             pytest.fail(remedy)
         pytest.skip(remedy)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """No callbacks of the garbage collector (Hypothesis has one): Python swallows what a signal
+    raises inside one, and goes on, so that the test would wait for an exception that never comes.
+    """
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def one_thread_for_each_worker(config: pytest.Config) -> None:

@@ -167,7 +167,7 @@ def entries() -> dict[str, Callable[[], object]]:
 @mostly_thorough(
     "times", [8, 200], quick=[8], why="the same places, tried more often", ids=["few", "many"]
 )
-def test_no_call_leaves_a_thread_at_work(set_threads, monkeypatch, times):
+def test_no_call_leaves_a_thread_at_work(set_threads, monkeypatch, no_collector, times):
     """At any moment of a call; a thread that still works is seen while it is in a kernel."""
     set_threads(3)
     caller, at_work = threading.get_ident(), []

@@ -365,7 +365,7 @@ class SignalError(Exception):
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
-def test_an_interrupted_call_can_be_made_again():
+def test_an_interrupted_call_can_be_made_again(no_collector):
     q, k, v = drawn()
     warm(q, k, v, 100)
 
