@@ -80,6 +80,8 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
     head = [report.suite, titles[first]]
     head += ["fastest of the others"] if many else [titles[name] for name in others]
     head += ["ratio"] if many else [f"ratio to {titles[name]}" for name in others]
+    counted = any(row.task.moved for row in report.tasks)
+    head += ["counted MB"] * counted
     rows = []
     for row in report.tasks:
         each = "" if row.task.each == "call" else f", each {row.task.each}"
@@ -89,9 +91,9 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
         if many and times[1]:
             times[1] += f" ({titles[row.fastest]})"
         ratios = [row.ratio(name) for name in beside]
-        rows.append(
-            [row.task.name + each, *times, *("" if x is None else three_digits(x) for x in ratios)]
-        )
+        cells = [row.task.name + each, *times]
+        cells += ["" if x is None else three_digits(x) for x in ratios]
+        rows.append(cells + [three_digits(row.task.moved / 1e6)] * counted)
     return head, rows
 
 

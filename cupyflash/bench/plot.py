@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from .results import MEASURED, Report, Row, rate, unit
+from .results import MEASURED, Report, Row, TaskRow, rate, unit
 from .suites import OURS, OURS_FP8, PAGES, SMALL_PAGES
 
 Axes = Any  # of matplotlib
@@ -272,7 +272,10 @@ def _save(file: Path, draw_it: Callable[[], Any]) -> None:
 
 
 def _tasks_figure(report: Report, against: str) -> Any:
-    """Draw the time of every contender as bars, a group for each task, and ratios beside them."""
+    """Draw the time of every contender as bars, a group for each task, and ratios beside them.
+
+    Where bytes are counted, they have bars of their own beside these.
+    """
     rows = [row for row in report.tasks if any(x.seconds for x in row.results)]
     if not rows:
         raise ArgumentError("there is nothing to draw, because nothing was measured")
@@ -281,7 +284,11 @@ def _tasks_figure(report: Report, against: str) -> Any:
     below = 0.35 + 0.19 * (text.count("\n") + 1)
     height = 1.1 + below + 0.21 * len(rows) * (len(names) + 1)
     figure = library().figure.Figure(figsize=(9.0, height))
-    axes = figure.subplots()
+    counted = any(row.task.moved for row in rows)
+    panels = figure.subplots(
+        1, 1 + counted, squeeze=False, sharey=True, width_ratios=(2.2, 1)[: 1 + counted]
+    )
+    axes = panels[0, 0]
     thick = 0.8 / len(names)
     for at, row in enumerate(rows):
         for n, name in enumerate(names):
@@ -307,6 +314,8 @@ def _tasks_figure(report: Report, against: str) -> Any:
     axes.margins(x=0.25, y=0.01)
     each = " or ".join(dict.fromkeys(row.task.each for row in rows))
     axes.set_xlabel(f"µs for a {each}")
+    if counted:
+        _bytes(panels[0, 1], rows)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(
         handles.values(), handles, loc="upper center", ncols=len(handles), fontsize=10,
@@ -315,6 +324,16 @@ def _tasks_figure(report: Report, against: str) -> Any:
     figure.text(0.15 / 9, 0.12 / height, text, fontsize=8, color="#505050", va="bottom")
     figure.tight_layout(rect=(0, below / height, 1, 1 - 0.4 / height))
     return figure
+
+
+def _bytes(axes: Axes, rows: list[TaskRow]) -> None:
+    """Draw the counted bytes of tasks as bars beside their times."""
+    megabytes = [row.task.moved / 1e6 for row in rows]
+    bars = axes.barh(range(len(rows)), megabytes, 0.5, color="#CC79A7")
+    axes.bar_label(bars, [f"{x:,.3g}" for x in megabytes], padding=2, fontsize=8, color="#404040")
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.25)
+    axes.set_xlabel("MB moved, by count")
 
 
 def _figure(report: Report, found: list[Group], chosen: list[str], against: str) -> Any:

@@ -32,12 +32,15 @@ class Task:
         Of its arrays.
     each : str
         What a time is of, in a word: call, token, step and others.
+    moved : int
+        Bytes between memory and chip, by count; 0 where nothing is counted.
     """
 
     suite: str
     name: str
     dtype: str
     each: str = "call"
+    moved: int = 0
 
     @property
     def words(self) -> list[str]:
@@ -107,6 +110,8 @@ class TaskSuite:
         Who is timed, in order.
     dtypes : mapping of str to str
         By a task's name, that of its arrays, where it is another one.
+    moved : mapping of str to int
+        By a task's name, the bytes that are counted.
     """
 
     what: str
@@ -116,12 +121,14 @@ class TaskSuite:
     each: Mapping[str, str]
     contenders: tuple[str, ...] = NAMES
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, int] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Task]:
         """Yield the tasks."""
         for name in self.makers:
             dtype = self.dtypes.get(name, self.dtype)
-            yield Task(self.name, name, dtype, self.each.get(name, "call"))
+            each, moved = self.each.get(name, "call"), self.moved.get(name, 0)
+            yield Task(self.name, name, dtype, each, moved)
 
     def job(self, meter: Meter, task: Task, contender: str) -> Job:
         """Make a task ready, or raise `RefusalError`."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..bench import Case, Contender, Report, Suite, Task, TaskSuite
 
 SUITE_NAMES = ("quick", "article", "peers", "variants", "decode", "fp8")
-TASK_NAMES = ("host", "short", "programs", "models")
+TASK_NAMES = ("host", "short", "programs", "models", "blocks")
 PASS_NAMES = ("forward", "backward")
 VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
 PICTURE_NAMES = ("rate", "speed-up", "memory")
@@ -37,6 +37,7 @@ SHORT_RUNS = {
     "short": 30,
     "models": 30,
     "programs": 30,
+    "blocks": 30,
 }  # of suites whose runs are short
 SECONDS = {"cpu": 5.0, "gpu": 2.0}
 

@@ -54,6 +54,8 @@ def _tasks(report: Report, notes: dict[str, int]) -> list[tuple[str, str]]:
     rows = []
     for row in report.tasks:
         words = [row.task.name] + [f"each {row.task.each}"] * (row.task.each != "call")
+        if row.task.moved:
+            words.append(f"{megabytes(row.task.moved)} moved, by count")
         rows.append((words, [task_line(row, result, notes) for result in row.results]))
     _print("task", ("time", "spread"), "ratio", first, rows)
     told = f"the time of {first} divided by that of the contender; below 1, {first} is faster"

@@ -11,13 +11,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cuda_specialisations import target_of
 from fake_cupy import fake_cupy
 
+import cupyflash
 from cupyflash import bench
-from cupyflash.bench import host, measure, programs, short, torch_peers
+from cupyflash.arrays.unallocated import unallocated
+from cupyflash.backends.cpu import Cpu
+from cupyflash.bench import blocks, host, measure, programs, short, torch_peers
 from cupyflash.bench.tasks import NAMES, TaskSuite, Works
 from cupyflash.commands import bench_table, info
 from cupyflash.commands.main import main
+from cupyflash.gpu import route
+from cupyflash.problem import validate
+from cupyflash.problem.call import Plan
+from cupyflash.problem.options import Options
 
 KNOWN = {contender.name: contender for contender in bench.CONTENDERS}
 ROOT = Path(__file__).parents[2]
@@ -145,6 +153,53 @@ def test_short_rows_have_few_heads_and_tokens():
     assert names[0] == "3 heads, 8 tokens, forward"
     assert names[-1] == "96 heads, 256 tokens, backward"
     assert len(names) == len(set(names)) == 36
+
+
+# --- tiles of other sizes ---
+
+
+@pytest.mark.parametrize("tiles", [(16, 64), (64, 16)])
+def test_tiles_of_other_sizes_compute_the_same(tiles, monkeypatch):
+    seen, forward = [], Cpu.forward
+
+    def recorded(self, call, out, lse, plan=None):
+        seen.append((plan.block_q, plan.block_kv))
+        return forward(self, call, out, lse, plan)
+
+    monkeypatch.setattr(Cpu, "forward", recorded)
+    made = functools.partial(blocks.of_tiles, shape=(1, 2, 80, 16), tiles=tiles)
+    suite = dataclasses.replace(bench.TASKS["cpu"]["blocks"], makers={"it": made})
+    row = run(suite, next(suite.tasks()), suite.contenders)
+    assert statuses(row) == {"cupyflash": "measured", "standard": "measured"}, row
+    assert all(x.difference < 1e-5 for x in row.results)
+    assert set(seen) == {tiles}
+
+
+def test_tiles_of_a_gpu_are_those_of_the_simt_kernel():
+    q = unallocated(blocks.SHAPES["gpu"], np.dtype(np.float32))
+    call = validate.call(q, q, q, Options())
+
+    def plan(tiles, arch):
+        return route.forward(call, target_of(arch), q, None, Plan("", *tiles, "")).plan
+
+    for tiles in blocks.TILES.values():
+        if tiles == (512, 64):
+            with pytest.raises(cupyflash.ArgumentError, match="232448 bytes of shared memory"):
+                plan(tiles, "sm_90")
+        else:
+            made = plan(tiles, "sm_90")
+            assert (made.kernel, made.block_q, made.block_kv) == ("forward_simt", *tiles)
+
+
+def test_counted_bytes_of_tiles():
+    """Keys and values are read once for each block of queries, whatever the keys of a tile."""
+    tasks = {x.name: x.moved for x in bench.TASKS["cpu"]["blocks"].tasks()}
+    assert len(tasks) == 10
+    assert {n for name, n in tasks.items() if name.startswith("64 queries")} == {
+        4 * 4 * (2048 * (64 + 64 + 1) + 32 * 2 * 2048 * 64)
+    }
+    by_queries = [tasks[f"{n} queries x 64 keys"] for n in blocks.QUERIES]
+    assert by_queries == sorted(by_queries, reverse=True)
 
 
 # --- programs ---

@@ -176,6 +176,9 @@ def test_the_devices():
         assert facts.peak["float16"] > facts.peak["float32"] > facts.peak["float64"]
         if facts.matrix_peak:  # tensor cores take half as many numbers of 32 bits
             assert facts.matrix_peak["tf32"] == pytest.approx(facts.peak["float16"] / 2, rel=0.02)
+        assert 1.4e9 < facts.clock < 2.6e9
+        assert facts.sram_bandwidth > 4 * facts.bandwidth
+        assert 60 * facts.l2 < facts.memory
         # Arithmetic has grown faster than memory: a hundred operations a byte, but for the H20.
         assert 35 < facts.ridge("float16") < 450
         with pytest.raises(AttributeError):

@@ -12,7 +12,9 @@ from ...errors import ArgumentError
 from ...hints.did_you_mean import did_you_mean
 from .traffic import itemsize
 
-MIB = 2**20
+MIB, GB = 2**20, 10**9
+# Capability -> float32 units of a multiprocessor, by the programming guide's table of throughputs.
+LANES = {(7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 9): 128, (9, 0): 128, (10, 0): 128}
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Device:
     matrix_peak : mapping of str to float
         FLOP per second on tensor cores in types for which `peak` excludes them: "float64", "tf32",
         which are 32-bit numbers whose fractions are cut to 11 bits, and "float8".
+    memory : int
+        Bytes of the device's memory.
     """
 
     name: str
@@ -56,6 +60,17 @@ class Device:
     capability: tuple[int, int]
     l2: int
     matrix_peak: Mapping[str, float]
+    memory: int
+
+    @property
+    def clock(self) -> float:
+        """Cycles per second for which the peak of float32 is stated."""
+        return self.peak["float32"] / (2 * LANES[self.capability] * self.multiprocessors)
+
+    @property
+    def sram_bandwidth(self) -> float:
+        """Bytes per second of the shared memory of all multiprocessors: 32 banks of 4 bytes."""
+        return self.multiprocessors * 128 * self.clock
 
     def sram_elements(self, dtype: str) -> int:
         """Return M of one multiprocessor, for `block_sizes` and `theorem_2`.
@@ -131,11 +146,11 @@ _TABLE = (
     "shared memory: CUDA C++ Programming Guide, technical specifications per compute capability"
 )
 _A100 = (
-    "NVIDIA A100 Tensor Core GPU data sheet (bandwidth of the SXM model, peaks) and A100 "
+    "NVIDIA A100 Tensor Core GPU data sheet (memory; bandwidth of the SXM model, peaks) and A100 "
     f"architecture white paper; {_TABLE}"
 )
 _H100 = f"NVIDIA H100 Tensor Core GPU architecture white paper, SXM5; {_TABLE}"
-_H200 = f"NVIDIA H200 data sheet (bandwidth); the chip is the H100's: {_H100}"
+_H200 = f"NVIDIA H200 data sheet (memory, bandwidth); the chip is the H100's: {_H100}"
 _H20 = (
     "NVIDIA H20 data sheet (bandwidth, peaks, second-level cache), 96 GB; multiprocessors as the "
     f"driver counts them; {_TABLE}"
@@ -154,8 +169,8 @@ _RTX_4090 = (
 )
 _B200 = (
     "NVIDIA HGX B200 data sheet (peaks, an eighth of the board's) and DGX B200 data sheet "
-    "(bandwidth); second-level cache: Blackwell Tuning Guide; multiprocessors as the driver "
-    f"counts them; {_TABLE}"
+    "(memory, bandwidth); second-level cache: Blackwell Tuning Guide; multiprocessors as the "
+    f"driver counts them; {_TABLE}"
 )
 _HOPPER = _peak(989.4, 989.4, 66.9, 33.5)
 _HOPPER_MATRIX = _matrix_peak(66.9, 494.7, 1978.9)
@@ -177,6 +192,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (7, 5),
                 4 * MIB,
                 MappingProxyType({}),
+                16 * GB,
             ),
             Device(
                 "A10",
@@ -189,6 +205,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (8, 6),
                 6 * MIB,
                 _matrix_peak(None, 62.5),
+                24 * GB,
             ),
             Device(
                 "A100-40GB",
@@ -201,6 +218,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (8, 0),
                 40 * MIB,
                 _matrix_peak(19.5, 156),
+                40 * GB,
             ),
             Device(
                 "A100-80GB",
@@ -213,6 +231,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (8, 0),
                 40 * MIB,
                 _matrix_peak(19.5, 156),
+                80 * GB,
             ),
             Device(
                 "L40S",
@@ -225,6 +244,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (8, 9),
                 96 * MIB,
                 _matrix_peak(None, 183, 733),
+                48 * GB,
             ),
             Device(
                 "RTX 4090",
@@ -237,6 +257,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (8, 9),
                 72 * MIB,
                 _matrix_peak(None, 82.6, 330.3),
+                24 * GB,
             ),
             Device(
                 "H20",
@@ -249,6 +270,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (9, 0),
                 60 * MIB,
                 _matrix_peak(None, 74, 296),
+                96 * GB,
             ),
             Device(
                 "H100-SXM",
@@ -261,6 +283,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (9, 0),
                 50 * MIB,
                 _HOPPER_MATRIX,
+                80 * GB,
             ),
             Device(
                 "H200",
@@ -273,6 +296,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (9, 0),
                 50 * MIB,
                 _HOPPER_MATRIX,
+                141 * GB,
             ),
             Device(
                 "B200",
@@ -285,6 +309,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (10, 0),
                 126 * MIB,
                 _matrix_peak(37, 1125, 4500),
+                180 * GB,
             ),
         )
     }
