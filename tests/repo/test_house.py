@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-import pytest
+from each import holds_for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ["cupyflash", "reference", "kernels_cu", "tests", "examples", "docs", "backend"]
@@ -64,33 +64,41 @@ def test_there_is_something_to_check():
     assert {path.parts[0] for path in SOURCES} >= {"cupyflash", "reference", "kernels_cu", "tests"}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_files_are_short(path):
-    lines = (ROOT / path).read_text().count("\n")
-    assert lines <= MAX_LINES, f"{path} has {lines} lines: split it by job"
+def test_files_are_short():
+    def rule(path):
+        lines = (ROOT / path).read_text().count("\n")
+        assert lines <= MAX_LINES, f"{path} has {lines} lines: split it by job"
+
+    holds_for_each(SOURCES, rule)
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_files_say_nothing_forbidden(path):
-    text = (ROOT / path).read_text()
-    for what, pattern in FORBIDDEN.items():
-        match = pattern.search(text)
-        if match:
-            line = text.count("\n", 0, match.start()) + 1
-            raise AssertionError(f"{path}:{line} has {what}: {match.group()!r}")
-    assert not text or text.endswith("\n"), f"{path} does not end with a newline"
+def test_files_say_nothing_forbidden():
+    def rule(path):
+        text = (ROOT / path).read_text()
+        for what, pattern in FORBIDDEN.items():
+            match = pattern.search(text)
+            if match:
+                line = text.count("\n", 0, match.start()) + 1
+                raise AssertionError(f"{path}:{line} has {what}: {match.group()!r}")
+        assert not text or text.endswith("\n"), f"{path} does not end with a newline"
+
+    holds_for_each(FILES, rule)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_silenced_checks_name_their_rule(path):
-    for match in SILENCED.finditer((ROOT / path).read_text()):
-        assert match["codes"], f"{path}: {match.group()!r} silences everything"
+def test_silenced_checks_name_their_rule():
+    def rule(path):
+        for match in SILENCED.finditer((ROOT / path).read_text()):
+            assert match["codes"], f"{path}: {match.group()!r} silences everything"
+
+    holds_for_each(SOURCES, rule)
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.suffix == ".py"], ids=str)
-def test_modules_say_what_they_are(path):
-    text = (ROOT / path).read_text()
-    assert text.startswith(('"""', 'r"""', "#!")), f"{path} has no docstring"
+def test_modules_say_what_they_are():
+    def rule(path):
+        text = (ROOT / path).read_text()
+        assert text.startswith(('"""', 'r"""', "#!")), f"{path} has no docstring"
+
+    holds_for_each([p for p in SOURCES if p.suffix == ".py"], rule)
 
 
 def _runs_python(call: ast.Call) -> bool:
@@ -99,10 +107,15 @@ def _runs_python(call: ast.Call) -> bool:
     return code and any(ast.unparse(x) == "sys.executable" for x in words)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda p: p.name)
-def test_programs_of_tests_run_outside_the_checkout(path):
+def test_programs_of_tests_run_outside_the_checkout():
     """`python -c` imports from its folder first: there, the package has no `reference`."""
-    for call in (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)):
-        if _runs_python(call):
-            given = {x.arg for x in call.keywords}
-            assert "cwd" in given, f"{path.name}:{call.lineno} runs Python wherever pytest stands"
+
+    def rule(path):
+        for call in (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)):
+            if _runs_python(call):
+                given = {x.arg for x in call.keywords}
+                assert "cwd" in given, (
+                    f"{path.name}:{call.lineno} runs Python wherever pytest stands"
+                )
+
+    holds_for_each(sorted((ROOT / "tests").rglob("test_*.py")), rule)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
+from each import holds_for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -263,46 +263,52 @@ def test_the_table_names_existing_modules():
         assert inside == set(levels), folder
 
 
-@pytest.mark.parametrize("name", PACKAGE)
-def test_cupyflash_imports_one_way(name):
-    mine = row_of(name)
-    if mine in ("", "__main__", "costs"):
-        return
-    for target, line, _ in imports(name, PACKAGE[name]):
-        if not within(target, "cupyflash"):
-            continue
-        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
-        theirs = row_of(target)
-        if within(target, "cupyflash.reference"):
-            assert any(within(name, user) for user in USERS_OF_REFERENCE), where
-        elif within(target, "cupyflash.kernels_cu"):
-            raise AssertionError(where + ": the CUDA sources are data")
-        elif theirs != mine:
-            # "" is `from cupyflash import x`: the top, which imports everything.
-            assert theirs, where + ": import the module that defines it"
-            assert LEVEL[theirs] < LEVEL[mine], where
-        for folder, levels in LEVEL_INSIDE.items():
-            if within(name, f"cupyflash.{folder}") and within(target, f"cupyflash.{folder}"):
-                one, other = part_of(name, folder), part_of(target, folder)
-                assert one in ("", other) or levels[other] < levels[one], where
+def test_cupyflash_imports_one_way():
+    def rule(name):
+        mine = row_of(name)
+        if mine in ("", "__main__", "costs"):
+            return
+        for target, line, _ in imports(name, PACKAGE[name]):
+            if not within(target, "cupyflash"):
+                continue
+            where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+            theirs = row_of(target)
+            if within(target, "cupyflash.reference"):
+                assert any(within(name, user) for user in USERS_OF_REFERENCE), where
+            elif within(target, "cupyflash.kernels_cu"):
+                raise AssertionError(where + ": the CUDA sources are data")
+            elif theirs != mine:
+                # "" is `from cupyflash import x`: the top, which imports everything.
+                assert theirs, where + ": import the module that defines it"
+                assert LEVEL[theirs] < LEVEL[mine], where
+            for folder, levels in LEVEL_INSIDE.items():
+                if within(name, f"cupyflash.{folder}") and within(target, f"cupyflash.{folder}"):
+                    one, other = part_of(name, folder), part_of(target, folder)
+                    assert one in ("", other) or levels[other] < levels[one], where
+
+    holds_for_each(PACKAGE, rule)
 
 
-@pytest.mark.parametrize("name", PACKAGE)
-def test_cupy_stays_behind_few_modules(name):
-    if any(within(name, user) for user in USERS_OF_CUPY):
-        return
-    for target, line, _ in imports(name, PACKAGE[name]):
-        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
-        assert target.partition(".")[0] not in {"cupy", "cupyx", "cuda"}, where
+def test_cupy_stays_behind_few_modules():
+    def rule(name):
+        if any(within(name, user) for user in USERS_OF_CUPY):
+            return
+        for target, line, _ in imports(name, PACKAGE[name]):
+            where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+            assert target.partition(".")[0] not in {"cupy", "cupyx", "cuda"}, where
+
+    holds_for_each(PACKAGE, rule)
 
 
-@pytest.mark.parametrize("name", PACKAGE)
-def test_heavy_packages_are_imported_when_needed(name):
-    for target, line, at_import in imports(name, PACKAGE[name]):
-        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
-        if at_import and (name, target) != (USER_OF_HYPOTHESIS, "hypothesis"):
-            mine = next((ADAPTERS[x] for x in ADAPTERS if within(name, x)), set())
-            assert target.partition(".")[0] not in LAZY - mine, where
+def test_heavy_packages_are_imported_when_needed():
+    def rule(name):
+        for target, line, at_import in imports(name, PACKAGE[name]):
+            where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+            if at_import and (name, target) != (USER_OF_HYPOTHESIS, "hypothesis"):
+                mine = next((ADAPTERS[x] for x in ADAPTERS if within(name, x)), set())
+                assert target.partition(".")[0] not in LAZY - mine, where
+
+    holds_for_each(PACKAGE, rule)
 
 
 def test_importing_cupyflash_does_not_reach_reference():
@@ -323,23 +329,27 @@ def test_importing_cupyflash_does_not_reach_reference():
     assert [path for name, path in paths.items() if within(name, "cupyflash.reference")] == []
 
 
-@pytest.mark.parametrize("name", REFERENCE)
-def test_reference_knows_nothing_of_cupyflash(name):
-    for target, line, _ in imports(name, REFERENCE[name]):
-        where = f"{REFERENCE[name].relative_to(ROOT)}:{line} imports {target}"
-        if within(target, "cupyflash"):
-            # Only through a relative import of a sibling: `from . import philox`.
-            assert within(target, "cupyflash.reference"), where
-        else:
-            assert target.partition(".")[0] in REFERENCE_MAY_IMPORT, where
+def test_reference_knows_nothing_of_cupyflash():
+    def rule(name):
+        for target, line, _ in imports(name, REFERENCE[name]):
+            where = f"{REFERENCE[name].relative_to(ROOT)}:{line} imports {target}"
+            if within(target, "cupyflash"):
+                # Only through a relative import of a sibling: `from . import philox`.
+                assert within(target, "cupyflash.reference"), where
+            else:
+                assert target.partition(".")[0] in REFERENCE_MAY_IMPORT, where
+
+    holds_for_each(REFERENCE, rule)
 
 
-@pytest.mark.parametrize("name", REFERENCE)
-def test_reference_imports_siblings_relatively(name):
-    for node in ast.walk(ast.parse(REFERENCE[name].read_text())):
-        if isinstance(node, ast.Import):
-            assert not any(within(alias.name, "cupyflash") for alias in node.names)
-            assert not any(within(alias.name, "reference") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            assert not within(node.module or "", "cupyflash")
-            assert not within(node.module or "", "reference")
+def test_reference_imports_siblings_relatively():
+    def rule(name):
+        for node in ast.walk(ast.parse(REFERENCE[name].read_text())):
+            if isinstance(node, ast.Import):
+                assert not any(within(alias.name, "cupyflash") for alias in node.names)
+                assert not any(within(alias.name, "reference") for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert not within(node.module or "", "cupyflash")
+                assert not within(node.module or "", "reference")
+
+    holds_for_each(REFERENCE, rule)
