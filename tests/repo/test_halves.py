@@ -10,6 +10,7 @@ from pathlib import Path
 
 import conftest
 import pytest
+from each import holds_for_each
 from halves import mostly_thorough
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,17 +89,19 @@ def test_the_quick_half_uses_every_public_function():
     assert [name for name in public_functions() if name not in used] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_thorough_test_says_why(path):
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    calls = [x for x in nodes if isinstance(x, ast.Call)]
-    reasons = [x.args[0] for x in calls if is_the_marker(x.func) and len(x.args) == 1]
-    assert len(reasons) == sum(map(is_the_marker, nodes)), "the marker takes a reason"
-    for call in calls:
-        if isinstance(call.func, ast.Name) and call.func.id == "mostly_thorough":
-            reasons += [x.value for x in call.keywords if x.arg == "why"]
-    for why in reasons:
-        assert len(ast.literal_eval(why).split()) >= FEWEST_WORDS
+def test_a_thorough_test_says_why():
+    def rule(path):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        calls = [x for x in nodes if isinstance(x, ast.Call)]
+        reasons = [x.args[0] for x in calls if is_the_marker(x.func) and len(x.args) == 1]
+        assert len(reasons) == sum(map(is_the_marker, nodes)), "the marker takes a reason"
+        for call in calls:
+            if isinstance(call.func, ast.Name) and call.func.id == "mostly_thorough":
+                reasons += [x.value for x in call.keywords if x.arg == "why"]
+        for why in reasons:
+            assert len(ast.literal_eval(why).split()) >= FEWEST_WORDS
+
+    holds_for_each(FILES, rule)
 
 
 def test_quick_is_what_pytest_selects_by_itself():
