@@ -6,7 +6,10 @@ lies in tests/data/peer_answers.json, and the page is made of that.
     python tests/tools/peer_questions.py               write the page from the stored answers
     python tests/tools/peer_questions.py --ask all     ask all libraries: look at what git shows
     python tests/tools/peer_questions.py --ask torch   ask some of them again
-    python tests/tools/peer_questions.py --print torch-cudnn > FILE, and --read FILE elsewhere
+    python tests/tools/peer_questions.py --ask gpu --to FILE     on a machine with a GPU
+    python tests/tools/peer_questions.py --read FILE             take what it answered
+
+An answer has the machine on which it was given, the version of the library, and the date.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ OURS = "cupyflash"
 INNER = re.compile(r"\[[^\[\]{}]*\]|\[\s*(?:\[[^\[\]{}]*\],?\s*)+\]")  # lists in one line
 SECONDS = 600  # for all questions to a library
 NONE = "–"  # it has no such option, or the question has no program
+CPU = "a CPU (x86-64)"
+NEAR = 2e-3  # of answers in words, whatever the type; they are far from each other
 
 
 def read(name: str) -> dict[str, Any]:
@@ -55,9 +60,9 @@ def shown(answers: dict[str, Any]) -> list[str]:
     return [name for name in names() if name in answers]
 
 
-def on_cpu() -> list[str]:
-    """Return the libraries that are asked without a GPU."""
-    return [name for name in names() if not read(name)["title"].endswith("GPU")]
+def on(gpu: bool) -> list[str]:
+    """Return the libraries that are asked on a GPU, or those that need none."""
+    return [name for name in names() if ("machine" in read(name)) == gpu]
 
 
 def questions() -> dict[str, Any]:
@@ -81,14 +86,14 @@ def of_row(result: Any) -> str:
         return "NaN"
     if (row == 0).all():
         return "0"
-    return "mean" if np.allclose(row, 1 / row.size) else "another"
+    return "mean" if np.allclose(row, 1 / row.size, NEAR) else "another"
 
 
 def of_gradient(result: Any) -> str:
     """Say what the gradient of values is that no query sees."""
     if is_nan(result):
         return "NaN"
-    return "0" if not np.any(result) else "1/n" if np.allclose(result, 1 / 3) else "another"
+    return "0" if not np.any(result) else "1/n" if np.allclose(result, 1 / 3, NEAR) else "another"
 
 
 def of_mask(first: str, second: str) -> Callable[[Any], str]:
@@ -97,9 +102,9 @@ def of_mask(first: str, second: str) -> Callable[[Any], str]:
     def said(result: Any) -> str:
         row = np.ravel(result)
         for word, expected in ((first, [1, 0]), (second, [0, 1]), ("is ignored", [0.5, 0.5])):
-            if np.allclose(row, expected):
+            if np.allclose(row, expected, NEAR, NEAR):
                 return word
-        return "added" if np.allclose(row[0] / row[1], math.e) else f"{row}"
+        return "added" if np.allclose(row[0] / row[1], math.e, NEAR) else f"{row}"
 
     return said
 
@@ -119,7 +124,7 @@ def of_scale(default: float) -> Callable[[Any], str]:
             return "NaN"
         scale = float(np.log(result[0] / result[1])) / 4
         for word, expected in (("1/√D", 0.5), ("1", 1.0), ("is 0", 0.0), ("is −½", -0.5)):
-            if abs(scale - expected) < 1e-3:
+            if abs(scale - expected) < NEAR:
                 return word if default == 0 or expected != 0.5 else "as not given"
         return f"{scale:.3g}"
 
@@ -146,7 +151,7 @@ def of_axes(result: Any) -> str:
     """Say which axis of numbered values was summed over."""
     x = np.arange(24.0).reshape(1, 2, 3, 4)
     for word, axis in (("B H L D", 2), ("B L H D", 1)):
-        if np.allclose(result, x.mean(axis=axis, keepdims=True)):
+        if np.allclose(result, x.mean(axis=axis, keepdims=True), NEAR):
             return word
     return "another"
 
@@ -184,7 +189,9 @@ WORDS: dict[str, Callable[[Any], str]] = {
     "scale": of_scale(0),
     "scale_zero": of_scale(1),
     "scale_negative": of_scale(1),
-    "cap_bias": lambda x: "after it" if np.allclose(x[0][0] / x[0][1], np.exp(5)) else "before it",
+    "cap_bias": lambda x: (
+        "after it" if np.allclose(x[0][0] / x[0][1], np.exp(5), NEAR) else "before it"
+    ),
     "sink": number({"½": 0.5}),
     "lse": number({"natural": math.log(4), "base 2": 2.0}, 0.01),
     "lse_empty": number({"−∞": -math.inf, "0": 0.0, "−2.4e38": -2.38197633e38}),
@@ -255,6 +262,7 @@ def ask_here(name: str) -> dict[str, Any]:
                 found[key] = {"error": first, "answer": "error"}
     return {
         "version": importlib.metadata.version(read(name)["package"]).partition("+")[0],
+        "machine": eval(read(name).get("machine", "_cpu"), namespace | {"_cpu": CPU}),
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "answers": found,
     }
@@ -268,6 +276,15 @@ def ask(name: str) -> dict[str, Any]:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])[name]
     return result
+
+
+def taken(answers: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return answers with those of a file, in which words are found again for each result."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for name, key, each in ((n, k, x) for n in found for k, x in found[n]["answers"].items()):
+        if name in names() and "error" not in each:
+            each["answer"] = WORDS[key](restored(each["result"]))
+    return answers | {name: found[name] for name in found if name in names()}
 
 
 # The page.
@@ -322,14 +339,20 @@ def section(key: str, answers: dict[str, Any]) -> list[str]:
     return lines
 
 
+def stamps(answers: dict[str, Any]) -> list[str]:
+    """Say where and when libraries were asked: a line for each machine."""
+    dates: dict[str, set[str]] = {}
+    for name in shown(answers):
+        dates.setdefault(answers[name]["machine"], set()).add(answers[name]["date"])
+    lines = ["Observed, with the versions that the rows have:", ""]
+    machines = sorted(dates, key=lambda machine: (machine != CPU, machine))
+    return lines + [f"- {machine}: {', '.join(sorted(dates[machine]))}" for machine in machines]
+
+
 def page(answers: dict[str, Any]) -> str:
     """Return the page."""
     content = read("questions")
-    dates = sorted({answers[name]["date"] for name in shown(answers)})
-    lines = [
-        content["head"],
-        f"Observed on {' and '.join(dates)}; each row says the version of its library.",
-    ]
+    lines = [content["head"], *stamps(answers)]
     for topic in content["topics"]:
         lines += ["", f"## {topic['title']}", "", *table(topic, answers)]
     lines += ["", "## The programs", "", "All of them begin with these lines:", ""]
@@ -348,28 +371,28 @@ def page(answers: dict[str, Any]) -> str:
 def main() -> None:
     """Ask, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ask", nargs="+", metavar="NAME", default=[], help="all, or libraries")
-    parser.add_argument("--print", metavar="NAME", help="ask a library, and write nothing")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="take what --print printed")
+    groups = "all that need no GPU, gpu for those that do, or libraries"
+    parser.add_argument("--ask", nargs="+", metavar="NAME", default=[], help=groups)
+    parser.add_argument("--to", type=Path, metavar="FILE", help="write answers there, and no page")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="take what --to wrote")
+    parser.add_argument("--print", metavar="NAME", help="ask a library here, and write nothing")
     options = parser.parse_args()
     if options.print:
         print(json.dumps({options.print: ask_here(options.print)}))
         return
-    answers = json.loads(ANSWERS.read_text(encoding="utf-8")) if ANSWERS.exists() else {}
-    for name in on_cpu() if "all" in options.ask else options.ask:
+    stored_before = ANSWERS.exists() and not options.to
+    answers = json.loads(ANSWERS.read_text(encoding="utf-8")) if stored_before else {}
+    wanted = {"all": on(gpu=False), "gpu": on(gpu=True)}
+    for name in [x for each in options.ask for x in wanted.get(each, [each])]:
         print(name, "...", file=sys.stderr, flush=True)
         answers[name] = ask(name)
     if options.read:
-        for line in options.read.read_text(encoding="utf-8").splitlines():
-            if line.startswith("{"):
-                answers |= json.loads(line)
-    for found in (x for each in answers.values() for x in each["answers"].items()):
-        if "error" not in found[1]:
-            found[1]["answer"] = WORDS[found[0]](restored(found[1]["result"]))
+        answers = taken(answers, options.read)
     text = json.dumps(answers, indent=1, ensure_ascii=False)
     text = INNER.sub(lambda found: " ".join(found[0].split()), text)
-    ANSWERS.write_text(text + "\n", encoding="utf-8")
-    PAGE.write_text(page(answers), encoding="utf-8")
+    (options.to or ANSWERS).write_text(text + "\n", encoding="utf-8")
+    if not options.to:
+        PAGE.write_text(page(answers), encoding="utf-8")
 
 
 if __name__ == "__main__":
