@@ -253,7 +253,10 @@ class _Reexport:
 
 _UNSIGNED = 1  # DLDataTypeCode
 # Types of ml_dtypes that NumPy neither exports nor takes, by their code and bits in DLPack.
-_OF_ML_DTYPES = {(4, 16): "bfloat16", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}
+_OF_ML_DTYPES = {
+    (4, 16): "bfloat16", (10, 8): "float8_e4m3fn", (11, 8): "float8_e4m3fnuz",
+    (12, 8): "float8_e5m2", (13, 8): "float8_e5m2fnuz",
+}  # fmt: skip
 
 
 def _type_of(capsule: Any) -> Any:

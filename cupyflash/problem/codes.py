@@ -12,7 +12,7 @@ from ..arrays.interop import array, floats
 from ..errors import ArgumentError, ArgumentTypeError
 from .call import Array
 from .encoding import NUMBERS, QUERIES, CacheEncoding, Encoding
-from .formats import FORMATS, INT4_GROUP, Format, format_of, name_of
+from .formats import FORMATS, INT4_GROUP, Format, format_of, name_of, of_amd
 
 __all__ = ["QUERIES", "CacheCodes"]
 _TYPES = (*(name for name, form in FORMATS.items() if form.packed == 1), "uint8")  # of arrays
@@ -188,7 +188,8 @@ def _scales_of(scale: Any, x: Array, name: str, form: Format | None) -> Array | 
             )
         raise ArgumentError(
             f"{name}_scale: got scales with {name} of {x.dtype}, which has none; expected codes of "
-            f"{', '.join(FORMATS)}. Leave {name}_scale out, or make codes with quantize."
+            f"{', '.join(FORMATS)}."
+            + (of_amd(x.dtype.name) or f" Leave {name}_scale out, or make codes with quantize.")
         )
     return None
 

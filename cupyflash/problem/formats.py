@@ -51,9 +51,16 @@ def format_of(dtype: Any, name: str) -> Format:
     if came not in FORMATS:
         raise ArgumentTypeError(
             f"{name}: got {came}; expected {', '.join(FORMATS)}, by name or as the type of NumPy "
-            "or ml_dtypes."
+            f"or ml_dtypes.{of_amd(came)}"
         )
     return FORMATS[came]
+
+
+def of_amd(name: str) -> str:
+    """Return a remedy for types of AMD, and nothing for others."""
+    if not name.endswith("fnuz"):
+        return ""
+    return " Codes of fnuz types mean half as much: cupyflash.foreign.fnuz converts them."
 
 
 def name_of(dtype: Any) -> str:

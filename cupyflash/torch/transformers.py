@@ -162,17 +162,21 @@ class Held(NamedTuple):
     Attributes
     ----------
     k, v : torch.Tensor, shape (B, Hkv, S, D)
-        Keys and values, rotated already where a model rotates them. They are the cache's own.
+        Keys and values, rotated already where a model rotates them.
     lengths : torch.Tensor of int32, shape (B,)
         How many positions hold something.
     first : int
         The position of the first of them in its sequence: above 0 where a window let others go.
+    k_scale, v_scale : torch.Tensor of float32, shape (1, 1, 1, 1), or None
+        The scales of codes.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     lengths: torch.Tensor
     first: int
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 def held(layer: Any) -> Held:
@@ -181,36 +185,58 @@ def held(layer: Any) -> Held:
     Parameters
     ----------
     layer : object
-        One of ``cache.layers`` of a DynamicCache or a StaticCache, with a window or without one. A
-        layer with a window of w holds the last w - 1 positions, or w if it is static.
+        One of ``cache.layers`` of a DynamicCache, a StaticCache or a QuantizedCache, with a window
+        or without one. A layer with a window of w holds the last w - 1 positions, or w if it is
+        static.
 
     Returns
     -------
     Held
-        Tensors without a copy.
+        Tensors without a copy; codes of float8 with the scales that a QuantizedCache of "fp8" has.
+        The codes of "quanto" and "hqq" have a shift for each group, which no codes here have: their
+        numbers are a copy, bit by bit those that the layer itself returns with the next keys.
 
     Raises
     ------
     ArgumentError
-        Nothing is in the layer yet, or it is of another kind, such as a quantised one.
+        Nothing is in the layer yet, or it is of another kind.
     """
     from transformers import cache_utils
 
     kinds = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer,
              cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer)  # fmt: skip
-    if type(layer) not in kinds:
+    shifted = cache_utils.QuantoQuantizedLayer, cache_utils.HQQQuantizedLayer
+    scaled = getattr(cache_utils, "Fp8QuantizedLayer", ())  # since 5.24
+    if type(layer) not in kinds and not isinstance(layer, (*shifted, scaled)):
         raise ArgumentError(
             f"layer: got {type(layer).__name__}; expected one of "
-            f"{', '.join(kind.__name__ for kind in kinds)}, whose tensors are (B, Hkv, S, D) in "
-            "the order of positions. Pass an element of cache.layers, or read it by its own code."
+            f"{', '.join(kind.__name__ for kind in (*kinds, *shifted))}, whose tensors are "
+            "(B, Hkv, S, D) in the order of positions. Pass an element of cache.layers, or read it "
+            "by its own code."
         )
-    if not layer.is_initialized:
+    if not layer.is_initialized or getattr(layer, "_quantized_keys", layer.keys) is None:
         raise ArgumentError("layer: nothing is in it yet; expected keys and values.")
     seen = int(layer.get_seq_length())
-    length = min(seen, layer.keys.shape[2])
-    lengths = torch.full((layer.keys.shape[0],), length, dtype=torch.int32,
-                         device=layer.keys.device)  # fmt: skip
-    return Held(layer.keys, layer.values, lengths, seen - length)
+    k, v = layer.keys, layer.values
+    scales: tuple[torch.Tensor, torch.Tensor] | tuple[()] = ()
+    if isinstance(layer, shifted):
+        k, v = _numbers(layer)
+    elif isinstance(layer, scaled):
+        (k, k_scale), (v, v_scale) = layer._quantized_keys, layer._quantized_values
+        scales = k_scale.reshape(1, 1, 1, 1), v_scale.reshape(1, 1, 1, 1)
+    length = min(seen, k.shape[2])
+    lengths = torch.full((k.shape[0],), length, dtype=torch.int32, device=k.device)
+    return Held(k, v, lengths, seen - length, *scales)
+
+
+def _numbers(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of codes with a shift, and behind them those that are not codes yet."""
+    k, v = (layer._dequantize(x) for x in (layer._quantized_keys, layer._quantized_values))
+    if getattr(layer, "_pending_beam_idx", None) is not None:
+        k, v = layer._apply_pending_reorder(k, v)
+    if layer.keys.numel():
+        k, v = torch.cat([k, layer.keys], dim=2), torch.cat([v, layer.values], dim=2)
+    return k, v
 
 
 def attention_forward(

@@ -230,12 +230,12 @@ def test_an_unknown_type_code():
     class Float8(Exporter):
         def __dlpack__(self, **keywords: Any) -> Any:
             capsule = self.values.__dlpack__()
-            type_code(capsule)[0] = 13  # kDLFloat8_e5m2fnuz
+            type_code(capsule)[0] = 14  # kDLFloat8_e8m0fnu
             return capsule
 
     x = filled(2, 5, 8)
     values = np.zeros((2, 5, 8), np.uint8)
-    with pytest.raises(ArgumentTypeError, match=r"q: got Float8.*8-bit elements of type code 13"):
+    with pytest.raises(ArgumentTypeError, match=r"q: got Float8.*8-bit elements of type code 14"):
         attention(Float8(values), x, x)
 
 

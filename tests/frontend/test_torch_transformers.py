@@ -176,6 +176,42 @@ def test_what_a_cache_holds(window, static, steps):
     assert torch.equal(out, attention_cached(q, keys, values, found.lengths))
 
 
+LAYERS = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
+NEEDS = {"quanto": "optimum.quanto", "hqq": "hqq"}
+
+
+@pytest.mark.filterwarnings("ignore")  # of quanto and hqq
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("reordered", [False, True])
+def test_what_a_quantised_cache_holds(kind, reordered):
+    """Bit by bit what the layer itself gives to attention beside the next keys."""
+    pytest.importorskip(NEEDS.get(kind, "transformers"), reason=f"needs {NEEDS.get(kind)}")
+    if not hasattr(transformers.cache_utils, LAYERS[kind]):
+        pytest.skip(f"this transformers has no {LAYERS[kind]}")
+    made = getattr(transformers.cache_utils, LAYERS[kind])
+    layer = made() if kind == "fp8" else made(nbits=4, q_group_size=32, residual_length=4)
+    with pytest.raises(ArgumentError, match="layer: nothing is in it yet"):
+        adapter.held(layer)
+    rows = torch.randn(2, 3, 2, 9, 32, generator=torch.Generator().manual_seed(0))
+    for new in rows[..., :8, :].split([5, 2, 1], dim=3):
+        layer.update(*new)
+    if reordered:
+        layer.reorder_cache(torch.tensor([2, 0, 1]))
+    found = adapter.held(layer)
+    assert (found.first, found.lengths.tolist()) == (0, [8] * 3)
+    k, v = found.k, found.v
+    if kind == "fp8":
+        assert k.dtype is v.dtype is torch.float8_e4m3fn
+        k, v = k.float() * found.k_scale, v.float() * found.v_scale
+    wanted = layer.update(*(x.clone() for x in rows[..., 8:, :]))
+    assert torch.equal(k, wanted[0][:, :, :8])
+    assert torch.equal(v, wanted[1][:, :, :8])
+    q = rows[0, :, :, -1:]
+    scales = {"k_scale": found.k_scale, "v_scale": found.v_scale} if kind == "fp8" else {}
+    out = attention_cached(q, found.k, found.v, found.lengths, **scales)
+    torch.testing.assert_close(out, attention_cached(q, k, v, 8))
+
+
 def test_caches_that_are_not_read():
     with pytest.raises(ArgumentError, match="layer: got DynamicCache; expected one of DynamicL"):
         adapter.held(transformers.DynamicCache())

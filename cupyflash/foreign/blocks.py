@@ -1,8 +1,4 @@
-"""Formats of other libraries, converted bit by bit: tables of angles, columns, and codes.
-
-Functions take and return NumPy arrays. What a format here cannot hold is an error that names the
-convention.
-"""
+"""Codes of 4 and 8 bits as others store them: two in a byte, and blocks of gguf."""
 
 from __future__ import annotations
 
@@ -10,12 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .arrays.interop import array
-from .errors import ArgumentError, ArgumentTypeError
-from .hints.install import ML_DTYPES
-from .problem.rotary import Rotary
-
-__all__ = ["float8", "gguf", "gguf_numbers", "int4", "interleave", "rotary"]
+from ..arrays.interop import array
+from ..errors import ArgumentError, ArgumentTypeError
 
 Array = np.ndarray[Any, Any]
 
@@ -31,89 +23,6 @@ class _Block(NamedTuple):
 _BLOCKS = {"Q8_0": _Block(32, 2, 34), "Q4_0": _Block(32, 2, 18), "MXFP4": _Block(32, 1, 17)}
 # What the codes of MXFP4 mean, doubled; the scale is halved.
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-
-
-def rotary(cos: Any, sin: Any) -> Rotary:
-    """Make a `cupyflash.Rotary` of tables that have each angle twice, as transformers has them.
-
-    Parameters
-    ----------
-    cos, sin : array of float32 or float64, shape (..., S, R)
-        Cosines and sines; axes before the last two have length 1. The angle of a pair stands in
-        both of its columns: m and m + R / 2 (Llama), or 2 m and 2 m + 1 (GPT-J, Cohere).
-
-    Returns
-    -------
-    Rotary
-        Tables of R / 2 columns, and which columns are pairs.
-
-    Raises
-    ------
-    ArgumentError, ArgumentTypeError
-        The angles are not there twice in one of these two ways, or in both.
-    """
-    tables = [array(each, name) for each, name in ((cos, "cos"), (sin, "sin"))]
-    for name, table in zip(("cos", "sin"), tables, strict=True):
-        if table.ndim < 2 or set(table.shape[:-2]) - {1} or table.shape[-1] % 2:
-            raise ArgumentError(
-                f"{name}: got shape {table.shape}; expected (S, R) with an even R, and axes of "
-                "length 1 before. Tables of R / 2 columns are for cupyflash.Rotary itself."
-            )
-    cos, sin = (table.reshape(table.shape[-2:]) for table in tables)
-    half = cos.shape[1] // 2
-    halves = all(np.array_equal(x[:, :half], x[:, half:]) for x in (cos, sin))
-    neighbours = all(np.array_equal(x[:, ::2], x[:, 1::2]) for x in (cos, sin))
-    if halves == neighbours and half > 1:
-        came = "both ways" if halves else "neither way"
-        raise ArgumentError(
-            f"cos, sin: each angle should be there twice, in halves (columns m and m + R / 2) or "
-            f"in neighbours (2 m and 2 m + 1); these tables are so in {came}. Pass the R / 2 "
-            "columns to cupyflash.Rotary, with interleaved=True for pairs of neighbours."
-        )
-    if halves:
-        return Rotary(cos[:, :half].copy(), sin[:, :half].copy())
-    return Rotary(cos[:, ::2].copy(), sin[:, ::2].copy(), interleaved=True)
-
-
-def interleave(x: Any, *, pairs: int | None = None, inverse: bool = False) -> Array:
-    """Move columns whose pairs are halves apart beside each other, as llama.cpp moves weights.
-
-    Rotating by halves (the default of `cupyflash.Rotary`: Llama in transformers, GPT-NeoX, MLX) and
-    then moving columns gives the same as moving them and then rotating neighbours (GPT-J,
-    llama.cpp's Llama, MLX's ``traditional=True``). Scores do not change if queries and keys are
-    moved alike.
-
-    Parameters
-    ----------
-    x : array, shape (..., D)
-        Rows of queries or keys, or the rows of their weights.
-    pairs : int, optional
-        How many pairs are rotated; other columns stay. Default: D / 2.
-    inverse : bool
-        Move neighbours to halves.
-
-    Returns
-    -------
-    array, shape (..., D)
-        A copy with its columns moved.
-
-    Raises
-    ------
-    ArgumentError
-        The row has fewer columns.
-    """
-    x = array(x, "x")
-    columns = x.shape[-1] if x.ndim else 0
-    pairs = columns // 2 if pairs is None else pairs
-    if pairs < 0 or 2 * pairs > columns or not x.ndim:
-        raise ArgumentError(
-            f"pairs: got {pairs} with x of shape {x.shape}; expected 0 to {columns // 2}."
-        )
-    order = np.arange(columns)
-    halves = np.arange(2 * pairs).reshape(2, pairs)
-    order[: 2 * pairs] = halves.T.ravel()
-    return np.take(x, np.argsort(order) if inverse else order, axis=-1)
 
 
 def int4(
@@ -231,54 +140,6 @@ def gguf_numbers(blocks: Any, kind: str) -> Array:
         halves = np.concatenate([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
         numbers = _E2M1[halves] if kind == "MXFP4" else halves.astype(np.float32) - np.float32(8)
     made: Array = (factor * numbers).reshape(*codes.shape[:-2], -1)
-    return made
-
-
-def float8(
-    x: Any,
-    dtype: Literal["float8_e4m3fn", "float8_e5m2"],
-    *,
-    overflow: Literal["saturate", "nan"] = "saturate",
-) -> Array:
-    """Round numbers to float8, as some library does with what is too large.
-
-    Parameters
-    ----------
-    x : array of floats
-        Numbers, without a scale; `quantize` makes codes with one.
-    dtype : str
-        "float8_e4m3fn" or "float8_e5m2".
-    overflow : str
-        What numbers beyond the largest one become, infinities too: "saturate", that one, as
-        float8_e4m3fn in PyTorch since 2.13; "nan", NaN in float8_e4m3fn and infinities in
-        float8_e5m2, as in ml_dtypes and JAX, and float8_e5m2 in PyTorch.
-
-    Returns
-    -------
-    array of ml_dtypes
-        Rounded to nearest, ties to even. NaN stays NaN.
-
-    Raises
-    ------
-    ArgumentError, ArgumentTypeError
-        The type or the rule is none of these, or ml_dtypes is not installed.
-    """
-    if dtype not in _LARGEST:
-        raise ArgumentError(f"dtype: got {dtype!r}; expected {' or '.join(_LARGEST)}.")
-    if overflow not in ("saturate", "nan"):
-        raise ArgumentError(f"overflow: got {overflow!r}; expected 'saturate' or 'nan'.")
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise ArgumentTypeError(
-            f"dtype: {dtype} needs the package ml_dtypes: {ML_DTYPES}."
-        ) from None
-    x = array(x, "x")
-    if overflow == "saturate":
-        largest = x.dtype.type(_LARGEST[dtype])
-        x = np.clip(x, -largest, largest)  # NaN stays
-    with np.errstate(over="ignore", invalid="ignore"):
-        made: Array = x.astype(getattr(ml_dtypes, dtype))
     return made
 
 
