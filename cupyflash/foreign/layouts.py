@@ -25,8 +25,8 @@ def pages(x: Any, layout: Layout, *, inverse: bool = False) -> Array:
     """Return pages of keys or values of another library as `attention_cached` takes them.
 
     vLLM's ``block_table`` is the `table` of `attention_cached`, its ``seq_lens`` are `lengths`, and
-    the slot ``page * block_size + row`` of its ``slot_mapping`` is that row of that page. Its scales
-    of float8 multiply, as `k_scale` and `v_scale` do.
+    slot ``page * block_size + row`` of its ``slot_mapping`` is that row of that page. Its scales of
+    float8 multiply, as `k_scale` and `v_scale` do.
 
     Parameters
     ----------

@@ -16,6 +16,7 @@ from cupyflash import attention, distributed, foreign, masks, quantize, scores
 
 X = np.random.default_rng(0).standard_normal((1, 2, 4, 8)).astype(np.float32)
 ANGLES = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 4)
+LARGEST = np.full((2, 32), 240, ml_dtypes.float8_e4m3fnuz)
 
 
 class Case(NamedTuple):
@@ -429,6 +430,22 @@ CASES = (
         lambda: foreign.gguf(np.zeros((2, 34), np.int8), "Q8_0"),
         r"\.view\(np\.uint8\)",
         lambda code: foreign.gguf(run("x" + code, x=np.zeros((2, 34), np.int8)), "Q8_0"),
+    ),
+    Case(
+        "foreign/eight_bits.py",
+        ".view(ml_dtypes.{})",
+        lambda: foreign.fnuz(np.zeros(3, np.uint8), 1.0),
+        r"\.view\(ml_dtypes\.\w+\)",
+        lambda code: foreign.fnuz(
+            run("x" + code, x=np.zeros(3, np.uint8), ml_dtypes=ml_dtypes), 1.0
+        ),
+    ),
+    Case(
+        "foreign/eight_bits.py",
+        "quantize(codes.astype(np.float32) * scale, kind)",
+        lambda: foreign.fnuz(LARGEST, 2.0),
+        r"quantize\(.*\)",
+        lambda code: run(code, quantize=quantize, codes=LARGEST, scale=2.0, kind="float8_e4m3fn"),
     ),
     Case(
         "problem/codes.py",
