@@ -69,14 +69,13 @@ def pages(x: Any, layout: Layout, *, inverse: bool = False) -> Array:
             f"x: got {x.shape[-1]} for its last axis; expected {wanted}, because {layout} has "
             f"{_BYTES} bytes side by side."
         )
+    made: Array = x
     if layout == "NHD":
-        return x.swapaxes(1, 2)
-    if layout == "paged_attention_v":
-        return x.swapaxes(2, 3)
-    if not packed:
-        return x
-    if inverse:
-        parts = x.reshape(*x.shape[:3], -1, neighbours)
-        return parts.swapaxes(2, 3).copy()
-    made: Array = x.swapaxes(2, 3).reshape(*x.shape[:2], x.shape[3], -1)
+        made = x.swapaxes(1, 2)
+    elif layout == "paged_attention_v":
+        made = x.swapaxes(2, 3)
+    elif packed and inverse:
+        made = x.reshape(*x.shape[:3], -1, neighbours).swapaxes(2, 3).copy()
+    elif packed:
+        made = x.swapaxes(2, 3).reshape(*x.shape[:2], x.shape[3], -1)
     return made
