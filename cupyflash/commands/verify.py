@@ -112,15 +112,14 @@ def _verify_peers(options: argparse.Namespace) -> int:
             check_writable(options.json, "--json")
         named = list(PEERS) if "all" in options.peer else options.peer
         chosen = {name: run.peer_of(name) for name in named}
-        absent = [x for x in chosen.values() if x.version is None]
-        judged = []
-        for name, peer in chosen.items():
-            if peer.version is not None:
-                print(f"{name} {peer.version} ...", file=sys.stderr, flush=True)
-                examples = options.examples or run.EXAMPLES
-                judged.append(
-                    run.verify_peer(name, examples=examples, seed=options.seed, only=options.only)
-                )
+        absent = [x for x in chosen.values() if x.missing]
+        judged = run.verify_peers(
+            [name for name, peer in chosen.items() if not peer.missing],
+            examples=options.examples or run.EXAMPLES, seed=options.seed, only=options.only,
+            begun=lambda name: print(
+                f"{name} {chosen[name].version} ...", file=sys.stderr, flush=True
+            ),
+        )  # fmt: skip
         print(printable(run.table(judged, absent)))
         if options.json is not None:
             write_text(options.json, run.to_json(judged, absent) + "\n")

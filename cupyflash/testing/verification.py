@@ -30,6 +30,7 @@ from .subject import Call, EmptyRows, Subject
 
 EXAMPLES = 40
 SHRINKING = 10.0  # seconds
+REFUSALS = 40  # problems in a row; a property whose calls a kernel never serves has no more
 LATE = "no time was left"
 FUNCTIONS = {
     "backward": "no backward_fn was given",
@@ -140,6 +141,7 @@ def run(
     families: Sequence[str] | None = None,
     keep_going: bool = False,
     shapes: int | None = None,
+    deadline: float = float("inf"),
 ) -> Result:
     """Try a property on problems that hypothesis draws.
 
@@ -163,6 +165,8 @@ def run(
         Whether to try all problems after a failure, instead of looking for a smaller one.
     shapes : int, optional
         How many shapes are drawn at most.
+    deadline : float
+        No further problem is begun when `time.perf_counter` is beyond it.
 
     Returns
     -------
@@ -184,17 +188,18 @@ def run(
     )  # fmt: skip
     subject.start()
     failed: dict[str, Failure] = {}
-    tried, until, last = 0, float("inf"), ""
+    tried, refused, until, last = 0, 0, deadline, ""
 
     def attempt(problem: Problem) -> None:
-        nonlocal tried, until, last
+        nonlocal tried, refused, until, last
         if problem.line not in failed:
-            if time.perf_counter() > until:
+            if time.perf_counter() > until or (refused >= REFUSALS and not tried):
                 return
             subject.highest, subject.family = 0.0, problem.family
             try:
                 prop.check(subject, problem)
             except NotClaimedError:
+                refused += 1
                 hypothesis.reject()
             except Exception as error:  # noqa: BLE001 (whatever a kernel raises is a failure)
                 failed[problem.line] = failure_of(error, problem)
@@ -220,7 +225,9 @@ def run(
     except hypothesis.errors.Unsatisfiable:
         pass  # the kernel serves none of the calls
     if not tried and not failed:
-        return Result(prop.name, prop.formula, IDLE, "the kernel serves none of its calls")
+        late = time.perf_counter() > deadline and refused < REFUSALS
+        reason = LATE if late else "the kernel serves none of its calls"
+        return Result(prop.name, prop.formula, IDLE, reason)
     first = {each.family: each for each in reversed(failed.values())} if keep_going else {}
     found = tuple(reversed(first.values())) if keep_going else (failed[last],) if failed else ()
     return Result(
@@ -321,7 +328,7 @@ def verify(
         How many shapes are drawn for each property, for kernels that compile for each of them. By
         default there is no limit. Properties that make shapes of their own add those.
     seconds : float, optional
-        After this time no further property is begun. Those that are left out are listed.
+        After this time no further problem is begun. Properties that are left out are listed.
     families : str or iterable of str, optional
         Names of ``cupyflash.testing.FAMILIES``: the kinds of numbers that are drawn.
     keep_going : bool
@@ -382,15 +389,15 @@ def verify(
         seed, examples, device, tuple(x.name for x in given),
         tuple(name for name in FEATURES if name in subject.features),
     )  # fmt: skip
-    begin = time.perf_counter()
+    deadline = float("inf") if seconds is None else time.perf_counter() + seconds
     for number, prop in enumerate(chosen):
-        if seconds is not None and time.perf_counter() - begin > seconds:
+        if time.perf_counter() > deadline:
             reason = why_not(prop, subject, given, of_families) or LATE
             report.results.append(Result(prop.name, prop.formula, IDLE, reason))
             continue
         result = run(
             prop, subject, given, examples, seed, shrink=not stop, families=of_families,
-            keep_going=keep_going, shapes=shapes,
+            keep_going=keep_going, shapes=shapes, deadline=deadline,
         )  # fmt: skip
         report.results.append(result)
         if progress is not None:

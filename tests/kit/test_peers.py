@@ -115,7 +115,7 @@ def test_the_command_shows_all(own, tmp_path):
     named = [f"--peer={own}:{name}" for name in ("RIGHT", "WRONG", "ABSENT")]
     done = run_cli("verify", *named, "--examples", "1", "--only", SOME[0], "--json", str(report))
     assert done.returncode == 1, done.stderr
-    assert "Not installed:\n  absent  pip install no_such_library" in done.stdout
+    assert "Not judged, because they need:\n  absent  pip install no_such_library" in done.stdout
     content = json.loads(report.read_text())
     assert [x["name"] for x in content["peers"]] == [f"{own}:RIGHT", f"{own}:WRONG"]
     done = run_cli("verify", f"--peer={own}:ABSENT")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import math
@@ -10,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from cupyflash.gpu.driver import library
 
 from ..options import mask_array
 from ..precision import Precision, Rounding
@@ -80,6 +84,8 @@ class Peer:
         What its pages say.
     instead : mapping of str to str
         By property: what the library does instead, in words.
+    gpu : bool
+        Whether it needs an NVIDIA GPU; arrays are copied there and back.
     """
 
     name: str
@@ -92,6 +98,7 @@ class Peer:
     says: Mapping[str, Any] = field(default_factory=dict)
     documented: Documented = Documented()
     instead: Mapping[str, str] = field(default_factory=dict)
+    gpu: bool = False
 
     @property
     def version(self) -> str | None:
@@ -101,6 +108,25 @@ class Peer:
             return importlib.metadata.version(self.package) if found else None
         except (ImportError, importlib.metadata.PackageNotFoundError):
             return None
+
+    @property
+    def missing(self) -> str:
+        """What it lacks here, with the command that installs it; nothing if it can be judged."""
+        if self.version is None:
+            return self.install + (", and an NVIDIA GPU" if self.gpu else "")
+        return "an NVIDIA GPU" if self.gpu and not has_gpu() else ""
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Return whether NVIDIA's driver finds a GPU."""
+    try:
+        driver = library()
+        count = ctypes.c_int(0)
+        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    except OSError:
+        return False
+    return found and count.value > 0
 
 
 def rounded_weights(dtype: Any) -> Precision:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from ..verification import LATE, chosen_properties, verify
 from . import PEERS
 from .base import Peer
 
-EXAMPLES = 2  # problems a property; bounds get 8 times as many
+EXAMPLES = 1  # problems a property; bounds get 8 times as many
 SECONDS = 18.0  # a peer
-GRACE = 60.0  # seconds for imports, and for the last property
+AT_ONCE = 2  # peers, if there are as many cores
+GRACE = 60.0  # seconds for imports, and for the last problem
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,16 @@ def verify_peer(
     """
     peer = peer_of(name)
     chosen_properties(only)
-    if peer.version is None:
-        raise ImportError(f"peer {name} needs {peer.package}: {peer.install}")
+    if peer.missing:
+        raise ImportError(f"peer {name} needs {peer.package}: {peer.missing}")
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "said.jsonl")
         arguments = [name, str(examples), str(seed), str(seconds), str(said), *(only or ())]
         # It imports from where this process does, and not from the folder that it runs in.
         command = [sys.executable, "-P", "-m", __name__, *arguments]
         paths = os.environ | {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
+        # Problems are small, and another peer may have its turn at the same time.
+        paths.setdefault("OMP_NUM_THREADS", "1")
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=seconds + GRACE, check=False,
@@ -115,7 +119,41 @@ def verify_peer(
     if ended:
         after = f" after {results[-1].name}" if results else " before the first property"
         ended += after
-    return Judged(name, peer.version, tuple(results), ended)
+    return Judged(name, str(peer.version), tuple(results), ended)
+
+
+def verify_peers(
+    names: Sequence[str],
+    *,
+    examples: int = EXAMPLES,
+    seed: int = 0,
+    only: Sequence[str] | None = None,
+    begun: Callable[[str], None] = lambda name: None,
+) -> list[Judged]:
+    """Judge several, `AT_ONCE` at a time, each as `verify_peer` does.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Peers that lack nothing here.
+    examples, seed, only
+        As in `verify_peer`.
+    begun : callable
+        It is called with each name when that peer's turn comes.
+
+    Returns
+    -------
+    list of Judged
+        In the order of the names.
+    """
+
+    def judge(name: str) -> Judged:
+        begun(name)
+        return verify_peer(name, examples=examples, seed=seed, only=only)
+
+    workers = min(AT_ONCE, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(judge, names))
 
 
 def peer_of(name: str) -> Peer:
@@ -190,9 +228,9 @@ def table(judged: list[Judged], absent: list[Peer]) -> str:
             text += [f"  {instead[result.name]}"] if result.name in instead else []
             text += lines[1:-1]  # without the title and the call of `check`
     if absent:
-        text += ["", "Not installed:"]
+        text += ["", "Not judged, because they need:"]
         width = max(len(x.name) for x in absent)
-        text += [f"  {x.name:<{width}}  {x.install}" for x in absent]
+        text += [f"  {x.name:<{width}}  {x.missing}" for x in absent]
     return "\n".join(text)
 
 
@@ -201,7 +239,7 @@ def to_json(judged: list[Judged], absent: list[Peer]) -> str:
     content: dict[str, Any] = {
         "format": "cupyflash peers 1",
         "peers": [asdict(x) for x in judged],
-        "absent": {x.name: x.install for x in absent},
+        "absent": {x.name: x.missing for x in absent},
     }
     return json.dumps(content, indent=1)
 

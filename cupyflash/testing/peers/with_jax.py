@@ -46,14 +46,15 @@ def by_vjp(attend: Callable[..., Any]) -> Functions:
     return Functions(forward, backward)
 
 
-def _jax() -> Functions:
+def dot_product_attention(implementation: str) -> Functions:
+    """Return JAX's function by one of its implementations."""
     import jax
     import jax.numpy as jnp
 
     def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
         turned = [jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (q, k, v)]
         out, lse = jax.nn.dot_product_attention(
-            *turned, implementation="xla", return_residual=True, **options
+            *turned, implementation=implementation, return_residual=True, **options
         )
         return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
@@ -98,7 +99,7 @@ def _equinox() -> Functions:
 
 PEERS = (
     Peer(
-        "jax", "jax", "jax", "pip install jax", _jax, ("float32",),
+        "jax", "jax", "jax", "pip install jax", lambda: dot_product_attention("xla"), ("float32",),
         ("masks", "bias", "scale", "gqa", "lengths", "strides", "finite", "lse"),
         {"precision": rounded_weights, "serves": no_gradient_of_more, "empty_rows": "mean",
          "shapes": 3},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from cupyflash import masks
 
 from ..options import mask_array
 from .base import (
@@ -16,7 +17,6 @@ from .base import (
     Functions,
     Peer,
     additive,
-    mask_or_bias,
     no_gradient_of_more,
     positive_scale,
     rounded_weights,
@@ -24,6 +24,9 @@ from .base import (
     scale_of_float32,
     small,
 )
+
+if TYPE_CHECKING:
+    from ..subject import Call
 
 BASIC = ("masks", "scale", "lengths", "strides", "finite")
 
@@ -55,14 +58,14 @@ def _fed(q: Array, k: Array, v: Array, mask: Any) -> dict[str, Array]:
     return {name: np.ascontiguousarray(x) for name, x in fed.items()}
 
 
-def _onnx_evaluator() -> Functions:
+def _onnx_evaluator(opset: int) -> Functions:
     from onnx.reference import ReferenceEvaluator
 
     def forward(
         q: Array, k: Array, v: Array, *, mask: Any = None, scale: float | None = None,
         **_: Any,
     ) -> Any:  # fmt: skip
-        model = _onnx_model(q.dtype.name, mask is not None, scale_of(q, scale), 24)
+        model = _onnx_model(q.dtype.name, mask is not None, scale_of(q, scale), opset)
         return ReferenceEvaluator(model).run(None, _fed(q, k, v, mask))[0], None
 
     return Functions(forward)
@@ -85,6 +88,53 @@ def _onnxruntime() -> Functions:
     ) -> Any:  # fmt: skip
         run = session(q.dtype.name, mask is not None, scale_of(q, scale))
         return run.run(None, _fed(q, k, v, mask))[0], None
+
+    return Functions(forward)
+
+
+def _of_a_prompt(call: Call) -> bool:
+    """Serve causal calls of as many queries as keys, whose values are as wide as keys."""
+    mask = call.options.get("mask")
+    same = call.q.shape[-2] == call.k.shape[-2] and call.k.shape == call.v.shape
+    return mask is not None and mask == masks.causal() and same and positive_scale(call)
+
+
+def _group_query() -> Functions:
+    """ONNX Runtime's own GroupQueryAttention, whose heads have multiples of 8 columns."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    @functools.lru_cache(maxsize=64)
+    def session(heads: int, shared: int, scale: float) -> Any:
+        onnxruntime.set_default_logger_severity(4)
+        node = helper.make_node(
+            "GroupQueryAttention", ["q", "k", "v", "", "", "last", "total"],
+            ["out", "keys", "values"], domain="com.microsoft", num_heads=heads,
+            kv_num_heads=shared, scale=scale,
+        )  # fmt: skip
+        value, rows = helper.make_tensor_value_info, [None] * 3
+        given = [value(name, TensorProto.FLOAT, rows) for name in "qkv"]
+        given += [value("last", TensorProto.INT32, [None]), value("total", TensorProto.INT32, [])]
+        made = [value("out", TensorProto.FLOAT, rows)]
+        made += [value(name, TensorProto.FLOAT, [None] * 4) for name in ("keys", "values")]
+        domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+        model = helper.make_model(
+            helper.make_graph([node], "attention", given, made),
+            opset_imports=domains,
+            ir_version=10,
+        )
+        providers = ["CPUExecutionProvider"]
+        return onnxruntime.InferenceSession(model.SerializeToString(), providers=providers)
+
+    def forward(q: Array, k: Array, v: Array, *, scale: float | None = None, **_: Any) -> Any:
+        batch, heads, length, width = q.shape
+        more = [(0, 0)] * 3 + [(0, -width % 8)]
+        flat = [np.pad(x, more).swapaxes(1, 2).reshape(batch, length, -1) for x in (q, k, v)]
+        fed = dict(zip("qkv", map(np.ascontiguousarray, flat), strict=True))
+        fed |= {"last": np.full(batch, length - 1, np.int32), "total": np.array(length, np.int32)}
+        run = session(heads, k.shape[1], scale_of(q, scale))
+        out = run.run(["out"], fed)[0].reshape(batch, length, heads, -1)
+        return out.swapaxes(1, 2)[..., :width], None
 
     return Functions(forward)
 
@@ -153,25 +203,6 @@ def _mlx() -> Functions:
     return Functions(forward, backward)
 
 
-def _keras() -> Functions:
-    known = [x for x in ("torch", "jax") if importlib.util.find_spec(x)]
-    os.environ.setdefault("KERAS_BACKEND", [*known, "numpy"][0])
-    import keras
-
-    def forward(
-        q: Array, k: Array, v: Array, *, mask: Any = None, bias: Any = None,
-        scale: float | None = None, **_: Any,
-    ) -> Any:  # fmt: skip
-        shape = (*q.shape[:-1], k.shape[-2])
-        allowed = None if mask is None else np.broadcast_to(np.array(mask_array(mask, q, k)), shape)
-        added = None if bias is None else np.broadcast_to(bias, shape).astype(q.dtype)
-        turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
-        made = keras.ops.dot_product_attention(*turned, bias=added, mask=allowed, scale=scale)
-        return np.array(keras.ops.convert_to_numpy(made)).swapaxes(1, 2), None
-
-    return Functions(forward)
-
-
 def _tinygrad() -> Functions:
     os.environ.setdefault("DEV", "PYTHON")  # its other devices need a compiler
     import tinygrad
@@ -229,18 +260,28 @@ def _paddle() -> Functions:
 
 
 FIRST = "is_causal at the first key"
+ATTENTION = {"precision": scale_of_float32, "empty_rows": "any", "serves": positive_scale}
 PEERS = (
     Peer(
-        "onnx", "onnx", "onnx", "pip install onnx", _onnx_evaluator, ("float32", "float64"),
-        (*BASIC, "gqa", "widths"),
-        {"precision": scale_of_float32, "empty_rows": "any", "serves": positive_scale},
+        "onnx", "onnx", "onnx", "pip install onnx", lambda: _onnx_evaluator(24),
+        ("float32", "float64"), (*BASIC, "gqa", "widths"), ATTENTION,
+        Documented("(B, H, L, D) or (B, L, H D)", alignment=FIRST),
+    ),
+    Peer(
+        "onnx-25", "onnx", "onnx", "pip install onnx", lambda: _onnx_evaluator(25),
+        ("float32", "float64"), (*BASIC, "gqa", "widths"), ATTENTION,
         Documented("(B, H, L, D) or (B, L, H D)", alignment=FIRST),
     ),
     Peer(
         "onnxruntime", "onnxruntime", "onnxruntime", "pip install onnxruntime onnx", _onnxruntime,
-        ("float32", "float64"), (*BASIC, "gqa", "widths"),
-        {"precision": scale_of_float32, "empty_rows": "any", "serves": positive_scale},
+        ("float32", "float64"), (*BASIC, "gqa", "widths"), ATTENTION,
         Documented("(B, H, L, D) or (B, L, H D)", alignment=FIRST),
+    ),
+    Peer(
+        "onnxruntime-gqa", "onnxruntime", "onnxruntime", "pip install onnxruntime onnx",
+        _group_query, ("float32",), ("causal", "scale", "gqa", "strides"),
+        {"precision": rounded_weights, "serves": _of_a_prompt},
+        Documented("(B, L, H D)", alignment="always causal, at the last key"),
     ),
     Peer(
         "openvino", "openvino", "openvino", "pip install openvino", _openvino, ("float32",),
@@ -252,12 +293,6 @@ PEERS = (
         (*BASIC, "bias", "sink", "gqa"),
         {"precision": rounded_weights, "empty_rows": "any", "serves": no_gradient_of_more},
         Documented(alignment="'causal' at the last key"),
-    ),
-    Peer(
-        "keras", "keras", "keras", "pip install keras torch", _keras, ("float32",),
-        ("masks", "bias", "scale", "lengths", "widths", "strides", "finite"),
-        {"precision": rounded_weights, "empty_rows": "any", "serves": mask_or_bias},
-        Documented("(B, L, H, D)"),
     ),
     Peer(
         "tinygrad", "tinygrad", "tinygrad", "pip install tinygrad", _tinygrad, ("float32",),

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 TYPES = tuple(FLOATS)
 # The softmax of others is in float32, whatever their type.
 NARROW = tuple(x for x in TYPES if x != "float64")
-WAYS = {"math": "MATH", "flash": "FLASH_ATTENTION"}
+WAYS = {"math": "MATH", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION",
+        "efficient": "EFFICIENT_ATTENTION"}  # fmt: skip
 
 
-def tensor(x: Array, grad: bool = False) -> Any:
+def tensor(x: Array, grad: bool = False, device: str = "cpu") -> Any:
     """Return a tensor with the numbers of an array."""
     import torch
 
@@ -39,35 +40,51 @@ def tensor(x: Array, grad: bool = False) -> Any:
         made = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     else:
         made = torch.from_numpy(x)
-    return made.requires_grad_(grad)
+    return made.to(device).requires_grad_(grad)
 
 
 def array(x: Any, dtype: Any) -> Array:
     """Return the numbers of a tensor."""
     import torch
 
-    x = x.detach().contiguous()
+    x = x.detach().contiguous().cpu()
     if np.dtype(dtype).name == "bfloat16":
         return np.asarray(x.view(torch.int16).numpy()).view(dtype)
     return np.asarray(x.numpy())
 
 
-def by_autograd(attend: Callable[..., Any], gradients: bool = True) -> Functions:
-    """Make functions of one of tensors: ``attend(q, k, v, **options) -> (out, lse or None)``."""
+def by_autograd(
+    attend: Callable[..., Any], gradients: bool = True, device: str = "cpu", masks: bool = True
+) -> Functions:
+    """Make functions of one of tensors: ``attend(q, k, v, **options) -> (out, lse or None)``.
+
+    Without `masks`, it gets ``causal=True`` for the causal mask, and no others.
+    """
+
+    def read_options(q: Array, k: Array, options: dict[str, Any]) -> dict[str, Any]:
+        read = {name: x for name, x in options.items() if name != "return_lse"}
+        if not masks:
+            return read | {"causal": read.pop("mask", None) is not None}
+        if options.get("mask") is not None:
+            read["mask"] = tensor(np.array(mask_array(options["mask"], q, k)), device=device)
+        if options.get("bias") is not None:
+            read["bias"] = tensor(options["bias"], device=device)
+        return read
 
     def forward(q: Array, k: Array, v: Array, **options: Any) -> Any:
-        out, lse = attend(*(tensor(x) for x in (q, k, v)), **_read(q, k, options))
+        tensors = (tensor(x, device=device) for x in (q, k, v))
+        out, lse = attend(*tensors, **read_options(q, k, options))
         return array(out, q.dtype), None if lse is None else array(lse, np.float32)
 
     def backward(do: Array, q: Array, k: Array, v: Array, *_: Any, **options: Any) -> Any:
-        tensors = [tensor(x, grad=True) for x in (q, k, v)]
-        read = _read(q, k, options)
+        tensors = [tensor(x, grad=True, device=device) for x in (q, k, v)]
+        read = read_options(q, k, options)
         bias = options.get("bias")
         if bias is not None:
             read["bias"].requires_grad_(True)
         made, _ = attend(*tensors, **read)
         if made.requires_grad:  # a result of no elements may need nothing
-            made.backward(tensor(do))
+            made.backward(tensor(do, device=device))
         leaves = [*tensors, *([] if bias is None else [read["bias"]])]
         owners = [q, k, v, *([] if bias is None else [bias])]
         return tuple(
@@ -78,17 +95,8 @@ def by_autograd(attend: Callable[..., Any], gradients: bool = True) -> Functions
     return Functions(forward, backward if gradients else None)
 
 
-def _read(q: Array, k: Array, options: dict[str, Any]) -> dict[str, Any]:
-    """Turn a mask into a tensor of bool, and a bias into one of numbers."""
-    read = {name: x for name, x in options.items() if name != "return_lse"}
-    if options.get("mask") is not None:
-        read["mask"] = tensor(np.array(mask_array(options["mask"], q, k)))
-    if options.get("bias") is not None:
-        read["bias"] = tensor(options["bias"])
-    return read
-
-
-def _sdpa(way: str) -> Functions:
+def sdpa(way: str, device: str = "cpu") -> Functions:
+    """Return `scaled_dot_product_attention` by one of its back ends."""
     from torch.nn import attention
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -100,7 +108,7 @@ def _sdpa(way: str) -> Functions:
             grouped = q.shape[1] != k.shape[1]
             return scaled_dot_product_attention(q, k, v, given, enable_gqa=grouped, **options), None
 
-    return by_autograd(attend)
+    return by_autograd(attend, device=device)
 
 
 def _flex() -> Functions:
@@ -173,7 +181,8 @@ def _of_transformers(which: str) -> Functions:
     return by_autograd(attend)
 
 
-def _flash_serves(call: Call) -> bool:
+def one_width(call: Call) -> bool:
+    """Serve calls with values as wide as keys, and without a mask and a bias at once."""
     same = call.q.shape[-1] == call.v.shape[-1]
     return mask_or_bias(call) and same and no_gradient_of_more(call)
 
@@ -190,12 +199,12 @@ SDPA = Documented(
 
 PEERS = (
     Peer(
-        "torch-math", "torch", "torch", TORCH, lambda: _sdpa("math"), TYPES, (*GENERAL, "widths"),
+        "torch-math", "torch", "torch", TORCH, lambda: sdpa("math"), TYPES, (*GENERAL, "widths"),
         {"precision": all_rounded, "serves": mask_or_bias}, SDPA,
     ),
     Peer(
-        "torch-flash", "torch", "torch", TORCH, lambda: _sdpa("flash"), TYPES, GENERAL,
-        {"precision": all_rounded, "serves": _flash_serves}, SDPA, STOPS,
+        "torch-flash", "torch", "torch", TORCH, lambda: sdpa("flash"), TYPES, GENERAL,
+        {"precision": all_rounded, "serves": one_width}, SDPA, STOPS,
     ),
     Peer(
         "torch-flex", "torch", "torch", TORCH, _flex, ("float32", "float64"),
