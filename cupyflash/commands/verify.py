@@ -115,7 +115,8 @@ def _verify_peers(options: argparse.Namespace) -> int:
         absent = [x for x in chosen.values() if x.missing]
         judged = run.verify_peers(
             [name for name, peer in chosen.items() if not peer.missing],
-            examples=options.examples or run.EXAMPLES, seed=options.seed, only=options.only,
+            examples=options.examples or run.EXAMPLES, seed=options.seed,
+            seconds=options.seconds or run.SECONDS, only=options.only,
             begun=lambda name: print(
                 f"{name} {chosen[name].version} ...", file=sys.stderr, flush=True
             ),
@@ -190,8 +191,13 @@ def add_command(subparsers: Any) -> None:
     )  # fmt: skip
     command.add_argument(
         "--peer", action="append", metavar="NAME",
-        help="judge a function of another library on the CPU instead, all that are installed, or "
-        "MODULE:NAME of a Peer of your own; may be repeated",
+        help="judge a function of another library instead, all that are installed, or MODULE:NAME "
+        "of a Peer of your own; may be repeated",
+    )  # fmt: skip
+    command.add_argument(
+        "--seconds", type=whole_number(1), metavar="N",
+        help="with --peer: the time for each (default: 18, so that all of them take under five "
+        "minutes on two cores); what is not done by then is counted as late",
     )  # fmt: skip
     command.add_argument(
         "--only", action="append", metavar="NAME", help="run this property; may be repeated"

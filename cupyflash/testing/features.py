@@ -12,10 +12,14 @@ FEATURES = {
     "sink": "sink=, one logit per query head; with a backward also its gradient",
     "scale": "scale=, any finite number; without, 1/sqrt(D) is expected",
     "dropout": "dropout= and seed=, drawn by Philox4x32-10 as CONTRIBUTING.md says",
+    "any_dropout": "dropout= and seed=, drawn in any way that a seed repeats",
     "gqa": "fewer key heads than query heads",
     "lengths": "as many keys as one likes beside the queries: Lq != Lk",
     "widths": "values of another width than the keys: Dv != D",
-    "empty": "axes of length 0",
+    "empty": "axes of length 0: the next three features",
+    "empty_queries": "no queries: Lq = 0",
+    "empty_keys": "no keys: Lk = 0",
+    "empty_batch": "leading axes of length 0, and no sequences",
     "broadcast": "any number of leading axes, broadcast as by numpy.matmul, and matrices",
     "strides": "arrays of any strides and alignment; without, all are contiguous",
     "lse": "returns (out, lse) and not (out, None)",
@@ -31,6 +35,11 @@ FEATURES = {
     "repeatable": "the same call gives the same bits",
 }
 ALL = frozenset(FEATURES)
+IMPLIED = {
+    "masks": {"causal"},
+    "dropout": {"any_dropout"},
+    "empty": {"empty_queries", "empty_keys", "empty_batch"},
+}
 
 
 def features_of(names: Iterable[str] | None) -> frozenset[str]:
@@ -45,4 +54,4 @@ def features_of(names: Iterable[str] | None) -> frozenset[str]:
         raise ValueError(
             f"features: got {', '.join(unknown)}; expected some of {', '.join(FEATURES)}"
         )
-    return given | ({"causal"} if "masks" in given else set())
+    return given.union(*(more for name, more in IMPLIED.items() if name in given))

@@ -135,15 +135,17 @@ def problems(
         lengths_of = [edges(block) for block in tiles or (64, 64)]
     else:  # kernels have edges at multiples of smaller powers of 2, too
         lengths_of = [edges(pick([8, 16, 32, 64, block])) for block in tiles]
-    if "empty" not in features:
-        lengths_of = [[n for n in each if n] for each in lengths_of]
+    lengths_of = [
+        [n for n in each if n or part in features]
+        for each, part in zip(lengths_of, ("empty_queries", "empty_keys"), strict=True)
+    ]
     d = pick(HEAD_SIZES)
     d_v = pick(HEAD_SIZES) if "widths" in features else d
     heads_kv = pick([1, 2])
     group = pick([1, 1, 2, 3]) if "gqa" in features else 1
     more: dict[str, Any] = {}
     if packed:
-        n = pick([0, 1, 2, 3, 4] if "empty" in features else [1, 2, 3, 4])
+        n = pick([0, 1, 2, 3, 4] if "empty_batch" in features else [1, 2, 3, 4])
         cap = max(1, math.isqrt(most // (8 * group * max(d, d_v))))
         pairs = [[min(pick(x), cap) for _ in range(n)] for x in lengths_of]
         if "lengths" not in features:
@@ -156,7 +158,7 @@ def problems(
     else:
         lead: Shape = (pick([1, 2]),)
         if "broadcast" in features:
-            leads = LEADS if "empty" in features else LEADS[:-1]
+            leads = LEADS if "empty_batch" in features else LEADS[:-1]
             lead = pick(leads)
         lengths = [pick(each) for each in lengths_of]
         if "lengths" not in features:

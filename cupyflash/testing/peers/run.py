@@ -127,6 +127,7 @@ def verify_peers(
     *,
     examples: int = EXAMPLES,
     seed: int = 0,
+    seconds: float = SECONDS,
     only: Sequence[str] | None = None,
     begun: Callable[[str], None] = lambda name: None,
 ) -> list[Judged]:
@@ -136,7 +137,7 @@ def verify_peers(
     ----------
     names : sequence of str
         Peers that lack nothing here.
-    examples, seed, only
+    examples, seed, seconds, only
         As in `verify_peer`.
     begun : callable
         It is called with each name when that peer's turn comes.
@@ -149,7 +150,7 @@ def verify_peers(
 
     def judge(name: str) -> Judged:
         begun(name)
-        return verify_peer(name, examples=examples, seed=seed, only=only)
+        return verify_peer(name, examples=examples, seed=seed, seconds=seconds, only=only)
 
     workers = min(AT_ONCE, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:

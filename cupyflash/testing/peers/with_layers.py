@@ -74,7 +74,7 @@ PEERS = (
     ),
     Peer(
         "keras-jax", "keras", "keras", "pip install keras jax", lambda: _function("jax"),
-        ("float32",), TAKES, SAYS | {"shapes": 3}, BLHD,
+        ("float32",), tuple(x for x in TAKES if x != "widths"), SAYS | {"shapes": 3}, BLHD,
     ),
     Peer(
         "keras-numpy", "keras", "keras", "pip install keras", lambda: _function("numpy"),

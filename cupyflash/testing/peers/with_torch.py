@@ -97,10 +97,17 @@ def by_autograd(
 
 def sdpa(way: str, device: str = "cpu") -> Functions:
     """Return `scaled_dot_product_attention` by one of its back ends."""
+    import torch
     from torch.nn import attention
     from torch.nn.functional import scaled_dot_product_attention
 
-    def attend(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None, **options: Any) -> Any:
+    def attend(
+        q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None, dropout: float = 0.0,
+        seed: int = 0, **options: Any,
+    ) -> Any:  # fmt: skip
+        if dropout:
+            torch.manual_seed(seed)
+            options["dropout_p"] = dropout
         given = mask if bias is None else bias.to(q.dtype)
         if given is not None:  # of less axes, the back end for flash refuses it
             given = given.expand(*q.shape[:-1], k.shape[2])
@@ -199,7 +206,8 @@ SDPA = Documented(
 
 PEERS = (
     Peer(
-        "torch-math", "torch", "torch", TORCH, lambda: sdpa("math"), TYPES, (*GENERAL, "widths"),
+        "torch-math", "torch", "torch", TORCH, lambda: sdpa("math"), TYPES,
+        (*GENERAL, "widths", "any_dropout"),
         {"precision": all_rounded, "serves": mask_or_bias}, SDPA,
     ),
     Peer(

@@ -55,7 +55,29 @@ def dropped_pairs(s: Subject, p: Problem) -> None:
         expect((dv.swapaxes(-1, -2) != 0) == kept, "the backward drops other pairs than Philox")
 
 
-@a_property("dropout", weight=0.5)
+@a_property("any_dropout", weight=0.5)
+def dropped_pairs_are_scaled(s: Subject, p: Problem) -> None:
+    """O_ij is 0 or 1 / (N (1 - rate)) for Q = 0, V = 1; a seed repeats it, and dV_ji is the same.
+
+    dV is that of dO = 1: the backward drops the pairs of the forward.
+    """
+    q, k, v, options, _ = _inputs(s, p)
+    out = s.attend(q, k, v, **options).out
+    exact, bound = s.bound(q, k, v).out
+    survives = 1 / (1 - options["dropout"])
+    off = np.abs(wide(out) - survives * exact)
+    right = (out == 0) | (off <= survives * (2 * bound + 2.0**-7 * exact))
+    expect(right, "a weight is neither dropped nor divided by 1 - dropout")
+    again = s.attend(q, k, v, **options).out
+    expect(same_bits(out, again), "a seed gives other pairs the second time")
+    rows, keys = q.shape[2], k.shape[2]
+    if "backward" in s.knows and q.shape[1] == k.shape[1] and rows == keys:
+        do = np.broadcast_to(np.eye(rows, dtype=p.dtype), (*q.shape[:3], rows)).copy()
+        dv = s.gradients(do, q, k, v, **options).dv
+        expect((dv.swapaxes(-1, -2) != 0) == (out != 0), "the backward drops other pairs")
+
+
+@a_property("any_dropout", weight=0.5)
 def dropout_rate(s: Subject, p: Problem) -> None:
     """The number of dropped pairs is binomial: |n - N p| <= 6 sqrt(N p (1 - p))."""
     q, k, v, options, kept = _inputs(s, p)
@@ -80,7 +102,7 @@ def dropout_sees_positions_alone(s: Subject, p: Problem) -> None:
     expect((out != 0) == (kept & allowed), "the mask or the scores moved the dropped pairs")
 
 
-@a_property("dropout lse")
+@a_property("any_dropout lse")
 def lse_is_before_dropout(s: Subject, p: Problem) -> None:
     """L with dropout = L without, bitwise."""
     options = some_mask(s, p)
@@ -89,7 +111,7 @@ def lse_is_before_dropout(s: Subject, p: Problem) -> None:
     s.same("lse", ours.lse, whole.lse, lambda: s.bound(p.q, p.k, p.v, **options).lse.bound)
 
 
-@a_property("dropout", dtypes=("float32", "float64"), weight=0.1)
+@a_property("any_dropout", dtypes=("float32", "float64"), weight=0.1)
 def mean_over_seeds(s: Subject, p: Problem) -> None:
     """The mean of O over n seeds is O without dropout, within 6 sigma / sqrt(n).
 

@@ -98,7 +98,7 @@ def parts_of(s: Subject, p: Problem, number: int) -> list[tuple[int, int]]:
     keys = p.k.shape[2]
     cuts = np.sort(p.rng.integers(0, keys + 1, number - 1)).tolist()
     parts = list(itertools.pairwise([0, *cuts, keys]))
-    return parts if "empty" in s.features else [(a, b) for a, b in parts if a < b]
+    return parts if "empty_keys" in s.features else [(a, b) for a, b in parts if a < b]
 
 
 def attend_parts(
