@@ -58,6 +58,9 @@ def quantize(
 
     Notes
     -----
+    No finite number is beyond the largest code, so that it makes no difference what a library does
+    with numbers that are too large: see `cupyflash.foreign.float8`.
+
     Nothing that is not finite is lost in silence. A NaN makes the scale of its group NaN; the codes
     are NaN then, or 0 for integers. An infinity makes the scale of its group infinite; its own code
     is the largest, with its sign, and finite numbers of the group have the code 0. The same happens

@@ -265,6 +265,35 @@ def test_packed_and_cached(cupy):
     assert torch.equal(found.transpose(1, 2), out)
 
 
+BACK_ENDS = ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_row_that_a_mask_hides_is_0_whatever_pytorch_gives(cupy, name):
+    """With a Boolean mask, cuDNN gives it the result of attention to all keys, and a gradient."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = qkv(torch.float16, 64)
+    mask = torch.ones(64, 64, dtype=torch.bool, device="cuda")
+    mask[5] = False
+    results = []
+    for attend in (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            out = attend(*leaves, attn_mask=mask)
+            out[:, :, torch.arange(64) != 5].float().square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    ours, theirs = results
+    assert not ours[0][:, :, 5].any()
+    assert not ours[1][:, :, 5].any()
+    rest = torch.arange(64) != 5
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(a[:, :, rest], b[:, :, rest], rtol=2e-2, atol=2e-2)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    scaled_dot_product_attention(*leaves, attn_mask=mask)[:, :, 5].sum().backward()
+    assert not any(x.grad.any() for x in leaves)
+
+
 def test_names_and_autocast(cupy):
     q, k, v = qkv(torch.float16)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
