@@ -287,6 +287,8 @@ PEERS = (
         "openvino", "openvino", "openvino", "pip install openvino", _openvino, ("float32",),
         BASIC, {"precision": rounded_weights, "empty_rows": "nan"},
         Documented(alignment="causal at the first key"),
+        {"exact_mean": "A compiled model with one number as the mask of all keys, which was run "
+                       "with one key first, gives 1/16 of the mean of 16 keys or more."},
     ),
     Peer(
         "mlx", "mlx", "mlx", "pip install 'mlx[cpu]'", _mlx, ("float32",),
