@@ -157,7 +157,7 @@ def positive_scale(call: Call) -> bool:
 
 def small(call: Call) -> bool:
     """Serve calls of few products, for libraries that are interpreted."""
-    return bool(math.prod(call.q.shape) * call.k.shape[-2] < 4000)
+    return bool(math.prod(call.q.shape) * call.k.shape[-2] < 1000)
 
 
 def mask_or_bias(call: Call) -> bool:

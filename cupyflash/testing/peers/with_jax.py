@@ -34,14 +34,20 @@ def by_vjp(attend: Callable[..., Any]) -> Functions:
             options = options | {"bias": bias}
         return options
 
+    compiled = jax.jit(attend)  # one compilation for a shape, instead of one for each step
+
+    @jax.jit
+    def gradients(do: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+        _, vjp = jax.vjp(lambda *x: attend(*x, **options)[0], q, k, v)
+        return vjp(do)
+
     def forward(q: Array, k: Array, v: Array, **options: Any) -> Any:
-        out, lse = attend(q, k, v, **options_of(q, k, options))
+        out, lse = compiled(q, k, v, **options_of(q, k, options))
         return np.asarray(out), None if lse is None else np.asarray(lse)
 
     def backward(do: Array, q: Array, k: Array, v: Array, *_: Any, **options: Any) -> Any:
-        given = options_of(q, k, options)
-        _, vjp = jax.vjp(lambda *x: attend(*x, **given)[0], q, k, v)
-        return tuple(np.asarray(x) for x in vjp(do))
+        made = gradients(do, q, k, v, options_of(q, k, options))
+        return tuple(np.asarray(x) for x in made)
 
     return Functions(forward, backward)
 
