@@ -34,12 +34,12 @@ def by_vjp(attend: Callable[..., Any]) -> Functions:
             options = options | {"bias": bias}
         return options
 
-    compiled = jax.jit(attend)  # one compilation for a shape, instead of one for each step
-
-    @jax.jit
-    def gradients(do: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    def of_gradients(do: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         _, vjp = jax.vjp(lambda *x: attend(*x, **options)[0], q, k, v)
         return vjp(do)
+
+    # One compilation for a shape, instead of one for each step.
+    compiled, gradients = jax.jit(attend), jax.jit(of_gradients)
 
     def forward(q: Array, k: Array, v: Array, **options: Any) -> Any:
         out, lse = compiled(q, k, v, **options_of(q, k, options))
