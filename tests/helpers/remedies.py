@@ -16,6 +16,7 @@ from cupyflash import attention, distributed, foreign, masks, quantize, scores
 
 X = np.random.default_rng(0).standard_normal((1, 2, 4, 8)).astype(np.float32)
 ANGLES = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 4)
+BYTES = np.zeros(3, np.uint8)
 LARGEST = np.full((2, 32), 240, ml_dtypes.float8_e4m3fnuz)
 
 
@@ -127,6 +128,25 @@ def rotated(x: Any, cos: Any, sin: Any) -> Any:
     return cupyflash.rope(x, np.arange(4), cupyflash.Rotary(cos, sin))
 
 
+FOREIGN = (
+    Case("foreign/angles.py", "interleaved=True", lambda: foreign.rotary(ANGLES, ANGLES),
+         r"interleaved=True", lambda code: cupyflash.Rotary(ANGLES, ANGLES, **keywords(code))),
+    Case("foreign/blocks.py", "gguf_numbers(blocks, 'MXFP4')",
+         lambda: foreign.gguf(np.zeros((2, 17), np.uint8), "MXFP4"), r"gguf_numbers\(.*?\)",
+         lambda code: run("foreign." + code, foreign=foreign, blocks=np.zeros((2, 17), np.uint8))),
+    Case("foreign/blocks.py", "gguf_numbers(blocks, 'Q8_0')",
+         lambda: foreign.gguf(np.zeros((2, 68), np.uint8), "Q8_0"), r"gguf_numbers\(.*?\)",
+         lambda code: run("foreign." + code, foreign=foreign, blocks=np.zeros((2, 68), np.uint8))),
+    Case("foreign/blocks.py", ".view(np.uint8)",
+         lambda: foreign.gguf(np.zeros((2, 34), np.int8), "Q8_0"), r"\.view\(np\.uint8\)",
+         lambda code: foreign.gguf(run("x" + code, x=np.zeros((2, 34), np.int8)), "Q8_0")),
+    Case("foreign/eight_bits.py", ".view(ml_dtypes.{})",
+         lambda: foreign.fnuz(BYTES, 1.0), r"\.view\(ml_dtypes\.\w+\)",
+         lambda code: foreign.fnuz(run("x" + code, x=BYTES, ml_dtypes=ml_dtypes), 1.0)),
+    Case("foreign/eight_bits.py", "quantize(codes.astype(np.float32) * scale, kind)",
+         lambda: foreign.fnuz(LARGEST, 2.0), r"quantize\(.*\)",
+         lambda code: run(code, quantize=quantize, codes=LARGEST, scale=2.0, kind="float8_e4m3fn")),
+)  # fmt: skip
 CASES = (
     Case(
         "arrays/interop.py",
@@ -403,50 +423,7 @@ CASES = (
         r"\.astype\(np\.float32\)",
         lambda code: over_codes(run("x" + code, x=X.astype(np.float64)), "float8_e4m3fn"),
     ),
-    Case(
-        "foreign/angles.py",
-        "interleaved=True",
-        lambda: foreign.rotary(ANGLES, ANGLES),
-        r"interleaved=True",
-        lambda code: cupyflash.Rotary(ANGLES, ANGLES, **keywords(code)),
-    ),
-    Case(
-        "foreign/blocks.py",
-        "gguf_numbers(blocks, 'MXFP4')",
-        lambda: foreign.gguf(np.zeros((2, 17), np.uint8), "MXFP4"),
-        r"gguf_numbers\(.*?\)",
-        lambda code: run("foreign." + code, foreign=foreign, blocks=np.zeros((2, 17), np.uint8)),
-    ),
-    Case(
-        "foreign/blocks.py",
-        "gguf_numbers(blocks, 'Q8_0')",
-        lambda: foreign.gguf(np.zeros((2, 68), np.uint8), "Q8_0"),
-        r"gguf_numbers\(.*?\)",
-        lambda code: run("foreign." + code, foreign=foreign, blocks=np.zeros((2, 68), np.uint8)),
-    ),
-    Case(
-        "foreign/blocks.py",
-        ".view(np.uint8)",
-        lambda: foreign.gguf(np.zeros((2, 34), np.int8), "Q8_0"),
-        r"\.view\(np\.uint8\)",
-        lambda code: foreign.gguf(run("x" + code, x=np.zeros((2, 34), np.int8)), "Q8_0"),
-    ),
-    Case(
-        "foreign/eight_bits.py",
-        ".view(ml_dtypes.{})",
-        lambda: foreign.fnuz(np.zeros(3, np.uint8), 1.0),
-        r"\.view\(ml_dtypes\.\w+\)",
-        lambda code: foreign.fnuz(
-            run("x" + code, x=np.zeros(3, np.uint8), ml_dtypes=ml_dtypes), 1.0
-        ),
-    ),
-    Case(
-        "foreign/eight_bits.py",
-        "quantize(codes.astype(np.float32) * scale, kind)",
-        lambda: foreign.fnuz(LARGEST, 2.0),
-        r"quantize\(.*\)",
-        lambda code: run(code, quantize=quantize, codes=LARGEST, scale=2.0, kind="float8_e4m3fn"),
-    ),
+    *FOREIGN,
     Case(
         "problem/codes.py",
         ".astype(np.uint8)",

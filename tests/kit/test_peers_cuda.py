@@ -142,10 +142,10 @@ def test_what_they_lack_is_said(name, monkeypatch):
     assert peer.missing == ("" if has_gpu() else "an NVIDIA GPU")
 
 
-def test_nothing_is_imported_before_it_is_used():
+def test_nothing_is_imported_before_it_is_used(tmp_path):
     """Names of adapters are read wherever the kit is."""
     import subprocess
 
     libraries = ("torch", "jax", "onnx", "keras", "mlx", "paddle", "flash_attn", "xformers")
     code = f"import sys, cupyflash.testing.peers; assert not set({libraries}) & set(sys.modules)"
-    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=tmp_path)
