@@ -156,9 +156,46 @@ def test_codes_of_amd_in_pytorch():
     assert np.array_equal(made.astype(np.float32) * scale, codes.float().numpy())
 
 
+def by_hand(name, qdata, scale, block, **more):
+    """A tensor with the attributes that those of torchao have."""
+    return type(name, (), {"qdata": qdata, "scale": scale, "block_size": block, **more})()
+
+
+def test_tensors_by_hand():
+    torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
+    draw = torch.Generator().manual_seed(3)
+    qdata = torch.randint(-8, 8, (3, 64), dtype=torch.int8, generator=draw)
+    for columns in (32, 64):  # that share a scale
+        scale = torch.rand(3, 64 // columns, generator=draw)
+        zero = torch.zeros(3, 64 // columns, dtype=torch.int8)
+        more = {"target_dtype": torch.int4, "zero_point": zero}
+        made = foreign.torchao(
+            by_hand("IntxUnpackedToInt8Tensor", qdata, scale, (1, columns), **more)
+        )
+        assert made.scale.shape == (3, 2)
+        wanted = qdata.float() * scale.repeat_interleave(columns, 1)
+        assert np.array_equal(numbers_of(made), wanted.numpy())
+    row = torch.rand(3, 1, generator=draw)
+    codes = qdata.float().to(torch.float8_e4m3fn)
+    for name, data, kind in (
+        ("Int8Tensor", qdata, "int8"), ("Float8Tensor", codes, "float8_e4m3fn")
+    ):  # fmt: skip
+        made = foreign.torchao(by_hand(name, data, row, [1, 64]))
+        assert made.kv_dtype == kind
+        assert np.array_equal(numbers_of(made), (data.float() * row).numpy())
+        whole = foreign.torchao(by_hand(name, data, row[:1], [3, 64]))
+        assert whole.scale.tolist() == [[float(row[0])]] * 3
+    with pytest.raises(ArgumentError, match="zero points"):
+        foreign.torchao(by_hand("Int8Tensor", qdata, row, [1, 64], zero_point=row))
+    with pytest.raises(ArgumentError, match=r"scale for blocks of \(1, 32\); int8 here"):
+        foreign.torchao(by_hand("Int8Tensor", qdata, torch.rand(3, 2), [1, 32]))
+    with pytest.raises(ArgumentTypeError, match="tensor: got Int4Tensor; expected"):
+        foreign.torchao(by_hand("Int4Tensor", qdata, row, [1, 32]))
+
+
 @pytest.fixture(scope="module")
 def torchao():
-    reason = "needs torchao: pip install torchao"
+    reason = "torchao is not installed: tensors by hand are tried"
     return pytest.importorskip("torchao.quantization", reason=reason)
 
 

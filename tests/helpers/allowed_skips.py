@@ -17,7 +17,9 @@ ALLOWED = {
     r"\bone GPU\b|needs (two|\d+) GPUs": "CI has no GPU",
     r"needs \d+ GB of memory": "CI has no such machine; it is tried on GPUs",
     r"this CPU has no AMX": "the emulated unit is tried everywhere",
-    r"(gguf|onnx|onnxruntime|openvino) is not installed": "stand-ins are tried everywhere",
+    r"(gguf|onnx|onnxruntime|openvino|torchao|hqq|optimum\.quanto) is not installed": (
+        "stand-ins are tried everywhere"
+    ),
     r"the formulas give inf - inf": "there is no right value to compare with",
 }
 OF_LIBRARIES = {
