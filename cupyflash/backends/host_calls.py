@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ import numpy as np
 
 from ..expr.key_range import KeyRange
 from ..masks import Mask
-from ..problem import scalars
+from ..problem import replay, scalars
 from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients, Problem
+from ..problem.replay import Entry
 from . import host_recent
 from .cpu_ranges import GrowingEnds, OtherNumbers
 from .cpu_tiles import FEWEST_KEYS
@@ -48,6 +50,8 @@ class Replayed:
     ----------
     serves_numbers : bool
         Whether it can be made again for other numbers of the mask.
+    quick : tuple or None
+        What `Quick` needs to make it again from addresses alone, once that was asked for.
     """
 
     __slots__ = (
@@ -58,9 +62,11 @@ class Replayed:
         "_run",
         "_tables",
         "nbytes",
+        "quick",
         "serves_numbers",
     )
     grows = False  # whether it serves any number of keys
+    lengths_differ = False  # whether it is told how many keys there are
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class Replayed:
         self._of_mask, self.serves_numbers = of_mask, of_mask is not None
         self.nbytes = call.nbytes
         self._tables: Any = tables
+        self.quick: tuple[Any, ...] | None = None
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array among those of a signature; return whether all are there.
@@ -142,6 +149,29 @@ class Replayed:
         return True
 
 
+    def place(self, wants_lse: bool) -> bool:
+        """Let `Quick` make it again, which belongs to the caller; return whether it can."""
+        from cupyflash.reference.cpu.addresses import address
+        from cupyflash.reference.cpu.placed import Value
+
+        if self.lengths_differ:
+            return False
+        tables = [Value(address(row), name) for row, name in self._tables]
+        placed = self._call.placed(tables, wants_lse)
+        if placed is None:
+            return False
+        own = None if wants_lse else self._call.empty_lse()
+        self.quick = (
+            placed.run, placed.block, placed.spares, placed.scratch, placed.threads,
+            placed.is_shared, 0 if own is None else address(own), placed.names, (placed, own),
+        )  # fmt: skip
+        return True
+
+    def numbered(self, numbers: tuple[int, ...]) -> bool:
+        """Let it be for some numbers of the mask; return whether it can."""
+        return self._of_mask is None or self._of_mask(self._call, numbers)
+
+
 class ReplayedCache(Replayed):
     """A call over a cache that can be made again, for any lengths that it has room for.
 
@@ -159,6 +189,7 @@ class ReplayedCache(Replayed):
         Those for which `found` has symbols.
     """
 
+    lengths_differ = True
     __slots__ = ("_capacity", "_ends", "_has_usual_scale", "_is_checked", "_lengths", "_scales")
 
     def __init__(
@@ -253,7 +284,7 @@ class ReplayedGrowing(Replayed):
     """
 
     __slots__ = ("_ends", "_has_usual_scale", "_lengths")
-    grows = True
+    grows = lengths_differ = True
 
     def __init__(
         self, made: Any, call: Call, found: KeyRange | None, numbers: tuple[int, ...]
@@ -334,3 +365,82 @@ class Calls:
             return self.free.pop()
         except IndexError:
             return None
+
+
+class Quick:
+    """Makes calls of an entry again from the addresses of their arrays alone.
+
+    It keeps no call: once `replay` has forgotten the entry, there is none.
+
+    Parameters
+    ----------
+    entry : Entry
+        The entry, which has `Calls`.
+    numbers : tuple of int
+        Those of the mask.
+    names : tuple of str
+        The order in which addresses are told, by the kernels' names.
+    """
+
+    __slots__ = ("_entry", "_numbers", "_wants_lse", "names")
+
+    def __init__(
+        self, entry: Entry, numbers: tuple[int, ...], names: tuple[str, ...], wants_lse: bool
+    ) -> None:
+        self._entry, self._numbers, self.names = weakref.ref(entry), numbers, names
+        self._wants_lse = wants_lse
+
+    @staticmethod
+    def of(entry: Entry, numbers: tuple[int, ...], wants_lse: bool) -> Quick | None:
+        """Return what makes calls of an entry again, if something does."""
+        call = entry.compiled.take()
+        if call is None:
+            return None
+        is_placed = call.place(wants_lse)
+        made = Quick(entry, numbers, call.quick[7], wants_lse) if is_placed else None
+        entry.compiled.free.append(call)
+        return made
+
+    def run(self, told: tuple[int, ...], may_share: bool) -> bool:
+        """Compute a call, given addresses; return whether it could be done.
+
+        `may_share` says whether threads of PyTorch's may compute it.
+        """
+        entry = self._entry()
+        if entry is None:
+            return False
+        free: list[Replayed] = entry.compiled.free
+        try:
+            call = free.pop()
+        except IndexError:
+            return False
+        quick = call.quick
+        if quick is None or (quick[4] and quick[4] != _num_threads()()):
+            quick = call.quick if call.place(self._wants_lse) else None
+        if quick is None:
+            free.append(call)
+            return False
+        run, block, spares, new, _, is_shared, own, names, _ = quick
+        if (is_shared and not may_share) or names != self.names or (
+            self._numbers and not call.numbered(self._numbers)
+        ):
+            free.append(call)
+            return False
+        try:
+            scratch = spares.pop()
+        except IndexError:
+            scratch = new()
+        failed = run(block, scratch.address, own, *told)
+        spares.append(scratch)
+        free.append(call)
+        entry.used = next(replay.clock)
+        if failed > 1:
+            raise RuntimeError(f"a CPU kernel stopped with status {failed >> 8}")
+        return not failed
+
+
+@functools.cache
+def _num_threads() -> Callable[[], int]:
+    from cupyflash.reference.cpu.thread_limits import num_threads
+
+    return num_threads

@@ -22,7 +22,7 @@ from ..gpu import growing, launch_cache
 from ..gpu.launch import ALIGNMENT, CompiledRecipe
 from ..masks import Mask
 from ..problem.call import Call
-from . import tensors
+from . import recognised_cpu, tensors
 from .operands import Operands, Settings
 from .pending import Gradients, Pending
 from .tensors import PLAIN, SEEDS
@@ -152,12 +152,15 @@ class Signature(launch_cache.Signature):
         """Compute the call if there was one like it; its addresses grow by those of results."""
         return None if self.known is None else self.known.launch(self.addresses, q)
 
-    def pending(self, deterministic: bool, out: torch.Tensor) -> Pending | None:
-        """Return how gradients of the call, which was launched, are computed; None if unknown."""
+    def pending(self, how: tuple[bool, bool], out: torch.Tensor) -> Pending | None:
+        """Return how gradients of the call, which was launched, are computed; None if unknown.
+
+        `how` says whether they are deterministic, and whether they have that of the bias.
+        """
         known = self.known
         if known is None or not self.has_gradients:
             return None
-        found = known.gradients.get(deterministic)
+        found = known.gradients.get(how)
         if found is None:
             return None
         addresses = self.addresses
@@ -171,7 +174,7 @@ class Signature(launch_cache.Signature):
                 pending.ready.append(ready)
         return pending
 
-    def keep_gradients(self, deterministic: bool, do: torch.Tensor, seen: Signature) -> None:
+    def keep_gradients(self, how: tuple[bool, bool], do: torch.Tensor, seen: Signature) -> None:
         """Keep gradients of this call, whose signature was `seen`, for later calls like it."""
         known, found = self.known, seen.known
         if known is None or found is None or not self.has_gradients:
@@ -181,7 +184,7 @@ class Signature(launch_cache.Signature):
         strides = *self._strides, of_out
         made = Gradients(found.compiled, dict(found.tables), results, do, strides)
         if all(name in self.addresses for name in made.names):
-            known.gradients[deterministic] = made
+            known.gradients[how] = made
 
 
 class Known:
@@ -205,7 +208,7 @@ class Known:
     forms : list of (str, tuple of int, tuple of int, torch.dtype or None)
         Names, shapes, strides and dtypes of its results; None for the dtype of its queries.
     gradients : dict
-        What is kept about the gradients of such calls, by whether they are deterministic.
+        What is kept about the gradients of such calls, by `how` of `Signature.pending`.
     """
 
     __slots__ = ("_numbers", "_sizes", "compiled", "dtype", "forms", "gradients", "tables")
@@ -223,7 +226,7 @@ class Known:
             (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)
             for name, x in results.items()
         ]
-        self.gradients: dict[bool, Gradients] = {}
+        self.gradients: dict[tuple[bool, bool], Gradients] = {}
         self._numbers: Mapping[str, int] = {}
 
     def told(self, numbers: Mapping[str, int]) -> Known:
@@ -277,7 +280,7 @@ def signature(
     settings: Settings,
     x: Operands,
     read: Mapping[str, torch.Tensor | None] = _NOTHING,
-) -> Signature | None:
+) -> Signature | recognised_cpu.Signature | None:
     """Return the signature of a call, or None if it must be checked every time.
 
     The arguments are those of `Signature`, and need not have been checked.
@@ -288,6 +291,8 @@ def signature(
         kind = kind, settings.check, x.offsets_k is x.offsets_q
     try:
         seed = settings.seed if x.seed is None else _seed(x.seed)
+        if not x.q.is_cuda:
+            return recognised_cpu.Signature(kind, settings, x, seed)
         return Signature(kind, settings, x, seed, read)
     except (launch_cache.UnlikeError, RuntimeError):  # PyTorch's, of a tensor without memory
         return None

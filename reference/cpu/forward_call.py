@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .amx_forward import TileScratch, tile_scratch
@@ -12,6 +14,7 @@ from .forward import forward as forward_kernel
 from .kernels import by_tiles, called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .operands import Operand, Result
+from .placed import OWN, Placed, Step, Value
 from .prepared import PreparedCall, changes_of, packed_shape, seconds, sinks_of
 from .thread_limits import num_threads
 from .threads import parallel
@@ -53,6 +56,7 @@ class ForwardCall(PreparedCall):
         self._out = Result(layout, out, scratch, narrow=pointers.narrow)
         self._lse = Result(layout, lse[..., None], scratch)
         assert not resumes or layout.readable(out, whole_vectors=False)
+        self._lse_shape, self._has_sink = lse.shape, sink is not None
         self._resumes, self._sinks = int(resumes), sinks_of(layout, sink)
         self.shape = packed_shape(layout)
         self._work = layout.blocks(block_q, last_first=True)
@@ -93,6 +97,17 @@ class ForwardCall(PreparedCall):
             sizes=sizes,
         )
 
+    def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:
+        """Return what makes the call again at addresses: of q, k, v, out and lse, and of tables."""
+        if self._has_sink or not self._visited.size:
+            return None
+        arrays: dict[str, Operand | Result] = {
+            "q": self._q, "k": self._k, "v": self._v, "out": self._out,
+            "lse" if wants_lse else OWN: self._lse,
+        }  # fmt: skip
+        step = Step(self._kernel, self._visited.size, self._seconds)
+        return self._placed([step], arrays, tables)
+
     def grow(self, lengths: Array, ends: tuple[Array, Array] | None) -> None:
         """Set how many keys entries have, and the first and last key of each query."""
         super().grow(lengths, ends)
@@ -105,6 +120,10 @@ class ForwardCall(PreparedCall):
         self._k.reach(k)
         self._v.reach(v)
         self(q, k, v, sink, out, lse)
+
+    def empty_lse(self) -> Array:
+        """Return memory for lse."""
+        return np.empty(self._lse_shape, self._layout.number)
 
     @property
     def visited(self) -> int:

@@ -1,0 +1,388 @@
+"""Recognises calls of tensors on the CPU that look like an earlier one, as `recognised` on a GPU.
+
+A call is recognised by its tensors' own attributes and made again by their addresses
+(`host_calls.Quick`): no array of NumPy is made. What `host_replay` keeps of the call on arrays is
+what computes it, so a call that it forgets is forgotten here. PyTorch's own functions use the CPU's
+caches between two calls, and to read a function, a dictionary or an object anew takes as long as
+many operations; so there are few of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..arrays.device_arrays import address
+from ..backends import host_replay
+from ..backends.host_calls import Quick
+from ..masks import Mask
+from ..problem import replay
+from ..problem.replay import UnlikeError
+from .operands import Operands, Settings
+from .tensors import PLAIN, array_of
+
+_ON_CPU = -1  # of get_device(); tensors without memory have no address
+
+
+class Signature(host_replay.HostSignature):
+    """The signature of a call of tensors on the CPU, which need not have been checked.
+
+    Parameters
+    ----------
+    kind : hashable
+        Which function, and what else tells calls of it apart.
+    settings : Settings
+        The options that are not tensors.
+    x : Operands
+        The tensors of the call.
+    seed : Any
+        The seed, as a number.
+
+    Attributes
+    ----------
+    known : Known or None
+        What is kept of calls like this one.
+    has_gradients : bool
+        Whether its gradients can be computed from addresses.
+    """
+
+    __slots__ = ("_strides", "_strides_of_others", "has_gradients", "known")
+
+    def __init__(self, kind: Hashable, settings: Settings, x: Operands, seed: Any) -> None:
+        q, k, v, bias, sink, mask, _, offsets_q, _ = x
+        made, changes, scale, dropout, _, precision, _, _ = settings
+        if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+            raise UnlikeError
+        dtype = q.dtype
+        if sink is not None or not k.dtype is dtype is v.dtype:
+            raise UnlikeError
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not (at_q and at_k and at_v and k.get_device() == _ON_CPU == v.get_device()):
+            raise UnlikeError
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            raise UnlikeError
+        self._strides = of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
+        self.addresses = addresses = {"q": at_q, "k": at_k, "v": at_v}
+        self._parts = parts = [kind, dtype, q.shape, of_q, k.shape, of_k, v.shape, of_v]
+        self.read = ()
+        if made is not None:
+            if type(made) is Mask and not made.structure[1]:
+                parts.append(made.structure[0])
+            else:
+                self._take("mask", made)
+        if mask is not None:
+            self._take("mask", mask)
+        if changes is not None:
+            self._take("score_mod", changes)
+        if bias is not None:
+            self._take("bias", bias)
+        if scale is not None:
+            parts.append(("scale", scale if type(scale) is float else self._number(scale)))
+        if dropout or type(dropout) is not float:
+            parts.append(("dropout", self._probability(dropout)))
+        if seed is not None:
+            parts.append(("seed", self._seed(seed)))
+        if precision is not None:
+            parts.append(("precision", self._word(precision)))
+        if offsets_q is not None:
+            self._take_offsets(x)
+        if dtype.itemsize == 2:  # as in `host_replay`
+            parts.append(os.environ.get("CUPYFLASH_AMX"))
+        self.key = tuple(parts)
+        self.has_gradients = False
+        self._strides_of_others = (
+            None if bias is None else bias.stride(), None if mask is None else mask.stride()
+        )  # fmt: skip
+        self.known = _known.get(self.key)
+
+    def _take(self, option: str, value: Any) -> None:
+        """Take an option that may read arrays."""
+        self._option, self._extremes, self.nbytes = option, [], 0
+        self._conditions = {id(value)}
+        self._parts += (option, self._expression(value))
+
+    def _take_offsets(self, x: Operands) -> None:
+        self._option, self._extremes, self.nbytes = "offsets", [], 0
+        for offsets in x.offsets_q, x.offsets_k:
+            if type(offsets) not in PLAIN or offsets.get_device() != _ON_CPU:
+                raise UnlikeError
+            array = array_of(offsets)
+            self._parts += (array.dtype, array.shape)
+            self.take_contents(array)
+
+    def _take_arrays(self, named: Mapping[str, Any]) -> None:
+        """Take tensors, and arrays of masks and score changes."""
+        for name, x in named.items():
+            if type(x) in PLAIN:
+                place = x.data_ptr()
+                if not place or x.get_device() != _ON_CPU or x.is_neg():
+                    raise UnlikeError
+                self._parts += (x.dtype, x.shape, x.stride())
+            elif type(x) is np.ndarray:
+                place = address(x)
+                self._parts += (x.dtype, x.shape, x.strides, x.flags.num)
+            else:
+                raise UnlikeError
+            self.addresses[name] = place
+
+    def _take_read(self, name: str, array: Any) -> None:
+        """Take a tensor or an array; contents as in `host_replay`."""
+        if type(array) not in PLAIN:
+            super()._take_read(name, array)
+        elif array.dtype is torch.bool and self._option == "mask":
+            self._take_arrays({name: array})
+            self._parts.append(host_replay.extremes(array_of(array)))
+        elif self._option == "bias" and array.is_floating_point():
+            self._take_arrays({name: array})
+        else:
+            raise UnlikeError
+
+    def _seed(self, value: Any) -> Hashable:
+        if type(value) is not int or not 0 <= value < 2**64:
+            raise UnlikeError
+        self.addresses["seed"] = value
+        return False
+
+    def launch(self, q: torch.Tensor) -> list[torch.Tensor] | None:
+        """Compute the call if there was one like it; its addresses grow by those of results."""
+        return None if self.known is None else self.known.launch(self.addresses, q)
+
+    def pending(self, how: tuple[bool, bool], out: torch.Tensor) -> Pending | None:  # noqa: ARG002, a GPU's
+        """Return how gradients of the call, which was launched, are computed; None if unknown.
+
+        `how` says whether they are deterministic, and whether they have that of the bias.
+        """
+        known = self.known
+        if known is None or not self.has_gradients:
+            return None
+        found = known.gradients.get(how)
+        if found is None:
+            return None
+        addresses = self.addresses
+        at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
+        return Pending(found, at, [addresses[name] for name in found.names])
+
+    def keep(
+        self, host: Any, results: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> None:
+        """Keep a call that was computed, whose signature with arrays was `host`.
+
+        `dtype` is that of its queries.
+        """
+        if self.known is not None and self.known.is_never:
+            return
+        quick, names = self._quick(host, "lse" in results)
+        if len(_known) >= MOST:
+            for oldest in list(_known)[: MOST // 4]:  # a copy: other threads keep calls, too
+                _known.pop(oldest, None)
+        _known[self.key] = self.known = Known(quick, names, results, dtype)
+
+    def keep_gradients(
+        self, how: tuple[bool, bool], do: torch.Tensor, host: Any, results: Sequence[torch.Tensor]
+    ) -> None:
+        """Keep gradients of this call that were computed, for later calls like it."""
+        known = self.known
+        if known is None or not self.has_gradients or how in known.gradients:
+            return
+        known.gradients[how] = None
+        quick, names = self._quick(host, True)
+        if quick is None:
+            return
+        rest = names[len(_GRADIENTS) :]
+        if rest[-1:] == ("dbias",):
+            rest = rest[:-1]
+            if results[-1].dtype is not known.dtype_of_lse:
+                return
+        if names[: len(_GRADIENTS)] == _GRADIENTS and all(x in self.addresses for x in rest):
+            strides = *self._strides, known.out_stride, *self._strides_of_others
+            known.gradients[how] = Gradients(quick, rest, results, do, strides)
+
+    def _quick(self, host: Any, wants_lse: bool) -> tuple[Quick | None, tuple[str, ...]]:
+        """Return what makes a call on arrays again, and the names here of what it is told."""
+        nothing = None, ()
+        if not isinstance(host, host_replay.HostSignature):
+            return nothing
+        named = host.named
+        if any(self.addresses[name] != address(named[name]) for name in ("q", "k", "v")):
+            return nothing  # of copies
+        places = [(f"read {n}", self.addresses[f"read {n}"]) for n in range(len(self.read))]
+        if len(dict(places).values()) != len({place for _, place in places}):
+            return nothing  # which one is read is not sure
+        entry = replay.find(host)
+        quick = None if entry is None else Quick.of(entry, host.numbers, wants_lse)
+        if quick is None:
+            return nothing
+        here = {place: name for name, place in places}
+        names = []
+        for name in quick.names:
+            if name.startswith("read "):
+                name = here.get(address(named[name]), "")
+                if not name:
+                    return nothing
+            names.append(name)
+        return quick, tuple(names)
+
+
+class Known:
+    """What is kept about a call.
+
+    Parameters
+    ----------
+    quick : Quick or None
+        What computes it from addresses, if something does.
+    names : tuple of str
+        The names of those addresses here.
+    results : mapping of str to torch.Tensor
+        What it writes, by the kernels' names.
+    dtype : torch.dtype
+        That of its queries.
+
+    Attributes
+    ----------
+    is_never : bool
+        Whether nothing computes such calls from addresses.
+    out_stride : tuple of int
+        The strides of out.
+    dtype_of_lse : torch.dtype or None
+        That of lse, if it is wanted.
+    gradients : dict
+        What is kept about the gradients of such calls, by `how` of `Signature.pending`.
+    """
+
+    __slots__ = (
+        "_forms", "_names", "_run", "dtype_of_lse", "gradients", "is_never", "out_stride",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        quick: Quick | None,
+        names: tuple[str, ...],
+        results: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self.is_never = quick is None
+        self._run, self._names = None if quick is None else quick.run, names
+        self._forms = [
+            (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)
+            for name, x in results.items()
+        ]
+        self.out_stride = results["out"].stride()
+        lse = results.get("lse")
+        self.dtype_of_lse = None if lse is None else lse.dtype
+        self.gradients: dict[tuple[bool, bool], Gradients | None] = {}
+
+    def launch(self, addresses: dict[str, int], q: torch.Tensor) -> list[torch.Tensor] | None:
+        """Compute a call into new tensors; None if it must go another way."""
+        run = self._run
+        if run is None:
+            return None
+        empty = q.new_empty_strided
+        made = []
+        for name, shape, strides, dtype in self._forms:
+            x = empty(shape, strides) if dtype is None else empty(shape, strides, dtype=dtype)
+            addresses[name] = x.data_ptr()
+            made.append(x)
+        return made if run([addresses[name] for name in self._names], True) else None
+
+
+class Pending:
+    """The gradients of one call, which are computed later.
+
+    Parameters
+    ----------
+    gradients : Gradients
+        What computes them.
+    places : tuple of int
+        The addresses of q, k, v and out.
+    rest : list of int
+        That of lse, and further addresses.
+    """
+
+    __slots__ = ("gradients", "places", "rest")
+
+    def __init__(self, gradients: Gradients, places: tuple[int, ...], rest: list[int]) -> None:
+        self.gradients, self.places, self.rest = gradients, places, rest
+
+
+class Gradients:
+    """Gradients of calls with one signature, which need no signature of their own.
+
+    Parameters
+    ----------
+    quick : Quick
+        What computes them from addresses.
+    names : tuple of str
+        The names of addresses, in the signature of the call, that are told in addition.
+    results : sequence of torch.Tensor
+        dq, dk and dv, and that of the bias if it is wanted.
+    do : torch.Tensor
+        What they were computed of.
+    strides : sequence of tuple of int
+        Those of q, k, v and out, and of a bias and a mask.
+    """
+
+    __slots__ = ("_do", "_forms", "_run", "_strides", "names")
+
+    def __init__(
+        self,
+        quick: Quick,
+        names: tuple[str, ...],
+        results: Sequence[torch.Tensor],
+        do: torch.Tensor,
+        strides: Sequence[Any],
+    ) -> None:
+        self._run, self.names = quick.run, ("lse", *names)
+        self._do, self._strides = (do.dtype, do.stride()), tuple(strides)
+        self._forms = [(x.shape, x.stride(), x.dtype) for x in results[:3]]
+        # The kernel that adds up sums of a bias writes them one after the other.
+        self._forms += [(x.shape, x.new_empty(x.shape).stride(), x.dtype) for x in results[3:]]
+
+    def compute(
+        self, pending: Pending, saved: Sequence[Any], do: Any
+    ) -> list[torch.Tensor] | None:
+        """Compute gradients, given the operands of a call and out; None if they are unlike.
+
+        PyTorch has checked the versions of saved tensors, and that `do` has the shape of out and is
+        on its device. Users' hooks may have put other tensors in place of the saved ones, elsewhere
+        or with other strides.
+        """
+        if type(do) not in PLAIN or (do.dtype, do.stride()) != self._do:
+            return None
+        place = do.data_ptr()
+        if not place or do.is_neg():
+            return None
+        rest = pending.rest
+        if len(saved) == _FEWEST:
+            q, k, v, out = saved
+            strides: tuple[Any, ...] = q.stride(), k.stride(), v.stride(), out.stride(), None, None
+        else:
+            q, k, v, bias, _, mask, *_, out = saved
+            strides = q.stride(), k.stride(), v.stride(), out.stride()
+            for other in bias, mask:
+                if other is None:
+                    strides += (None,)
+                elif other.data_ptr() in rest:
+                    strides += (other.stride(),)
+                else:
+                    return None
+        if strides != self._strides:
+            return None
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        if at != pending.places:
+            return None
+        lse, *rest = rest
+        empty = q.new_empty_strided
+        made = [empty(shape, stride, dtype=dtype) for shape, stride, dtype in self._forms]
+        of_made = [x.data_ptr() for x in made]
+        told = [place, *at, lse, *of_made[:3], *rest, *of_made[3:]]
+        return made if self._run(told, True) else None
+
+
+_GRADIENTS = "d_out", "q", "k", "v", "out", "lse", "dq", "dk", "dv"
+_FEWEST = 4  # tensors that are saved: q, k, v and out
+MOST = 1024  # signatures that are remembered
+_known: dict[Hashable, Known] = {}
