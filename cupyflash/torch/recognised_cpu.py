@@ -9,6 +9,7 @@ many operations; so there are few of them.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -17,15 +18,59 @@ import numpy as np
 import torch
 
 from ..arrays.device_arrays import address
-from ..backends import host_replay
+from ..backends import host_recent, host_replay
 from ..backends.host_calls import Quick
 from ..masks import Mask
 from ..problem import replay
 from ..problem.replay import UnlikeError
+from . import tensors
 from .operands import Operands, Settings
 from .tensors import PLAIN, array_of
 
 _ON_CPU = -1  # of get_device(); tensors without memory have no address
+
+
+def one_query(settings: Settings, x: Operands) -> torch.Tensor | None:
+    """Compute a call of one query, without a gradient, as a recent one; None if there is none."""
+    q, k, v, *others = x
+    mask, changes, scale, dropout, seed, precision, _, _ = settings
+    if mask is not None and type(mask) is not Mask:
+        return None
+    if not (changes is seed is precision is None) or dropout or any(y is not None for y in others):
+        return None
+    if scale is not None and not (type(scale) is float and scale == 1.0 / math.sqrt(q.shape[-1])):
+        return None
+    arrays = _arrays(q, k, v)
+    made = None if arrays is None else host_recent.of_one_query(*arrays, mask)
+    return None if made is None else torch.from_numpy(made)
+
+
+def cached_query(
+    q: Any, k: Any, v: Any, lengths: Any, mask: Any, others: Sequence[Any]
+) -> torch.Tensor | None:
+    """Compute a call of one query over a cache likewise; `others` are the other arguments."""
+    if (mask is not None and type(mask) is not Mask) or any(others):
+        return None
+    if tensors.is_transforming() or torch.is_autocast_enabled("cpu"):
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if type(lengths) in PLAIN and lengths.get_device() == _ON_CPU:
+        lengths = array_of(lengths)
+    arrays = _arrays(q, k, v)
+    made = None if arrays is None else host_recent.of_cache(*arrays, lengths, mask)
+    return None if made is None else torch.from_numpy(made)
+
+
+def _arrays(*qkv: Any) -> list[Any] | None:
+    """Return tensors on the CPU as arrays, or None if NumPy does not have their dtype."""
+    for x in qkv:
+        if type(x) not in PLAIN or x.dtype not in _OF_NUMPY or x.get_device() != _ON_CPU:
+            return None
+    return [x.numpy(force=True) for x in qkv]
+
+
+_OF_NUMPY = torch.float32, torch.float64
 
 
 class Signature(host_replay.HostSignature):
