@@ -66,7 +66,6 @@ class Replayed:
         "serves_numbers",
     )
     grows = False  # whether it serves any number of keys
-    lengths_differ = False  # whether it is told how many keys there are
 
     def __init__(
         self,
@@ -152,12 +151,8 @@ class Replayed:
     def place(self, wants_lse: bool) -> bool:
         """Let `Quick` make it again, which belongs to the caller; return whether it can."""
         from cupyflash.reference.cpu.addresses import address
-        from cupyflash.reference.cpu.placed import Value
 
-        if self.lengths_differ:
-            return False
-        tables = [Value(address(row), name) for row, name in self._tables]
-        placed = self._call.placed(tables, wants_lse)
+        placed = self._placed(wants_lse)
         if placed is None:
             return False
         own = None if wants_lse else self._call.empty_lse()
@@ -166,6 +161,13 @@ class Replayed:
             placed.is_shared, 0 if own is None else address(own), placed.names, (placed, own),
         )  # fmt: skip
         return True
+
+    def _placed(self, wants_lse: bool) -> Any:
+        from cupyflash.reference.cpu.addresses import address
+        from cupyflash.reference.cpu.placed import Value
+
+        tables = [Value(address(row), name) for row, name in self._tables]
+        return self._call.placed(tables, wants_lse)
 
     def numbered(self, numbers: tuple[int, ...]) -> bool:
         """Let it be for some numbers of the mask; return whether it can."""
@@ -189,7 +191,6 @@ class ReplayedCache(Replayed):
         Those for which `found` has symbols.
     """
 
-    lengths_differ = True
     __slots__ = ("_capacity", "_ends", "_has_usual_scale", "_is_checked", "_lengths", "_scales")
 
     def __init__(
@@ -236,6 +237,9 @@ class ReplayedCache(Replayed):
             self._scales.get(name) if named.get(name) is None else named[name] for name in _SCALES
         ]
         return None if scales[0] is scales[1] is None else scales
+
+    def _placed(self, wants_lse: bool) -> Any:  # noqa: ARG002
+        return None  # `host_recent` has those that can be
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless the lengths are wrong."""
@@ -284,7 +288,7 @@ class ReplayedGrowing(Replayed):
     """
 
     __slots__ = ("_ends", "_has_usual_scale", "_lengths")
-    grows = lengths_differ = True
+    grows = True
 
     def __init__(
         self, made: Any, call: Call, found: KeyRange | None, numbers: tuple[int, ...]
@@ -295,6 +299,9 @@ class ReplayedGrowing(Replayed):
         self._ends = None if found is None else GrowingEnds(problem, found, numbers)
         self.serves_numbers = bool(numbers)
         self._has_usual_scale = _has_usual_scale(problem)
+
+    def _placed(self, wants_lse: bool) -> Any:
+        return self._call.placed_growing(FEWEST_KEYS - 1, wants_lse)
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless there are no keys, or not as many keys as values."""

@@ -19,6 +19,7 @@ import torch
 
 from ..arrays.device_arrays import address
 from ..backends import host_recent, host_replay
+from ..backends.cpu_tiles import FEWEST_KEYS
 from ..backends.host_calls import Quick
 from ..masks import Mask
 from ..problem import replay
@@ -27,6 +28,8 @@ from . import tensors
 from .operands import Operands, Settings
 from .tensors import PLAIN, array_of
 
+_FEW = (FEWEST_KEYS - 1,)
+_ONE, _AXES, _PLACES = (1,), 4, ("k 0", "k 1", "k 2", "v 0", "v 1", "v 2")
 _ON_CPU = -1  # of get_device(); tensors without memory have no address
 
 
@@ -34,6 +37,8 @@ def one_query(settings: Settings, x: Operands) -> torch.Tensor | None:
     """Compute a call of one query, without a gradient, as a recent one; None if there is none."""
     q, k, v, *others = x
     mask, changes, scale, dropout, seed, precision, _, _ = settings
+    if not k.shape[-2:-1] > _FEW:
+        return None  # as many have another kernel
     if mask is not None and type(mask) is not Mask:
         return None
     if not (changes is seed is precision is None) or dropout or any(y is not None for y in others):
@@ -111,8 +116,10 @@ class Signature(host_replay.HostSignature):
         if q.is_neg() or k.is_neg() or v.is_neg():
             raise UnlikeError
         self._strides = of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
-        self.addresses = addresses = {"q": at_q, "k": at_k, "v": at_v}
+        self.addresses = {"q": at_q, "k": at_k, "v": at_v}
         self._parts = parts = [kind, dtype, q.shape, of_q, k.shape, of_k, v.shape, of_v]
+        if q.shape[-2:-1] == _ONE and mask is bias is made is changes is None:
+            self._grow(k, v)
         self.read = ()
         if made is not None:
             if type(made) is Mask and not made.structure[1]:
@@ -143,6 +150,19 @@ class Signature(host_replay.HostSignature):
             None if bias is None else bias.stride(), None if mask is None else mask.stride()
         )  # fmt: skip
         self.known = _known.get(self.key)
+
+    def _grow(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Let a call of one query of each entry be known for any number of keys."""
+        shape, of_k, of_v, parts = k.shape, self._strides[1], self._strides[2], self._parts
+        if len(shape) != _AXES or len(parts[2]) != _AXES or not shape[-2] < FEWEST_KEYS:
+            return
+        if shape[:-1] != v.shape[:-1] or shape[0] != parts[2][0] or not of_k[-1] == 1 == of_v[-1]:
+            return
+        # Of k and v, there are the sizes of other axes than that of keys.
+        parts[4:] = (shape[:2], shape[3], v.shape[3])
+        self.addresses["len_k"] = shape[-2]
+        for name, strides in zip(_PLACES, of_k[:3] + of_v[:3], strict=True):
+            self.addresses[name] = strides
 
     def _take(self, option: str, value: Any) -> None:
         """Take an option that may read arrays."""

@@ -100,12 +100,18 @@ class Emitter:
             builder.ret(WORD(0))
         return told
 
-    def write(self, told: Any, rows: Any, count: Any) -> None:
-        """Write numbers as rows say: where to, which of those told, and what is added to it."""
+    def write(self, told: Any, rows: Any, count: Any, has_factors: bool = False) -> None:
+        """Write numbers as rows say: where to, which of those told, and what is added to it.
+
+        With factors, each row has a fourth word, by which the number is multiplied before.
+        """
 
         def write(n: Any) -> None:
-            place, number, added = self.row(rows, n, 3)
-            self.store(self.add(self.load(self.at(told, number)), added), place)
+            place, number, added, *factors = self.row(rows, n, 4 if has_factors else 3)
+            value = self.load(self.at(told, number))
+            for factor in factors:
+                value = self.builder.mul(value, factor)
+            self.store(self.add(value, added), place)
 
         self.loop(count, write)
 

@@ -41,7 +41,7 @@ class _Block(NamedTuple):
     size: int = 6
     level: int = 7
     region: int = 8
-    rows: int = 9  # three words a number, two an array to set to 0, one a step
+    rows: int = 9  # four words a number, two an array to set to 0, one a step
 
 
 class _Step(NamedTuple):
@@ -86,11 +86,12 @@ class Step(NamedTuple):
 
 
 class Value(NamedTuple):
-    """An address to write: where, which of those told it is, and what is added to it."""
+    """A word to write: where, which of the numbers told it is, what is added, and a factor."""
 
     place: int
     name: str
     added: int = 0
+    factor: int = 1
 
 
 class Scratch:
@@ -137,7 +138,9 @@ class Placed:
     zeros : sequence of array
         Arrays that are set to 0 before.
     names : sequence of str
-        The order in which addresses are told.
+        The order in which addresses and other numbers are told.
+    held : object
+        What addresses in `values` belong to.
 
     Attributes
     ----------
@@ -165,6 +168,7 @@ class Placed:
         values: Sequence[Value],
         zeros: Sequence[Any],
         names: Sequence[str],
+        held: object = None,
     ) -> None:
         self.names = tuple(names)
         steps = [step for step in steps if step.items]
@@ -177,8 +181,8 @@ class Placed:
         if shared:
             head[_AT.process : _AT.rows] = openmp.functions()
         number = {name: n for n, name in enumerate((OWN, *names), 1)}  # first comes scratch's
-        rows = [(place, number[name], added) for place, name, added in values]
-        held: list[object] = [steps, zeros]
+        rows = [(place, number[name], *rest) for place, name, *rest in values]
+        kept: list[object] = [steps, zeros, held]
         places = []
         offset = 0
         for step, count in zip(steps, workers, strict=True):
@@ -191,11 +195,11 @@ class Placed:
             shares[_OF.blocks : _OF.blocks + count] = of_blocks
             if step.last is not None:
                 last = 8 * step.kernel.place_of_last
-                rows += [(place + last, number[step.last], 0) for place in of_blocks]
+                rows += [(place + last, number[step.last], 0, 1) for place in of_blocks]
             places.append(ctypes.addressof(shares))
-            rows.append((places[-1] + 8 * _OF.scratch, 0, 8 * offset))
+            rows.append((places[-1] + 8 * _OF.scratch, 0, 8 * offset, 1))
             offset += own * count
-            held += [shares, blocks]
+            kept += [shares, blocks]
         of_zeros = [(x.ctypes.data, x.nbytes) for x in zeros]
         head[: _AT.workers] = len(rows), len(of_zeros), len(places)
         flat = [*head, *_flat(rows), *_flat(of_zeros), *places]
@@ -206,7 +210,7 @@ class Placed:
             spares = _spares[key] = _Spares()
         self.run, self.block, self.spares = _function(), ctypes.addressof(block), spares
         self._steps = [(step.kernel, n) for step, n in zip(steps, workers, strict=True)]
-        self._held = held, block
+        self._held = kept, block
         self.nbytes = 8 * len(flat)
 
     def scratch(self) -> Scratch:
@@ -241,8 +245,8 @@ def _written(emit: Emitter, arguments: Any, count: Any) -> Any:
         _emit_conditions(emit, known, workers, size)
     values, zeros, steps = (known(place) for place in (_AT.values, _AT.zeros, _AT.steps))
     rows = emit.at(block, _AT.rows)
-    emit.write(emit.at(told, 1), rows, values)
-    rows = emit.at(rows, builder.mul(values, WORD(3)))
+    emit.write(emit.at(told, 1), rows, values, has_factors=True)
+    rows = emit.at(rows, builder.mul(values, WORD(4)))
 
     def clear(n: Any) -> None:
         place, nbytes = emit.row(rows, n, 2)

@@ -88,12 +88,17 @@ class PreparedCall:
         """
         return None
 
+    def placed_growing(self, most: int, wants_lse: bool) -> Placed | None:  # noqa: ARG002
+        """Return the same for any number of keys up to `most`, if something does."""
+        return None
+
     def _placed(
         self,
         steps: Sequence[Step],
         arrays: Mapping[str, Operand | Result],
         tables: Sequence[Value],
         zeros: Sequence[Array] = (),
+        held: object = None,
     ) -> Placed | None:
         """Return the same, if kernels reach all arrays in place, and the call is a short one."""
         if sum(step.work for step in steps) > SHORT:
@@ -108,7 +113,7 @@ class PreparedCall:
             values.append(Value(self.shape.place_of("seed"), "seed"))
         names = dict.fromkeys(value.name for value in values if value.name != OWN)
         names |= dict.fromkeys(step.last for step in steps if step.last is not None)
-        return Placed(steps, values, zeros, list(names))
+        return Placed(steps, values, zeros, list(names), held)
 
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""
