@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,9 @@ import numpy as np
 
 from ..expr.key_range import KeyRange
 from ..masks import Mask
-from ..problem import replay, scalars
+from ..problem import scalars
 from ..problem.cached import MOST_POSITIONS
 from ..problem.call import Call, Gradients, Problem
-from ..problem.replay import Entry
 from . import host_recent
 from .cpu_ranges import GrowingEnds, OtherNumbers
 from .cpu_tiles import FEWEST_KEYS
@@ -372,82 +370,3 @@ class Calls:
             return self.free.pop()
         except IndexError:
             return None
-
-
-class Quick:
-    """Makes calls of an entry again from the addresses of their arrays alone.
-
-    It keeps no call: once `replay` has forgotten the entry, there is none.
-
-    Parameters
-    ----------
-    entry : Entry
-        The entry, which has `Calls`.
-    numbers : tuple of int
-        Those of the mask.
-    names : tuple of str
-        The order in which addresses are told, by the kernels' names.
-    """
-
-    __slots__ = ("_entry", "_numbers", "_wants_lse", "names")
-
-    def __init__(
-        self, entry: Entry, numbers: tuple[int, ...], names: tuple[str, ...], wants_lse: bool
-    ) -> None:
-        self._entry, self._numbers, self.names = weakref.ref(entry), numbers, names
-        self._wants_lse = wants_lse
-
-    @staticmethod
-    def of(entry: Entry, numbers: tuple[int, ...], wants_lse: bool) -> Quick | None:
-        """Return what makes calls of an entry again, if something does."""
-        call = entry.compiled.take()
-        if call is None:
-            return None
-        is_placed = call.place(wants_lse)
-        made = Quick(entry, numbers, call.quick[7], wants_lse) if is_placed else None
-        entry.compiled.free.append(call)
-        return made
-
-    def run(self, told: tuple[int, ...], may_share: bool) -> bool:
-        """Compute a call, given addresses; return whether it could be done.
-
-        `may_share` says whether threads of PyTorch's may compute it.
-        """
-        entry = self._entry()
-        if entry is None:
-            return False
-        free: list[Replayed] = entry.compiled.free
-        try:
-            call = free.pop()
-        except IndexError:
-            return False
-        quick = call.quick
-        if quick is None or (quick[4] and quick[4] != _num_threads()()):
-            quick = call.quick if call.place(self._wants_lse) else None
-        if quick is None:
-            free.append(call)
-            return False
-        run, block, spares, new, _, is_shared, own, names, _ = quick
-        if (is_shared and not may_share) or names != self.names or (
-            self._numbers and not call.numbered(self._numbers)
-        ):
-            free.append(call)
-            return False
-        try:
-            scratch = spares.pop()
-        except IndexError:
-            scratch = new()
-        failed = run(block, scratch.address, own, *told)
-        spares.append(scratch)
-        free.append(call)
-        entry.used = next(replay.clock)
-        if failed > 1:
-            raise RuntimeError(f"a CPU kernel stopped with status {failed >> 8}")
-        return not failed
-
-
-@functools.cache
-def _num_threads() -> Callable[[], int]:
-    from cupyflash.reference.cpu.thread_limits import num_threads
-
-    return num_threads

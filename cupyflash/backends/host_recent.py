@@ -1,6 +1,7 @@
 """Calls of arrays and a mask alone, recognised before anything else: here those on NumPy arrays.
 
-Those on a GPU are found by `gpu.recent`. On NumPy arrays they are those of few queries.
+Those on a GPU are found by `gpu.recent`, and most of those on NumPy arrays by `host_quick`. Here
+are those over a cache, and of few queries over many keys.
 A model in NumPy makes the same call for all its layers and, but for the length, for all its tokens.
 The calls that were made again last are kept by shapes, and what is kept looks at everything else.
 Other calls, and those that differ, are those of `host_replay`.
@@ -18,6 +19,7 @@ import numpy as np
 from ..arrays.device_arrays import is_device_array
 from ..gpu.recent import again
 from ..masks import Mask
+from . import host_quick
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,17 +116,21 @@ def recognised_packed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def recognised(function: Callable[P, R]) -> Callable[P, R]:
-    """Let `attention` make a call of one query again likewise, with any number of keys."""
+    """Let `attention` make a call again likewise; one of one query, with any number of keys."""
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
         if len(args) == 3 and len(keywords) < 2:
             q, k, v = args
             made: R | None
-            if type(k) is _ndarray is type(q) and q.shape[-2:-1] == _ONE:
+            if type(k) is _ndarray is type(q):
                 mask = keywords.get("mask")
                 if not keywords or type(mask) is Mask:
-                    made = of_one_query(q, k, v, mask)
+                    made = None
+                    if q.shape[-2:-1] == _ONE:
+                        made = of_one_query(q, k, v, mask)
+                    if made is None:
+                        made = host_quick.again(q, k, v, mask)
                     if made is not None:
                         return made
             elif is_device_array(q):

@@ -1,7 +1,7 @@
 """Recognises calls of tensors on the CPU that look like an earlier one, as `recognised` on a GPU.
 
 A call is recognised by its tensors' own attributes and made again by their addresses
-(`host_calls.Quick`): no array of NumPy is made. What `host_replay` keeps of the call on arrays is
+(`host_quick`): no array of NumPy is made. What `host_replay` keeps of the call on arrays is
 what computes it, so a call that it forgets is forgotten here. PyTorch's own functions use the CPU's
 caches between two calls, and to read a function, a dictionary or an object anew takes as long as
 many operations; so there are few of them.
@@ -20,7 +20,7 @@ import torch
 from ..arrays.device_arrays import address
 from ..backends import host_recent, host_replay
 from ..backends.cpu_tiles import FEWEST_KEYS
-from ..backends.host_calls import Quick
+from ..backends.host_quick import NUMBERS_OF_KEYS, Quick
 from ..masks import Mask
 from ..problem import replay
 from ..problem.replay import UnlikeError
@@ -29,7 +29,8 @@ from .operands import Operands, Settings
 from .tensors import PLAIN, array_of
 
 _FEW = (FEWEST_KEYS - 1,)
-_ONE, _AXES, _PLACES = (1,), 4, ("k 0", "k 1", "k 2", "v 0", "v 1", "v 2")
+_ONE, _AXES = (1,), 4
+_STEPS = NUMBERS_OF_KEYS[1:]
 _ON_CPU = -1  # of get_device(); tensors without memory have no address
 
 
@@ -161,7 +162,7 @@ class Signature(host_replay.HostSignature):
         # Of k and v, there are the sizes of other axes than that of keys.
         parts[4:] = (shape[:2], shape[3], v.shape[3])
         self.addresses["len_k"] = shape[-2]
-        for name, strides in zip(_PLACES, of_k[:3] + of_v[:3], strict=True):
+        for name, strides in zip(_STEPS, of_k[:3] + of_v[:3], strict=True):
             self.addresses[name] = strides
 
     def _take(self, option: str, value: Any) -> None:

@@ -10,11 +10,14 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
+from .addresses import HEADER
 from .float_modes import compiled
 
 WORD, STATUS = ir.IntType(64), ir.IntType(32)
+TYPE = HEADER - 8  # bytes from an object to its type
 _FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 
 
@@ -40,6 +43,10 @@ class Emitter:
     def load(self, place: Any, n: Any = 0) -> Any:
         """Return the word at an address, or the one so many words behind it."""
         return self.builder.load(self.pointer(self.at(place, n) if n else place))
+
+    def status_at(self, place: Any) -> Any:
+        """Return the half of a word at an address."""
+        return self.builder.load(self.builder.inttoptr(place, STATUS.as_pointer()))
 
     def store(self, value: Any, place: Any, n: Any = 0) -> None:
         """Write a word there."""
@@ -84,15 +91,31 @@ class Emitter:
             builder.cbranch(ends, end, head)
         builder.position_at_end(end)
 
-    def told(self, arguments: Any, count: Any) -> Any:
-        """Return the address of the numbers that a builtin got; it ends if one is none."""
+    def told(
+        self, arguments: Any, count: Any, of_array: Callable[[Any, Any], None] | None = None
+    ) -> Any:
+        """Return the address of the numbers that a builtin got; it ends if one is none.
+
+        `of_array` emits what stores a number for an array, at an address.
+        """
         builder = self.builder
         told = builder.ptrtoint(builder.alloca(WORD, size=count), WORD)
 
         def take(n: Any) -> None:
-            value = self.load(self.at(arguments, n))
-            number = self.python("PyLong_AsUnsignedLongLongMask", WORD, value)
-            self.store(number, self.at(told, n))
+            value, place = self.load(self.at(arguments, n)), self.at(told, n)
+            if of_array is None:
+                take_number(value, place)
+                return
+            kind = self.load(self.add(value, WORD(TYPE)))
+            is_array = builder.icmp_unsigned("==", kind, WORD(id(np.ndarray)))
+            with builder.if_else(is_array) as (array, other):
+                with array:
+                    of_array(value, place)
+                with other:
+                    take_number(value, place)
+
+        def take_number(value: Any, place: Any) -> None:
+            self.store(self.python("PyLong_AsUnsignedLongLongMask", WORD, value), place)
 
         self.loop(count, take)
         raised = self.python("PyErr_Occurred", WORD)

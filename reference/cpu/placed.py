@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from . import openmp
+from .addresses import HEADER
 from .c_function import STATUS, WORD, Emitter, builtin
 from .calls import FIRST, Bound
+from .repeat import ALIGNED, DATA, FLAGS, IS_POSSIBLE
 from .thread_limits import num_threads
 from .threads import chunks, may_share, workers_for
 
@@ -147,7 +149,8 @@ class Placed:
     run, block : callable, int
         ``run(block, scratch.address, own, *addresses)`` returns `DONE`, or `NOT_NOW` if it has
         computed nothing, because the threads cannot be used here. `own` is the address of memory
-        for a result that nobody wants.
+        for a result that nobody wants. Instead of an address, it takes an array of NumPy's, if
+        `repeat.IS_POSSIBLE`; it returns `NOT_NOW` if that is not aligned.
     spares : list of Scratch
         Scratch for it. Who takes one puts it back.
     is_shared : bool
@@ -232,7 +235,18 @@ def _written(emit: Emitter, arguments: Any, count: Any) -> Any:
     """Emit the function. It has the GIL until the first kernel begins."""
     builder = emit.builder
     work, serve = _emit_threads(builder.module)
-    told = emit.told(arguments, count)
+    aligned = builder.alloca(WORD)
+    builder.store(WORD(ALIGNED), aligned)
+
+    def of_array(array: Any, place: Any) -> None:
+        emit.store(emit.load(emit.add(array, WORD(HEADER + DATA))), place)
+        flags = builder.zext(emit.status_at(emit.add(array, WORD(HEADER + FLAGS))), WORD)
+        builder.store(builder.and_(builder.load(aligned), flags), aligned)
+
+    told = emit.told(arguments, count, of_array if IS_POSSIBLE else None)
+    is_unlike = builder.icmp_unsigned("==", builder.load(aligned), WORD(0))
+    with builder.if_then(is_unlike):
+        builder.ret(emit.python("PyLong_FromUnsignedLongLong", WORD, WORD(NOT_NOW)))
     block = emit.load(told)
 
     def known(place: int) -> Any:
