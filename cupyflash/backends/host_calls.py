@@ -145,20 +145,22 @@ class Replayed:
         )  # fmt: skip
         return True
 
+    def place(self, wants_lse: bool) -> int:
+        """Let `host_quick` make it again, which belongs to the caller.
 
-    def place(self, wants_lse: bool) -> bool:
-        """Let `Quick` make it again, which belongs to the caller; return whether it can."""
+        Returns the bytes that are kept for it, or 0 if it cannot be.
+        """
         from cupyflash.reference.cpu.addresses import address
 
         placed = self._placed(wants_lse)
         if placed is None:
-            return False
+            return 0
         own = None if wants_lse else self._call.empty_lse()
         self.quick = (
             placed.run, placed.block, placed.spares, placed.scratch, placed.threads,
             placed.is_shared, 0 if own is None else address(own), placed.names, (placed, own),
         )  # fmt: skip
-        return True
+        return int(placed.nbytes) + (0 if own is None else own.nbytes)
 
     def _placed(self, wants_lse: bool) -> Any:
         from cupyflash.reference.cpu.addresses import address
@@ -348,11 +350,18 @@ def _has_usual_scale(problem: Problem) -> bool:
 
 
 class Calls:
-    """The calls of an entry: those that nobody makes at present, and all that there are."""
+    """The calls of an entry: those that nobody makes at present, and all that there are.
 
-    __slots__ = ("_all", "free")
+    Attributes
+    ----------
+    of_quick : int
+        Bytes that they keep for `host_quick`.
+    """
+
+    __slots__ = ("_all", "free", "of_quick")
 
     def __init__(self) -> None:
+        self.of_quick = 0
         self.free: list[Replayed] = []
         self._all: weakref.WeakSet[Replayed] = weakref.WeakSet()  # without those that raised
 

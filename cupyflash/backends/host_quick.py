@@ -61,9 +61,7 @@ def keep(host: HostSignature, q: Any, k: Any, v: Any, mask: Any) -> None:
     _known[seen[0]] = quick, entry.specs[0].empty
 
 
-def _seen(
-    q: Any, k: Any, v: Any, mask: Mask | None
-) -> tuple[Hashable, tuple[int, ...]] | None:
+def _seen(q: Any, k: Any, v: Any, mask: Mask | None) -> tuple[Hashable, tuple[int, ...]] | None:
     """Return the key of a call, and the numbers that it is told; None if it has no key."""
     if type(k) is not _ndarray or type(v) is not _ndarray:
         return None
@@ -128,7 +126,7 @@ class Quick:
         call = entry.compiled.take()
         if call is None:
             return None
-        is_placed = call.place(wants_lse)
+        is_placed = _place(entry, call, wants_lse)
         made = Quick(entry, numbers, call.quick[7], wants_lse) if is_placed else None
         entry.compiled.free.append(call)
         return made
@@ -136,7 +134,8 @@ class Quick:
     def run(self, told: Sequence[Any], may_share: bool) -> bool:
         """Compute a call; return whether it could be done.
 
-        It is given addresses and numbers, or arrays instead of their addresses. `may_share` says whether threads of PyTorch's may compute it.
+        It is given addresses and numbers, or arrays instead of their addresses. `may_share` says
+        whether threads of PyTorch's may compute it.
         """
         entry = self._entry()
         if entry is None:
@@ -148,13 +147,15 @@ class Quick:
             return False
         quick = call.quick
         if quick is None or (quick[4] and quick[4] != _num_threads()()):
-            quick = call.quick if call.place(self._wants_lse) else None
+            quick = call.quick if _place(entry, call, self._wants_lse) else None
         if quick is None:
             free.append(call)
             return False
         run, block, spares, new, _, is_shared, own, names, _ = quick
-        if (is_shared and not may_share) or names != self.names or (
-            self._numbers and not call.numbered(self._numbers)
+        if (
+            (is_shared and not may_share)
+            or names != self.names
+            or (self._numbers and not call.numbered(self._numbers))
         ):
             free.append(call)
             return False
@@ -162,6 +163,7 @@ class Quick:
             scratch = spares.pop()
         except IndexError:
             scratch = new()
+            _count(entry, scratch.nbytes)
         failed = run(block, scratch.address, own, *told)
         spares.append(scratch)
         free.append(call)
@@ -169,6 +171,18 @@ class Quick:
         if failed > 1:
             raise RuntimeError(f"a CPU kernel stopped with status {failed >> 8}")
         return not failed
+
+
+def _place(entry: Entry, call: Replayed, wants_lse: bool) -> bool:
+    """Let a call of an entry be made again from addresses; return whether it can be."""
+    kept = call.place(wants_lse)
+    _count(entry, kept)
+    return kept > 0
+
+
+def _count(entry: Entry, nbytes: int) -> None:
+    entry.nbytes += nbytes
+    entry.compiled.of_quick += nbytes
 
 
 @functools.cache

@@ -368,6 +368,11 @@ def keep_as(
     with _lock:
         before = _entries.get(key)
         pairs = _pairs(seen, () if before is None else before.pairs)
+        if before is not None and before.compiled is kept:  # it is known to others
+            before.pairs, before.nbytes = pairs, nbytes
+            seen.hold(before)
+            _forget()
+            return
         entry = _entries[key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
         if before is not None:
             entry.watch, entry.is_due = before.watch, before.is_due

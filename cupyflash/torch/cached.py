@@ -115,8 +115,10 @@ def attention_cached(
     """
     if not torch.compiler.is_compiling() and type(q) in PLAIN and q.is_cpu:
         others = table, offsets_q, k_scale, v_scale, kv_dtype, score_mod, bias, sink, scale
-        rest = *(each is not None for each in others), type(shared) is not int or shared, return_lse is not False
-        made = recognised_cpu.cached_query(q, k, v, lengths, mask, rest)
+        unusual = any(each is not None for each in others) or return_lse is not False
+        made = None
+        if not unusual and type(shared) is int and not shared:
+            made = recognised_cpu.cached_query(q, k, v, lengths, mask)
         if made is not None:
             return made
     x = Operands(q, k, v, bias, sink, mask if isinstance(mask, torch.Tensor) else None)

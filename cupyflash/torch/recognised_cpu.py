@@ -51,11 +51,9 @@ def one_query(settings: Settings, x: Operands) -> torch.Tensor | None:
     return None if made is None else torch.from_numpy(made)
 
 
-def cached_query(
-    q: Any, k: Any, v: Any, lengths: Any, mask: Any, others: Sequence[Any]
-) -> torch.Tensor | None:
-    """Compute a call of one query over a cache likewise; `others` are the other arguments."""
-    if (mask is not None and type(mask) is not Mask) or any(others):
+def cached_query(q: Any, k: Any, v: Any, lengths: Any, mask: Any) -> torch.Tensor | None:
+    """Compute a call of one query over a cache likewise."""
+    if mask is not None and type(mask) is not Mask:
         return None
     if tensors.is_transforming() or torch.is_autocast_enabled("cpu"):
         return None
@@ -232,9 +230,7 @@ class Signature(host_replay.HostSignature):
         at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
         return Pending(found, at, [addresses[name] for name in found.names])
 
-    def keep(
-        self, host: Any, results: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> None:
+    def keep(self, host: Any, results: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         """Keep a call that was computed, whose signature with arrays was `host`.
 
         `dtype` is that of its queries.
@@ -285,12 +281,9 @@ class Signature(host_replay.HostSignature):
         here = {place: name for name, place in places}
         names = []
         for name in quick.names:
-            if name.startswith("read "):
-                name = here.get(address(named[name]), "")
-                if not name:
-                    return nothing
-            names.append(name)
-        return quick, tuple(names)
+            is_read = name.startswith("read ")
+            names.append(here.get(address(named[name]), "") if is_read else name)
+        return (quick, tuple(names)) if all(names) else nothing
 
 
 class Known:
@@ -407,9 +400,7 @@ class Gradients:
         # The kernel that adds up sums of a bias writes them one after the other.
         self._forms += [(x.shape, x.new_empty(x.shape).stride(), x.dtype) for x in results[3:]]
 
-    def compute(
-        self, pending: Pending, saved: Sequence[Any], do: Any
-    ) -> list[torch.Tensor] | None:
+    def compute(self, pending: Pending, saved: Sequence[Any], do: Any) -> list[torch.Tensor] | None:
         """Compute gradients, given the operands of a call and out; None if they are unlike.
 
         PyTorch has checked the versions of saved tensors, and that `do` has the shape of out and is

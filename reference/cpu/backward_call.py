@@ -44,7 +44,6 @@ from .threads import parallel
 from .widen import kind_of
 
 
-
 class BackwardCall(PreparedCall):
     """A backward of one form: see `launch.backward` for its parameters.
 

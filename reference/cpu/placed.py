@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 
 from . import openmp
@@ -24,6 +25,7 @@ from .addresses import HEADER
 from .c_function import STATUS, WORD, Emitter, builtin
 from .calls import FIRST, Bound
 from .repeat import ALIGNED, DATA, FLAGS, IS_POSSIBLE
+from .structs import Packed
 from .thread_limits import num_threads
 from .threads import chunks, may_share, workers_for
 
@@ -103,9 +105,11 @@ class Scratch:
     ----------
     address : int
         Where its words are.
+    nbytes : int
+        How much it is.
     """
 
-    __slots__ = ("_held", "address")
+    __slots__ = ("_held", "address", "nbytes")
 
     def __init__(self, steps: Sequence[tuple[Bound, int]]) -> None:
         words: list[int] = []
@@ -117,6 +121,7 @@ class Scratch:
                 held.append(memory)
         block = (ctypes.c_int64 * max(1, len(words)))(*words)
         self.address, self._held = ctypes.addressof(block), (block, held)
+        self.nbytes = _nbytes(held)
 
 
 class _Spares(list[Scratch]):
@@ -163,7 +168,9 @@ class Placed:
         Memory that it keeps.
     """
 
-    __slots__ = ("_held", "_steps", "block", "is_shared", "names", "nbytes", "run", "spares", "threads")
+    __slots__ = (
+        "_held", "_steps", "block", "is_shared", "names", "nbytes", "run", "spares", "threads",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -219,6 +226,15 @@ class Placed:
     def scratch(self) -> Scratch:
         """Return scratch for the call."""
         return Scratch(self._steps)
+
+
+def _nbytes(held: Any) -> int:
+    """Return the bytes of all arrays in lists, tuples and structures."""
+    if isinstance(held, np.ndarray):
+        return held.nbytes
+    if isinstance(held, Packed):
+        held = held.values
+    return sum(map(_nbytes, held)) if isinstance(held, (list, tuple)) else 0
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> list[int]:
