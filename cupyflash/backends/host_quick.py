@@ -28,7 +28,7 @@ MOST = 256  # calls on arrays that are kept
 _known: dict[Hashable, tuple[Quick, Callable[[], Any]]] = {}
 
 
-def again(q: Any, k: Any, v: Any, mask: Mask | None) -> Any:
+def again(q: Any, k: Any, v: Any, mask: Any) -> Any:
     """Compute a call on NumPy arrays, which says nothing but a mask, like an earlier one.
 
     Returns the output, or None if there was none, or if the call must be checked again.

@@ -45,7 +45,7 @@ def only(lengths: Any) -> int | None:
     return None
 
 
-def of_cache(q: Any, k: Any, v: Any, lengths: Any, mask: Mask | None) -> Any:
+def of_cache(q: Any, k: Any, v: Any, lengths: Any, mask: Any) -> Any:
     """Compute a call over a cache that says nothing else, or return None."""
     length = lengths if type(lengths) is int else only(lengths)
     if length is None:
@@ -59,7 +59,7 @@ def of_cache(q: Any, k: Any, v: Any, lengths: Any, mask: Mask | None) -> Any:
     return None
 
 
-def of_one_query(q: Any, k: Any, v: Any, mask: Mask | None) -> Any:
+def of_one_query(q: Any, k: Any, v: Any, mask: Any) -> Any:
     """Compute a call of one query that says nothing else, or return None."""
     if k.ndim < 2:
         return None

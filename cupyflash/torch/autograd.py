@@ -59,7 +59,7 @@ class _Replayed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Settings, recognised.Signature, bool], *operands: Any) -> Any:
+    def forward(ctx: Any, call: tuple[Settings, Any, bool], *operands: Any) -> Any:
         settings, seen, wants_lse = call
         made = seen.launch(operands[0])
         out, lse = made or compute.forward(settings, Operands(*operands))
@@ -109,7 +109,7 @@ def _gradients(
     saved: tuple[Any, ...],
     do: Any,
     dlse: Any,
-    seen: recognised.Signature | None = None,
+    seen: Any = None,
 ) -> list[Any]:
     """Return the gradients of a call's operands, which are the second argument and so on."""
     *operands, out, lse = saved
@@ -219,11 +219,16 @@ def again(
         records = torch.is_grad_enabled() and _require_gradients(operands)
     except AttributeError:
         return None  # of what is no tensor
-    if not (records or return_lse or q.is_cuda) and q.shape[-2:-1] == _ONE:
-        out = recognised_cpu.one_query(settings, operands)
-        if out is not None:
-            return out, None
-    seen = recognised.signature(recognised.FORWARD[records or return_lse], settings, operands)
+    kind = recognised.FORWARD[records or return_lse]
+    seen: recognised.Signature | recognised_cpu.Signature | None
+    if q.is_cuda:
+        seen = recognised.signature(kind, settings, operands)
+    else:
+        if not (records or return_lse) and q.shape[-2:-1] == _ONE:
+            out = recognised_cpu.one_query(settings, operands)
+            if out is not None:
+                return out, None
+        seen = recognised_cpu.signature(kind, settings, operands)
     if seen is None or seen.known is None:
         return None
     if records:

@@ -11,7 +11,7 @@ from ..problem.arguments import DENSE, Dense, Packed
 from ..problem.call import Gradients
 from ..problem.options import Options
 from ..request import Request
-from . import recognised, tensors
+from . import recognised, recognised_cpu, tensors
 from .operands import Operands, Settings
 from .tensors import array_of, tensor_of
 
@@ -80,10 +80,10 @@ def forward(
             results = execute.forward(request, wants_lse, None, None)
         host = results if wants_lse else (results,)
         made = [tensor_of(each) for each in host]
-        seen = recognised.signature(recognised.FORWARD[wants_lse], settings, x)
-        if seen is not None:
+        of_tensors = recognised_cpu.signature(recognised.FORWARD[wants_lse], settings, x)
+        if of_tensors is not None:
             named = dict(zip(("out", "lse"), made, strict=False))
-            seen.keep(request.seen, named, x.q.dtype)
+            of_tensors.keep_forward(request.seen, named, x.q.dtype)
         return made[0], made[1] if wants_lse else None
     try:
         out, lse = empty(x)
@@ -112,7 +112,7 @@ def backward(
     dlse: torch.Tensor | None,
     wants_bias: bool,
     place: bool = False,
-    forward: recognised.Signature | None = None,
+    forward: Any = None,
 ) -> list[torch.Tensor]:
     """Return dq, dk, dv, dbias if `wants_bias`, and dsink if there is a sink.
 

@@ -22,7 +22,7 @@ from ..gpu import growing, launch_cache
 from ..gpu.launch import ALIGNMENT, CompiledRecipe
 from ..masks import Mask
 from ..problem.call import Call
-from . import recognised_cpu, tensors
+from . import tensors
 from .operands import Operands, Settings
 from .pending import Gradients, Pending
 from .tensors import PLAIN, SEEDS
@@ -280,7 +280,7 @@ def signature(
     settings: Settings,
     x: Operands,
     read: Mapping[str, torch.Tensor | None] = _NOTHING,
-) -> Signature | recognised_cpu.Signature | None:
+) -> Signature | None:
     """Return the signature of a call, or None if it must be checked every time.
 
     The arguments are those of `Signature`, and need not have been checked.
@@ -290,9 +290,7 @@ def signature(
             return None  # what its offsets hold is read every time
         kind = kind, settings.check, x.offsets_k is x.offsets_q
     try:
-        seed = settings.seed if x.seed is None else _seed(x.seed)
-        if not x.q.is_cuda:
-            return recognised_cpu.Signature(kind, settings, x, seed)
+        seed = settings.seed if x.seed is None else number_of(x.seed)
         return Signature(kind, settings, x, seed, read)
     except (launch_cache.UnlikeError, RuntimeError):  # PyTorch's, of a tensor without memory
         return None
@@ -306,7 +304,7 @@ GRADIENTS = (
 )
 
 
-def _seed(seed: torch.Tensor) -> Any:
+def number_of(seed: torch.Tensor) -> Any:
     """Return a seed on a GPU as it is, and any other as a number."""
     if type(seed) not in PLAIN or seed.ndim or seed.dtype not in SEEDS:
         raise launch_cache.UnlikeError

@@ -24,7 +24,7 @@ from ..backends.host_quick import NUMBERS_OF_KEYS, Quick
 from ..masks import Mask
 from ..problem import replay
 from ..problem.replay import UnlikeError
-from . import tensors
+from . import recognised, tensors
 from .operands import Operands, Settings
 from .tensors import PLAIN, array_of
 
@@ -32,6 +32,20 @@ _FEW = (FEWEST_KEYS - 1,)
 _ONE, _AXES = (1,), 4
 _STEPS = NUMBERS_OF_KEYS[1:]
 _ON_CPU = -1  # of get_device(); tensors without memory have no address
+
+
+def signature(kind: Hashable, settings: Settings, x: Operands) -> Signature | None:
+    """Return the signature of a call on the CPU, or None if it must be checked every time.
+
+    The arguments are those of `Signature`, and need not have been checked.
+    """
+    if not (settings.check is None or settings.check is False):
+        return None  # it may be wrong
+    try:
+        seed = settings.seed if x.seed is None else recognised.number_of(x.seed)
+        return Signature(kind, settings, x, seed)
+    except (UnlikeError, RuntimeError):  # PyTorch's, of a tensor without memory
+        return None
 
 
 def one_query(settings: Settings, x: Operands) -> torch.Tensor | None:
@@ -66,12 +80,13 @@ def cached_query(q: Any, k: Any, v: Any, lengths: Any, mask: Any) -> torch.Tenso
     return None if made is None else torch.from_numpy(made)
 
 
-def _arrays(*qkv: Any) -> list[Any] | None:
+def _arrays(*qkv: Any) -> tuple[Any, Any, Any] | None:
     """Return tensors on the CPU as arrays, or None if NumPy does not have their dtype."""
     for x in qkv:
         if type(x) not in PLAIN or x.dtype not in _OF_NUMPY or x.get_device() != _ON_CPU:
             return None
-    return [x.numpy(force=True) for x in qkv]
+    q, k, v = (x.numpy(force=True) for x in qkv)
+    return q, k, v
 
 
 _OF_NUMPY = torch.float32, torch.float64
@@ -171,7 +186,8 @@ class Signature(host_replay.HostSignature):
 
     def _take_offsets(self, x: Operands) -> None:
         self._option, self._extremes, self.nbytes = "offsets", [], 0
-        for offsets in x.offsets_q, x.offsets_k:
+        both: tuple[Any, Any] = x.offsets_q, x.offsets_k
+        for offsets in both:
             if type(offsets) not in PLAIN or offsets.get_device() != _ON_CPU:
                 raise UnlikeError
             array = array_of(offsets)
@@ -230,7 +246,9 @@ class Signature(host_replay.HostSignature):
         at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
         return Pending(found, at, [addresses[name] for name in found.names])
 
-    def keep(self, host: Any, results: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def keep_forward(
+        self, host: Any, results: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> None:
         """Keep a call that was computed, whose signature with arrays was `host`.
 
         `dtype` is that of its queries.

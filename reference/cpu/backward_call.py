@@ -72,7 +72,8 @@ class BackwardCall(PreparedCall):
         scratch = Scratch(workspace)
         layout = Layout(problem, block_q, block_kv)
         super().__init__(layout, programs)
-        self._has_sink, self._no_dlse = sink is not None, None
+        self._has_sink = sink is not None
+        self._no_dlse: Array | None = None
         self.shape = packed_shape(layout)
         self._visited: list[Array] = []
         # An array that was broadcast to no batch entry, or to no head, still has a gradient.
@@ -160,6 +161,7 @@ class BackwardCall(PreparedCall):
             return
         if dlse is None:
             dlse = self._no_dlse
+            assert dlse is not None, "the call was made for none"
         for operand, array in (
             (self._q, q), (self._do, do), (self._k, k), (self._v, v), (self._out, out),
             (self._lse, lse[..., None]), (self._dlse, dlse[..., None]),

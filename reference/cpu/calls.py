@@ -177,7 +177,7 @@ class Bound:
         """Where a block has the address of the last argument before scratch, an array."""
         form = self._last
         assert isinstance(form, ArrayForm), "there is one"
-        return len(self._words) - 2 * form.ndim - 1
+        return len(self._words) - 2 * int(form.ndim) - 1
 
     @property
     def scratch_key(self) -> Hashable:

@@ -189,7 +189,7 @@ class Placed:
         head[_AT.workers] = min(shared, default=0)
         self.is_shared = bool(shared)
         if shared:
-            head[_AT.process : _AT.rows] = openmp.functions()
+            head[_AT.process : _AT.rows] = openmp.functions() or ()
         number = {name: n for n, name in enumerate((OWN, *names), 1)}  # first comes scratch's
         rows = [(place, number[name], *rest) for place, name, *rest in values]
         kept: list[object] = [steps, zeros, held]
@@ -198,11 +198,10 @@ class Placed:
         for step, count in zip(steps, workers, strict=True):
             caller, own, begin, blocks = step.kernel.blocks(count)
             chunk = step.items if count == 1 else chunks(step.items, count, step.work)[0]
-            shares = (ctypes.c_int64 * (_OF.blocks + count))(
-                step.items, chunk, count, caller, own, begin
-            )
             of_blocks = [ctypes.addressof(x) for x in blocks]
-            shares[_OF.blocks : _OF.blocks + count] = of_blocks
+            nothing = [0] * (_OF.blocks - _OF.scratch)
+            words = [step.items, chunk, count, caller, own, begin, *nothing, *of_blocks]
+            shares = (ctypes.c_int64 * len(words))(*words)
             if step.last is not None:
                 last = 8 * step.kernel.place_of_last
                 rows += [(place + last, number[step.last], 0, 1) for place in of_blocks]
