@@ -61,7 +61,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: tuple[Settings, Any, bool], *operands: Any) -> Any:
         settings, seen, wants_lse = call
-        made = seen.launch(operands[0])
+        made = seen.known.launch(seen.addresses, operands[0])
         out, lse = made or compute.forward(settings, Operands(*operands))
         pending = None
         if made:
@@ -238,7 +238,7 @@ def again(
         given = (q, k, v) if few and mask is None else operands
         made = _replay((settings, seen, return_lse), *given)
         return made if return_lse else (made, None)
-    made = seen.launch(q)
+    made = seen.known.launch(seen.addresses, q)
     return None if made is None else (made[0], made[1] if return_lse else None)
 
 

@@ -31,7 +31,6 @@ from .tensors import PLAIN, array_of
 _FEW = (FEWEST_KEYS - 1,)
 _ONE, _AXES = (1,), 4
 _STEPS = NUMBERS_OF_KEYS[1:]
-_ON_CPU = -1  # of get_device(); tensors without memory have no address
 
 
 def signature(kind: Hashable, settings: Settings, x: Operands) -> Signature | None:
@@ -73,7 +72,7 @@ def cached_query(q: Any, k: Any, v: Any, lengths: Any, mask: Any) -> torch.Tenso
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    if type(lengths) in PLAIN and lengths.get_device() == _ON_CPU:
+    if type(lengths) in PLAIN and lengths.is_cpu:
         lengths = array_of(lengths)
     arrays = _arrays(q, k, v)
     made = None if arrays is None else host_recent.of_cache(*arrays, lengths, mask)
@@ -83,7 +82,7 @@ def cached_query(q: Any, k: Any, v: Any, lengths: Any, mask: Any) -> torch.Tenso
 def _arrays(*qkv: Any) -> tuple[Any, Any, Any] | None:
     """Return tensors on the CPU as arrays, or None if NumPy does not have their dtype."""
     for x in qkv:
-        if type(x) not in PLAIN or x.dtype not in _OF_NUMPY or x.get_device() != _ON_CPU:
+        if type(x) not in PLAIN or x.dtype not in _OF_NUMPY or not x.is_cpu:
             return None
     q, k, v = (x.numpy(force=True) for x in qkv)
     return q, k, v
@@ -125,14 +124,14 @@ class Signature(host_replay.HostSignature):
         if sink is not None or not k.dtype is dtype is v.dtype:
             raise UnlikeError
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if not (at_q and at_k and at_v and k.get_device() == _ON_CPU == v.get_device()):
+        if not (at_q and at_k and at_v and k.is_cpu and v.is_cpu):
             raise UnlikeError
         if q.is_neg() or k.is_neg() or v.is_neg():
             raise UnlikeError
         self._strides = of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         self.addresses = {"q": at_q, "k": at_k, "v": at_v}
         self._parts = parts = [kind, dtype, q.shape, of_q, k.shape, of_k, v.shape, of_v]
-        if q.shape[-2:-1] == _ONE and mask is bias is made is changes is None:
+        if q.shape[-2:-1] == _ONE and mask is bias is made is changes is seed is None:
             self._grow(k, v)
         self.read = ()
         if made is not None:
@@ -147,7 +146,7 @@ class Signature(host_replay.HostSignature):
         if bias is not None:
             self._take("bias", bias)
         if scale is not None:
-            parts.append(("scale", scale if type(scale) is float else self._number(scale)))
+            parts.append(("scale", self._number(scale)))
         if dropout or type(dropout) is not float:
             parts.append(("dropout", self._probability(dropout)))
         if seed is not None:
@@ -188,7 +187,7 @@ class Signature(host_replay.HostSignature):
         self._option, self._extremes, self.nbytes = "offsets", [], 0
         both: tuple[Any, Any] = x.offsets_q, x.offsets_k
         for offsets in both:
-            if type(offsets) not in PLAIN or offsets.get_device() != _ON_CPU:
+            if type(offsets) not in PLAIN or not offsets.is_cpu:
                 raise UnlikeError
             array = array_of(offsets)
             self._parts += (array.dtype, array.shape)
@@ -199,7 +198,7 @@ class Signature(host_replay.HostSignature):
         for name, x in named.items():
             if type(x) in PLAIN:
                 place = x.data_ptr()
-                if not place or x.get_device() != _ON_CPU or x.is_neg():
+                if not (place and x.is_cpu) or x.is_neg():
                     raise UnlikeError
                 self._parts += (x.dtype, x.shape, x.stride())
             elif type(x) is np.ndarray:
@@ -227,10 +226,6 @@ class Signature(host_replay.HostSignature):
         self.addresses["seed"] = value
         return False
 
-    def launch(self, q: torch.Tensor) -> list[torch.Tensor] | None:
-        """Compute the call if there was one like it; its addresses grow by those of results."""
-        return None if self.known is None else self.known.launch(self.addresses, q)
-
     def pending(self, how: tuple[bool, bool], out: torch.Tensor) -> Pending | None:  # noqa: ARG002, a GPU's
         """Return how gradients of the call, which was launched, are computed; None if unknown.
 
@@ -256,6 +251,8 @@ class Signature(host_replay.HostSignature):
         if self.known is not None and self.known.is_never:
             return
         quick, names = self._quick(host, "lse" in results)
+        if "len_k" in self.addresses and "len_k" not in names:
+            quick = None  # it is for one number of keys
         if len(_known) >= MOST:
             for oldest in list(_known)[: MOST // 4]:  # a copy: other threads keep calls, too
                 _known.pop(oldest, None)

@@ -283,7 +283,9 @@ def attention_forward(
         if is_causal and queries > 1:
             mask = _causal(queries, key.shape[2])
     else:
-        tensors.check({"attention_mask": attention_mask})
+        is_plain = type(attention_mask) in tensors.PLAIN and not attention_mask.is_nested
+        if not is_plain or attention_mask.layout is not torch.strided:
+            tensors.check({"attention_mask": attention_mask})
         held = attention_mask.shape[-1]
         if 1 < held < key.shape[2]:
             key, value = key[:, :, :held], value[:, :, :held]

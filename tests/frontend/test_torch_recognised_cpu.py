@@ -156,6 +156,16 @@ def test_one_query_has_any_number_of_keys(heads, dtype):
                     attention(q, *wrong)
 
 
+def test_one_query_that_drops_pairs_has_one_number_of_keys():
+    q, k, v = (x.detach() for x in drawn((3, 4, 1, 16), (3, 4, 70, 16), (3, 4, 70, 16)))
+    for _ in range(2):
+        for n in 70, 9:
+            has = attention(q, k[:, :, :n], v[:, :, :n], dropout=0.4, seed=3)
+            with never_again():
+                wanted = attention(q, k[:, :, :n], v[:, :, :n], dropout=0.4, seed=3)
+            assert same_bits(has.numpy(), wanted.numpy())
+
+
 @pytest.mark.parametrize("lengths", [600, torch.tensor([600])])
 def test_one_query_over_many_keys_and_over_a_cache(lengths):
     q, k, v = drawn((1, 4, 1, 16), (1, 4, 700, 16), (1, 4, 700, 16))
