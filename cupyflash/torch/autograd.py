@@ -228,7 +228,10 @@ def again(
             out = recognised_cpu.one_query(settings, operands)
             if out is not None:
                 return out, None
-        seen = recognised_cpu.signature(kind, settings, operands)
+        try:
+            seen = recognised_cpu.Signature(kind, settings, operands)
+        except recognised_cpu.UNLIKE:
+            return None
     if seen is None or seen.known is None:
         return None
     if records:

@@ -34,16 +34,10 @@ _STEPS = NUMBERS_OF_KEYS[1:]
 
 
 def signature(kind: Hashable, settings: Settings, x: Operands) -> Signature | None:
-    """Return the signature of a call on the CPU, or None if it must be checked every time.
-
-    The arguments are those of `Signature`, and need not have been checked.
-    """
-    if not (settings.check is None or settings.check is False):
-        return None  # it may be wrong
+    """Return the signature of a call on the CPU, or None if it must be checked every time."""
     try:
-        seed = settings.seed if x.seed is None else recognised.number_of(x.seed)
-        return Signature(kind, settings, x, seed)
-    except (UnlikeError, RuntimeError):  # PyTorch's, of a tensor without memory
+        return Signature(kind, settings, x)
+    except UNLIKE:
         return None
 
 
@@ -88,7 +82,11 @@ def _arrays(*qkv: Any) -> tuple[Any, Any, Any] | None:
     return q, k, v
 
 
+_UNKNOWN: tuple[Any, Any] = None, True  # a structure, and whether it reads arrays
 _OF_NUMPY = torch.float32, torch.float64
+
+
+UNLIKE = UnlikeError, RuntimeError
 
 
 class Signature(host_replay.HostSignature):
@@ -102,8 +100,12 @@ class Signature(host_replay.HostSignature):
         The options that are not tensors.
     x : Operands
         The tensors of the call.
-    seed : Any
-        The seed, as a number.
+
+    Raises
+    ------
+    UnlikeError, RuntimeError
+        These are `UNLIKE`: the call must be checked every time. PyTorch raises the latter of a
+        tensor without memory.
 
     Attributes
     ----------
@@ -115,9 +117,13 @@ class Signature(host_replay.HostSignature):
 
     __slots__ = ("_strides", "_strides_of_others", "has_gradients", "known")
 
-    def __init__(self, kind: Hashable, settings: Settings, x: Operands, seed: Any) -> None:
-        q, k, v, bias, sink, mask, _, offsets_q, _ = x
-        made, changes, scale, dropout, _, precision, _, _ = settings
+    def __init__(self, kind: Hashable, settings: Settings, x: Operands) -> None:
+        q, k, v, bias, sink, mask, of_seed, offsets_q, _ = x
+        made, changes, scale, dropout, seed, precision, _, check = settings
+        if of_seed is not None:
+            seed = recognised.number_of(of_seed)
+        if not (check is None or check is False):
+            raise UnlikeError  # it may be wrong
         if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
             raise UnlikeError
         dtype = q.dtype
@@ -135,8 +141,9 @@ class Signature(host_replay.HostSignature):
             self._grow(k, v)
         self.read = ()
         if made is not None:
-            if type(made) is Mask and not made.structure[1]:
-                parts.append(made.structure[0])
+            structure, read = made.structure if type(made) is Mask else _UNKNOWN
+            if not read:
+                parts.append(structure)
             else:
                 self._take("mask", made)
         if mask is not None:
@@ -146,7 +153,8 @@ class Signature(host_replay.HostSignature):
         if bias is not None:
             self._take("bias", bias)
         if scale is not None:
-            parts.append(("scale", self._number(scale)))
+            is_usual = type(scale) is float and scale
+            parts.append(("scale", scale if is_usual else self._number(scale)))
         if dropout or type(dropout) is not float:
             parts.append(("dropout", self._probability(dropout)))
         if seed is not None:
@@ -239,7 +247,7 @@ class Signature(host_replay.HostSignature):
             return None
         addresses = self.addresses
         at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
-        return Pending(found, at, [addresses[name] for name in found.names])
+        return Pending(found, at, [*map(addresses.__getitem__, found.names)])
 
     def keep_forward(
         self, host: Any, results: Mapping[str, torch.Tensor], dtype: torch.dtype
@@ -360,7 +368,8 @@ class Known:
             x = empty(shape, strides) if dtype is None else empty(shape, strides, dtype=dtype)
             addresses[name] = x.data_ptr()
             made.append(x)
-        return made if run([addresses[name] for name in self._names], True) else None
+        told = [*map(addresses.__getitem__, self._names)]  # a comprehension is a function
+        return made if run(told, True) else None
 
 
 class Pending:
