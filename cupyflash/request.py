@@ -8,7 +8,7 @@ from typing import Any
 from . import dispatch
 from .arrays import interop
 from .arrays.device_arrays import is_device_array
-from .backends import host_replay
+from .backends import host_quick, host_replay
 from .executor import Executor
 from .gpu import launch_cache, recent
 from .lazy import cached_property
@@ -121,9 +121,13 @@ class Request(Executor):
     def remember(self) -> None:
         """Let calls like this one be recognised by arrays and a mask, if it says nothing else."""
         seen, options = self.seen, self.options
-        if self.codes is not NONE or not (is_device_array(self.q) and options.has_mask_alone):
+        if self.codes is not NONE or not options.has_mask_alone:
             return
         rows = self.rows.alone
+        if not is_device_array(self.q):
+            if rows is not None and rows[0] == DENSE.name:
+                host_quick.keep(seen, self.q, self.k, self.v, options.mask)
+            return
         if rows is not None and seen.entry is not None and not seen.written:
             kind, *others = rows
             recent.keep(seen.entry, kind, self.q, self.k, self.v, options.mask, *others)

@@ -48,6 +48,8 @@ class Replayed:
     ----------
     serves_numbers : bool
         Whether it can be made again for other numbers of the mask.
+    quick : tuple or None
+        What `Quick` needs to make it again from addresses alone, once that was asked for.
     """
 
     __slots__ = (
@@ -58,6 +60,7 @@ class Replayed:
         "_run",
         "_tables",
         "nbytes",
+        "quick",
         "serves_numbers",
     )
     grows = False  # whether it serves any number of keys
@@ -74,6 +77,7 @@ class Replayed:
         self._of_mask, self.serves_numbers = of_mask, of_mask is not None
         self.nbytes = call.nbytes
         self._tables: Any = tables
+        self.quick: tuple[Any, ...] | None = None
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array among those of a signature; return whether all are there.
@@ -141,6 +145,34 @@ class Replayed:
         )  # fmt: skip
         return True
 
+    def place(self, wants_lse: bool) -> int:
+        """Let `host_quick` make it again, which belongs to the caller.
+
+        Returns the bytes that are kept for it, or 0 if it cannot be.
+        """
+        from cupyflash.reference.cpu.addresses import address
+
+        placed = self._placed(wants_lse)
+        if placed is None:
+            return 0
+        own = None if wants_lse else self._call.empty_lse()
+        self.quick = (
+            placed.run, placed.block, placed.spares, placed.scratch, placed.threads,
+            placed.is_shared, 0 if own is None else address(own), placed.names, (placed, own),
+        )  # fmt: skip
+        return int(placed.nbytes) + (0 if own is None else own.nbytes)
+
+    def _placed(self, wants_lse: bool) -> Any:
+        from cupyflash.reference.cpu.addresses import address
+        from cupyflash.reference.cpu.placed import Value
+
+        tables = [Value(address(row), name) for row, name in self._tables]
+        return self._call.placed(tables, wants_lse)
+
+    def numbered(self, numbers: tuple[int, ...]) -> bool:
+        """Let it be for some numbers of the mask; return whether it can."""
+        return self._of_mask is None or self._of_mask(self._call, numbers)
+
 
 class ReplayedCache(Replayed):
     """A call over a cache that can be made again, for any lengths that it has room for.
@@ -206,6 +238,9 @@ class ReplayedCache(Replayed):
         ]
         return None if scales[0] is scales[1] is None else scales
 
+    def _placed(self, wants_lse: bool) -> Any:  # noqa: ARG002
+        return None  # `host_recent` has those that can be
+
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless the lengths are wrong."""
         lengths, own = seen.rows.lengths, self._lengths
@@ -265,6 +300,9 @@ class ReplayedGrowing(Replayed):
         self.serves_numbers = bool(numbers)
         self._has_usual_scale = _has_usual_scale(problem)
 
+    def _placed(self, wants_lse: bool) -> Any:
+        return self._call.placed_growing(FEWEST_KEYS - 1, wants_lse)
+
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
         """Compute out and lse, unless there are no keys, or not as many keys as values."""
         k, v = seen.named["k"], seen.named["v"]
@@ -312,11 +350,18 @@ def _has_usual_scale(problem: Problem) -> bool:
 
 
 class Calls:
-    """The calls of an entry: those that nobody makes at present, and all that there are."""
+    """The calls of an entry: those that nobody makes at present, and all that there are.
 
-    __slots__ = ("_all", "free")
+    Attributes
+    ----------
+    of_quick : int
+        Bytes that they keep for `host_quick`.
+    """
+
+    __slots__ = ("_all", "free", "of_quick")
 
     def __init__(self) -> None:
+        self.of_quick = 0
         self.free: list[Replayed] = []
         self._all: weakref.WeakSet[Replayed] = weakref.WeakSet()  # without those that raised
 

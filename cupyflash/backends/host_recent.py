@@ -1,6 +1,7 @@
 """Calls of arrays and a mask alone, recognised before anything else: here those on NumPy arrays.
 
-Those on a GPU are found by `gpu.recent`. On NumPy arrays they are those of few queries.
+Those on a GPU are found by `gpu.recent`, and most of those on NumPy arrays by `host_quick`. Here
+are those over a cache, and of few queries over many keys.
 A model in NumPy makes the same call for all its layers and, but for the length, for all its tokens.
 The calls that were made again last are kept by shapes, and what is kept looks at everything else.
 Other calls, and those that differ, are those of `host_replay`.
@@ -18,6 +19,7 @@ import numpy as np
 from ..arrays.device_arrays import is_device_array
 from ..gpu.recent import again
 from ..masks import Mask
+from . import host_quick
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +45,33 @@ def only(lengths: Any) -> int | None:
     return None
 
 
+def of_cache(q: Any, k: Any, v: Any, lengths: Any, mask: Any) -> Any:
+    """Compute a call over a cache that says nothing else, or return None."""
+    length = lengths if type(lengths) is int else only(lengths)
+    if length is None:
+        return None
+    of_length = (length - 1) >> _LOG_LEAF, type(lengths)
+    key = q.shape, k.shape, q.itemsize, mask, of_length
+    for run, block, shape, dtype, _ in _known.get(key, ()):
+        out = _empty(shape, dtype)
+        if run(block, q, k, v, length, out) == _DONE:
+            return out
+    return None
+
+
+def of_one_query(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """Compute a call of one query that says nothing else, or return None."""
+    if k.ndim < 2:
+        return None
+    length = k.shape[-2]
+    key = q.shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask
+    for run, block, shape, dtype, _ in _known.get(key, ()):
+        out = _empty(shape, dtype)
+        if run(block, q, k, v, length, out) == _DONE:
+            return out
+    return None
+
+
 def recognised_cached(function: Callable[P, R]) -> Callable[P, R]:
     """Let `attention_cached` make a call again if it looks like a recent one."""
 
@@ -51,17 +80,13 @@ def recognised_cached(function: Callable[P, R]) -> Callable[P, R]:
         if len(args) == 4 and len(keywords) < 2:
             q, k, v, lengths = args
             mask = keywords.get("mask")
+            made: R | None
             if type(k) is _ndarray is type(q) and (not keywords or type(mask) is Mask):
-                length = lengths if type(lengths) is int else only(lengths)
-                if length is not None:
-                    of_length = (length - 1) >> _LOG_LEAF, type(lengths)
-                    key = q.shape, k.shape, q.itemsize, mask, of_length
-                    for run, block, shape, dtype, _ in _known.get(key, ()):
-                        out: R = _empty(shape, dtype)
-                        if run(block, q, k, v, length, out) == _DONE:
-                            return out
+                made = of_cache(q, k, v, lengths, mask)
+                if made is not None:
+                    return made
             elif is_device_array(q) and (not keywords or type(mask) is Mask):
-                made: R | None = again("attention_cached", q, k, v, mask, lengths)
+                made = again("attention_cached", q, k, v, mask, lengths)
                 if made is not None:
                     return made
         return function(*args, **keywords)
@@ -91,25 +116,27 @@ def recognised_packed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def recognised(function: Callable[P, R]) -> Callable[P, R]:
-    """Let `attention` make a call of one query again likewise, with any number of keys."""
+    """Let `attention` make a call again likewise; one of one query, with any number of keys."""
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
         if len(args) == 3 and len(keywords) < 2:
             q, k, v = args
-            if type(k) is _ndarray is type(q) and (shape := q.shape)[-2:-1] == _ONE:
+            made: R | None
+            if type(k) is _ndarray is type(q):
                 mask = keywords.get("mask")
-                if k.ndim > 1 and (not keywords or type(mask) is Mask):
-                    length = k.shape[-2]
-                    key = shape, q.itemsize, (length - 1) >> _LOG_LEAF, mask
-                    for run, block, shape, dtype, _ in _known.get(key, ()):
-                        out: R = _empty(shape, dtype)
-                        if run(block, q, k, v, length, out) == _DONE:
-                            return out
+                if not keywords or type(mask) is Mask:
+                    made = None
+                    if q.shape[-2:-1] == _ONE:
+                        made = of_one_query(q, k, v, mask)
+                    if made is None:
+                        made = host_quick.again(q, k, v, mask)
+                    if made is not None:
+                        return made
             elif is_device_array(q):
                 mask = keywords.get("mask")
                 if not keywords or type(mask) is Mask:
-                    made: R | None = again("attention", q, k, v, mask)
+                    made = again("attention", q, k, v, mask)
                     if made is not None:
                         return made
         return function(*args, **keywords)

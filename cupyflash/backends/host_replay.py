@@ -200,7 +200,7 @@ class HostSignature(Signature):
         before = replay.find_as(self, key)
         calls = Calls() if before is None else before.compiled
         if count := calls.add(call):
-            nbytes = count * call.nbytes + self.nbytes
+            nbytes = count * call.nbytes + self.nbytes + calls.of_quick
             replay.keep_as(self, calls, (), results, nbytes, key)
 
     def spec(self, array: Any) -> Any:

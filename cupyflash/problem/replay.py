@@ -53,7 +53,8 @@ class Entry:
     """
 
     __slots__ = (
-        "compiled", "is_due", "nbytes", "pairs", "quick", "specs", "tables", "used", "watch",
+        "__weakref__", "compiled", "is_due", "nbytes", "pairs", "quick", "specs", "tables", "used",
+        "watch",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +67,7 @@ class Entry:
     ) -> None:
         self.compiled, self.specs, self.tables, self.pairs = compiled, specs, tables, pairs
         self.nbytes = nbytes
-        self.used = next(_clock)
+        self.used = next(clock)
         self.watch: Any = None
         self.is_due: Callable[[], bool] = _always
         self.quick: Any = None
@@ -272,7 +273,7 @@ _TAKE: dict[str, Callable[[Signature, Any], Hashable]] = {
 
 _lock = threading.Lock()  # for writing; look-ups need no lock
 _entries: dict[Hashable, Entry] = {}
-_clock = itertools.count()
+clock = itertools.count()
 MOST = 512  # signatures that are remembered
 MOST_BYTES = 1 << 26  # host memory that entries keep, all of them
 
@@ -299,7 +300,7 @@ def find_as(seen: Signature, key: Hashable) -> Entry | None:
                 return None
     for name, place in entry.tables:
         seen.addresses[name] = seen.addresses[place]
-    entry.used = next(_clock)
+    entry.used = next(clock)
     seen.hold(entry)
     return entry
 
@@ -309,7 +310,7 @@ def find_quick(key: Hashable) -> Any:
     entry = _entries.get(key)
     if entry is None:
         return None
-    entry.used = next(_clock)
+    entry.used = next(clock)
     return entry.quick
 
 
@@ -367,6 +368,11 @@ def keep_as(
     with _lock:
         before = _entries.get(key)
         pairs = _pairs(seen, () if before is None else before.pairs)
+        if before is not None and before.compiled is kept:  # it is known to others
+            before.pairs, before.nbytes = pairs, nbytes
+            seen.hold(before)
+            _forget()
+            return
         entry = _entries[key] = Entry(kept, specs, tuple(tables), pairs, nbytes)
         if before is not None:
             entry.watch, entry.is_due = before.watch, before.is_due

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import ArgumentError
-from . import compute, recognised
+from . import compute, recognised, recognised_cpu
 from .batching import Rule, batched
 from .operands import Operands, Settings
 from .tensors import PLAIN, is_transforming
@@ -59,11 +59,14 @@ class _Replayed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Settings, recognised.Signature, bool], *operands: Any) -> Any:
+    def forward(ctx: Any, call: tuple[Settings, Any, bool], *operands: Any) -> Any:
         settings, seen, wants_lse = call
-        made = seen.launch(operands[0])
+        made = seen.known.launch(seen.addresses, operands[0])
         out, lse = made or compute.forward(settings, Operands(*operands))
-        pending = seen.pending(settings.deterministic, out) if made else None
+        pending = None
+        if made:
+            wants_bias = len(operands) > _BIAS and ctx.needs_input_grad[1 + _BIAS]
+            pending = seen.pending((bool(settings.deterministic), wants_bias), out)
         if wants_lse:
             ctx.call = settings, seen, pending, None
             ctx.set_materialize_grads(False)
@@ -84,7 +87,7 @@ class _Replayed(torch.autograd.Function):
         if pending is not None and dlse is None and not (records() or is_transforming()):
             made = pending.gradients.compute(pending, saved, do)
             if made is not None:
-                return None, *made, *_NONE[: len(saved) - 4]
+                return None, *made, *_NONE[: len(saved) - 1 - len(made)]
         return None, *_gradients(ctx, settings, (*saved, lse), do, dlse, seen)
 
 
@@ -95,6 +98,8 @@ vars(_Replayed)["_backward_cls"].apply = _Replayed.backward
 # Whether gradients are recorded, also of gradients.
 records = torch.is_grad_enabled
 
+_ONE = (1,)
+_BIAS = Operands._fields.index("bias")
 _NONE = (None,) * len(Operands._fields)
 
 
@@ -104,7 +109,7 @@ def _gradients(
     saved: tuple[Any, ...],
     do: Any,
     dlse: Any,
-    seen: recognised.Signature | None = None,
+    seen: Any = None,
 ) -> list[Any]:
     """Return the gradients of a call's operands, which are the second argument and so on."""
     *operands, out, lse = saved
@@ -201,26 +206,42 @@ def again(
     Nothing has to be checked before.
     """
     q = operands.q
-    if not (type(q) in PLAIN and q.is_cuda) or is_transforming():
+    if type(q) not in PLAIN or is_transforming():
         return None
     if forward_ad._current_level >= 0:
         return None
-    if torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is not q.dtype:
-        return None  # it has to be converted
+    if q.is_cuda:
+        if torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is not q.dtype:
+            return None  # it has to be converted
+    elif not q.is_cpu or torch.is_autocast_enabled("cpu"):
+        return None
     try:
         records = torch.is_grad_enabled() and _require_gradients(operands)
     except AttributeError:
         return None  # of what is no tensor
-    seen = recognised.signature(recognised.FORWARD[records or return_lse], settings, operands)
+    kind = recognised.FORWARD[records or return_lse]
+    seen: recognised.Signature | recognised_cpu.Signature | None
+    if q.is_cuda:
+        seen = recognised.signature(kind, settings, operands)
+    else:
+        if not (records or return_lse) and q.shape[-2:-1] == _ONE:
+            out = recognised_cpu.one_query(settings, operands)
+            if out is not None:
+                return out, None
+        try:
+            seen = recognised_cpu.Signature(kind, settings, operands)
+        except recognised_cpu.UNLIKE:
+            return None
     if seen is None or seen.known is None:
         return None
     if records:
         q, k, v, bias, sink, mask, seed, offsets, _ = operands
-        seen.has_gradients = few = bias is sink is seed is offsets is None
+        few = bias is sink is seed is offsets is None
+        seen.has_gradients = few or (not q.is_cuda and seed is offsets is None)
         given = (q, k, v) if few and mask is None else operands
         made = _replay((settings, seen, return_lse), *given)
         return made if return_lse else (made, None)
-    made = seen.launch(q)
+    made = seen.known.launch(seen.addresses, q)
     return None if made is None else (made[0], made[1] if return_lse else None)
 
 

@@ -17,7 +17,7 @@ from ..problem.options import Options
 from ..problem.rotary import Rotary
 from ..request import Request
 from ..scores import Score
-from . import recognised, tensors
+from . import recognised, recognised_cpu, tensors
 from .operands import Operands, Settings
 from .tensors import PLAIN, array_of
 
@@ -113,6 +113,14 @@ def attention_cached(
     ArgumentError, ArgumentTypeError
         As in `cupyflash.attention_cached`, and if a tensor requires a gradient.
     """
+    if not torch.compiler.is_compiling() and type(q) in PLAIN and q.is_cpu:
+        others = table, offsets_q, k_scale, v_scale, kv_dtype, score_mod, bias, sink, scale
+        unusual = any(each is not None for each in others) or return_lse is not False
+        made = None
+        if not unusual and type(shared) is int and not shared:
+            made = recognised_cpu.cached_query(q, k, v, lengths, mask)
+        if made is not None:
+            return made
     x = Operands(q, k, v, bias, sink, mask if isinstance(mask, torch.Tensor) else None)
     settings = Settings(None if x.mask is not None else mask, score_mod, scale)
     given = {"lengths": lengths, "table": table, "offsets_q": offsets_q}

@@ -11,7 +11,7 @@ from ..problem.arguments import DENSE, Dense, Packed
 from ..problem.call import Gradients
 from ..problem.options import Options
 from ..request import Request
-from . import recognised, tensors
+from . import recognised, recognised_cpu, tensors
 from .operands import Operands, Settings
 from .tensors import array_of, tensor_of
 
@@ -78,8 +78,13 @@ def forward(
     if not place and not on_gpu:
         with tensors.stream_of(x.q.device):
             results = execute.forward(request, wants_lse, None, None)
-        out, lse = results if wants_lse else (results, None)
-        return tensor_of(out), None if lse is None else tensor_of(lse)
+        host = results if wants_lse else (results,)
+        made = [tensor_of(each) for each in host]
+        of_tensors = recognised_cpu.signature(recognised.FORWARD[wants_lse], settings, x)
+        if of_tensors is not None:
+            named = dict(zip(("out", "lse"), made, strict=False))
+            of_tensors.keep_forward(request.seen, named, x.q.dtype)
+        return made[0], made[1] if wants_lse else None
     try:
         out, lse = empty(x)
     except (IndexError, RuntimeError):
@@ -107,7 +112,7 @@ def backward(
     dlse: torch.Tensor | None,
     wants_bias: bool,
     place: bool = False,
-    forward: recognised.Signature | None = None,
+    forward: Any = None,
 ) -> list[torch.Tensor]:
     """Return dq, dk, dv, dbias if `wants_bias`, and dsink if there is a sink.
 
@@ -124,7 +129,7 @@ def backward(
         made = None if seen is None else seen.launch(x.q)
         if made is not None:
             if forward is not None and seen is not None and dlse is None:
-                forward.keep_gradients(settings.deterministic, do, seen)
+                forward.keep_gradients((bool(settings.deterministic), False), do, seen)
             return made
     request = _request(settings, x)
     arrays = array_of(do), array_of(out), array_of(lse), array_of(dlse)
@@ -132,7 +137,11 @@ def backward(
         how = settings.deterministic, None, None, wants_bias
         with tensors.stream_of(x.q.device):
             host = execute.backward(request, *arrays, *how)
-        return [tensor_of(each) for each in host if each is not None]
+        made = [tensor_of(each) for each in host if each is not None]
+        if forward is not None and dlse is None:
+            of_arrays = execute.backward_signature(request, *arrays, *how)
+            forward.keep_gradients((bool(settings.deterministic), wants_bias), do, of_arrays, made)
+        return made
     gradients = empty_gradients(x, wants_bias)
     names = [*_QKV, *(["dbias"] if wants_bias else []), *([] if x.sink is None else ["dsink"])]
     named = dict(zip(names, gradients, strict=True))

@@ -152,12 +152,15 @@ class Signature(launch_cache.Signature):
         """Compute the call if there was one like it; its addresses grow by those of results."""
         return None if self.known is None else self.known.launch(self.addresses, q)
 
-    def pending(self, deterministic: bool, out: torch.Tensor) -> Pending | None:
-        """Return how gradients of the call, which was launched, are computed; None if unknown."""
+    def pending(self, how: tuple[bool, bool], out: torch.Tensor) -> Pending | None:
+        """Return how gradients of the call, which was launched, are computed; None if unknown.
+
+        `how` says whether they are deterministic, and whether they have that of the bias.
+        """
         known = self.known
         if known is None or not self.has_gradients:
             return None
-        found = known.gradients.get(deterministic)
+        found = known.gradients.get(how)
         if found is None:
             return None
         addresses = self.addresses
@@ -171,7 +174,7 @@ class Signature(launch_cache.Signature):
                 pending.ready.append(ready)
         return pending
 
-    def keep_gradients(self, deterministic: bool, do: torch.Tensor, seen: Signature) -> None:
+    def keep_gradients(self, how: tuple[bool, bool], do: torch.Tensor, seen: Signature) -> None:
         """Keep gradients of this call, whose signature was `seen`, for later calls like it."""
         known, found = self.known, seen.known
         if known is None or found is None or not self.has_gradients:
@@ -181,7 +184,7 @@ class Signature(launch_cache.Signature):
         strides = *self._strides, of_out
         made = Gradients(found.compiled, dict(found.tables), results, do, strides)
         if all(name in self.addresses for name in made.names):
-            known.gradients[deterministic] = made
+            known.gradients[how] = made
 
 
 class Known:
@@ -205,7 +208,7 @@ class Known:
     forms : list of (str, tuple of int, tuple of int, torch.dtype or None)
         Names, shapes, strides and dtypes of its results; None for the dtype of its queries.
     gradients : dict
-        What is kept about the gradients of such calls, by whether they are deterministic.
+        What is kept about the gradients of such calls, by `how` of `Signature.pending`.
     """
 
     __slots__ = ("_numbers", "_sizes", "compiled", "dtype", "forms", "gradients", "tables")
@@ -223,7 +226,7 @@ class Known:
             (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)
             for name, x in results.items()
         ]
-        self.gradients: dict[bool, Gradients] = {}
+        self.gradients: dict[tuple[bool, bool], Gradients] = {}
         self._numbers: Mapping[str, int] = {}
 
     def told(self, numbers: Mapping[str, int]) -> Known:
@@ -287,7 +290,7 @@ def signature(
             return None  # what its offsets hold is read every time
         kind = kind, settings.check, x.offsets_k is x.offsets_q
     try:
-        seed = settings.seed if x.seed is None else _seed(x.seed)
+        seed = settings.seed if x.seed is None else number_of(x.seed)
         return Signature(kind, settings, x, seed, read)
     except (launch_cache.UnlikeError, RuntimeError):  # PyTorch's, of a tensor without memory
         return None
@@ -301,7 +304,7 @@ GRADIENTS = (
 )
 
 
-def _seed(seed: torch.Tensor) -> Any:
+def number_of(seed: torch.Tensor) -> Any:
     """Return a seed on a GPU as it is, and any other as a number."""
     if type(seed) not in PLAIN or seed.ndim or seed.dtype not in SEEDS:
         raise launch_cache.UnlikeError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -307,9 +307,13 @@ def attention_forward(
     mask: Any = attention_mask
     if attention_mask is None:
         if is_causal and queries > 1:
-            mask = _causal(queries, key.shape[2])
+            if queries > key.shape[2]:
+                _refuse_missing_queries(queries, key.shape[2])
+            mask = masks.causal()  # queries are the last ones if some are missing
     else:
-        tensors.check({"attention_mask": attention_mask})
+        is_plain = type(attention_mask) in tensors.PLAIN and not attention_mask.is_nested
+        if not is_plain or attention_mask.layout is not torch.strided:
+            tensors.check({"attention_mask": attention_mask})
         held = attention_mask.shape[-1]
         if 1 < held < key.shape[2]:
             key, value = key[:, :, :held], value[:, :, :held]
@@ -332,19 +336,17 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _causal(queries: int, keys: int) -> Any:
-    """Return the mask of layers without one, whose queries are the last ones if some are missing.
+def _refuse_missing_queries(queries: int, keys: int) -> NoReturn:
+    """Refuse layers without a mask that have more queries than keys.
 
     `attention_mask` leaves out no mask of more keys than queries, so that the model left out
     queries afterwards, as the layers of Gemma 4 that share keys do.
     """
-    if queries > keys:
-        raise ArgumentError(
-            f"attention_mask: got None with {queries} queries and {keys} keys, of which each query "
-            "should see no later ones; expected a mask, because nothing tells which keys are "
-            "later. Pass a bool mask of shape (B, 1, Lq, Lk), or is_causal=False."
-        )
-    return masks.causal()
+    raise ArgumentError(
+        f"attention_mask: got None with {queries} queries and {keys} keys, of which each query "
+        "should see no later ones; expected a mask, because nothing tells which keys are "
+        "later. Pass a bool mask of shape (B, 1, Lq, Lk), or is_causal=False."
+    )
 
 
 def _chosen(indices: torch.Tensor, mask: Any, queries: int, keys: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ Memory grows with L, never with L squared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from .memory import ROWS, aligned
 from .microkernel import round_up
 from .operands import Operand, Result
 from .packing import size_of_pairs
+from .placed import Placed, Step, Value
 from .prepared import (
     BYTES_PER_SECOND,
     PreparedCall,
@@ -41,8 +42,6 @@ from .sums import store
 from .thread_limits import num_threads
 from .threads import parallel
 from .widen import kind_of
-
-Step = Callable[[object], None]  # gets what holds the arrays of the call
 
 
 class BackwardCall(PreparedCall):
@@ -73,6 +72,8 @@ class BackwardCall(PreparedCall):
         scratch = Scratch(workspace)
         layout = Layout(problem, block_q, block_kv)
         super().__init__(layout, programs)
+        self._has_sink = sink is not None
+        self._no_dlse: Array | None = None
         self.shape = packed_shape(layout)
         self._visited: list[Array] = []
         # An array that was broadcast to no batch entry, or to no head, still has a gradient.
@@ -160,6 +161,7 @@ class BackwardCall(PreparedCall):
             return
         if dlse is None:
             dlse = self._no_dlse
+            assert dlse is not None, "the call was made for none"
         for operand, array in (
             (self._q, q), (self._do, do), (self._k, k), (self._v, v), (self._out, out),
             (self._lse, lse[..., None]), (self._dlse, dlse[..., None]),
@@ -175,7 +177,7 @@ class BackwardCall(PreparedCall):
         if self._dbias is not None:
             self._dbias.clear()
         for step in self._steps:
-            step(arrays)
+            parallel(step.kernel, step.items, arrays, step.work)
         if dsink is not None:
             self._finish_sink(dsink)
         if dbias is not None and self._dbias is not None:
@@ -186,6 +188,23 @@ class BackwardCall(PreparedCall):
         else:
             self._dk.finish(dk)
             self._dv.finish(dv)
+
+    def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:  # noqa: ARG002
+        """Return what makes the call again at addresses, if there is no sink.
+
+        They are those of do, q, k, v, out and lse, of the gradients, and of tables; the gradient of
+        a bias is contiguous, and in the accumulator's type.
+        """
+        if self._is_empty or self._apart or self._has_sink or self._no_dlse is None:
+            return None
+        arrays: dict[str, Operand | Result] = {
+            "d_out": self._do, "q": self._q, "k": self._k, "v": self._v, "out": self._out,
+            "lse": self._lse, "dq": self._dq, "dk": self._dk, "dv": self._dv,
+        }  # fmt: skip
+        if self._dbias is None:
+            return self._placed(self._steps, arrays, tables)
+        sums = self._dbias
+        return self._placed([*self._steps, sums.last_step], arrays, tables, [sums.sums.sums])
 
     @own_arithmetic
     def _finish_sink(self, dsink: Array) -> None:
@@ -208,7 +227,7 @@ class BackwardCall(PreparedCall):
 
         def add(bound: Bound, items: int, share: float) -> None:
             """Add a kernel that takes this share of the five products' time."""
-            steps.append(lambda arrays: parallel(bound, items, arrays, work * share))
+            steps.append(Step(bound, items, work * share))
 
         add(
             Bound(
@@ -227,6 +246,7 @@ class BackwardCall(PreparedCall):
                 scratch=lambda: tuple(
                     aligned((BLOCK * problem.d_v, BLOCK * problem.d_v, BLOCK), number)
                 ),
+                sizes=problem.d_v,
             ),
             self._dsinks.size,
             0.02,
@@ -339,13 +359,20 @@ class _BiasSums:
         )
         self.nbytes = made.sums.sums.nbytes + self._whole.nbytes
 
+    @property
+    def last_step(self) -> Step:
+        """What adds up the sums, to an address of the gradient."""
+        work = self.nbytes / BYTES_PER_SECOND
+        return Step(self._add_up, self._items, work, "dbias")
+
     def clear(self) -> None:
         """Begin with 0."""
         self.sums.sums[...] = 0
 
     def finish(self, dbias: Array) -> None:
         """Write the gradient, rounded to its type."""
-        parallel(self._add_up, self._items, self, self.nbytes / BYTES_PER_SECOND)
+        step = self.last_step
+        parallel(step.kernel, step.items, self, step.work)
         store(self._whole.reshape(dbias.shape), dbias)
 
 

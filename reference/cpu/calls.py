@@ -76,7 +76,7 @@ def _in_words(forms: list[Struct | ArrayForm | None], values: Any) -> tuple[list
     return words, held
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=12)
 def _shared_spares(
     compiled: Kernel,
     number: np.dtype[Any],
@@ -91,7 +91,7 @@ def no_scratch() -> tuple[Any, ...]:
     return ()
 
 
-_RESULTS, _FIRST = 1, 3  # places in a block: of the addresses for results, of the first item
+_RESULTS, FIRST = 1, 3  # places in a block: of the addresses for results, of the first item
 
 
 class Bound:
@@ -125,14 +125,14 @@ class Bound:
         sizes: Hashable = None,
     ) -> None:
         forms = _forms(compiled, number)
-        self._own_forms = forms[len(arguments) :]
+        self._own_forms, self._last = forms[len(arguments) :], forms[len(arguments) - 1]
         words, self._held = _in_words(forms[: len(arguments)], arguments)
         self._name = compiled.__name__
         # The kernel's address; those for a value and an error; the first and the last item.
         self._words = [pointer_of(compiled, number), 0, 0, 0, 0, *words]
         self._blocks: list[Any] = []  # that no thread uses
         self._call: Any = None
-        self._scratch = scratch
+        self._new_scratch = scratch
         # Made anew for a call of other sizes, so that a call that is kept holds none.
         self._spares = None if sizes is None else (compiled, number, sizes)
         self._spare: list[tuple[list[int], object]] = []
@@ -143,12 +143,12 @@ class Bound:
         try:
             own = spare.pop()
         except IndexError:
-            own = _in_words(self._own_forms, self._scratch())
+            own = self.scratch()
         try:
             block = self._blocks.pop()
         except IndexError:
             block = self._new_block(len(own[0]))
-        block[_FIRST], block[_FIRST + 1] = first, last
+        block[FIRST], block[FIRST + 1] = first, last
         begin = len(self._words)
         block[begin : begin + len(own[0])] = own[0]
         status = self._call(block)
@@ -157,12 +157,39 @@ class Bound:
         self._blocks.append(block)
         spare.append(own)
 
+    def blocks(self, count: int) -> tuple[int, int, int, list[Any]]:
+        """Return blocks of threads, for which scratch is to come, and what to know of them.
+
+        That is the address of a function that takes a block, how many words of it scratch takes,
+        and where these begin.
+        """
+        own = len(self.scratch()[0])
+        blocks = [self._new_block(own) for _ in range(count)]
+        caller = ctypes.cast(self._call, ctypes.c_void_p).value or 0
+        return caller, own, len(self._words), blocks
+
+    def scratch(self) -> tuple[list[int], object]:
+        """Return scratch of a thread as the words that the kernel takes, and what holds it."""
+        return _in_words(self._own_forms, self._new_scratch())
+
+    @property
+    def place_of_last(self) -> int:
+        """Where a block has the address of the last argument before scratch, an array."""
+        form = self._last
+        assert isinstance(form, ArrayForm), "there is one"
+        return len(self._words) - 2 * int(form.ndim) - 1
+
+    @property
+    def scratch_key(self) -> Hashable:
+        """Equal for kernels that can use the same scratch."""
+        return id(self) if self._spares is None and self._own_forms else self._spares
+
     def words_of(self, first: int, last: int) -> tuple[list[int], object]:
         """Return the kernel's address and all that it takes for some items, with scratch for it.
 
         The second object holds what the words are addresses of.
         """
-        own, held = _in_words(self._own_forms, self._scratch())
+        own, held = self.scratch()
         results = (ctypes.c_int64 * 2)()
         place = ctypes.addressof(results)
         kernel, *words = self._words

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from .addresses import address
 from .amx_forward import TileScratch, tile_scratch
 from .arguments import tile_sizes
 from .calls import Bound
@@ -12,6 +15,7 @@ from .forward import forward as forward_kernel
 from .kernels import by_tiles, called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .operands import Operand, Result
+from .placed import OWN, Placed, Step, Value
 from .prepared import PreparedCall, changes_of, packed_shape, seconds, sinks_of
 from .thread_limits import num_threads
 from .threads import parallel
@@ -53,6 +57,8 @@ class ForwardCall(PreparedCall):
         self._out = Result(layout, out, scratch, narrow=pointers.narrow)
         self._lse = Result(layout, lse[..., None], scratch)
         assert not resumes or layout.readable(out, whole_vectors=False)
+        self._is_told = False
+        self._lse_shape, self._has_sink = lse.shape, sink is not None
         self._resumes, self._sinks = int(resumes), sinks_of(layout, sink)
         self.shape = packed_shape(layout)
         self._work = layout.blocks(block_q, last_first=True)
@@ -93,6 +99,13 @@ class ForwardCall(PreparedCall):
             sizes=sizes,
         )
 
+    def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:
+        """Return what makes the call again at addresses: of q, k, v, out and lse, and of tables."""
+        if self._has_sink or not self._visited.size:
+            return None
+        step = Step(self._kernel, self._visited.size, self._seconds)
+        return self._placed([step], self._arrays(wants_lse), tables)
+
     def grow(self, lengths: Array, ends: tuple[Array, Array] | None) -> None:
         """Set how many keys entries have, and the first and last key of each query."""
         super().grow(lengths, ends)
@@ -102,9 +115,50 @@ class ForwardCall(PreparedCall):
         self, q: Array, k: Array, v: Array, sink: Array | None, out: Array, lse: Array
     ) -> None:
         """Write out and lse of a call with any number of keys."""
+        if self._is_told:  # where rows lie was written by others
+            self._k.forget()
+            self._v.forget()
         self._k.reach(k)
         self._v.reach(v)
         self(q, k, v, sink, out, lse)
+
+    def placed_growing(self, most: int, wants_lse: bool) -> Placed | None:
+        """Return what makes the call again at addresses with any number of keys, up to `most`.
+
+        It is told that number as "len_k", and how far entries, heads and rows of keys are apart, in
+        elements, as "k 0", "k 1" and "k 2"; and likewise those of values.
+        """
+        layout = self._layout
+        lengths = layout.len_k
+        if self._has_sink or not self._visited.size or self._programs.ranges is not None:
+            return None
+        entries = range(layout.batch)
+        values = [Value(address(lengths) + 8 * b, "len_k") for b in entries]
+        offsets = np.zeros((2, layout.batch), np.int64)
+        for name, operand, own in zip("kv", (self._k, self._v), offsets, strict=True):
+            rows = operand.rows
+            values += [
+                Value(rows.place_of("batch"), OWN, address(own), 0),
+                *[Value(address(own) + 8 * b, f"{name} 0", factor=b) for b in entries],
+                Value(rows.place_of("head"), f"{name} 1"),
+                Value(rows.place_of("row"), f"{name} 2"),
+            ]
+        step = Step(self._kernel, self._visited.size, self._seconds * most / int(lengths[0]))
+        made = self._placed([step], self._arrays(wants_lse), values, held=offsets)
+        if made is not None and made.threads:
+            return None  # how many threads are worth it depends on the number of keys
+        self._is_told = self._is_told or made is not None
+        return made
+
+    def _arrays(self, wants_lse: bool) -> dict[str, Operand | Result]:
+        return {
+            "q": self._q, "k": self._k, "v": self._v, "out": self._out,
+            "lse" if wants_lse else OWN: self._lse,
+        }  # fmt: skip
+
+    def empty_lse(self) -> Array:
+        """Return memory for lse."""
+        return np.empty(self._lse_shape, self._layout.number)
 
     @property
     def visited(self) -> int:

@@ -46,6 +46,8 @@ class _Team:
         How many threads a region of the calling thread gets.
     level : callable
         In how many regions the calling thread is.
+    addresses : list of int
+        Those of both, and of what computes a whole region, a function that each thread calls.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -54,6 +56,9 @@ class _Team:
         self._start, self._end = library.GOMP_parallel_start, library.GOMP_parallel_end
         self._start.argtypes, self._start.restype = (_SERVE, ctypes.c_void_p, ctypes.c_uint), None
         self._end.argtypes, self._end.restype = (ctypes.c_int,), None  # which it ignores
+
+        named = library.omp_get_max_threads, library.omp_get_level, library.GOMP_parallel
+        self.addresses = [ctypes.cast(x, ctypes.c_void_p).value or 0 for x in named]
 
     def start(self, caller: int) -> None:
         """Begin a region, whose other threads work on the job of a thread."""
@@ -123,6 +128,17 @@ class ThreadsOf:
 
     def __exit__(self, *_: object) -> None:
         _callers.discard(threading.get_ident())
+
+
+def functions() -> list[int] | None:
+    """Return the process of the library, and addresses: of what tells the process, and a team's.
+
+    None if there is no library whose threads have been asked for.
+    """
+    if _team is None or os.getpid() != _process:
+        return None
+    getpid = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
+    return [_process, getpid, *_team.addresses]
 
 
 def is_worth(workers: int) -> bool:

@@ -7,6 +7,8 @@ address changes. None of this keeps an array of the caller.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .addresses import address
@@ -53,7 +55,8 @@ class Operand:
     def _reached(self, array: Array) -> Rows:
         """Decide how kernels reach an array, and return where its rows are."""
         layout, scratch = self._layout, self._scratch
-        self._ndim, self._form = array.ndim, (array.shape, array.strides)
+        self._ndim = array.ndim
+        self._form: Any = (array.shape, array.strides)
         in_place = layout.readable(array, self._whole_vectors)
         if self._widened and kind_of(array.dtype) != NATIVE:
             in_place |= layout.has_whole_rows(array)
@@ -76,6 +79,10 @@ class Operand:
         """Let kernels read an array that may have other lengths or strides."""
         if (array.shape, array.strides) != self._form:
             self.rows.replace(self._reached(array))
+
+    def forget(self) -> None:
+        """Let the next `reach` look at its array, whatever that is."""
+        self._form = None
 
     @property
     def is_in_place(self) -> bool:

@@ -7,7 +7,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +16,12 @@ from .amx_memory import PANEL as TILE_PANEL
 from .arguments import Changes, FunctionPointers, KeyRanges, Shape, shape_of
 from .layout import Array, Layout, Programs
 from .microkernel import PANEL, round_up
+from .openmp import functions
+from .operands import Operand, Result
+from .placed import OWN, Placed, Step, Value
 from .repeat import Repeat
 from .structs import Packed, form_for
+from .threads import SHORT, workers_for
 
 Ends = tuple[Array, Array]
 
@@ -75,6 +79,41 @@ class PreparedCall:
     ) -> Repeat | None:
         """Return what makes the last call again at once, if there is something."""
         return None
+
+    def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:  # noqa: ARG002
+        """Return what makes the call again at addresses, if something does.
+
+        It is told those of its arrays by the kernels' names, without lse if that is not wanted, and
+        those of `tables`.
+        """
+        return None
+
+    def placed_growing(self, most: int, wants_lse: bool) -> Placed | None:  # noqa: ARG002
+        """Return the same for any number of keys up to `most`, if something does."""
+        return None
+
+    def _placed(
+        self,
+        steps: Sequence[Step],
+        arrays: Mapping[str, Operand | Result],
+        tables: Sequence[Value],
+        zeros: Sequence[Array] = (),
+        held: object = None,
+    ) -> Placed | None:
+        """Return the same, if kernels reach all arrays in place, and the call is a short one."""
+        if sum(step.work for step in steps) > SHORT:
+            return None
+        if not all(each.is_in_place for each in arrays.values()):
+            return None
+        if any(workers_for(x.items, x.work) > 1 for x in steps) and functions() is None:
+            return None
+        values = [Value(each.rows.address, name) for name, each in arrays.items()]
+        values += tables
+        if self._drops:
+            values.append(Value(self.shape.place_of("seed"), "seed"))
+        names = dict.fromkeys(value.name for value in values if value.name != OWN)
+        names |= dict.fromkeys(step.last for step in steps if step.last is not None)
+        return Placed(steps, values, zeros, list(names), held)
 
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""

@@ -17,6 +17,7 @@ import numpy as np
 from llvmlite import ir
 
 from .addresses import HEADER, KNOWN, address
+from .c_function import TYPE
 from .decode_tasks import LEAF, LOG_LEAF
 from .float_modes import compiled, emit_in_usual_modes
 
@@ -24,10 +25,10 @@ Array = np.ndarray[Any, Any]
 
 # Bytes from an object's header to what NumPy's C interface has of an array. Extensions that were
 # compiled for it read these there, too.
-_DATA, _NDIM, _SHAPE, _STRIDES, _DTYPE, _FLAGS = 0, 8, 16, 24, 40, 48
-_TYPE = -8  # of every object: the end of the header
+DATA, _NDIM, _SHAPE, _STRIDES, _DTYPE, FLAGS = 0, 8, 16, 24, 40, 48
 AXES = 4  # of queries, keys and values
-_WATCHED = 0x100 | 0x400  # flags: aligned, writeable
+ALIGNED = 0x100  # a flag
+_WATCHED = ALIGNED | 0x400  # and writeable
 
 
 class _Block(NamedTuple):
@@ -73,11 +74,11 @@ def _is_as_known() -> bool:
         [_word(_word(place + at) + 8 * axis) for axis in range(2)] for at in (_SHAPE, _STRIDES)
     )
     return (
-        _word(place + _TYPE) == id(np.ndarray)
+        _word(id(sample) + TYPE) == id(np.ndarray)
         and ctypes.c_int32.from_address(place + _NDIM).value == sample.ndim
         and (*shape, *strides) == (*sample.shape, *sample.strides)
         and _word(place + _DTYPE) == id(sample.dtype)
-        and ctypes.c_int32.from_address(place + _FLAGS).value == sample.flags.num
+        and ctypes.c_int32.from_address(place + FLAGS).value == sample.flags.num
     )
 
 
@@ -130,10 +131,10 @@ def _check_array(
     `rows` returns how many rows it has, given those of the one that is described.
     """
     builder = emit.builder
-    emit.goes_on_if(builder.icmp_unsigned("==", emit.load(array, HEADER + _TYPE), kind))
+    emit.goes_on_if(builder.icmp_unsigned("==", emit.load(array, TYPE), kind))
     ndim = emit.load(array, HEADER + _NDIM, _HALF)
     emit.goes_on_if(builder.icmp_unsigned("==", ndim, _HALF(AXES)))
-    flags = builder.zext(emit.load(array, HEADER + _FLAGS, _HALF), _WORD)
+    flags = builder.zext(emit.load(array, HEADER + FLAGS, _HALF), _WORD)
     came = [emit.load(array, HEADER + _DTYPE), builder.and_(flags, _WORD(_WATCHED))]
     for of in (_SHAPE, _STRIDES):
         first = emit.load(array, HEADER + of)
@@ -189,7 +190,7 @@ def _written(triple: str) -> ir.Module:
     before = builder.cmpxchg(taken, _WORD(0), _WORD(1), "seq_cst", "seq_cst")
     emit.goes_on_if(builder.extract_value(before, 1))
     for n, array in enumerate((*arrays, out)):
-        emit.store(emit.load(array, HEADER + _DATA), known(_AT.places + n))
+        emit.store(emit.load(array, HEADER + DATA), known(_AT.places + n))
     for place, value in ((_AT.lengths, length), (_AT.counters, 0), (_AT.visited, 0)):
         word = value if isinstance(value, ir.Value) else _WORD(value)
         emit.fill(known(place), known(place + 1), word)

@@ -144,6 +144,10 @@ class Packed:
         struct.pack_into("=" + self._kind.format, self.words, 0, *leaves)
         self._held[""] = values
 
+    def place_of(self, name: str) -> int:
+        """Return the address of a field's first word."""
+        return self.address + self._kind.offsets[name]
+
     def change(self, name: str, value: Any) -> None:
         """Change a field."""
         member, offset = self._kind.members[name], self._kind.offsets[name]
@@ -162,11 +166,11 @@ class ArrayForm:
     """What arrays of a type have in common, where Numba's own objects are slow to ask."""
 
     def __init__(self, kind: types.Array) -> None:
-        self._kind, self._dtype, self._ndim = kind, as_dtype(kind.dtype), kind.ndim
+        self._kind, self._dtype, self.ndim = kind, as_dtype(kind.dtype), kind.ndim
 
     def words(self, array: np.ndarray[Any, Any]) -> tuple[int, ...]:
         """Return an array's address and lengths, once it is known to be what kernels take."""
-        if array.dtype != self._dtype or array.ndim != self._ndim or not array.flags.c_contiguous:
+        if array.dtype != self._dtype or array.ndim != self.ndim or not array.flags.c_contiguous:
             raise TypeError(
                 f"got an array {array.dtype} {array.shape} with strides {array.strides}, expected "
                 f"{self._kind}"

@@ -111,7 +111,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-_SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take; Ctrl-C takes effect between chunks
+SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take; Ctrl-C takes effect between chunks
 # To hand work to another thread takes about 25 us, in which the caller could have done as much.
 _WORTH_A_THREAD = 1e-4  # seconds of work
 _WORTH_A_CHUNK = 2.5e-4
@@ -151,7 +151,7 @@ class _Job:
             seconds = time.perf_counter() - begin
             if seconds > _LONG:
                 chunk = max(1, chunk // 2)
-            elif seconds < _SHORT:
+            elif seconds < SHORT:
                 chunk = min(2 * chunk, self._most)
 
     def fail(self, error: BaseException) -> None:
@@ -167,11 +167,17 @@ def workers_for(items: int, work: float | None) -> int:
     """
     if work is None:
         return min(num_threads(), items)
-    worth = int(work / _WORTH_A_THREAD)
-    return 1 if worth < 2 else min(num_threads(), items, worth)  # to ask takes time, too
+    if not may_share(work):
+        return 1  # to ask how many there are takes time, too
+    return min(num_threads(), items, int(work / _WORTH_A_THREAD))
 
 
-def _chunks(items: int, workers: int, work: float | None) -> tuple[int, int]:
+def may_share(work: float) -> bool:
+    """Return whether two threads are worth their while for so many seconds of work."""
+    return work >= 2 * _WORTH_A_THREAD
+
+
+def chunks(items: int, workers: int, work: float | None) -> tuple[int, int]:
     """Return how many items the first chunk has, and how many a chunk has at most."""
     most = max(1, items // (workers * 16))
     if work is None:
@@ -179,8 +185,8 @@ def _chunks(items: int, workers: int, work: float | None) -> tuple[int, int]:
     each = work / workers
     of_thread = 16 if each > 16 * _WORTH_A_CHUNK else max(1, int(each / _WORTH_A_CHUNK))
     first = -(-items // (workers * max(of_thread, 1 if workers == 1 else 2)))
-    if work > _SHORT:
-        first = max(1, min(first, int(items * _SHORT / work)))
+    if work > SHORT:
+        first = max(1, min(first, int(items * SHORT / work)))
     return first, max(first, most)
 
 
@@ -230,7 +236,7 @@ def parallel(
     if not items:
         return
     workers = workers_for(items, work)
-    first, most = _chunks(items, workers, work)
+    first, most = chunks(items, workers, work)
     if workers == 1 and first == items:
         run(0, items)
         return

@@ -118,12 +118,12 @@ def test_a_forked_child_has_threads_of_its_own(tmp_path):
         from cupyflash.reference.cpu import openmp
         x = torch.from_numpy(np.random.default_rng(0).standard_normal((8, 4, 200, 64), np.float32))
         torch.set_num_threads(2)
-        wanted = cupyflash.torch.attention(x, x, x)
         seen = []
         share = openmp.share
         openmp.share = lambda *job: (seen.append(1), share(*job))
-        cupyflash.torch.attention(x, x, x)
+        wanted = cupyflash.torch.attention(x, x, x)
         assert seen == [1]
+        cupyflash.torch.attention(x, x, x)  # recognised: machine code begins the region
         child = os.fork()
         if not child:
             same = np.array_equal(cupyflash.torch.attention(x, x, x).numpy(), wanted.numpy())

@@ -140,6 +140,7 @@ USERS_OF_REFERENCE = [
     "cupyflash.backends.cpu",
     "cupyflash.backends.cpu_programs",
     "cupyflash.backends.host_calls",
+    "cupyflash.backends.host_quick",
     "cupyflash.backends.host_replay",
     "cupyflash.bench.runtime_peers",
     "cupyflash.expr.lower",
