@@ -21,6 +21,7 @@ from .closures import attention_vjp
 from .conversion import convert
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import lookup
+from .forward_mode import attention_jvp, attention_varlen_jvp
 from .hints import other_libraries
 from .planning import plan, plan_cached, workspace_size
 from .problem.call import Gradients, Plan
@@ -47,8 +48,10 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_cached",
+    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_jvp",
     "attention_varlen_vjp",
     "attention_vjp",
     "combine",

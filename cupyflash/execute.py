@@ -20,6 +20,8 @@ from .errors import ArgumentTypeError
 from .executor import Executor, Recalled, carry_out
 from .gpu import checksum_launches
 from .problem.call import Array, Gradients
+from .problem.tangents import Tangents
+from .request import Request
 from .row_request import RowRequest
 
 _NOTHING: Mapping[str, Any] = {}
@@ -103,6 +105,37 @@ def _checked_forward(
     if recalled is not None and not want_lse:
         request.remember()
     return shown
+
+
+def forward_tangent(
+    request: Request,
+    tangents: Tangents,
+    return_lse: Any,
+    results: tuple[Any, Any, Any, Any],
+) -> Any:
+    """Compute a call with its tangents along a direction.
+
+    `results` are arrays for out, its tangent, lse and its tangent, or None for new ones.
+    """
+    check_flag(return_lse, "return_lse")
+    if not is_device_array(request.q):
+        tangents = Tangents(*interop.of_device(**tangents._asdict()))
+    want_lse = bool(return_lse) or results[2] is not None or results[3] is not None
+    kind = "forward with tangents" if want_lse else "forward with tangents, without lse"
+    read = {"tq": tangents.tq, "tk": tangents.tk, "tv": tangents.tv, "tsink": tangents.tsink}
+    read["read tbias"] = tangents.tbias  # kernels look it up, as arrays of masks and scores
+    written = _NOTHING
+    if any(x is not None for x in results):
+        written = dict(zip(("out", "tout", "lse", "tlse"), results, strict=True))
+    recalled = request.signature(kind, read, written)
+    made = None if recalled is None else recalled.forward_tangent(results)
+    if made is None:
+
+        def prepare() -> outputs.TangentOutputs:
+            return outputs.tangent_outputs(request.call, tangents, results, want_lse)
+
+        made = request.carry_out(prepare, request.forward_tangent, recalled)
+    return tuple(made) if return_lse else tuple(made[:2])
 
 
 def backward_signature(

@@ -11,8 +11,10 @@ from . import dispatch
 from .arrays import interop
 from .arrays.device_arrays import device_of
 from .errors import ArgumentTypeError
+from .problem import tangents as problem_tangents
 from .problem import validate
 from .problem.call import Array, Call, Gradients
+from .problem.tangents import TangentResults, Tangents
 
 Target = tuple[Any, tuple[int, ...], np.dtype[Any]]
 
@@ -75,6 +77,25 @@ class Targets(NamedTuple):
         }
 
 
+class TangentOutputs(NamedTuple):
+    """What a forward with tangents reads besides its operands, and where it writes.
+
+    Attributes
+    ----------
+    tangents : Tangents
+        Those of the operands with an axis of heads.
+    results : tuple of 4 array
+        Arrays for out, its tangent, lse and its tangent, with an axis of heads; the latter two are
+        None if they are neither wanted nor needed.
+    shown : tuple of 4 array
+        The same as users see them.
+    """
+
+    tangents: Tangents
+    results: TangentResults
+    shown: TangentResults
+
+
 def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes that users see of out and lse."""
     problem = call.problem
@@ -104,16 +125,49 @@ def outputs(
         size = backend.workspace_size_cached(call)
         scratch = validate.workspace(workspace, size, used, "workspace_size_cached")
 
-    def full(array: Any) -> Any:
-        return array[None] if array is not None and call.matrices else array
+    made, lse = backend.empty_output(call, _full(call, out), _full(call, lse_out), want_lse)
+    return Outputs(made, lse, (_shown(call, out, made), _shown(call, lse_out, lse)), scratch)
 
-    def shown(given: Any, made: Any) -> Any:
-        if given is not None:
-            return given
-        return made[0] if made is not None and call.matrices else made
 
-    made, lse = backend.empty_output(call, full(out), full(lse_out), want_lse)
-    return Outputs(made, lse, (shown(out, made), shown(lse_out, lse)), scratch)
+def _full(call: Call, array: Any) -> Any:
+    """Return a result that is given with an axis of heads."""
+    return array[None] if array is not None and call.matrices else array
+
+
+def _shown(call: Call, given: Any, made: Any) -> Any:
+    """Return a result as users see it: the array given, or the one that was made."""
+    if given is not None:
+        return given
+    return made[0] if made is not None and call.matrices else made
+
+
+def tangent_outputs(
+    call: Call, tangents: Tangents, given: tuple[Any, Any, Any, Any], want_lse: bool
+) -> TangentOutputs:
+    """Check tangents and the arrays given for results, and make those that are not given."""
+    if call.device is not None:
+        raise ArgumentTypeError(
+            "q: got an array in the memory of a GPU, for which there is no kernel of tangents; "
+            "expected arrays in host memory. Pass cupy.asnumpy(q), and the other arrays likewise."
+        )
+    checked = problem_tangents.checked(tangents, call)
+    inputs = validate.read_arrays(call) | checked.named
+    interop.one_home(inputs)
+    out_shape, lse_shape = result_shapes(call)
+    wanted: dict[str, Target] = {}
+    for name, array in zip(("out", "tout_out", "lse_out", "tlse_out"), given, strict=True):
+        if array is not None:
+            is_lse = "lse" in name
+            dtype = call.problem.accumulator if is_lse else call.problem.dtype
+            wanted[name] = array, lse_shape if is_lse else out_shape, dtype
+    _check_written(wanted, dict.fromkeys(wanted, call.q), inputs, in_one_place=True)
+    backend = dispatch.backend_of(call.q)
+    out, tout, lse, tlse = (_full(call, x) for x in given)
+    out, lse = backend.empty_output(call, out, lse, want_lse)
+    tout, tlse = backend.empty_output(call, tout, tlse, want_lse)
+    made = out, tout, lse, tlse
+    shown: Any = tuple(_shown(call, *pair) for pair in zip(given, made, strict=True))
+    return TangentOutputs(problem_tangents.with_heads(checked, call), made, shown)
 
 
 def targets(

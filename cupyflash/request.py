@@ -12,7 +12,7 @@ from .backends import host_replay
 from .executor import Executor
 from .gpu import launch_cache, recent
 from .lazy import cached_property
-from .outputs import Outputs, Targets
+from .outputs import Outputs, TangentOutputs, Targets
 from .problem import cached, validate
 from .problem.arguments import DENSE, Cached, Dense, Operands, Packed
 from .problem.call import Call
@@ -117,6 +117,11 @@ class Request(Executor):
         """Compute out and lse."""
         backend = dispatch.backend_of(self.call.q)
         return self.rows.compute(backend, self.call, made.out, made.lse, made.scratch)
+
+    def forward_tangent(self, made: TangentOutputs) -> Any:
+        """Compute out, lse and their tangents."""
+        backend = dispatch.backend_of(self.call.q)
+        return backend.forward_tangent(self.call, made.tangents, made.results)
 
     def remember(self) -> None:
         """Let calls like this one be recognised by arrays and a mask, if it says nothing else."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
+from ..problem.tangents import TangentResults, Tangents
 from ..rowwise import Arrays, Operation
 
 
@@ -55,6 +56,12 @@ class Backend(Protocol):
         deterministic: bool = False,
     ) -> CallResult:
         """Compute `gradients`; those that the call does not have are None."""
+        ...
+
+    def forward_tangent(
+        self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
+    ) -> CallResult:
+        """Compute out, lse and their tangents: arrays as `empty_output` returns, or like them."""
         ...
 
     def workspace_size(self, call: Call) -> int:

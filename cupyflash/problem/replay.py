@@ -185,6 +185,10 @@ class Signature(ABC):
         """
         del out, lse, workspace
 
+    def forward_tangent(self, results: Sequence[Any]) -> Any:
+        """Compute a forward with tangents likewise: out, its tangent, lse, its tangent."""
+        del results
+
     def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
         """Compute the gradients of a call likewise."""
         del grads_out, workspace

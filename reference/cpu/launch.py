@@ -8,7 +8,9 @@ from __future__ import annotations
 from .backward_call import BackwardCall
 from .float_modes import own_arithmetic
 from .forward_call import ForwardCall
+from .forward_tangent_call import ForwardTangentCall
 from .layout import Array, Problem, Programs
+from .program import Program
 
 
 @own_arithmetic
@@ -33,6 +35,35 @@ def forward(
     tiles = block_q, block_kv
     call = ForwardCall(problem, programs, q, k, v, sink, out, lse, *tiles, resumes)
     call(q, k, v, sink, out, lse)
+    return call
+
+
+@own_arithmetic
+def forward_tangent(
+    problem: Problem,
+    programs: Programs,
+    tbias: Program,
+    q: Array,
+    k: Array,
+    v: Array,
+    tq: Array | None,
+    tk: Array | None,
+    tv: Array | None,
+    sink: Array | None,
+    tsink: Array | None,
+    out: Array,
+    tout: Array,
+    lse: Array,
+    tlse: Array,
+    block_q: int,
+    block_kv: int,
+) -> ForwardTangentCall:
+    """Write out, lse and their tangents; return the call, which can be made again."""
+    read = q, k, v, tq, tk, tv, sink, tsink
+    written = out, tout, lse, tlse
+    like = *read[:-1], *written
+    call = ForwardTangentCall(problem, programs, tbias, *like, block_q, block_kv)
+    call(*read, *written)
     return call
 
 
