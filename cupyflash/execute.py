@@ -134,7 +134,7 @@ def forward_tangent(
         def prepare() -> outputs.TangentOutputs:
             return outputs.tangent_outputs(request.call, tangents, results, want_lse)
 
-        made = request.carry_out(prepare, request.forward_tangent, recalled)
+        made = carry_out(prepare, request.forward_tangent, recalled)
     return tuple(made) if return_lse else tuple(made[:2])
 
 

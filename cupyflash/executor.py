@@ -7,13 +7,13 @@ There are three kinds: `Request` computes at once, `pieces.executor.Streamed` by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from .outputs import Outputs, TangentOutputs, Targets
+from .outputs import Outputs, Targets
 from .problem.call import Array, Call, Gradients
 
-Prepared = TypeVar("Prepared", Outputs, Targets, TangentOutputs)
+Prepared = TypeVar("Prepared", Outputs, Targets)
 Made = TypeVar("Made", bound="Shown")
 
 
@@ -52,10 +52,6 @@ class Recalled(Keeper, Protocol):
 
         Returns None if there is none, or if the call must be checked again.
         """
-        ...
-
-    def forward_tangent(self, results: Sequence[Any]) -> Any:
-        """Compute it with tangents likewise, and return out, its tangent, lse and its tangent."""
         ...
 
     def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:

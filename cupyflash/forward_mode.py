@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, SupportsIndex, Unpack, overload
+from typing import Literal, SupportsIndex, TypeAlias, Unpack, overload
 
 from numpy.typing import NDArray
 
@@ -19,6 +19,8 @@ from .problem.signatures import JvpOptions
 from .problem.tangents import Tangents
 from .request import Request
 from .scores import Score
+
+Results: TypeAlias = tuple[Array, Array] | tuple[Array, Array, FloatArray, FloatArray]
 
 
 @overload
@@ -88,7 +90,7 @@ def attention_jvp(
     *,
     return_lse: bool,
     **options: Unpack[JvpOptions],
-) -> tuple[Array, Array] | tuple[Array, Array, FloatArray, FloatArray]: ...
+) -> Results: ...
 
 
 @explained
@@ -115,7 +117,7 @@ def attention_jvp(
     tout_out: Array | None = None,
     lse_out: Array | None = None,
     tlse_out: Array | None = None,
-) -> tuple[Array, Array] | tuple[Array, Array, FloatArray, FloatArray]:
+) -> Results:
     """Compute attention and its derivative along a direction, in one pass: forward mode.
 
     If q moves by ``e * tq``, k by ``e * tk`` and so on, for a small number e, then the output moves
@@ -195,7 +197,8 @@ def attention_jvp(
     tangents = Tangents(tq, tk, tv, tbias, tsink)
     request = Request(q, k, v, options=options)
     results = out, tout_out, lse_out, tlse_out
-    return execute.forward_tangent(request, tangents, return_lse, results)
+    made: Results = execute.forward_tangent(request, tangents, return_lse, results)
+    return made
 
 
 @overload
@@ -280,7 +283,7 @@ def attention_varlen_jvp(
     check: bool | None = None,
     return_lse: bool,
     **options: Unpack[JvpOptions],
-) -> tuple[Array, Array] | tuple[Array, Array, FloatArray, FloatArray]: ...
+) -> Results: ...
 
 
 @explained
@@ -310,7 +313,7 @@ def attention_varlen_jvp(
     tout_out: Array | None = None,
     lse_out: Array | None = None,
     tlse_out: Array | None = None,
-) -> tuple[Array, Array] | tuple[Array, Array, FloatArray, FloatArray]:
+) -> Results:
     """Compute `attention_varlen` and its derivative along a direction, in one pass.
 
     Parameters
@@ -353,4 +356,5 @@ def attention_varlen_jvp(
     tangents = Tangents(tq, tk, tv, tbias, tsink)
     request = Request(q, k, v, Packed(offsets_q, offsets_k, check), options=options)
     results = out, tout_out, lse_out, tlse_out
-    return execute.forward_tangent(request, tangents, return_lse, results)
+    made: Results = execute.forward_tangent(request, tangents, return_lse, results)
+    return made

@@ -145,11 +145,6 @@ def tangent_outputs(
     call: Call, tangents: Tangents, given: tuple[Any, Any, Any, Any], want_lse: bool
 ) -> TangentOutputs:
     """Check tangents and the arrays given for results, and make those that are not given."""
-    if call.device is not None:
-        raise ArgumentTypeError(
-            "q: got an array in the memory of a GPU, for which there is no kernel of tangents; "
-            "expected arrays in host memory. Pass cupy.asnumpy(q), and the other arrays likewise."
-        )
     checked = problem_tangents.checked(tangents, call)
     inputs = validate.read_arrays(call) | checked.named
     interop.one_home(inputs)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
+from ..errors import ArgumentTypeError
 from ..gpu import launch, piece_launches, row_launches
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
+from ..problem.tangents import TangentResults, Tangents
 from ..rowwise import Arrays, Operation
 from .backend import output_shape
 
@@ -61,6 +63,19 @@ class Gpu:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
         arrays = do, out, lse, dlse, gradients, workspace
         return launch.backward(call, *arrays, plan, deterministic=deterministic)
+
+    def forward_tangent(
+        self,
+        call: Call,  # noqa: ARG002
+        tangents: Tangents,  # noqa: ARG002
+        results: TangentResults,  # noqa: ARG002
+        plan: Plan | None = None,  # noqa: ARG002
+    ) -> CallResult:
+        """Refuse the call: there are no kernels of tangents."""
+        raise ArgumentTypeError(
+            "q: got an array in the memory of a GPU, for which there is no kernel of tangents; "
+            "expected arrays in host memory. Pass cupy.asnumpy(q), and the other arrays likewise."
+        )
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of scratch that the call's backward needs."""

@@ -25,8 +25,9 @@ from numpy.typing import ArrayLike, NDArray
 from cupyflash.arrays.dtypes import DTYPES
 from cupyflash.reference.spec import naive, naive_formulas
 
+from .magnitudes import Terms, total
 from .precision import Precision, Rounding
-from .rounding import BackwardErrors, Errors, Terms, backward_errors, forward_errors, total
+from .rounding import BackwardErrors, Errors, backward_errors, forward_errors
 
 __all__ = [
     "BackwardBound",
@@ -153,11 +154,12 @@ def rho(actual: ArrayLike, exact: ArrayLike, bound: ArrayLike) -> Rho:
     return Rho(float(ratio[index]), index)
 
 
-def _tiles(length: int, block_kv: int) -> int:
+def tiles_of(length: int, block_kv: int) -> int:
+    """Return how many tiles some keys are."""
     return max(1, -(-length // block_kv))
 
 
-def _safe(bound: Any, precision: Precision) -> NDArray[np.float64]:
+def safe(bound: Any, precision: Precision) -> NDArray[np.float64]:
     """Double the bound where long double is no wider than the float64 that is bounded."""
     coarse = np.finfo(precision.reference_dtype).eps > precision.unit / 8
     return np.asarray(bound, np.float64) * (2 if coarse else 1)
@@ -170,7 +172,7 @@ def _forward(
         f,
         naive_formulas.score_chain(options.get("score_mod")),
         precision,
-        tiles=_tiles(f.k.shape[2], block_kv),
+        tiles=tiles_of(f.k.shape[2], block_kv),
         splits=splits,
         dropout=options.get("dropout", 0.0) > 0,
     )
@@ -188,7 +190,7 @@ def _reduced(terms: Iterable[Any], lead: naive.Lead, shape: tuple[int, ...]) -> 
 
 def _stored(terms: Terms, precision: Precision, rounding: Rounding) -> Bounded:
     with np.errstate(all="ignore"):
-        return Bounded(terms.exact, _safe(total(terms, 3, precision, rounding), precision))
+        return Bounded(terms.exact, safe(total(terms, 3, precision, rounding), precision))
 
 
 def _rounding(array: Any, precision: Precision) -> Rounding:
@@ -235,7 +237,7 @@ def forward_bound(
 
     def bounded(exact: Any, bound: Any) -> Bounded:
         shape = exact.shape[2:] if lead.flat else lead.axes + exact.shape[1:]
-        return Bounded(exact.reshape(shape), _safe(bound, precision).reshape(shape))
+        return Bounded(exact.reshape(shape), safe(bound, precision).reshape(shape))
 
     ill = int(e.ill_conditioned.sum())
     return ForwardBound(bounded(f.out, e.out), bounded(f.lse, e.lse), ill)
@@ -301,7 +303,7 @@ def backward_bound(
         summed(r.dv, v.shape, precision.output),
         dbias,
         dsink,
-        Bounded(g.delta.reshape(shape), _safe(r.delta, precision).reshape(shape)),
+        Bounded(g.delta.reshape(shape), safe(r.delta, precision).reshape(shape)),
         int(e.ill_conditioned.sum()),
     )
 
@@ -351,8 +353,8 @@ def forward_bound_varlen(
     parts = naive.sequences(q, k, v, offsets_q, offsets_k, options=options, dtype=dtype)
     for rows, _, f in parts:
         e = _forward(f, options, precision, block_kv, splits)
-        out[:, rows], out_bound[:, rows] = f.out[0], _safe(e.out[0], precision)
-        lse[:, rows], lse_bound[:, rows] = f.lse[0], _safe(e.lse[0], precision)
+        out[:, rows], out_bound[:, rows] = f.out[0], safe(e.out[0], precision)
+        lse[:, rows], lse_bound[:, rows] = f.lse[0], safe(e.lse[0], precision)
         ill += int(e.ill_conditioned.sum())
     return ForwardBound(Bounded(out, out_bound), Bounded(lse, lse_bound), ill)
 
@@ -414,7 +416,7 @@ def backward_bound_varlen(
             here = exact[name][:, rows]
             x = _stored(_reduced(terms, one, here.shape), precision, precision.output)
             exact[name][:, rows], bounds[name][:, rows] = x.exact, x.bound
-        delta[:, rows_q], delta_bound[:, rows_q] = g.delta[0], _safe(r.delta[0], precision)
+        delta[:, rows_q], delta_bound[:, rows_q] = g.delta[0], safe(r.delta[0], precision)
         for target, part in zip(dbias, r.dbias, strict=True):
             target[b, :, : f.allowed.shape[2], : f.allowed.shape[3]] = part[0]
         results.append(r)

@@ -83,6 +83,7 @@ class TangentScratch(NamedTuple):
     m_new: Array
     l: Array
     l_old: Array
+    weight: Array  # of a tile's keys together
     ref: Array
     has_ref: Array
     symbols: Array
@@ -104,7 +105,7 @@ def tangent_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         TangentScratch,
-        (*(tile,) * 10, WORDS, vector(types.boolean), *(tile,) * 7, INTS, INTS)
+        (*(tile,) * 10, WORDS, vector(types.boolean), *(tile,) * 8, INTS, INTS)
         + (TABLE, whole_rows(number)) * 3
         + (TABLE, of_mask) * 2,
     )
@@ -124,10 +125,10 @@ def tangent_scratch(
     counts = (
         queries, queries * has.q, cells, cells, cells * sizes.changes_slope, cells * sizes.drops,
         rows * max(width, width_v), keys * width * has.k, keys * width_v, keys * width_v * has.v,
-        lanes * (2 * sizes.d_v + 1), lanes, panel, lanes, panel, lanes, lanes,
+        lanes * (2 * sizes.d_v + 1), lanes, panel, lanes, panel, panel, lanes, lanes,
     )  # fmt: skip
-    arrays = aligned(counts, number)
-    return TangentScratch(
+    arrays: list[Any] = aligned(counts, number)
+    made: list[Any] = [
         *arrays[:10],
         np.empty((4, panel if sizes.drops else 0), np.uint32),
         np.empty(cells if sizes.may_mask else 0, np.bool_),
@@ -139,7 +140,8 @@ def tangent_scratch(
         *make_registers(bias, lanes, number),
         *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
         *make_registers(sizes.tile, 1, np.dtype(np.float32)),
-    )
+    ]
+    return TangentScratch(*made)
 
 
 @helper
@@ -185,26 +187,25 @@ def weigh_tangents(scratch, p0, lanes, r):
     """Make tt into e (tt - ref), and add it to r; rows that see their first keys get a ref."""
     p, ts, begin, end = scratch.s, scratch.ts, scratch.edges[FIRST], scratch.edges[LAST]
     ref, has_ref = scratch.ref[p0 : p0 + lanes], scratch.has_ref[p0 : p0 + lanes]
-    total, mean = scratch.l_old, scratch.m_new
+    before, mean, weight = scratch.l_old, scratch.m_new, scratch.weight
     zero, one = p.dtype.type(0), p.dtype.type(1)
     missing = 0
     for i in range(lanes):
         missing |= has_ref[i] == zero
     if missing:
-        # l_old is the sink's part of the row sum; m_new is not needed any more.
+        # In rows that have seen nothing, l_old is the sink's part of the sum of weights.
         for i in range(lanes):
-            mean[i] = 0
+            mean[i] = weight[i] = zero
         for j in range(begin, end):
             row, weights = ts[j * lanes : (j + 1) * lanes], p[j * lanes : (j + 1) * lanes]
             for i in range(lanes):
                 mean[i] += weights[i] * row[i]
-        l = scratch.l[p0 : p0 + lanes]
+                weight[i] += weights[i]
         for i in range(lanes):
-            weight = l[i] - total[i]
-            first = has_ref[i] == zero and weight > zero
-            number = mean[i] / weight if first else zero
+            first = has_ref[i] == zero and weight[i] > zero
+            number = mean[i] / weight[i] if first else zero
             ref[i] = number if first else ref[i]
-            r[i] -= total[i] * number if first else zero
+            r[i] -= before[i] * number if first else zero
             has_ref[i] = one if first else has_ref[i]
     for j in range(begin, end):
         row, weights = ts[j * lanes : (j + 1) * lanes], p[j * lanes : (j + 1) * lanes]

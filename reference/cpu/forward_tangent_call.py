@@ -41,7 +41,7 @@ class ForwardTangentCall(PreparedCall):
     ) -> None:  # fmt: skip
         num_threads()  # a wrong number of threads is an error of the first call
         kind = kind_of(q.dtype)
-        has = Tangents(*(int(x is not None) for x in (tq, tk, tv)), tbias)
+        has = Tangents(int(tq is not None), int(tk is not None), int(tv is not None), tbias)
         called = called_kernels(problem, programs, False, kind, by_vectors=True, changes=tbias)
         self._pointers = pointers = made_ready(
             problem, programs, called, kind, forward_tangent, by_vectors=True
@@ -55,7 +55,8 @@ class ForwardTangentCall(PreparedCall):
         self._operands = [read(q), read(k, keys=True), read(v, keys=True)]
         # In place of a tangent that there is not, kernels know of its array and do not read it.
         self._directions = [
-            None if x is None else read(x, keys) for x, keys in ((tq, 0), (tk, 1), (tv, 1))
+            None if x is None else read(x, keys)
+            for x, keys in ((tq, False), (tk, True), (tv, True))
         ]
         self._results = [
             Result(layout, x, scratch, narrow=pointers.narrow)
@@ -108,9 +109,9 @@ class ForwardTangentCall(PreparedCall):
         """Write all results."""
         for operand, array in zip(self._operands, (q, k, v), strict=True):
             operand.load(array)
-        for direction, array in zip(self._directions, (tq, tk, tv), strict=True):
-            if direction is not None:
-                direction.load(array)
+        for direction, tangent in zip(self._directions, (tq, tk, tv), strict=True):
+            if direction is not None and tangent is not None:
+                direction.load(tangent)
         if sink is not None:
             self._sinks[...] = sink
         if tsink is not None:
