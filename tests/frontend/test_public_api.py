@@ -31,8 +31,10 @@ FUNCTIONS = {
     "attention",
     "attention_backward",
     "attention_cached",
+    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_jvp",
     "attention_varlen_vjp",
     "attention_vjp",
     "combine",
@@ -112,6 +114,7 @@ CODES = {"q_scale", "k_scale", "v_scale", "qkv_dtype", "out_dtype"}
 TAKES_OPTIONS = {
     "attention": {"return_lse", "out", "lse_out", *CODES},
     "attention_backward": {"dlse", "deterministic", "bias_gradient", "grads_out", "workspace"},
+    "attention_jvp": {"tbias", "tsink", "return_lse", "out", "tout_out", "lse_out", "tlse_out"},
     "attention_vjp": {"check", "deterministic", "bias_gradient", "return_lse"},
     "plan": {"offsets_q", "offsets_k", *CODES},
     "workspace_size": {"offsets_q", "offsets_k"},
