@@ -20,7 +20,7 @@ from .errors import ArgumentTypeError
 from .executor import Executor, Recalled, carry_out
 from .gpu import checksum_launches
 from .problem.call import Array, Gradients
-from .problem.tangents import Tangents
+from .problem.tangents import RESULTS, Tangents
 from .request import Request
 from .row_request import RowRequest
 
@@ -126,7 +126,7 @@ def forward_tangent(
     read["read tbias"] = tangents.tbias  # kernels look it up, as arrays of masks and scores
     written = _NOTHING
     if any(x is not None for x in results):
-        written = dict(zip(("out", "tout", "lse", "tlse"), results, strict=True))
+        written = dict(zip(RESULTS, results, strict=True))
     recalled = request.signature(kind, read, written)
     made = None if recalled is None else recalled.forward_tangent(results)
     if made is None:

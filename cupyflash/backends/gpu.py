@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
-from ..errors import ArgumentTypeError
 from ..gpu import launch, piece_launches, row_launches
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
@@ -65,17 +64,10 @@ class Gpu:
         return launch.backward(call, *arrays, plan, deterministic=deterministic)
 
     def forward_tangent(
-        self,
-        call: Call,  # noqa: ARG002
-        tangents: Tangents,  # noqa: ARG002
-        results: TangentResults,  # noqa: ARG002
-        plan: Plan | None = None,  # noqa: ARG002
+        self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
     ) -> CallResult:
-        """Refuse the call: there are no kernels of tangents."""
-        raise ArgumentTypeError(
-            "q: got an array in the memory of a GPU, for which there is no kernel of tangents; "
-            "expected arrays in host memory. Pass cupy.asnumpy(q), and the other arrays likewise."
-        )
+        """Compute out, lse, unless it is None, and their tangents."""
+        return launch.forward_tangent(call, tangents, results, plan)
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of scratch that the call's backward needs."""

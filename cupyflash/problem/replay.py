@@ -346,11 +346,12 @@ def keep(
     if compiled is None:
         return
     tables = []
+    known = {name: x for name, x in seen.arrays.items() if name.startswith("read ")}
     for n, table in enumerate(read):
-        found = [place for place, array in enumerate(seen.read) if array is table]
+        found = [name for name, x in known.items() if x is table]
         if not found:
             return  # a copy, made for this call
-        tables.append((f"table {n}", f"read {found[0]}"))
+        tables.append((f"table {n}", found[0]))
     keep_as(seen, compiled, tables, results, nbytes)
 
 

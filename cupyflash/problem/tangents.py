@@ -30,6 +30,7 @@ class Tangents(NamedTuple):
         return {name: x for name, x in self._asdict().items() if x is not None}
 
 
+RESULTS = "out", "tout", "lse", "tlse"
 TangentResults = tuple[Array, Array, Any, Any]  # out, its tangent, lse, its tangent; or None
 _ABSENT = {
     "tbias": "pass bias=np.zeros_like(tbias), which changes no score",

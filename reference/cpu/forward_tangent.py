@@ -247,7 +247,7 @@ def forward_tangent(
         ni = min(shape.block_q, shape.len_q[b] - i0)
         count = 0
 
-        # Queries and their tangents.
+        # 1 load q
         for p0 in range(0, ni, changes.panel):
             n = min(changes.panel, ni - p0)
             lanes = padded(n, vector)
@@ -304,7 +304,7 @@ def forward_tangent(
                 qt = first_address(scratch.qt) + p0 * shape.d * itemsize
                 tqt = first_address(scratch.tqt) + p0 * shape.d * itemsize
 
-                # Scores and their tangents.
+                # 2 scores
                 scores = (
                     shape.scale, k_place + begin * k_row * itemsize, k_row, 1, qt, pair,
                     pair * shape.d, first_address(s) + cells, lanes, 0, keys, lanes, shape.d,
@@ -325,7 +325,7 @@ def forward_tangent(
                         itemsize, tangents.q, 0,
                     )  # fmt: skip
                     multiply(product, of_keys)
-                # Score changes, and their derivatives.
+                # 3 score mod
                 if changes.slope.code.shape[0] and (tangents.q or tangents.k):
                     ri, rf, slope = scratch.slope_ri, scratch.slope_rf, scratch.slope
                     program = changes.slope
@@ -335,14 +335,15 @@ def forward_tangent(
                 if changes.score.code.shape[0]:
                     ri, rf, program = scratch.score_ri, scratch.score_rf, changes.score
                     apply_score(changes.pointers, program, symbols, n, edges, lanes, s, s, ri, rf)
-                # The mask.
+                # 4 mask
                 apply_mask(changes, symbols, n, edges, lanes, s, scratch.mask_ri, scratch.mask_rf)
                 if careful:
                     note_seen(s, seen, nj * lanes)
                 score_tangents(shape, changes, tangents, scratch, n, lanes)
-                # Maxima, and the sums so far relative to them.
+                # 5 row max
                 begin_maxima(m, lanes, m_new)
                 row_max(s, begin, end, lanes, m_new)
+                # 6 rescale
                 place = first_address(scratch.sums) + p0 * depth * itemsize
                 rescale(m, m_new, l, place, lanes, depth, itemsize, shape.log2_e)
                 for i in range(lanes):
@@ -350,7 +351,7 @@ def forward_tangent(
                 exponentiate(s, begin, end, lanes, m, l, shape.log2_e)
                 first_r = p0 * depth + (depth - 1) * lanes
                 weigh_tangents(scratch, p0, lanes, scratch.sums[first_r : first_r + lanes])
-                # Weighted values.
+                # 7 accumulate p v
                 if shape.drop_below:
                     words = scratch.words
                     dropout_factors(shape, changes, b, h, i0 + p0, n, j0, nj, lanes, z, words)
@@ -381,7 +382,7 @@ def forward_tangent(
             lanes = padded(n, vector)
             m, l = scratch.m[p0:], scratch.l[p0:]
             finish_state(m, l, lanes, s, m_new)
-            # Normalised results.
+            # 8 normalise
             sums = scratch.sums[p0 * depth :]
             r = sums[(depth - 1) * lanes : depth * lanes]
             for i in range(lanes):
@@ -407,7 +408,7 @@ def forward_tangent(
                         result.row * result.itemsize,
                     )  # fmt: skip
                     write_narrow(changes.pointers.narrow, rounded)
-            # Log-sum-exp and its tangent.
+            # 9 store lse
             for i in range(n):
                 store(row_address(lse, b, h, i0 + p0 + i), m_new[i])
                 store(row_address(tlse, b, h, i0 + p0 + i), scratch.ref[p0 + i] + l_old[i])
