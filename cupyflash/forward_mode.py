@@ -126,7 +126,7 @@ def attention_jvp(
     Parameters
     ----------
     q, k, v : array
-        As in `attention`, in host memory.
+        As in `attention`.
     tq, tk, tv : array, optional
         The direction: tangents of `q`, `k` and `v`, each of its array's shape and dtype, with any
         strides. None stands for zeros, and saves the products with them.
@@ -319,7 +319,7 @@ def attention_varlen_jvp(
     Parameters
     ----------
     q, k, v, offsets_q, offsets_k
-        As in `attention_varlen`, in host memory.
+        As in `attention_varlen`.
     tq, tk, tv : array, optional
         Tangents of `q`, `k` and `v`, packed like them; None stands for zeros.
     check : bool, optional

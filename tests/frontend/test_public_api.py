@@ -116,7 +116,7 @@ TAKES_OPTIONS = {
     "attention_backward": {"dlse", "deterministic", "bias_gradient", "grads_out", "workspace"},
     "attention_jvp": {"tbias", "tsink", "return_lse", "out", "tout_out", "lse_out", "tlse_out"},
     "attention_vjp": {"check", "deterministic", "bias_gradient", "return_lse"},
-    "plan": {"offsets_q", "offsets_k", *CODES},
+    "plan": {"offsets_q", "offsets_k", "tangents", *CODES},
     "workspace_size": {"offsets_q", "offsets_k"},
 }
 TAKES_OPTIONS |= {

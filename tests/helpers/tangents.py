@@ -18,18 +18,18 @@ from cupyflash.testing.placement import Layout, Placed, random_layout
 NAMES = ("out", "tout", "lse", "tlse")
 
 
-def directions_of(problem: Problem, offset: float = 0.0) -> Directions:
-    """Draw a direction: some tangents are None, and those of a bias may have much in common."""
+def directions_of(problem: Problem, missing: float = 0.2) -> Directions:
+    """Draw a direction; tangents are None with the probability `missing`."""
     rng = np.random.default_rng([problem.seed, 3])
     arrays = (problem.q, problem.k, problem.v, *map(problem.options.get, ("bias", "sink")))
     drawn: list[Array | None] = []
-    for name, x in zip(Directions._fields, arrays, strict=True):
-        if x is None or rng.random() < 0.2:
+    for x in arrays:
+        if x is None or rng.random() < missing:
             drawn.append(None)
             continue
         layout = random_layout(rng, x.ndim, x.itemsize) if rng.random() < 0.5 else Layout()
         placed = Placed(x.shape, x.dtype, layout)
-        placed.view[...] = rng.standard_normal(x.shape) + offset * (name == "tbias")
+        placed.view[...] = rng.standard_normal(x.shape)
         drawn.append(placed.view)
     return Directions(*drawn)
 

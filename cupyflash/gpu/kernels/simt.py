@@ -143,12 +143,6 @@ def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
 # Kernel -> (its shared elements, whether its block's rows are keys, columns of its results).
 KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[Shape], int]]] = {
     "forward_simt": (forward_simt, False, lambda x: x.padded_columns(x.d_v)),
-    # Two results, and two tiles of scores, of which one has 64 keys at most.
-    "forward_simt_tangent": (
-        forward_simt_tangent,
-        False,
-        lambda x: 2 * x.padded_columns(x.d_v) + 64,
-    ),
     "backward_simt_dkdv": (
         backward_simt_dkdv,
         True,
@@ -156,6 +150,12 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
     ),
     "backward_simt_dq": (backward_simt_dq, False, lambda x: x.padded_columns(x.d)),
     "backward_bias": (backward_bias, False, lambda x: 0),
+    # Two results, and two tiles of scores, of which one has 64 keys at most.
+    "forward_simt_tangent": (
+        forward_simt_tangent,
+        False,
+        lambda x: 2 * x.padded_columns(x.d_v) + 64,
+    ),
 }
 
 # Kernel, bytes of the accumulator's type -> rows of a block's results, rows that are streamed at a
