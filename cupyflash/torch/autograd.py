@@ -1,4 +1,4 @@
-"""Autograd functions: derivatives in reverse mode, and rules for torch.func.vmap."""
+"""Autograd functions: derivatives in both modes, and rules for torch.func.vmap."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 from ..errors import ArgumentError
 from . import compute, recognised
-from .batching import Rule, batched
-from .operands import Operands, Settings
+from .batching import Rule, batched, one_by_one
+from .operands import MOVING, Operands, Settings
 from .tensors import PLAIN, is_transforming
 
 _OTHER = (
@@ -34,6 +34,8 @@ class _Attention(torch.autograd.Function):
         ctx.settings, *operands = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, *output)
+        if forward_ad._current_level >= 0 or is_transforming():
+            ctx.save_for_forward(*operands, *output)
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
@@ -44,11 +46,31 @@ class _Attention(torch.autograd.Function):
         return batched(_FORWARD, info.batch_size, in_dims[1:], settings, operands)
 
     @staticmethod
-    def jvp(*_: Any) -> NoReturn:
-        raise ArgumentError(
-            "attention: got a request for a derivative in forward mode; expected reverse mode. "
-            f"{_OTHER}"
-        )
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        *operands, _, _ = ctx.saved_tensors
+        return _run(_Tangents, ctx.settings, *tangents[:MOVING], *operands)
+
+
+class _Tangents(torch.autograd.Function):
+    """Computes the tangents of out and lse; those of operands come before these."""
+
+    @staticmethod
+    def forward(settings: Settings, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return compute.tangents(settings, Operands(*tensors[MOVING:]), tensors[:MOVING])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(*_: Any) -> NoReturn:
+        raise _no_second()
+
+    jvp = backward
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, *tensors: Any) -> Any:
+        return one_by_one(_FORWARD_TANGENTS, info.batch_size, in_dims[1:], settings, tensors)
 
 
 class _Replayed(torch.autograd.Function):
@@ -143,10 +165,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(*_: Any) -> NoReturn:
-        raise ArgumentError(
-            "attention: got a request for a second derivative; expected only first ones "
-            f"(create_graph=False). {_OTHER}"
-        )
+        raise _no_second()
 
     jvp = backward
 
@@ -162,18 +181,26 @@ class _Gradients(torch.autograd.Function):
         return batched(rule, info.batch_size, in_dims[2:], settings, tensors)
 
 
-for _function in (_Attention, _Gradients, _Replayed):
+def _no_second() -> ArgumentError:
+    return ArgumentError(
+        "attention: got a request for a second derivative; expected only first ones "
+        f"(create_graph=False). {_OTHER}"
+    )
+
+
+_FUNCTIONS = _Attention, _Tangents, _Gradients, _Replayed
+for _function in _FUNCTIONS:
     # PyTorch asks for the signature at every call of `apply`, so it is stored here.
     vars(_function)["forward"].__func__.__signature__ = inspect.signature(_function.forward)
 
 _FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
+_FORWARD_TANGENTS = Rule(
+    lambda settings, *tensors: _run(_Tangents, settings, *tensors), MOVING, expands=False
+)
 
 # PyTorch's own `apply` asks first whether a transform is active. Without one it then calls the
 # method of its base class; calling that directly saves 20 us.
-_APPLY = {
-    function: super(torch.autograd.Function, function).apply
-    for function in (_Attention, _Gradients, _Replayed)
-}
+_APPLY = {function: super(torch.autograd.Function, function).apply for function in _FUNCTIONS}
 
 
 _replay = _APPLY[_Replayed]

@@ -10,6 +10,7 @@ from .. import dispatch, execute
 from ..problem.arguments import DENSE, Dense, Packed
 from ..problem.call import Gradients
 from ..problem.options import Options
+from ..problem.tangents import Tangents
 from ..request import Request
 from . import recognised, tensors
 from .operands import Operands, Settings
@@ -97,6 +98,23 @@ def forward(
             if seen is not None and seen.form is not None:
                 recognised.keep_growing(seen, request.call, written, x.q.dtype)
     return out, lse
+
+
+def tangents(
+    settings: Settings, x: Operands, along: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tangents of out and lse, given those of q, k, v, the bias and the sink."""
+    request = _request(settings, x)
+    moved = Tangents(*(array_of(each) for each in along))
+    if not x.q.is_cuda:
+        with tensors.stream_of(x.q.device):
+            made = execute.forward_tangent(request, moved, True, (None,) * 4)
+        return tensor_of(made[1]), tensor_of(made[3])
+    (out, lse), (tout, tlse) = empty(x), empty(x)
+    with tensors.stream_of(x.q.device):
+        targets = tuple(array_of(each) for each in (out, tout, lse, tlse))
+        execute.forward_tangent(request, moved, True, targets)
+    return tout, tlse
 
 
 def backward(
