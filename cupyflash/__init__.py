@@ -26,7 +26,9 @@ from .hints import other_libraries
 from .planning import plan, plan_cached, workspace_size
 from .problem.call import Gradients, Plan
 from .problem.rotary import Rotary
+from .problem.tangents import Second
 from .quantization import hadamard, quantize
+from .second_order import attention_backward_jvp, attention_varlen_backward_jvp
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:
@@ -42,15 +44,18 @@ __all__ = [
     "Gradients",
     "Plan",
     "Rotary",
+    "Second",
     "TraceError",
     "analysis",
     "append",
     "attention",
     "attention_backward",
+    "attention_backward_jvp",
     "attention_cached",
     "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_backward_jvp",
     "attention_varlen_jvp",
     "attention_varlen_vjp",
     "attention_vjp",

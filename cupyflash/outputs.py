@@ -13,8 +13,8 @@ from .arrays.device_arrays import device_of
 from .errors import ArgumentTypeError
 from .problem import tangents as problem_tangents
 from .problem import validate
-from .problem.call import Array, Call, Gradients
-from .problem.tangents import TangentResults, Tangents
+from .problem.call import Array, Call, Gradients, Results
+from .problem.tangents import Second, SecondTangents, TangentResults, Tangents
 
 Target = tuple[Any, tuple[int, ...], np.dtype[Any]]
 
@@ -96,6 +96,27 @@ class TangentOutputs(NamedTuple):
     shown: TangentResults
 
 
+class SecondTargets(NamedTuple):
+    """What a backward with tangents reads besides its operands, and where it writes.
+
+    Attributes
+    ----------
+    targets : Targets
+        Those of the gradients, whose tangents are written.
+    tangents : SecondTangents
+        The direction, with an axis of heads.
+    results : tuple of 2 array
+        Arrays for the tangents of out and lse, with an axis of heads.
+    shown : Second
+        What users get.
+    """
+
+    targets: Targets
+    tangents: SecondTangents
+    results: Results
+    shown: Second
+
+
 def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes that users see of out and lse."""
     problem = call.problem
@@ -165,6 +186,37 @@ def tangent_outputs(
     return TangentOutputs(problem_tangents.with_heads(checked, call), made, shown)
 
 
+def second_targets(
+    call: Call,
+    tangents: SecondTangents,
+    read: Mapping[str, Any],
+    grads_out: Any,
+    deterministic: Any,
+    bias_gradient: Any,
+) -> SecondTargets:
+    """Check a direction and what is given, and make what is not; `read` is as in `targets`."""
+    out_shape, lse_shape = result_shapes(call)
+    tdo, tdlse = tangents.tdo, tangents.tdlse
+    if tdo is not None:
+        tdo = validate.given(tdo, "tdo", out_shape, call.problem.dtype)
+    if tdlse is not None:
+        tdlse = validate.given(tdlse, "tdlse", lse_shape, call.problem.accumulator)
+    arrays = problem_tangents.checked(tangents.arrays, call)
+    named = {"tdo": tdo, "tdlse": tdlse, **arrays.named}
+    more = {name: x for name, x in named.items() if x is not None}
+    made = targets(call, read, grads_out, deterministic, bias_gradient, None, True, more)
+    results = dispatch.backend_of(call.q).empty_output(call)
+    assert results[1] is not None
+    moved = SecondTangents(
+        problem_tangents.with_heads(arrays, call), _full(call, tdo), _full(call, tdlse)
+    )
+    shown = Second(made.shown, *(_shown(call, None, x) for x in results))
+    return SecondTargets(made, moved, (results[0], results[1]), shown)
+
+
+_NO_MORE: Mapping[str, Array] = {}
+
+
 def targets(
     call: Call,
     read: Mapping[str, Any],
@@ -173,13 +225,14 @@ def targets(
     bias_gradient: Any,
     workspace: Any,
     in_one_place: bool,
+    more: Mapping[str, Array] = _NO_MORE,
 ) -> Targets:
     """Check the arrays given, and make those that are not given.
 
-    `read` has do, out, lse and dlse as users pass them.
+    `read` has do, out, lse and dlse as users pass them; `more` are other arrays that are read.
     """
     rows = _given_rows(call, **read)
-    inputs = validate.read_arrays(call) | rows
+    inputs = validate.read_arrays(call) | rows | dict(more)
     if in_one_place or call.device is None:
         interop.one_home(inputs)
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
-from ..problem.tangents import TangentResults, Tangents
+from ..problem.tangents import SecondTangents, TangentResults, Tangents
 from ..rowwise import Arrays, Operation
 
 
@@ -62,6 +63,20 @@ class Backend(Protocol):
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
     ) -> CallResult:
         """Compute out, lse and their tangents: arrays as `empty_output` returns, or like them."""
+        ...
+
+    def backward_tangent(
+        self,
+        call: Call,
+        rows: Mapping[str, Array],
+        tangents: SecondTangents,
+        gradients: Gradients,
+        results: Results,
+    ) -> CallResult:
+        """Compute the tangents of `gradients`, and of out and lse, which are `results`.
+
+        `rows` are do, out, lse and, if it is given, dlse.
+        """
         ...
 
     def workspace_size(self, call: Call) -> int:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from . import validate
-from .call import Array, Call
+from .call import Array, Call, Gradients
 
 
 class Tangents(NamedTuple):
@@ -32,6 +32,42 @@ class Tangents(NamedTuple):
 
 RESULTS = "out", "tout", "lse", "tlse"
 TangentResults = tuple[Array, Array, Any, Any]  # out, its tangent, lse, its tangent; or None
+
+
+class SecondTangents(NamedTuple):
+    """What a backward is differentiated along.
+
+    Attributes
+    ----------
+    arrays : Tangents
+        Those of the operands.
+    tdo, tdlse : array or None
+        Those of the gradients of out and of lse.
+    """
+
+    arrays: Tangents
+    tdo: Any = None
+    tdlse: Any = None
+
+
+class Second(NamedTuple):
+    """Derivatives of the gradients of a call along a direction, and those of its results.
+
+    Attributes
+    ----------
+    gradients : Gradients
+        The tangents of dq, dk, dv, dbias and dsink, each with its array's shape and dtype. In the
+        direction of gradients by dq, dk and so on, they are the gradients of these by q, k and so
+        on: a double backward.
+    tout, tlse : array
+        The tangents of out and lse: the gradients by do and dlse, of a double backward.
+    """
+
+    gradients: Gradients
+    tout: Any
+    tlse: Any
+
+
 _ABSENT = {
     "tbias": "pass bias=np.zeros_like(tbias), which changes no score",
     "tsink": "pass sink=, without which there is no sink that could change",

@@ -325,6 +325,8 @@ def _looked_up(node: Expr, name: str) -> tuple[Any, ...]:
 _ORIGINS = {
     "do": "the shape and dtype of out",
     "dlse": "the shape and dtype of lse",
+    "tdo": "those of do",
+    "tdlse": "those of lse",
     "tq": "those of q",
     "tk": "those of k",
     "tv": "those of v",

@@ -54,6 +54,7 @@ from .options import mask_array
 from .placement import Layout, Placed, random_layout, same_bits
 from .properties import PROPERTIES, Property
 from .report import Failure, Report, Result
+from .second_bound import SecondBound, second_bound
 from .simulated import Inputs
 from .subject import Subject
 from .tangent_bound import Directions, JvpBound, jvp_bound, jvp_bound_varlen
@@ -93,6 +94,7 @@ __all__ = [
     "Result",
     "Rho",
     "Rounding",
+    "SecondBound",
     "Subject",
     "Typical",
     "backward_bound",
@@ -111,6 +113,7 @@ __all__ = [
     "random_layout",
     "rho",
     "same_bits",
+    "second_bound",
     "typical_errors",
     "verify",
 ]

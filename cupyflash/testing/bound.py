@@ -178,7 +178,7 @@ def _forward(
     )
 
 
-def _reduced(terms: Iterable[Any], lead: naive.Lead, shape: tuple[int, ...]) -> Terms:
+def reduced(terms: Iterable[Any], lead: naive.Lead, shape: tuple[int, ...]) -> Terms:
     """Sum every part of `terms` over what was broadcast from `shape`."""
     exact, errors, size, count = terms
     shapes = (shape, shape, shape, shape)
@@ -188,12 +188,13 @@ def _reduced(terms: Iterable[Any], lead: naive.Lead, shape: tuple[int, ...]) -> 
     return Terms(*(naive.sum_to_shape(x, lead, to) for x, to in parts))
 
 
-def _stored(terms: Terms, precision: Precision, rounding: Rounding) -> Bounded:
+def bounded_sum(terms: Terms, precision: Precision, rounding: Rounding) -> Bounded:
+    """Return a sum with the bound of what is stored of it."""
     with np.errstate(all="ignore"):
         return Bounded(terms.exact, safe(total(terms, 3, precision, rounding), precision))
 
 
-def _rounding(array: Any, precision: Precision) -> Rounding:
+def rounding_of(array: Any, precision: Precision) -> Rounding:
     """Rounding to the type of a bias or sink, whose gradient is stored in it."""
     dtype = np.asarray(array).dtype
     if dtype.name not in DTYPES:
@@ -289,13 +290,13 @@ def backward_bound(
     bias, sink = options.get("bias"), options.get("sink")
 
     def summed(terms: Terms, shape: tuple[int, ...], rounding: Rounding) -> Bounded:
-        return _stored(_reduced(terms, lead, shape), precision, rounding)
+        return bounded_sum(reduced(terms, lead, shape), precision, rounding)
 
     dbias = dsink = None
     if bias is not None:
-        dbias = summed(r.dbias, np.shape(bias), _rounding(bias, precision))
+        dbias = summed(r.dbias, np.shape(bias), rounding_of(bias, precision))
     if r.dsink is not None:
-        dsink = _sink([r], _rounding(sink, precision), precision)
+        dsink = _sink([r], rounding_of(sink, precision), precision)
     shape = g.delta.shape[2:] if lead.flat else lead.axes + g.delta.shape[1:]
     return BackwardBound(
         summed(r.dq, q.shape, precision.output),
@@ -312,7 +313,7 @@ def _sink(parts: list[BackwardErrors], rounding: Rounding, precision: Precision)
     """Sum the sink's gradient over batch entries and sequences."""
     terms = [x.dsink for x in parts if x.dsink is not None]
     columns = (np.concatenate(x, axis=0).sum(axis=0) for x in zip(*terms, strict=True))
-    return _stored(Terms(*columns), precision, rounding)
+    return bounded_sum(Terms(*columns), precision, rounding)
 
 
 def forward_bound_varlen(
@@ -414,7 +415,7 @@ def backward_bound_varlen(
         r = backward_errors(f, g, e, precision, with_dlse=dlse is not None)
         for name, rows, terms in (("dq", rows_q, r.dq), ("dk", rows_k, r.dk), ("dv", rows_k, r.dv)):
             here = exact[name][:, rows]
-            x = _stored(_reduced(terms, one, here.shape), precision, precision.output)
+            x = bounded_sum(reduced(terms, one, here.shape), precision, precision.output)
             exact[name][:, rows], bounds[name][:, rows] = x.exact, x.bound
         delta[:, rows_q], delta_bound[:, rows_q] = g.delta[0], safe(r.delta[0], precision)
         for target, part in zip(dbias, r.dbias, strict=True):
@@ -424,13 +425,13 @@ def backward_bound_varlen(
     every = naive.Lead((len(parts),), len(parts), q.shape[0], False)
     bias_bound = sink_bound = None
     if bias is not None:
-        terms = _reduced(dbias, every, np.shape(bias))
-        bias_bound = _stored(terms, precision, _rounding(bias, precision))
+        terms = reduced(dbias, every, np.shape(bias))
+        bias_bound = bounded_sum(terms, precision, rounding_of(bias, precision))
     if sink is not None:
         empty = np.zeros(np.shape(sink))
         sink_bound = Bounded(empty.astype(dtype), empty)
         if results:
-            sink_bound = _sink(results, _rounding(sink, precision), precision)
+            sink_bound = _sink(results, rounding_of(sink, precision), precision)
     dq, dk, dv = (Bounded(exact[name], bounds[name]) for name in arrays)
     return BackwardBound(
         dq,

@@ -77,10 +77,10 @@ class TangentErrors(NamedTuple):
     tlse: Floats
 
 
-def _logit_tangent_errors(
-    f: naive.Forward, t: Tangent, w: WeightErrors, precision: Precision
+def logit_tangent_errors(
+    f: naive.Forward, t: Tangent, w: WeightErrors, precision: Precision, raw: bool = False
 ) -> Floats:
-    """Bound the errors of tt; 0 where not allowed."""
+    """Bound the errors of tt, or with `raw` of ts; 0 where not allowed."""
     unit, lam, depth = precision.unit, precision.underflow, f.q.shape[-1]
     scale = float(abs(f.scale))
     pairs = ((t.tq, f.k), (f.q, t.tk))
@@ -95,6 +95,8 @@ def _logit_tangent_errors(
         products = np.maximum(products, sizes)
     safe_sums = np.maximum(products, scale * products) < precision.largest / 2
     error = np.where(safe_sums, error, np.inf)
+    if raw:
+        return np.where(f.allowed, error, 0)
     slope, size = magnitude(f.slope), magnitude(t.tscores) + error
     changed = times(slope, error) + times(w.slope, size)
     error = changed + unit * times(slope + w.slope, size) + lam
@@ -139,7 +141,7 @@ def tangent_errors(
     w = weight_errors(f, score_mod, precision, **how)
     exact_output = replace(precision, output=NOT_ROUNDED)
     out_error = forward_errors(f, score_mod, exact_output, **how).out
-    error = _logit_tangent_errors(f, t, w, precision)
+    error = logit_tangent_errors(f, t, w, precision)
     count = f.allowed.sum(axis=-1)
     tt = np.asarray(t.tlogits, np.float64)
     size, probs, gap, theta = magnitude(tt), magnitude(f.probs), w.gap, w.theta

@@ -42,7 +42,7 @@ class ForwardTangentCall(PreparedCall):
         num_threads()  # a wrong number of threads is an error of the first call
         kind = kind_of(q.dtype)
         has = Tangents(int(tq is not None), int(tk is not None), int(tv is not None), tbias)
-        called = called_kernels(problem, programs, False, kind, by_vectors=True, changes=tbias)
+        called = called_kernels(problem, programs, False, kind, by_vectors=True, changes=(tbias,))
         self._pointers = pointers = made_ready(
             problem, programs, called, kind, forward_tangent, by_vectors=True
         )

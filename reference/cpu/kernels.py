@@ -17,6 +17,7 @@ from .arguments import FunctionPointers
 from .array_mask import mask_by_array
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import backward_delta
+from .backward_tangent import backward_tangent_dkdv, backward_tangent_dq
 from .bias import add_bias
 from .bias_gradient import sum_bias_parts
 from .checksum import checksum
@@ -83,8 +84,8 @@ KERNELS = (
     forward, backward_delta, backward_dkdv, backward_dq, sum_bias_parts, combine, product,
     accumulate_product, accumulate_columns, load_columns, store_columns, load_ahead, run,
     score_by_program, add_bias, mask_by_array, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, forward_tangent, decode, merge, widen_rows, quantize, hadamard,
-    narrow_rows, halve_rows, *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
+    fill_gradient_tile, forward_tangent, backward_tangent_dkdv, backward_tangent_dq, decode, merge,
+    widen_rows, quantize, hadamard, narrow_rows, halve_rows, *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
 
@@ -94,17 +95,17 @@ def called_kernels(
     backward: bool,
     kind: int = NATIVE,
     by_vectors: bool = False,
-    changes: Program | None = None,
+    changes: tuple[Program, ...] = (),
 ) -> dict[str, Wanted]:
     """Return the kernels that tiles of scores need, by their fields in `FunctionPointers`.
 
     `kind` says how the elements of operands are stored. With `by_vectors`, no unit multiplies tiles
-    even if there is one. `changes` is one more program that works on tiles.
+    even if there is one. `changes` are more programs that work on tiles.
     """
     number = problem.accumulator
     called: dict[str, Wanted] = {}
     tiles = None if by_vectors else by_tiles(number, kind)
-    every = [programs.score, programs.slope, *([] if changes is None else [changes])]
+    every = programs.score, programs.slope, *changes
     if kind != NATIVE and (backward or tiles is None):
         called["widen"] = widen_rows, number
     if len(programs.mask.code):

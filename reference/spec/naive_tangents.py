@@ -10,6 +10,22 @@ tangents of the arrays::
     tO_ic  = sum_j Z_ij (tP_ij v_jc + P_ij tv_jc)
 
 A row that may see nothing has tO = 0, and mu = 0 (mu = tsink with a sink).
+
+The tangents of the gradients, with tdO and tdLSE for those of dO and dLSE, f' and f'' for
+derivatives of the score changes, g_ij = dP_ij - delta_i + dLSE_i, and dT, dS as in
+`naive_formulas`::
+
+    tdelta_i = sum_c tdO_ic O_ic + dO_ic tO_ic
+    tdT_ij   = tP_ij g_ij + P_ij (Z_ij sum_c (tdO_ic v_jc + dO_ic tv_jc) - tdelta_i + tdLSE_i)
+    tdS_ij   = f'_ij tdT_ij + f''_ij ts_ij dT_ij
+    tdQ_id   = scale * sum_j (tdS_ij k_jd + dS_ij tk_jd)
+    tdK_jd   = scale * sum_i (tdS_ij q_id + dS_ij tq_id)
+    tdV_jc   = sum_i Z_ij (tP_ij dO_ic + P_ij tdO_ic)
+    tdsink   = sum_i p_i ((tsink - mu_i) (dLSE_i - delta_i) + tdLSE_i - tdelta_i)
+
+Where the direction is that of gradients by dQ, dK, dV, dbias and dsink, and tdO and tdLSE are 0,
+these are the gradients of a double backward, and those by dO and dLSE are tO and mu, because second
+derivatives are symmetric.
 """
 
 from __future__ import annotations
@@ -19,15 +35,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import naive
-from .naive_formulas import Array, Forward, select_matmul
+from .naive_formulas import Array, Backward, Forward, score_chain, select_matmul
 
 __all__ = [
     "Directions",
     "NaiveTangent",
+    "SecondTangent",
     "Tangent",
     "attention_jvp",
     "attention_varlen_jvp",
     "broadcast_directions",
+    "chain_curve",
+    "second_block",
     "tangent_block",
     "tangent_dense",
 ]
@@ -123,6 +142,84 @@ def tangent_block(forward: Forward, directions: Directions) -> Tangent:
     tout = select_matmul(f.weights * tprobs, allowed, f.v)
     tout = tout + select_matmul(f.weights * f.probs, allowed, tv)
     return Tangent(tq, tk, tv, tbias, tsink, tscores, tlogits, tlse, tprobs, tout)
+
+
+class SecondTangent(NamedTuple):
+    """All arrays of the tangent of the backward, with one entry per query head.
+
+    Parameters
+    ----------
+    tdo, tdlse : ndarray
+        The directions of dO and of dLSE; zeros for None.
+    curve : ndarray, shape (B, Hq, Lq, Lk)
+        f''; 0 where not allowed.
+    tdprobs, tdlogits, tdscores : ndarray, shape (B, Hq, Lq, Lk)
+        The tangents of dP (with its dropout weights), dT and dS.
+    tdelta : ndarray, shape (B, Hq, Lq)
+        That of delta.
+    tdq, tdk, tdv : ndarray, shape (B, Hq, L, D or Dv)
+        Those of the gradients per query head.
+    tdsink : ndarray, shape (B, Hq), or None
+        That of the sink's gradient per batch entry.
+    """
+
+    tdo: Array
+    tdlse: Array
+    curve: Array
+    tdprobs: Array
+    tdelta: Array
+    tdlogits: Array
+    tdscores: Array
+    tdq: Array
+    tdk: Array
+    tdv: Array
+    tdsink: Array | None
+
+
+def chain_curve(f: Forward, score_mod: Any) -> Array:
+    """Return the second derivative of the score changes, joined by the rule for chains."""
+    s, slope, curve = f.scores, np.ones(f.scores.shape, f.q.dtype), np.zeros_like(f.scores)
+    for change in score_chain(score_mod):
+        own, _ = change.curvature(s, np.zeros(s.shape), *f.positions, f.sizes, 2.0**-53)
+        s, d = change.evaluate(s, *f.positions, f.sizes)
+        curve = own * slope**2 + d * curve
+        slope = slope * d
+    return np.where(f.allowed, curve, 0)
+
+
+@np.errstate(all="ignore")
+def second_block(
+    f: Forward, g: Backward, t: Tangent, curve: Array, tdo: Array | None, tdlse: Array | None
+) -> SecondTangent:
+    """Apply the formulas of the backward's tangent, given `chain_curve`."""
+    tdo = np.zeros_like(g.do) if tdo is None else tdo
+    tdlse = np.zeros_like(g.dlse) if tdlse is None else tdlse
+    allowed, allowed_t = f.allowed, f.allowed.swapaxes(-1, -2)
+    tdprobs = tdo @ f.v.swapaxes(-1, -2) + g.do @ t.tv.swapaxes(-1, -2)
+    tdprobs = np.where(allowed, f.weights * tdprobs, 0)
+    tdelta = (tdo * f.out + g.do * t.tout).sum(axis=-1)
+    tdelta = np.where(allowed.any(axis=-1), tdelta, 0)
+    gap = g.dprobs - (g.delta - g.dlse)[..., None]
+    tdlogits = t.tprobs * gap + f.probs * (tdprobs - (tdelta - tdlse)[..., None])
+    tdlogits = np.where(allowed, tdlogits, 0)
+    # Selected, because a derivative may be infinite where the gradient is left out.
+    tdscores = np.where(tdlogits == 0, 0, f.slope * tdlogits)
+    tdscores = tdscores + np.where(g.dlogits == 0, 0, curve * t.tscores * g.dlogits)
+    tdscores = np.where(allowed, tdscores, 0)
+    tdq = select_matmul(tdscores, allowed, f.k) + select_matmul(g.dscores, allowed, t.tk)
+    of_keys = tdscores.swapaxes(-1, -2), g.dscores.swapaxes(-1, -2)
+    tdk = select_matmul(of_keys[0], allowed_t, f.q) + select_matmul(of_keys[1], allowed_t, t.tq)
+    moved, weights = ((f.weights * x).swapaxes(-1, -2) for x in (t.tprobs, f.probs))
+    tdv = select_matmul(moved, allowed_t, g.do) + select_matmul(weights, allowed_t, tdo)
+    tdsink = None
+    if f.sink_probs is not None:
+        tsink = 0 if t.tsink is None else t.tsink
+        terms = (tsink - t.tlse) * (g.dlse - g.delta) + tdlse - tdelta
+        tdsink = (f.sink_probs * terms).sum(axis=-1)
+    return SecondTangent(
+        tdo, tdlse, curve, tdprobs, tdelta, tdlogits, tdscores, f.scale * tdq, f.scale * tdk, tdv,
+        tdsink,
+    )  # fmt: skip
 
 
 def broadcast_directions(directions: Directions, lead: naive.Lead, f: Forward) -> Directions:

@@ -8,7 +8,7 @@ from halves import mostly_thorough
 from harness import assert_near
 from hypothesis import given
 from placement import same_bits
-from strategies import DTYPES, problems
+from strategies import BFLOAT16, DTYPES, problems
 from tangents import directions_of, jvp_ratios, run_jvp
 
 import cupyflash
@@ -47,8 +47,13 @@ def jvp(arrays, direction, **options):
 # The bound, and the specification
 
 
-@BY_DTYPE
-@mostly_thorough("packed", [False, True], quick=[False], why="the same kernel; few are quick")
+@mostly_thorough(
+    ("dtype", "packed"),
+    [(dtype, packed) for packed in (False, True) for dtype in DTYPES],
+    quick=[(BFLOAT16, False), (np.dtype(np.float32), True)],
+    why="the same kernel for other types and rows",
+    ids=str,
+)
 def test_results_and_tangents_are_within_the_bound(dtype, packed):
     @given(problems(dtype, packed=packed))
     def check(problem):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -11,7 +11,14 @@ from harness import Array, block_kv, plan_of, precision_of
 import cupyflash
 from cupyflash.backends import cpu_tiles
 from cupyflash.problem import replay
-from cupyflash.testing import Directions, JvpBound, jvp_bound, jvp_bound_varlen, rho
+from cupyflash.testing import (
+    Directions,
+    JvpBound,
+    jvp_bound,
+    jvp_bound_varlen,
+    rho,
+    second_bound,
+)
 from cupyflash.testing.cases import Problem
 from cupyflash.testing.placement import Layout, Placed, random_layout
 
@@ -96,3 +103,51 @@ def jvp_ratios(
     return {
         name: rho(x, *getattr(bound, name)).value for name, x in zip(NAMES, results, strict=True)
     }
+
+
+class Cotangents(NamedTuple):
+    """Tangents of the gradients of out and lse; None: zeros."""
+
+    tdo: Array | None
+    tdlse: Array | None
+
+
+def cotangents_of(problem: Problem) -> Cotangents:
+    """Draw tangents of do and dlse, or none."""
+    rng = np.random.default_rng([problem.seed, 5])
+    shape = problem.do.shape
+    made = rng.standard_normal(shape).astype(problem.dtype), rng.standard_normal(shape[:-1])
+    kept = [x if rng.random() < 0.5 else None for x in made]
+    return Cotangents(kept[0], None if kept[1] is None else kept[1].astype(problem.accumulator))
+
+
+def second_ratios(problem: Problem, directions: Directions) -> dict[str, float]:
+    """Return rho of all second derivatives; of none where out has overflowed in float16."""
+    (tq, tk, tv, tbias, tsink), tiled = directions, cpu_tiles.tiled
+    tdo, tdlse = cotangents_of(problem)
+    arrays = problem.q, problem.k, problem.v
+
+    def chosen(of: Any) -> Any:
+        return plan_of(*problem.tiles) if problem.tiles else tiled(of)
+
+    how = {"dlse": problem.dlse, "tdo": tdo, "tdlse": tdlse, **problem.options}
+    with (
+        mock.patch.multiple(cpu_tiles, tiled=chosen, has_few_queries=lambda _: False),
+        mock.patch.object(replay, "_entries", {}),
+    ):
+        out, lse = cupyflash.attention(*arrays, return_lse=True, **problem.options)
+        if not np.isfinite(out.astype(np.float32)).all():
+            return {}
+        made = cupyflash.attention_backward_jvp(
+            problem.do, *arrays, out, lse, tq, tk, tv, tbias=tbias, tsink=tsink, **how
+        )
+    for placed in problem.placed:
+        placed.check()
+    precision = precision_of(problem, False)
+    bound = second_bound(
+        problem.do, *arrays, directions, precision=precision, block_kv=block_kv(problem), **how
+    )
+    assert problem.hard or not bound.ill_conditioned
+    ours = {**made.gradients._asdict(), "tout": made.tout, "tlse": made.tlse}
+    assert all((x is None) == (getattr(bound, name) is None) for name, x in ours.items())
+    return {name: rho(x, *getattr(bound, name)).value for name, x in ours.items() if x is not None}

@@ -45,6 +45,7 @@ ORDER = [
         "forward_mode",
         "planning",
         "quantization",
+        "second_order",
         "streamed",
         "varlen",
     ],
