@@ -60,7 +60,7 @@ class _Tangents(torch.autograd.Function):
         return compute.tangents(settings, Operands(*tensors[MOVING:]), tensors[:MOVING])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
         ctx.settings, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -84,7 +84,7 @@ class _Tangents(torch.autograd.Function):
 
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
-        raise _no_more("a second derivative in forward mode alone", "one over reverse mode")
+        raise _no_more("two derivatives in forward mode", "one, over or under reverse mode")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, *tensors: Any) -> Any:
@@ -178,7 +178,7 @@ class _Gradients(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
         ctx.settings, ctx.wants_bias, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -233,6 +233,8 @@ class _Second(torch.autograd.Function):
         tdo, tdlse, do, dlse, out, lse, *rest = tensors
         rows = {"do": do, "dlse": dlse, "out": out, "lse": lse}
         along, x = rest[:MOVING], Operands(*rest[MOVING:])
+        if x.q.is_cuda:
+            raise _no_more("a second derivative of tensors on a GPU", "first ones there")
         return tuple(compute.second(settings, x, rows, along, wants_bias, tdo, tdlse))
 
     @staticmethod
