@@ -185,7 +185,7 @@ def second(
     """
     request = _request(settings, x)
     if rows["do"] is None:
-        rows = rows | {"do": torch.zeros_like(rows["out"])}  # type: ignore[arg-type]
+        rows = rows | {"do": torch.zeros_like(rows["out"])}
     read = {name: array_of(each) for name, each in rows.items()}
     arrays = Tangents(*(array_of(each) for each in along))
     moved = SecondTangents(arrays, array_of(tdo), array_of(tdlse))

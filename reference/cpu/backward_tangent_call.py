@@ -71,8 +71,8 @@ class BackwardTangentCall(PreparedCall):
         if dsink is not None:
             self._sink(sink, tsink, lse, mu, delta, tdelta, dsink)
         directions = tq, tk, tv, tdo
-        flags: list[Any] = [int(x is not None) for x in directions]
-        moving = Moving(*flags, bias=tbias_program, curve=curve)
+        fields: list[Any] = [*(int(x is not None) for x in directions), tbias_program, curve]
+        moving = Moving(*fields)
         given = do, q, k, v, directions, lse, mu, delta, tdelta
         self._tiles(moving, given, (dq, dk, dv), dbias)
         for array, to in zip((tout, mu), results, strict=True):

@@ -62,7 +62,6 @@ WITHOUT_CASE: dict[tuple[str, str], str] = {
     ("problem/scalars.py", "sqrt(D)"): NOT_DONE,
     ("problem/validate.py", "bias_gradient=False"): NOT_DONE,
     ("testing/hypothesis_needed.py", "pip install hypothesis"): INSTALL,
-    ("torch/autograd.py", "create_graph=False"): NOT_DONE,
     ("torch/functions.py", "bias=."): TORCH,
     ("torch/operators.py", "create_graph=False"): NOT_DONE,
     ("torch/sdpa.py", ".tril()"): TORCH,
