@@ -2,8 +2,8 @@
 
 Particles in space have an energy, which a small model computes: features of each position become
 queries, keys and values of 2 heads, and the energy is a sum over the output of attention. Forces
-are the energy's negative gradient by positions. The model is trained until its forces are those of a
-given potential, so a step needs gradients of gradients. The program writes out all derivatives but
+are its negative gradient by positions. The model is trained until its forces are those of a given
+potential, so a step needs gradients of gradients. The program writes out all derivatives but
 those of attention, which are cupyflash's::
 
     python examples/match_forces.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..arrays.typed import FloatArray
 from ..errors import ArgumentError
 from . import validate
 from .call import Array, Call, Gradients
@@ -63,9 +64,9 @@ class Second(NamedTuple):
         The tangents of out and lse: the gradients by do and dlse, of a double backward.
     """
 
-    gradients: Gradients
-    tout: Any
-    tlse: Any
+    gradients: Gradients[Array, FloatArray | None]
+    tout: Array
+    tlse: FloatArray
 
 
 _ABSENT = {

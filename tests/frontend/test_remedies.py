@@ -54,6 +54,7 @@ WITHOUT_CASE: dict[tuple[str, str], str] = {
     ("costs/explanation/dense.py", "dtype='"): NOT_DONE,
     ("gpu/launch.py", "cupy.empty({}, cupy.uint8)"): GPU,
     ("gpu/kernels/registry.py", "cupy.asnumpy"): GPU,
+    ("backends/gpu.py", "cupy.asnumpy(q)"): "test_second_order.py::test_arrays_of_a_gpu",
     ("jax/arguments.py", "bias=."): JAX,
     ("arrays/reports.py", "check=True"): GPU,
     ("jax/arguments.py", "jax.jit(function, static_argnames={})"): JAX,

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from host_cupy import HostCupy
+from host_cupy import HostCupy, in_host
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, streamed
@@ -30,5 +30,7 @@ def test_streamed_calls(arrays):
 def test_arrays_of_a_gpu(arrays, install):
     cupy = install(HostCupy())
     q, out, lse = map(cupy.asarray, arrays)
-    with pytest.raises(ArgumentTypeError, match=r"cupy\.asnumpy"):
+    with pytest.raises(ArgumentTypeError, match=r"Pass cupy\.asnumpy\(q\), and the other"):
         cupyflash.attention_backward_jvp(q, q, q, q, out, lse, q)
+    q, out, lse = map(in_host, (q, out, lse))  # as cupy.asnumpy does
+    assert cupyflash.attention_backward_jvp(q, q, q, q, out, lse, q).tout.shape == out.shape
