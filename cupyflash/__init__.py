@@ -21,11 +21,14 @@ from .closures import attention_vjp
 from .conversion import convert
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.arguments import lookup
+from .forward_mode import attention_jvp, attention_varlen_jvp
 from .hints import other_libraries
 from .planning import plan, plan_cached, workspace_size
 from .problem.call import Gradients, Plan
 from .problem.rotary import Rotary
+from .problem.tangents import Second
 from .quantization import hadamard, quantize
+from .second_order import attention_backward_jvp, attention_varlen_backward_jvp
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:
@@ -41,14 +44,19 @@ __all__ = [
     "Gradients",
     "Plan",
     "Rotary",
+    "Second",
     "TraceError",
     "analysis",
     "append",
     "attention",
     "attention_backward",
+    "attention_backward_jvp",
     "attention_cached",
+    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_backward_jvp",
+    "attention_varlen_jvp",
     "attention_varlen_vjp",
     "attention_vjp",
     "combine",

@@ -20,6 +20,8 @@ from .errors import ArgumentTypeError
 from .executor import Executor, Recalled, carry_out
 from .gpu import checksum_launches
 from .problem.call import Array, Gradients
+from .problem.tangents import RESULTS, Second, SecondTangents, Tangents
+from .request import Request
 from .row_request import RowRequest
 
 _NOTHING: Mapping[str, Any] = {}
@@ -105,6 +107,37 @@ def _checked_forward(
     return shown
 
 
+def forward_tangent(
+    request: Request,
+    tangents: Tangents,
+    return_lse: Any,
+    results: tuple[Any, Any, Any, Any],
+) -> Any:
+    """Compute a call with its tangents along a direction.
+
+    `results` are arrays for out, its tangent, lse and its tangent, or None for new ones.
+    """
+    check_flag(return_lse, "return_lse")
+    if not is_device_array(request.q):
+        tangents = Tangents(*interop.of_device(**tangents._asdict()))
+    want_lse = bool(return_lse) or results[2] is not None or results[3] is not None
+    kind = "forward with tangents" if want_lse else "forward with tangents, without lse"
+    read = {"tq": tangents.tq, "tk": tangents.tk, "tv": tangents.tv, "tsink": tangents.tsink}
+    read["read tbias"] = tangents.tbias  # kernels look it up, as arrays of masks and scores
+    written = _NOTHING
+    if any(x is not None for x in results):
+        written = dict(zip(RESULTS, results, strict=True))
+    recalled = request.signature(kind, read, written)
+    made = None if recalled is None else recalled.forward_tangent(results)
+    if made is None:
+
+        def prepare() -> outputs.TangentOutputs:
+            return outputs.tangent_outputs(request.call, tangents, results, want_lse)
+
+        made = carry_out(prepare, request.forward_tangent, recalled)
+    return tuple(made) if return_lse else tuple(made[:2])
+
+
 def backward_signature(
     request: Executor,
     do: Any,
@@ -183,6 +216,35 @@ def _checked_backward(
 
     computed: Gradients = request.carry_out(prepare, request.backward, recalled)
     return computed
+
+
+def backward_tangent(
+    request: Request,
+    read: Mapping[str, Any],
+    tangents: SecondTangents,
+    grads_out: Any,
+    deterministic: Any,
+    bias_gradient: Any,
+) -> Second:
+    """Compute the tangents of the gradients of a call, into the arrays given or into new ones.
+
+    `read` has do, out, lse and dlse.
+    """
+    _check_flags({"deterministic": deterministic, "bias_gradient": bias_gradient})
+    if not is_device_array(read["do"]):
+        named = dict(read) | tangents.arrays._asdict()
+        named |= {"tdo": tangents.tdo, "tdlse": tangents.tdlse}
+        named = dict(zip(named, interop.of_device(**named), strict=True))
+        read = {name: named[name] for name in read}
+        arrays = Tangents(*(named[name] for name in Tangents._fields))
+        tangents = SecondTangents(arrays, named["tdo"], named["tdlse"])
+
+    def prepare() -> outputs.SecondTargets:
+        given = read, grads_out, deterministic, bias_gradient
+        return outputs.second_targets(request.call, tangents, *given)
+
+    second: Second = carry_out(prepare, request.backward_tangent, None)
+    return second
 
 
 def rows(request: RowRequest[Any]) -> dict[str, Array]:
@@ -284,6 +346,37 @@ class Vjp(Generic[F]):
         gradients = backward(self._request, do, out, lse, dlse, *how)
         self._sums.compare(gradients)
         return gradients
+
+    def jvp(
+        self,
+        do: DLPackArray,
+        tq: DLPackArray | None = None,
+        tk: DLPackArray | None = None,
+        tv: DLPackArray | None = None,
+        *,
+        tbias: DLPackArray | None = None,
+        tsink: DLPackArray | None = None,
+        dlse: DLPackArray | None = None,
+        tdo: DLPackArray | None = None,
+        tdlse: DLPackArray | None = None,
+    ) -> Second:
+        """Return the derivatives of the gradients along a direction: see `attention_backward_jvp`.
+
+        Raises
+        ------
+        ArgumentTypeError
+            If the call is streamed, or one over ranks; and as `attention_backward_jvp`.
+        """
+        if not isinstance(self._request, Request):
+            raise ArgumentTypeError(
+                "vjp.jvp: got a call that is computed by chunks or over ranks, whose gradients "
+                "have no derivatives; expected one of attention_vjp or attention_varlen_vjp."
+            )
+        out, lse = self._results()
+        read = {"do": do, "out": out, "lse": lse, "dlse": dlse}
+        moved = SecondTangents(Tangents(tq, tk, tv, tbias, tsink), tdo, tdlse)
+        how = None, self._deterministic, self._bias_gradient
+        return backward_tangent(self._request, read, moved, *how)
 
     def _results(self) -> tuple[Array, Array]:
         """Return out and lse; if the user has changed them, as they are computed again."""

@@ -11,8 +11,10 @@ from . import dispatch
 from .arrays import interop
 from .arrays.device_arrays import device_of
 from .errors import ArgumentTypeError
+from .problem import tangents as problem_tangents
 from .problem import validate
-from .problem.call import Array, Call, Gradients
+from .problem.call import Array, Call, Gradients, Results
+from .problem.tangents import Second, SecondTangents, TangentResults, Tangents
 
 Target = tuple[Any, tuple[int, ...], np.dtype[Any]]
 
@@ -75,6 +77,46 @@ class Targets(NamedTuple):
         }
 
 
+class TangentOutputs(NamedTuple):
+    """What a forward with tangents reads besides its operands, and where it writes.
+
+    Attributes
+    ----------
+    tangents : Tangents
+        Those of the operands with an axis of heads.
+    results : tuple of 4 array
+        Arrays for out, its tangent, lse and its tangent, with an axis of heads; the latter two are
+        None if they are neither wanted nor needed.
+    shown : tuple of 4 array
+        The same as users see them.
+    """
+
+    tangents: Tangents
+    results: TangentResults
+    shown: TangentResults
+
+
+class SecondTargets(NamedTuple):
+    """What a backward with tangents reads besides its operands, and where it writes.
+
+    Attributes
+    ----------
+    targets : Targets
+        Those of the gradients, whose tangents are written.
+    tangents : SecondTangents
+        The direction, with an axis of heads.
+    results : tuple of 2 array
+        Arrays for the tangents of out and lse, with an axis of heads.
+    shown : Second
+        What users get.
+    """
+
+    targets: Targets
+    tangents: SecondTangents
+    results: Results
+    shown: Second
+
+
 def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes that users see of out and lse."""
     problem = call.problem
@@ -104,16 +146,75 @@ def outputs(
         size = backend.workspace_size_cached(call)
         scratch = validate.workspace(workspace, size, used, "workspace_size_cached")
 
-    def full(array: Any) -> Any:
-        return array[None] if array is not None and call.matrices else array
+    made, lse = backend.empty_output(call, _full(call, out), _full(call, lse_out), want_lse)
+    return Outputs(made, lse, (_shown(call, out, made), _shown(call, lse_out, lse)), scratch)
 
-    def shown(given: Any, made: Any) -> Any:
-        if given is not None:
-            return given
-        return made[0] if made is not None and call.matrices else made
 
-    made, lse = backend.empty_output(call, full(out), full(lse_out), want_lse)
-    return Outputs(made, lse, (shown(out, made), shown(lse_out, lse)), scratch)
+def _full(call: Call, array: Any) -> Any:
+    """Return a result that is given with an axis of heads."""
+    return array[None] if array is not None and call.matrices else array
+
+
+def _shown(call: Call, given: Any, made: Any) -> Any:
+    """Return a result as users see it: the array given, or the one that was made."""
+    if given is not None:
+        return given
+    return made[0] if made is not None and call.matrices else made
+
+
+def tangent_outputs(
+    call: Call, tangents: Tangents, given: tuple[Any, Any, Any, Any], want_lse: bool
+) -> TangentOutputs:
+    """Check tangents and the arrays given for results, and make those that are not given."""
+    checked = problem_tangents.checked(tangents, call)
+    inputs = validate.read_arrays(call) | checked.named
+    interop.one_home(inputs)
+    out_shape, lse_shape = result_shapes(call)
+    wanted: dict[str, Target] = {}
+    for name, array in zip(("out", "tout_out", "lse_out", "tlse_out"), given, strict=True):
+        if array is not None:
+            is_lse = "lse" in name
+            dtype = call.problem.accumulator if is_lse else call.problem.dtype
+            wanted[name] = array, lse_shape if is_lse else out_shape, dtype
+    _check_written(wanted, dict.fromkeys(wanted, call.q), inputs, in_one_place=True)
+    backend = dispatch.backend_of(call.q)
+    out, tout, lse, tlse = (_full(call, x) for x in given)
+    out, lse = backend.empty_output(call, out, lse, want_lse)
+    tout, tlse = backend.empty_output(call, tout, tlse, want_lse)
+    made = out, tout, lse, tlse
+    shown: Any = tuple(_shown(call, *pair) for pair in zip(given, made, strict=True))
+    return TangentOutputs(problem_tangents.with_heads(checked, call), made, shown)
+
+
+def second_targets(
+    call: Call,
+    tangents: SecondTangents,
+    read: Mapping[str, Any],
+    grads_out: Any,
+    deterministic: Any,
+    bias_gradient: Any,
+) -> SecondTargets:
+    """Check a direction and what is given, and make what is not; `read` is as in `targets`."""
+    out_shape, lse_shape = result_shapes(call)
+    tdo, tdlse = tangents.tdo, tangents.tdlse
+    if tdo is not None:
+        tdo = validate.given(tdo, "tdo", out_shape, call.problem.dtype)
+    if tdlse is not None:
+        tdlse = validate.given(tdlse, "tdlse", lse_shape, call.problem.accumulator)
+    arrays = problem_tangents.checked(tangents.arrays, call)
+    named = {"tdo": tdo, "tdlse": tdlse, **arrays.named}
+    more = {name: x for name, x in named.items() if x is not None}
+    made = targets(call, read, grads_out, deterministic, bias_gradient, None, True, more)
+    results = dispatch.backend_of(call.q).empty_output(call)
+    assert results[1] is not None
+    moved = SecondTangents(
+        problem_tangents.with_heads(arrays, call), _full(call, tdo), _full(call, tdlse)
+    )
+    shown = Second(made.shown, *(_shown(call, None, x) for x in results))
+    return SecondTargets(made, moved, (results[0], results[1]), shown)
+
+
+_NO_MORE: Mapping[str, Array] = {}
 
 
 def targets(
@@ -124,13 +225,14 @@ def targets(
     bias_gradient: Any,
     workspace: Any,
     in_one_place: bool,
+    more: Mapping[str, Array] = _NO_MORE,
 ) -> Targets:
     """Check the arrays given, and make those that are not given.
 
-    `read` has do, out, lse and dlse as users pass them.
+    `read` has do, out, lse and dlse as users pass them; `more` are other arrays that are read.
     """
     rows = _given_rows(call, **read)
-    inputs = validate.read_arrays(call) | rows
+    inputs = validate.read_arrays(call) | rows | dict(more)
     if in_one_place or call.device is None:
         interop.one_home(inputs)
     else:

@@ -10,6 +10,8 @@ from . import dispatch
 from .arrays.interop import DLPackArray
 from .arrays.typed import CacheDType, DType, Number
 from .backends import routes
+from .errors import ArgumentError
+from .execute import check_flag
 from .masks import Mask
 from .problem.arguments import Cached, dense_or_packed
 from .problem.call import Plan
@@ -42,6 +44,7 @@ def plan(
     v_scale: DLPackArray | SupportsFloat | None = None,
     qkv_dtype: DType = None,
     out_dtype: DType = None,
+    tangents: bool = False,
 ) -> Plan:
     """Say which kernel would serve a call, with which tiles, and why. Nothing is computed.
 
@@ -55,6 +58,8 @@ def plan(
         As in `attention`.
     q_scale, k_scale, v_scale, qkv_dtype, out_dtype
         As in `attention`.
+    tangents : bool
+        Whether it is about `attention_jvp`, with tangents of all arrays.
 
     Returns
     -------
@@ -78,8 +83,14 @@ def plan(
     )
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
     rows = dense_or_packed(offsets_q, offsets_k)
+    check_flag(tangents, "tangents")
     call = Request(q, k, v, rows, Fp8.of(*given), options).call
-    return replace(routes.route(call, routes.target_of(call)).plan, axes=call.axes)
+    if tangents and call.encoding.operands:
+        raise ArgumentError(
+            "tangents: got True with codes, which have no tangents; expected numbers in q, k and v."
+        )
+    route = routes.route(call, routes.target_of(call), tangents=tangents)
+    return replace(route.plan, axes=call.axes)
 
 
 @explained

@@ -12,7 +12,7 @@ from .backends import host_quick, host_replay
 from .executor import Executor
 from .gpu import launch_cache, recent
 from .lazy import cached_property
-from .outputs import Outputs, Targets
+from .outputs import Outputs, SecondTargets, TangentOutputs, Targets
 from .problem import cached, validate
 from .problem.arguments import DENSE, Cached, Dense, Operands, Packed
 from .problem.call import Call
@@ -117,6 +117,17 @@ class Request(Executor):
         """Compute out and lse."""
         backend = dispatch.backend_of(self.call.q)
         return self.rows.compute(backend, self.call, made.out, made.lse, made.scratch)
+
+    def forward_tangent(self, made: TangentOutputs) -> Any:
+        """Compute out, lse and their tangents."""
+        backend = dispatch.backend_of(self.call.q)
+        return backend.forward_tangent(self.call, made.tangents, made.results)
+
+    def backward_tangent(self, made: SecondTargets) -> Any:
+        """Compute the tangents of gradients, of out and of lse."""
+        backend, of = dispatch.backend_of(self.call.q), made.targets
+        results = made.results
+        return backend.backward_tangent(self.call, of.rows, made.tangents, of.gradients, results)
 
     def remember(self) -> None:
         """Let calls like this one be recognised by arrays and a mask, if it says nothing else."""

@@ -21,7 +21,7 @@ from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr import arguments
 from .expr.arguments import ArrayLike, Indices, as_array, remembered, traced, untraced
 from .expr.bind import Alignment, Axis, aligned, bind
-from .expr.derivative import derivative
+from .expr.derivative import derivative, second_derivative
 from .expr.evaluate import evaluate
 from .expr.functions import (
     POSITIONS,
@@ -142,6 +142,37 @@ class Score(Structured):
         roots = (bound, derivative(bound))
         parts = [x for pair in evaluate_with_error(roots, symbols, s_error, unit) for x in pair]
         return tuple(np.broadcast_to(part, s.shape) for part in parts)
+
+    def curvature(
+        self,
+        s: FloatArray,
+        s_error: npt.ArrayLike,
+        b: Indices,
+        h: Indices,
+        i: Indices,
+        j: Indices,
+        sizes: object,
+        unit: float,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return the second derivative with respect to the score, with a bound on its error.
+
+        Parameters
+        ----------
+        s, s_error, b, h, i, j, sizes, unit
+            As in `evaluate_with_error`.
+
+        Returns
+        -------
+        curve, curve_error : numpy.ndarray
+            Arrays with the shape of `s`; the error is as in `evaluate_with_error`.
+        """
+        bound = bind(self.expr, flat_sizes(sizes))
+        symbols = position_symbols(b, h, i, j, sizes) | {"score": s}
+        if not s.size:
+            return np.zeros(s.shape, s.dtype), np.zeros(s.shape)
+        (pair,) = evaluate_with_error((second_derivative(bound),), symbols, s_error, unit)
+        curve, error = (np.broadcast_to(part, s.shape) for part in pair)
+        return curve, error
 
 
 def is_score(node: Expr) -> bool:

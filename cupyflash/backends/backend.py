@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
+from ..problem.tangents import SecondTangents, TangentResults, Tangents
 from ..rowwise import Arrays, Operation
 
 
@@ -55,6 +57,26 @@ class Backend(Protocol):
         deterministic: bool = False,
     ) -> CallResult:
         """Compute `gradients`; those that the call does not have are None."""
+        ...
+
+    def forward_tangent(
+        self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
+    ) -> CallResult:
+        """Compute out, lse and their tangents: arrays as `empty_output` returns, or like them."""
+        ...
+
+    def backward_tangent(
+        self,
+        call: Call,
+        rows: Mapping[str, Array],
+        tangents: SecondTangents,
+        gradients: Gradients,
+        results: Results,
+    ) -> CallResult:
+        """Compute the tangents of `gradients`, and of out and lse, which are `results`.
+
+        `rows` are do, out, lse and, if it is given, dlse.
+        """
         ...
 
     def workspace_size(self, call: Call) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
 from ..problem.formats import values
 from ..problem.route import CallResult
+from ..problem.tangents import SecondTangents, TangentResults, Tangents
 from ..rowwise import Arrays, Operation, scales_on_cpu
 from . import cpu_programs, cpu_tiles
 from .backend import output_shape
@@ -193,6 +195,78 @@ class Cpu:
             made, made, cpu_programs.looked_up(programs), {**read, "dlse": dlse}, of_mask
         )
         return CallResult(made.visited, None if workspace is not None else again)
+
+    def forward_tangent(
+        self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
+    ) -> CallResult:
+        """Compute out, lse and their tangents."""
+        from cupyflash.reference.cpu import launch
+
+        plan = plan or cpu_tiles.with_tangents(call.problem)
+        programs = cpu_programs.programs(call)
+        tbias, tables = cpu_programs.of_tangent(call, tangents.tbias)
+        tq, tk, tv, _, tsink = tangents
+        made = launch.forward_tangent(
+            call.problem,
+            programs,
+            tbias,
+            call.q,
+            call.k,
+            call.v,
+            tq,
+            tk,
+            tv,
+            call.sink,
+            tsink,
+            *results,
+            plan.block_q,
+            plan.block_kv,
+        )
+        read = {"q": call.q, "k": call.k, "v": call.v, "tq": tq, "tk": tk, "tv": tv}
+        of_mask = OtherNumbers.of(call.problem, *cpu_programs.seen(programs))
+        looked_up = [*cpu_programs.looked_up(programs), *tables]
+        return CallResult(made.visited, Replayed(made, made, looked_up, read, of_mask))
+
+    def backward_tangent(
+        self,
+        call: Call,
+        rows: Mapping[str, Array],
+        tangents: SecondTangents,
+        gradients: Gradients,
+        results: Results,
+    ) -> CallResult:
+        """Compute the tangents of gradients, of out and of lse, always in the same order."""
+        from cupyflash.reference.cpu import launch
+
+        plan = cpu_tiles.tiled(call.problem)
+        programs = cpu_programs.programs(call)
+        tq, tk, tv, tbias, tsink = tangents.arrays
+        of_bias, curve = cpu_programs.of_tangent(call, tbias)[0], cpu_programs.curve(call)
+        made = launch.backward_tangent(
+            call.problem,
+            programs,
+            of_bias,
+            curve[0],
+            rows["do"],
+            call.q,
+            call.k,
+            call.v,
+            rows["out"],
+            rows["lse"],
+            rows.get("dlse"),
+            call.sink,
+            tangents.tdo,
+            tangents.tdlse,
+            tq,
+            tk,
+            tv,
+            tsink,
+            tuple(gradients),
+            results,
+            plan.block_q,
+            plan.block_kv,
+        )
+        return CallResult(made.visited)
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of scratch that the call's backward needs."""

@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError
+from ..expr.derivative import second_derivative
+from ..expr.functions import SCORE
 from ..expr.interval import FULL, tile_class
 from ..expr.key_range import KeyRange, key_range
-from ..expr.nodes import walk
+from ..expr.nodes import convert, walk
 from ..expr.strided import strided_condition
 from ..expr.structure import MOST_NUMBER, Structure, named, tree
 from ..expr.tile_classes import tile_classes
 from ..lazy import Kept
 from ..masks import position_symbols
 from ..problem import positions
-from ..problem.bound_exprs import Trees, bound, trees
+from ..problem.bound_exprs import Trees, added, bound, trees
 from ..problem.cache import Cache
 from ..problem.cached import MOST_POSITIONS
 from ..problem.cached_rows import CachedRows
@@ -104,6 +106,30 @@ def programs(call: Call, len_k: Array | None = None) -> Any:
     return Programs(
         score, slope, mask, tile, (left.trees, read, Seen(left.found, left.numbers)), left.ends
     )
+
+
+def of_tangent(call: Call, tbias: Array | None) -> tuple[Any, list[tuple[Array, Array]]]:
+    """Return the program that adds the tangent of a bias, and its tables as `looked_up` does."""
+    from cupyflash.reference.cpu.program import NO_PROGRAM
+
+    from ..expr.lower import lowered
+
+    if tbias is None:
+        return NO_PROGRAM, []
+    program, arrays = lowered(added(SCORE, tbias, "tbias", call.problem))
+    return program, list(zip(program.tables, arrays, strict=True))
+
+
+def curve(call: Call) -> tuple[Any, list[Array]]:
+    """Return the program of the second derivative of a call's score changes, and its arrays."""
+    from cupyflash.reference.cpu.program import NO_PROGRAM
+
+    from ..expr.lower import lowered
+
+    if call.score_mod is None:
+        return NO_PROGRAM, []
+    root = convert(second_derivative(bound(call.score_mod.expr, call.problem)), "float")
+    return (NO_PROGRAM, []) if root.op == "constant" and root.value == 0 else lowered(root)
 
 
 def looked_up(made: Any) -> list[tuple[Array | None, Array]]:

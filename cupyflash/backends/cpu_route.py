@@ -20,6 +20,7 @@ from .cpu_tiles import Choice
 # What the kernels compute: their part, and the same in words.
 COMPUTES = {
     "forward": "out and log-sum-exp",
+    "tangents": "out, log-sum-exp and their tangents",
     "delta": "delta = rowsum(do * out)",
     "dkdv": "dk and dv",
     "dq": "dq",
@@ -76,6 +77,14 @@ def of(call: Call) -> CpuRoute:
     why = functools.partial(_why, choice, call)
     first = _step("numpy", "numbers", (0, 0), why, lambda: 1, lambda: nbytes)
     return CpuRoute(numbers, (first, _main(numbers, choice)))
+
+
+def of_tangents(call: Call) -> CpuRoute:
+    """Return the route of a forward with tangents."""
+    plan = cpu_tiles.with_tangents(call.problem)
+    of_queries = partial(_blocks, call, call.problem.len_q, plan.block_q, call.problem.heads)
+    tiles, why = (plan.block_q, plan.block_kv), partial(_why, Choice(plan, for_few=False), call)
+    return CpuRoute(call, (_step(plan.kernel, "tangents", tiles, why, of_queries, lambda: 0),))
 
 
 def of_gradients(call: Call) -> CpuRoute:

@@ -94,6 +94,11 @@ def has_few_queries(problem: Problem) -> bool:
     return few and queries > 0 and problem.rows.known_k >= FEWEST_KEYS
 
 
+def with_tangents(problem: Problem) -> Plan:
+    """Return the kernel and the tiles of a forward with tangents."""
+    return replace(tiled(problem), kernel="reference.forward_tangent")
+
+
 def tiled(problem: Problem) -> Plan:
     """Return the tiles of the kernels for any problem."""
     widest = max(problem.d, problem.d_v)

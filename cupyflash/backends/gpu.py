@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
+from ..errors import ArgumentTypeError
 from ..gpu import launch, piece_launches, row_launches
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
+from ..problem.tangents import SecondTangents, TangentResults, Tangents
 from ..rowwise import Arrays, Operation
 from .backend import output_shape
 
@@ -61,6 +64,27 @@ class Gpu:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
         arrays = do, out, lse, dlse, gradients, workspace
         return launch.backward(call, *arrays, plan, deterministic=deterministic)
+
+    def forward_tangent(
+        self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
+    ) -> CallResult:
+        """Compute out, lse, unless it is None, and their tangents."""
+        return launch.forward_tangent(call, tangents, results, plan)
+
+    def backward_tangent(
+        self,
+        call: Call,  # noqa: ARG002
+        rows: Mapping[str, Array],  # noqa: ARG002
+        tangents: SecondTangents,  # noqa: ARG002
+        gradients: Gradients,  # noqa: ARG002
+        results: Results,  # noqa: ARG002
+    ) -> CallResult:
+        """Refuse the call: no kernel computes tangents of gradients."""
+        raise ArgumentTypeError(
+            "q: got an array in the memory of a GPU, for which no kernel computes tangents of "
+            "gradients; expected arrays in host memory. Pass cupy.asnumpy(q), and the other arrays "
+            "likewise."
+        )
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of scratch that the call's backward needs."""

@@ -134,6 +134,20 @@ class Replayed:
         self._run(named["q"], named["k"], named["v"], named.get("sink"), out, lse)
         return True
 
+    def forward_tangent(self, seen: HostSignature, results: Sequence[Any]) -> bool:
+        """Compute results and tangents for the arrays of a signature; return whether it was done.
+
+        `results` are out, its tangent, lse and its tangent.
+        """
+        if self._of_mask is not None and not self._of_mask(self._call, seen.numbers):
+            return False
+        named = self._load(seen)
+        self._run(
+            named["q"], named["k"], named["v"], named["tq"], named["tk"], named["tv"],
+            named.get("sink"), named["tsink"], *results,
+        )  # fmt: skip
+        return True
+
     def backward(self, seen: HostSignature, gradients: Gradients) -> bool:
         """Compute gradients for the arrays of a signature; return whether it could be done."""
         if self._of_mask is not None and not self._of_mask(self._call, seen.numbers):

@@ -174,6 +174,18 @@ class HostSignature(Signature):
         entry.compiled.free.append(call)
         return (out, lse) if is_done else None
 
+    def forward_tangent(self, results: Sequence[Any]) -> Any:
+        """Compute a forward with tangents again."""
+        entry = replay.find(self)
+        if entry is None or (call := entry.compiled.take()) is None:
+            return None
+        made = [
+            spec.empty() if x is None else x for x, spec in zip(results, entry.specs, strict=True)
+        ]
+        is_done = call.forward_tangent(self, made)
+        entry.compiled.free.append(call)
+        return made if is_done else None
+
     def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
         """Compute the gradients of a call again."""
         entry = None if workspace is not None else replay.find(self)

@@ -16,7 +16,11 @@ def target_of(call: Call) -> Target | None:
 
 
 def route(
-    call: Call, target: Target | None, backward: bool = False, deterministic: bool = False
+    call: Call,
+    target: Target | None,
+    backward: bool = False,
+    deterministic: bool = False,
+    tangents: bool = False,
 ) -> Route:
     """Return the kernels that serve a call, in order, as its arrays and sizes decide.
 
@@ -30,7 +34,13 @@ def route(
         Whether it is about the gradients.
     deterministic : bool
         Whether gradients are summed in one order.
+    tangents : bool
+        Whether it is about a forward with tangents of all arrays.
     """
+    if tangents:
+        return (
+            cpu_route.of_tangents(call) if target is None else gpu_route.of_tangents(call, target)
+        )
     if target is None:
         return cpu_route.of_gradients(call) if backward else cpu_route.of(call)
     if backward:

@@ -147,6 +147,7 @@ def generate(
     slope: Expr | None = None,
     keys: KeyRange | None = None,
     short: bool = False,
+    tangent: Expr | None = None,
 ) -> Generated:
     """Write the functions of a call's bound expressions.
 
@@ -161,11 +162,17 @@ def generate(
         The range of keys that the mask lets a query see, if it has one.
     short : bool
         Whether positions and lengths are at most `width.LIMIT`.
+    tangent : Expr, optional
+        A tangent of the score, to which that of the bias is added.
     """
     if slope is not None and slope.op == "constant" and slope.value == 1.0:
         slope = None
-    parameters = _Parameters(divisors=_divisors(allowed, changed))
-    for root in (allowed, changed):  # the users' numbers come first, then those of the structure
+    parameters = _Parameters(divisors=_divisors(allowed, changed, tangent))
+    for root in (
+        allowed,
+        changed,
+        tangent,
+    ):  # the users' numbers come first, then those of the structure
         for node in walk(root) if root is not None else ():
             if node.op == "constant":
                 parameters.constant(node)
@@ -182,7 +189,7 @@ def generate(
         parts.append(_function("int tile_class", "TileBox", classes, body))
     if keys is not None:
         parts.append(_range_function(keys, parameters))
-    scores = {"score_mod": changed, "score_mod_derivative": slope}
+    scores = {"score_mod": changed, "score_mod_derivative": slope, "score_tangent": tangent}
     roots = {name: root for name, root in scores.items() if root is not None}
     found = (node for root in roots.values() for node in _given(root, parameters))
     given = list(dict.fromkeys(found))
@@ -207,6 +214,7 @@ def generate(
         score_steps=sum(scored.values()),
         score_reads=changed is not None and _reads_by_place(changed),
         num_given=len(given),
+        has_tangent=tangent is not None,
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))

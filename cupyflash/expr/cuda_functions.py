@@ -16,8 +16,9 @@ class Functions:
         CUDA C++, the same for every call whose expressions have the same structure.
     num_ints, num_floats, num_tables : int
         How many constants and looked-up arrays they read at run time.
-    has_mask, has_score, has_dscore, has_range : bool
-        Which functions are defined; the last one is for the range of keys.
+    has_mask, has_score, has_dscore, has_range, has_tangent : bool
+        Which functions are defined; the last two are for the range of keys, and for the tangent of
+        a bias.
     has_edges : bool
         Whether the mask has edges: see `edges.has_edges`.
     mask_steps, score_steps : int
@@ -42,6 +43,7 @@ class Functions:
     score_steps: int = 0
     score_reads: bool = False
     num_given: int = 0
+    has_tangent: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ def derivative(root: Expr) -> Expr:
     return as_expr(0.0) if result is None else result
 
 
+def second_derivative(root: Expr) -> Expr:
+    """Return the derivative of `derivative`: at a kink, that of the branch that is taken."""
+    return derivative(derivative(root))
+
+
 def _rule(node: Expr, d: list[Expr | None]) -> Expr | None:
     if node.op == "symbol":
         return as_expr(1.0) if node.value == "score" else None

@@ -18,6 +18,7 @@ from ..errors import ArgumentError
 from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
+from ..problem.tangents import RESULTS, TangentResults, Tangents
 from . import decode_route, driver, offsets, route
 from .compiled import CompiledLaunches
 from .uploads import Uploads
@@ -292,6 +293,33 @@ def forward(
         scratch = compiled.forward(addresses, workspace)
         if compiled.scratch and workspace is None and cuda_device.is_capturing():
             device_arrays.keep_with(out, scratch)
+    return CallResult(compiled=None if copies else compiled, tables=made.tables)
+
+
+def forward_tangent(
+    call: Call,
+    tangents: Tangents,
+    results: TangentResults,
+    plan: Plan | None = None,
+    visited: Array | None = None,
+) -> CallResult:
+    """Write out, lse, unless it is None, and their tangents; the rest is as in `forward`."""
+    device = _device(call)
+    with cuda_device.current(device):
+        counts, target = visited is not None, cuda_device.of(device)
+        made = route.forward_tangent(call, target, tangents, results, plan, counts).recipe
+        compiled = compiled_recipe(made, device, _in_host_memory(call))
+        addresses, copies = _read_in_place(call, made)
+        addresses |= addresses_of(dict(zip(RESULTS, results, strict=True)))
+        addresses |= addresses_of({"tq": tangents.tq, "tk": tangents.tk, "tv": tangents.tv})
+        if tangents.tsink is not None:
+            held = whole(tangents.tsink, "tsink", tangents.tsink.dtype)
+            if held is not tangents.tsink:
+                copies.append(held)
+            addresses["tsink"] = device_arrays.address(held)
+        if visited is not None:
+            addresses["tiles_visited"] = device_arrays.address(visited)
+        compiled.forward(addresses)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
 
 

@@ -15,6 +15,7 @@ from ..problem.call import Gradients
 from ..problem.options import Options
 from ..problem.replay import Entry, Signature, UnlikeError, find, keep_as, kept, reach
 from ..problem.route import CallResult
+from ..problem.tangents import RESULTS as TANGENT_RESULTS
 from .launch import Addresses
 
 __all__ = [
@@ -46,6 +47,11 @@ class DeviceSignature(Signature):
         """Launch a forward again."""
         entry = find(self)
         return None if entry is None else forward(entry, self.addresses, out, lse, workspace)
+
+    def forward_tangent(self, results: Sequence[Any]) -> Any:
+        """Launch a forward with tangents again."""
+        entry = find(self)
+        return None if entry is None else forward_tangent(entry, self.addresses, results)
 
     def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
         """Launch a backward again."""
@@ -107,6 +113,23 @@ def forward(
         addresses["lse"] = lse.data.ptr
     compiled.forward(addresses, workspace)
     return out, lse
+
+
+def forward_tangent(entry: Entry, addresses: Addresses, results: Sequence[Any]) -> list[Any] | None:
+    """Compute a call with tangents with a kept entry; None if it must be checked again."""
+    compiled = entry.compiled
+    if not compiled.queue.is_here():
+        with cuda_device.current(compiled.queue.device):
+            return forward_tangent(entry, addresses, results)
+    if (compiled.uploads or compiled.scratch) and compiled.queue.current_stream().is_capturing():
+        return None  # its memory must live as long as the graph
+    made = list(results)
+    for n, spec in enumerate(entry.specs):
+        if spec is not None and made[n] is None:
+            made[n] = array = spec.empty()
+            addresses[TANGENT_RESULTS[n]] = array.data.ptr
+    compiled.forward(addresses)
+    return made
 
 
 def backward(

@@ -105,6 +105,12 @@ _FIXED: Fields = [
         for name in "page_size kind_lengths kind_table held shared shared_slots".split()
     ),
 ]
+# What follows them in a forward with tangents, behind the constants and tables.
+_TANGENTS: Fields = [
+    *((name, OPERAND, 1) for name in "tq tk tv tout tlse".split()),
+    ("tsink", "Q", 1),
+    *((name, "i", 1) for name in "kind_tsink unused".split()),
+]
 SUMMED: Fields = [
     *((name, "Q" if name == "data" else "q", 1) for name in "data begin size".split()),
     *((name, "q", MAX_AXES) for name in "shape strides".split()),
@@ -244,13 +250,14 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def params(ints: int, floats: int, tables: int) -> Layout:
-    """Return the layout of `Params` for so many constants and tables."""
+def params(ints: int, floats: int, tables: int, tangents: bool = False) -> Layout:
+    """Return the layout of `Params`, or of `TangentParams`, for so many constants and tables."""
     return Layout([
         *_FIXED,
         ("ints", "q", max(ints, 1)),
         ("floats", "d", max(floats, 1)),
         ("tables", TABLE, max(tables, 1)),
+        *(_TANGENTS if tangents else []),
     ])  # fmt: skip
 
 

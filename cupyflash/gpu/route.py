@@ -18,6 +18,7 @@ from ..arrays.unallocated import unallocated, unallocated_like
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
+from ..problem.tangents import TangentResults, Tangents
 from . import decode_route, offsets, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
@@ -41,6 +42,40 @@ def of_gradients(call: Call, target: Target, deterministic: bool = False) -> Ker
     gradients = (None if x is None else unallocated_like(x, x.shape) for x in owners)
     arrays = out, out, lse, None, Gradients(*gradients)
     return backward(call, target, *arrays, deterministic=deterministic)
+
+
+def of_tangents(call: Call, target: Target) -> KernelRoute:
+    """Return the route of a forward with tangents of all arrays, which are like these."""
+    shape = (*call.problem.array_lead, *call.q.shape[-3:-1], call.problem.d_v)
+    out = unallocated_like(call.q, shape, call.problem.dtype)
+    lse = unallocated(shape[:-1], call.problem.accumulator)
+    tangents = Tangents(call.q, call.k, call.v, call.bias, call.sink)
+    return forward_tangent(call, target, tangents, (out, out, lse, lse))
+
+
+def forward_tangent(
+    call: Call,
+    target: Target,
+    tangents: Tangents,
+    results: TangentResults,
+    plan: Plan | None = None,
+    count_tiles: bool = False,
+) -> KernelRoute:
+    """Return the route of out, lse, unless it is None, and their tangents.
+
+    `plan` and `count_tiles` are as in `forward`.
+    """
+    out, tout, lse, tlse = results
+    arrays = _arrays(call, out, _rows_of(call, out, lse))
+    arrays |= {"tout": (tout, 3), "tlse": (_rows_of(call, out, tlse), 2)}
+    arrays |= {name: (x, 3) for name, x in tangents.named.items() if name in ("tq", "tk", "tv")}
+    how: dict[str, Any] = {"plan": plan, "count_tiles": count_tiles, "tangents": tangents}
+    writer = Writer(call, target, arrays, slope=True, **how)
+    if lse is None:
+        writer.named.remove("lse")
+        writer.named.remove("tlse")
+    writer.add("tangents", writer.extent(writer.lead.sizes))
+    return offsets.read_first(writer.route(call), call)
 
 
 def forward(

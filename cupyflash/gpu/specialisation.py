@@ -229,6 +229,12 @@ class Specialisation:
                 "functions.has_dscore",
             ),
             _is(
+                "HAS_TBIAS",
+                "Whether the bias has a tangent.",
+                "functions.has_tangent",
+                "tbias",
+            ),
+            _is(
                 "SCORE_READS",
                 "Whether changed scores read arrays at the position of a query or a key.",
                 "functions.score_reads",
@@ -319,6 +325,9 @@ class Specialisation:
             _number("TEAM", "Warps that share their keys, or 0.", "team", "team"),
         ),
     )
+    tq: bool = _option("tq", "HAS_TQ", "Whether queries have tangents.", "tq")
+    tk: bool = _option("tk", "HAS_TK", "Whether keys have tangents.", "tk")
+    tv: bool = _option("tv", "HAS_TV", "Whether values have tangents.", "tv")
     k_codes: Format | None = field(
         default=None,
         metadata=_about(

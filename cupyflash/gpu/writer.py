@@ -21,12 +21,14 @@ from ..errors import ArgumentError
 from ..expr import width
 from ..expr.cuda import generate
 from ..expr.cuda_functions import Functions, Generated
+from ..expr.functions import SCORE
 from ..expr.key_range import key_range
-from ..expr.nodes import walk
-from ..problem.bound_exprs import Trees, trees
+from ..expr.nodes import Expr, walk
+from ..problem.bound_exprs import added, trees
 from ..problem.call import Cache, Call, Plan, Problem, scale_steps
 from ..problem.encoding import NUMBERS, Encoding
 from ..problem.route import Route, Step
+from ..problem.tangents import Tangents
 from . import params, strides
 from .kernels import decode, registry, tma_operands
 from .kernels.registry import Choice
@@ -202,8 +204,12 @@ class Writer:
         slope: bool = False,
         plan: Plan | None = None,
         count_tiles: bool = False,
+        tangents: Tangents | None = None,
     ) -> None:
         made = trees(call)
+        tangent = None
+        if tangents is not None and tangents.tbias is not None:
+            tangent = added(SCORE, tangents.tbias, "tbias", call.problem)
         self.call, self.target = call, target
         request = request_of(call, target, arrays, plan)
         self.generated = generate(
@@ -212,11 +218,13 @@ class Writer:
             made.changed,
             made.slope if slope else None,
             None if made.allowed is None else key_range(made.allowed, call.problem),
-            short=_is_short(call, made),
+            short=_is_short(call, made.allowed, made.changed, tangent),
+            tangent=tangent,
         )
-        functions = self.generated.functions
-        _check_size(functions)
-        self.request = replace(request, slope=functions.has_dscore, params_bytes=_size(functions))
+        functions, self.has_tangents = self.generated.functions, tangents is not None
+        size = self._layout(functions).size
+        _check_size(functions, size)
+        self.request = replace(request, slope=functions.has_dscore, params_bytes=size)
         assert self.request.lead is not None
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []
@@ -265,6 +273,13 @@ class Writer:
         if call.sink is not None:
             self.named.append("sink")
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
+        if tangents is not None and tangents.tsink is not None:
+            self.named.append("tsink")
+            self.told["kind_tsink"] = KINDS[tangents.tsink.dtype.name]
+
+    def _layout(self, has: Functions) -> params.Layout:
+        """Return the layout of the parameters of a kernel with these functions."""
+        return params.params(has.num_ints, has.num_floats, has.num_tables, self.has_tangents)
 
     def tell_cache(self, cache: Cache) -> None:
         """Tell kernels the layout of lengths, table and pages."""
@@ -367,10 +382,13 @@ class Writer:
             team=team,
             k_rows=self.has_scales.get("k_scale", False),
             v_rows=self.has_scales.get("v_scale", False),
+            tq="tq" in self.arrays,
+            tk="tk" in self.arrays,
+            tv="tv" in self.arrays,
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
         told["tma_rows"] = next((x.rows for x in tma.maps if x.name == "k"), 0)
-        layout = params.params(functions.num_ints, functions.num_floats, functions.num_tables)
+        layout = self._layout(functions)
         slots = tuple((layout.place(name), name) for name in addresses)
         template = layout.pack({**told, **(fields or {})})
         launch = Launch(special, grid.size, template, slots, tma.maps)
@@ -442,13 +460,13 @@ def check_grid(kernel: str, blocks: int) -> None:
         )
 
 
-def _is_short(call: Call, made: Trees) -> bool:
+def _is_short(call: Call, *roots: Expr | None) -> bool:
     """Whether positions, lengths, heads, entries and the strides of tables fit into 32 bits."""
     problem = call.problem
     sizes = problem.batch, problem.heads, call.q.shape[-2], keys_of(call)
     strides = [
         abs(stride)
-        for root in (made.allowed, made.changed)
+        for root in roots
         for node in (walk(root) if root is not None else ())
         if node.op == "lookup"
         for stride in node.value[0].strides
@@ -456,13 +474,8 @@ def _is_short(call: Call, made: Trees) -> bool:
     return max(sizes) <= width.LIMIT and max(strides, default=0) < 2**31
 
 
-def _size(has: Functions) -> int:
-    """Return the size in bytes of the parameters of a kernel with these functions."""
-    return params.params(has.num_ints, has.num_floats, has.num_tables).size
-
-
-def _check_size(has: Functions) -> None:
-    size = _size(has)
+def _check_size(has: Functions, size: int) -> None:
+    """Refuse expressions whose numbers and arrays make so many bytes of parameters."""
     if size > params.MAX_BYTES:
         raise ArgumentError(
             f"mask, score_mod: got {has.num_tables} arrays and {has.num_ints + has.num_floats} "

@@ -10,7 +10,7 @@ from ..expr.derivative import derivative
 from ..expr.functions import POSITIONS, SCORE, where
 from ..expr.interval import tile_class
 from ..expr.nodes import Expr, convert
-from .call import Call, Problem
+from .call import Array, Call, Problem
 from .pack_gqa import apart, of_rows
 from .positions import of_piece, whole
 
@@ -44,6 +44,15 @@ def bound(root: Expr, problem: Problem, numbers: Mapping[str, int] = NO_NUMBERS)
     return of_rows(of_piece(bind(root, whole(sizes), numbers), sizes), problem)
 
 
+def added(score: Expr, array: Array, name: str, problem: Problem) -> Expr:
+    """Return a score with an array (..., Hq, Lq, Lk) added; -inf there hides even a NaN score."""
+    axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
+    # A piece has its own part of the array.
+    tree = bind(aligned(Alignment(array, name, axes)), apart(problem))
+    bias, hidden = of_rows(tree, problem), float("-inf")
+    return where(bias == hidden, hidden, score + bias)
+
+
 def trees(call: Call) -> Trees:
     """Return the expressions of a call. They hold the arrays that they read."""
     changed, slope, allowed, classes = SCORE, None, None, None
@@ -52,12 +61,7 @@ def trees(call: Call) -> Trees:
         changed = bound(call.score_mod.expr, problem)
         slope = convert(derivative(changed), "float")
     if call.bias is not None:
-        axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
-        # A piece has its own part of the bias.
-        tree = bind(aligned(Alignment(call.bias, "bias", axes)), apart(problem))
-        bias = of_rows(tree, problem)
-        hidden = float("-inf")
-        changed = where(bias == hidden, hidden, changed + bias)  # hides even a NaN score
+        changed = added(changed, call.bias, "bias", problem)
     if call.mask is not None:
         allowed = bound(call.mask.expr, problem)
         classes = tile_class(allowed)

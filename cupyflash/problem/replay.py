@@ -186,6 +186,10 @@ class Signature(ABC):
         """
         del out, lse, workspace
 
+    def forward_tangent(self, results: Sequence[Any]) -> Any:
+        """Compute a forward with tangents likewise: out, its tangent, lse, its tangent."""
+        del results
+
     def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
         """Compute the gradients of a call likewise."""
         del grads_out, workspace
@@ -343,11 +347,12 @@ def keep(
     if compiled is None:
         return
     tables = []
+    known = {name: x for name, x in seen.arrays.items() if name.startswith("read ")}
     for n, table in enumerate(read):
-        found = [place for place, array in enumerate(seen.read) if array is table]
+        found = [name for name, x in known.items() if x is table]
         if not found:
             return  # a copy, made for this call
-        tables.append((f"table {n}", f"read {found[0]}"))
+        tables.append((f"table {n}", found[0]))
     keep_as(seen, compiled, tables, results, nbytes)
 
 

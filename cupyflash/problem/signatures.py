@@ -67,6 +67,15 @@ class CheckedVjpOptions(VjpOptions, total=False):
     check: bool | None
 
 
+class JvpOptions(CallOptions, Outputs, total=False):
+    """Of functions that compute results and their tangents."""
+
+    tbias: DLPackArray | None
+    tsink: DLPackArray | None
+    tout_out: Array | None
+    tlse_out: Array | None
+
+
 class BackwardOptions(CallOptions, total=False):
     """Of functions that compute gradients from results."""
 

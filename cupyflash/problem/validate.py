@@ -325,6 +325,13 @@ def _looked_up(node: Expr, name: str) -> tuple[Any, ...]:
 _ORIGINS = {
     "do": "the shape and dtype of out",
     "dlse": "the shape and dtype of lse",
+    "tdo": "those of do",
+    "tdlse": "those of lse",
+    "tq": "those of q",
+    "tk": "those of k",
+    "tv": "those of v",
+    "tbias": "those of bias",
+    "tsink": "those of sink",
     "out": "the out that the forward returned, for the same q, k, v",
     "lse": "the lse that the forward returned (return_lse=True), for the same q, k, v",
 }

@@ -3,10 +3,10 @@
 `verify` tests a kernel for every property of attention that applies to it, and returns a report.
 From the shell, ``cupyflash verify`` does that for this package's kernels. The parts are public:
 
-- `forward_bound` and `backward_bound` give the exact values of a problem and, elementwise, how far
-  a computed value may lie from them in a given arithmetic (`Precision`); `rho` is the worst ratio
-  of error to bound, and at most 1 for a correct kernel whatever its order of summation, tiles or
-  schedule.
+- `forward_bound`, `backward_bound`, `jvp_bound` and `second_bound` give the exact values of a
+  problem and, elementwise, how far a computed value may lie from them in a given arithmetic
+  (`Precision`); `rho` is the worst ratio of error to bound, and at most 1 for a correct kernel
+  whatever its order of summation, tiles or schedule.
 - `typical_errors` compares the errors of many elements with those that the stated arithmetic
   typically makes, which are far below the bound.
 - `problem` makes the inputs of one call from one line; `problems` and `plain` are hypothesis
@@ -54,8 +54,10 @@ from .options import mask_array
 from .placement import Layout, Placed, random_layout, same_bits
 from .properties import PROPERTIES, Property
 from .report import Failure, Report, Result
+from .second_bound import SecondBound, second_bound
 from .simulated import Inputs
 from .subject import Subject
+from .tangent_bound import Directions, JvpBound, jvp_bound, jvp_bound_varlen
 from .typical import Typical, typical_errors
 from .verification import check, verify
 
@@ -77,9 +79,11 @@ __all__ = [
     "PROPERTIES",
     "BackwardBound",
     "Bounded",
+    "Directions",
     "Failure",
     "ForwardBound",
     "Inputs",
+    "JvpBound",
     "Layout",
     "Placed",
     "Precision",
@@ -90,6 +94,7 @@ __all__ = [
     "Result",
     "Rho",
     "Rounding",
+    "SecondBound",
     "Subject",
     "Typical",
     "backward_bound",
@@ -98,6 +103,8 @@ __all__ = [
     "expressions",
     "forward_bound",
     "forward_bound_varlen",
+    "jvp_bound",
+    "jvp_bound_varlen",
     "mask_array",
     "mask_names",
     "plain",
@@ -106,6 +113,7 @@ __all__ = [
     "random_layout",
     "rho",
     "same_bits",
+    "second_bound",
     "typical_errors",
     "verify",
 ]

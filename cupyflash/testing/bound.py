@@ -25,8 +25,9 @@ from numpy.typing import ArrayLike, NDArray
 from cupyflash.arrays.dtypes import DTYPES
 from cupyflash.reference.spec import naive, naive_formulas
 
+from .magnitudes import Terms, total
 from .precision import Precision, Rounding
-from .rounding import BackwardErrors, Errors, Terms, backward_errors, forward_errors, total
+from .rounding import BackwardErrors, Errors, backward_errors, forward_errors
 
 __all__ = [
     "BackwardBound",
@@ -153,11 +154,12 @@ def rho(actual: ArrayLike, exact: ArrayLike, bound: ArrayLike) -> Rho:
     return Rho(float(ratio[index]), index)
 
 
-def _tiles(length: int, block_kv: int) -> int:
+def tiles_of(length: int, block_kv: int) -> int:
+    """Return how many tiles some keys are."""
     return max(1, -(-length // block_kv))
 
 
-def _safe(bound: Any, precision: Precision) -> NDArray[np.float64]:
+def safe(bound: Any, precision: Precision) -> NDArray[np.float64]:
     """Double the bound where long double is no wider than the float64 that is bounded."""
     coarse = np.finfo(precision.reference_dtype).eps > precision.unit / 8
     return np.asarray(bound, np.float64) * (2 if coarse else 1)
@@ -170,13 +172,13 @@ def _forward(
         f,
         naive_formulas.score_chain(options.get("score_mod")),
         precision,
-        tiles=_tiles(f.k.shape[2], block_kv),
+        tiles=tiles_of(f.k.shape[2], block_kv),
         splits=splits,
         dropout=options.get("dropout", 0.0) > 0,
     )
 
 
-def _reduced(terms: Iterable[Any], lead: naive.Lead, shape: tuple[int, ...]) -> Terms:
+def reduced(terms: Iterable[Any], lead: naive.Lead, shape: tuple[int, ...]) -> Terms:
     """Sum every part of `terms` over what was broadcast from `shape`."""
     exact, errors, size, count = terms
     shapes = (shape, shape, shape, shape)
@@ -186,12 +188,13 @@ def _reduced(terms: Iterable[Any], lead: naive.Lead, shape: tuple[int, ...]) -> 
     return Terms(*(naive.sum_to_shape(x, lead, to) for x, to in parts))
 
 
-def _stored(terms: Terms, precision: Precision, rounding: Rounding) -> Bounded:
+def bounded_sum(terms: Terms, precision: Precision, rounding: Rounding) -> Bounded:
+    """Return a sum with the bound of what is stored of it."""
     with np.errstate(all="ignore"):
-        return Bounded(terms.exact, _safe(total(terms, 3, precision, rounding), precision))
+        return Bounded(terms.exact, safe(total(terms, 3, precision, rounding), precision))
 
 
-def _rounding(array: Any, precision: Precision) -> Rounding:
+def rounding_of(array: Any, precision: Precision) -> Rounding:
     """Rounding to the type of a bias or sink, whose gradient is stored in it."""
     dtype = np.asarray(array).dtype
     if dtype.name not in DTYPES:
@@ -235,7 +238,7 @@ def forward_bound(
 
     def bounded(exact: Any, bound: Any) -> Bounded:
         shape = exact.shape[2:] if lead.flat else lead.axes + exact.shape[1:]
-        return Bounded(exact.reshape(shape), _safe(bound, precision).reshape(shape))
+        return Bounded(exact.reshape(shape), safe(bound, precision).reshape(shape))
 
     ill = int(e.ill_conditioned.sum())
     return ForwardBound(bounded(f.out, e.out), bounded(f.lse, e.lse), ill)
@@ -287,13 +290,13 @@ def backward_bound(
     bias, sink = options.get("bias"), options.get("sink")
 
     def summed(terms: Terms, shape: tuple[int, ...], rounding: Rounding) -> Bounded:
-        return _stored(_reduced(terms, lead, shape), precision, rounding)
+        return bounded_sum(reduced(terms, lead, shape), precision, rounding)
 
     dbias = dsink = None
     if bias is not None:
-        dbias = summed(r.dbias, np.shape(bias), _rounding(bias, precision))
+        dbias = summed(r.dbias, np.shape(bias), rounding_of(bias, precision))
     if r.dsink is not None:
-        dsink = _sink([r], _rounding(sink, precision), precision)
+        dsink = _sink([r], rounding_of(sink, precision), precision)
     shape = g.delta.shape[2:] if lead.flat else lead.axes + g.delta.shape[1:]
     return BackwardBound(
         summed(r.dq, q.shape, precision.output),
@@ -301,7 +304,7 @@ def backward_bound(
         summed(r.dv, v.shape, precision.output),
         dbias,
         dsink,
-        Bounded(g.delta.reshape(shape), _safe(r.delta, precision).reshape(shape)),
+        Bounded(g.delta.reshape(shape), safe(r.delta, precision).reshape(shape)),
         int(e.ill_conditioned.sum()),
     )
 
@@ -310,7 +313,7 @@ def _sink(parts: list[BackwardErrors], rounding: Rounding, precision: Precision)
     """Sum the sink's gradient over batch entries and sequences."""
     terms = [x.dsink for x in parts if x.dsink is not None]
     columns = (np.concatenate(x, axis=0).sum(axis=0) for x in zip(*terms, strict=True))
-    return _stored(Terms(*columns), precision, rounding)
+    return bounded_sum(Terms(*columns), precision, rounding)
 
 
 def forward_bound_varlen(
@@ -351,8 +354,8 @@ def forward_bound_varlen(
     parts = naive.sequences(q, k, v, offsets_q, offsets_k, options=options, dtype=dtype)
     for rows, _, f in parts:
         e = _forward(f, options, precision, block_kv, splits)
-        out[:, rows], out_bound[:, rows] = f.out[0], _safe(e.out[0], precision)
-        lse[:, rows], lse_bound[:, rows] = f.lse[0], _safe(e.lse[0], precision)
+        out[:, rows], out_bound[:, rows] = f.out[0], safe(e.out[0], precision)
+        lse[:, rows], lse_bound[:, rows] = f.lse[0], safe(e.lse[0], precision)
         ill += int(e.ill_conditioned.sum())
     return ForwardBound(Bounded(out, out_bound), Bounded(lse, lse_bound), ill)
 
@@ -412,9 +415,9 @@ def backward_bound_varlen(
         r = backward_errors(f, g, e, precision, with_dlse=dlse is not None)
         for name, rows, terms in (("dq", rows_q, r.dq), ("dk", rows_k, r.dk), ("dv", rows_k, r.dv)):
             here = exact[name][:, rows]
-            x = _stored(_reduced(terms, one, here.shape), precision, precision.output)
+            x = bounded_sum(reduced(terms, one, here.shape), precision, precision.output)
             exact[name][:, rows], bounds[name][:, rows] = x.exact, x.bound
-        delta[:, rows_q], delta_bound[:, rows_q] = g.delta[0], _safe(r.delta[0], precision)
+        delta[:, rows_q], delta_bound[:, rows_q] = g.delta[0], safe(r.delta[0], precision)
         for target, part in zip(dbias, r.dbias, strict=True):
             target[b, :, : f.allowed.shape[2], : f.allowed.shape[3]] = part[0]
         results.append(r)
@@ -422,13 +425,13 @@ def backward_bound_varlen(
     every = naive.Lead((len(parts),), len(parts), q.shape[0], False)
     bias_bound = sink_bound = None
     if bias is not None:
-        terms = _reduced(dbias, every, np.shape(bias))
-        bias_bound = _stored(terms, precision, _rounding(bias, precision))
+        terms = reduced(dbias, every, np.shape(bias))
+        bias_bound = bounded_sum(terms, precision, rounding_of(bias, precision))
     if sink is not None:
         empty = np.zeros(np.shape(sink))
         sink_bound = Bounded(empty.astype(dtype), empty)
         if results:
-            sink_bound = _sink(results, _rounding(sink, precision), precision)
+            sink_bound = _sink(results, rounding_of(sink, precision), precision)
     dq, dk, dv = (Bounded(exact[name], bounds[name]) for name in arrays)
     return BackwardBound(
         dq,

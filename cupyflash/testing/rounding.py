@@ -85,9 +85,19 @@ from numpy.typing import NDArray
 from cupyflash.reference.spec.naive import Backward, Forward
 
 from .code_sums import code_errors
-from .precision import Precision, Rounding
-
-Floats = NDArray[np.float64]
+from .magnitudes import (
+    Floats,
+    Terms,
+    exponent,
+    growth,
+    held,
+    kept,
+    magnitude,
+    matmul,
+    stored,
+    times,
+)
+from .precision import Precision
 
 
 class Errors(NamedTuple):
@@ -110,83 +120,6 @@ class Errors(NamedTuple):
     out: Floats
     lse: Floats
     ill_conditioned: NDArray[np.bool_]
-
-
-class Terms(NamedTuple):
-    """A sum whose terms carry errors, before or after it is reduced over shared axes.
-
-    Parameters
-    ----------
-    exact : ndarray
-        The exact sum.
-    errors : ndarray
-        Sum of the terms' error bounds.
-    magnitude : ndarray
-        Sum of the computed terms' magnitudes, at most.
-    number : ndarray
-        How many terms; broadcasts to the others.
-    """
-
-    exact: Any
-    errors: Floats
-    magnitude: Floats
-    number: Floats
-
-
-def magnitude(x: Any) -> Floats:
-    """Return absolute values in float64."""
-    return np.abs(np.asarray(x, np.float64))
-
-
-def exponent(error: Any) -> Floats:
-    """Turn a relative error into the exponent ``-log(1 - x)``; infinite from 1 on."""
-    x = np.asarray(error, np.float64)
-    return np.where(x < 1, -np.log1p(-np.minimum(x, 1)), np.inf)
-
-
-def growth(probs: Floats, gap: Floats, a: Floats) -> Floats:
-    """Return ``P (exp(a) - 1)``, at most, for ``P = exp(gap)`` that may have underflowed."""
-    result = np.where(a < 1, probs * np.expm1(np.minimum(a, 1)), np.exp(gap + a))
-    return np.where(gap == -np.inf, 0.0, result)
-
-
-def matmul(a: Floats, b: Floats) -> Floats:
-    """Multiply matrices of bounds with ``0 * inf = 0``; NaN counts as infinite."""
-    finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-    result: Floats = np.where(finite_a, a, 0) @ np.where(finite_b, b, 0)
-    if not (finite_a.all() and finite_b.all()):
-        hits = (~finite_a).astype(float) @ (b != 0) + (a != 0).astype(float) @ ~finite_b
-        result = np.where(hits > 0, np.inf, result)
-    return result
-
-
-def times(a: Floats, b: Floats | float) -> Floats:
-    """Multiply bounds elementwise with ``0 * inf = 0``."""
-    return np.where((a == 0) | (b == 0), 0.0, a * b)
-
-
-def held(error: Floats, size: Floats, limit: float) -> Floats:
-    """Return the error of a sum of magnitudes `size`; infinite from the limit on."""
-    return np.where(size < limit, error, np.inf)
-
-
-def stored(error: Floats, exact: Any, rounding: Rounding) -> Floats:
-    """Add the rounding of the result; infinite where the stored number may overflow."""
-    size = magnitude(exact)
-    bound = (1 + rounding.unit) * error + rounding.unit * size + rounding.underflow
-    return np.where(size + bound < rounding.largest, bound, np.inf)
-
-
-def kept(error: Floats, size: Floats, rounding: Rounding) -> Floats:
-    """Add the rounding of scores that are kept in a type; infinite where they may overflow."""
-    error = error + rounding.unit * (size + error) + rounding.underflow
-    return np.where(size + error < rounding.largest, error, np.inf)
-
-
-def total(terms: Terms, extra: int, precision: Precision, rounding: Rounding) -> Floats:
-    """Bound a stored sum: its terms' errors, `extra` + count roundings, the output's rounding."""
-    summation = times(precision.gamma(terms.number + extra), terms.magnitude)
-    return stored(terms.errors + summation, terms.exact, rounding)
 
 
 def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -> tuple[Any, ...]:
@@ -268,6 +201,80 @@ def spread(f: Forward) -> Floats:
     return result
 
 
+class WeightErrors(NamedTuple):
+    """Bounds of the weights of each row, which its sums share.
+
+    Parameters
+    ----------
+    logits, slope : ndarray, shape (B, Hq, Lq, Lk)
+        As in `Errors`.
+    exponents : ndarray, shape (B, Hq, Lq, Lk)
+        Those of weights before they are divided by their sum, a.
+    gap : ndarray, shape (B, Hq, Lq, Lk)
+        Logits less the LSE; -inf where not allowed.
+    shared : ndarray, shape (B, Hq, Lq)
+        What all exponents of a row have.
+    lost : ndarray, shape (B, Hq, Lq)
+        What a weight loses by underflow.
+    theta : ndarray, shape (B, Hq, Lq)
+        The relative error of the sum of weights; infinite in rows of which nothing is claimed.
+    summation : ndarray, shape (B, Hq, Lq)
+        The exponent of the roundings of a sum over keys.
+    """
+
+    logits: Floats
+    slope: Floats
+    exponents: Floats
+    gap: Floats
+    shared: Floats
+    lost: Floats
+    theta: Floats
+    summation: Floats
+
+
+def weight_errors(
+    f: Forward,
+    score_mod: tuple[Any, ...],
+    precision: Precision,
+    *,
+    tiles: int,
+    splits: int,
+    dropout: bool,
+) -> WeightErrors:
+    """Bound the errors of the weights; the parameters are those of `forward_errors`."""
+    unit, lam = precision.unit, precision.underflow
+    error_exp = exponent(precision.exp2_error)
+    tau, slope = logit_errors(f, score_mod, precision)
+    size = magnitude(np.where(f.allowed, f.logits, 0))
+    probs, l = magnitude(f.probs), magnitude(f.total)
+    lse = np.asarray(f.lse, np.float64)
+    count = f.allowed.sum(axis=-1)
+    largest = (size + tau).max(axis=-1, initial=0)
+    if f.sink is not None:
+        largest = np.maximum(largest, np.where(np.isinf(f.sink), 0, magnitude(f.sink)))
+    weight = np.exp(precision.lag)  # the largest, before the division
+
+    # Exponents of the weights; `shared` is what every weight of a row has.
+    shared = 3 * unit * largest + (tiles + 1) * error_exp
+    if splits > 1:  # each part's stored LSE, and its weight exp(lse_part - lse) in the combination
+        shared = shared + 10 * unit * (largest + np.log1p(count)) + 2 * error_exp
+    a = tau + 3 * unit * (size + tau) + shared[..., None]
+    roundings = count + 2 * tiles + 2 + (2 if dropout else 0) + (4 if splits > 1 else 0)
+    summation = exponent(precision.gamma(roundings))
+    gap = np.where(f.allowed, np.asarray(f.logits, np.float64) - lse[..., None], -np.inf)
+    inverse = np.where(l > 0, 1 / l, 0) * (count > 0)
+    lost = weight * lam * inverse
+
+    theta = growth(probs, gap, a + summation[..., None]).sum(axis=-1) + count * lost
+    if f.sink is not None and f.sink_probs is not None:
+        sink = np.where(np.isinf(f.sink), 0, magnitude(f.sink))
+        a_sink = 4 * unit * sink + shared + summation
+        gap_sink = np.where(f.sink == -np.inf, -np.inf, np.asarray(f.sink, np.float64) - lse)
+        theta = theta + growth(magnitude(f.sink_probs), gap_sink, a_sink)
+    theta = np.where(theta < 0.5, theta, np.inf)
+    return WeightErrors(tau, slope, a, gap, shared, lost, theta, summation)
+
+
 @np.errstate(all="ignore")
 def forward_errors(
     f: Forward,
@@ -298,43 +305,23 @@ def forward_errors(
     Errors
         The bounds.
     """
-    unit, lam = precision.unit, precision.underflow
+    unit = precision.unit
+    w = weight_errors(f, score_mod, precision, tiles=tiles, splits=splits, dropout=dropout)
+    tau, gap, lost, theta, summation = w.logits, w.gap, w.lost, w.theta, w.summation
+    ill = ~np.isfinite(theta)
     error_exp = exponent(precision.exp2_error)
-    tau, slope = logit_errors(f, score_mod, precision)
-    size = magnitude(np.where(f.allowed, f.logits, 0))
     probs, l = magnitude(f.probs), magnitude(f.total)
-    lse = np.asarray(f.lse, np.float64)
-    count = f.allowed.sum(axis=-1)
-    largest = (size + tau).max(axis=-1, initial=0)
-    if f.sink is not None:
-        largest = np.maximum(largest, np.where(np.isinf(f.sink), 0, magnitude(f.sink)))
+    lse, count = np.asarray(f.lse, np.float64), f.allowed.sum(axis=-1)
     weight = np.exp(precision.lag)  # the largest, before the division
     log_l = magnitude(np.log(np.where(l > 0, l, 1)))
-
-    # Exponents of the weights; `shared` is what every weight of a row has.
-    shared = 3 * unit * largest + (tiles + 1) * error_exp
-    if splits > 1:  # each part's stored LSE, and its weight exp(lse_part - lse) in the combination
-        shared = shared + 10 * unit * (largest + np.log1p(count)) + 2 * error_exp
-    a = tau + 3 * unit * (size + tau) + shared[..., None]
-    roundings = count + 2 * tiles + 2 + (2 if dropout else 0) + (4 if splits > 1 else 0)
-    summation = exponent(precision.gamma(roundings))
-    gap = np.where(f.allowed, np.asarray(f.logits, np.float64) - lse[..., None], -np.inf)
     inverse = np.where(l > 0, 1 / l, 0) * (count > 0)
-    lost = weight * lam * inverse
-
-    theta = growth(probs, gap, a + summation[..., None]).sum(axis=-1) + count * lost
-    if f.sink is not None and f.sink_probs is not None:
-        sink = np.where(np.isinf(f.sink), 0, magnitude(f.sink))
-        a_sink = 4 * unit * sink + shared + summation
-        gap_sink = np.where(f.sink == -np.inf, -np.inf, np.asarray(f.sink, np.float64) - lse)
-        theta = theta + growth(magnitude(f.sink_probs), gap_sink, a_sink)
-    ill = ~(theta < 0.5)
-    theta = np.where(ill, np.inf, theta)
 
     out, value = magnitude(f.out), magnitude(f.v)
     weights = magnitude(f.weights) * f.allowed
     operand = exponent(precision.product.unit)
-    numerator = matmul(growth(probs, gap, a + summation[..., None] + operand) * weights, value)
+    numerator = matmul(
+        growth(probs, gap, w.exponents + summation[..., None] + operand) * weights, value
+    )
     reach = matmul(weights, value)
     flushed = lost + precision.product.underflow * inverse
     flushed = flushed[..., None] * (reach + count[..., None])
@@ -357,7 +344,7 @@ def forward_errors(
     unseen = nothing if f.sink is None else nothing & np.isinf(f.lse)
     return Errors(
         logits=tau,
-        slope=slope,
+        slope=w.slope,
         out=np.where(nothing[..., None], 0, bound),
         lse=np.where(unseen, 0, np.where(ill, np.inf, bound_lse)),
         ill_conditioned=ill & ~unseen,

@@ -1,8 +1,9 @@
-"""Autograd functions: derivatives in reverse mode, and rules for torch.func.vmap."""
+"""Autograd functions: derivatives in both modes, and rules for torch.func.vmap."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,8 +11,8 @@ from torch.autograd import forward_ad
 
 from ..errors import ArgumentError
 from . import compute, recognised, recognised_cpu
-from .batching import Rule, batched
-from .operands import Operands, Settings
+from .batching import Rule, batched, one_by_one
+from .operands import MOVING, Operands, Settings
 from .tensors import PLAIN, is_transforming
 
 _OTHER = (
@@ -34,6 +35,8 @@ class _Attention(torch.autograd.Function):
         ctx.settings, *operands = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, *output)
+        if forward_ad._current_level >= 0 or is_transforming():
+            ctx.save_for_forward(*operands, *output)
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
@@ -44,11 +47,48 @@ class _Attention(torch.autograd.Function):
         return batched(_FORWARD, info.batch_size, in_dims[1:], settings, operands)
 
     @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        *operands, _, _ = ctx.saved_tensors
+        return _run(_Tangents, ctx.settings, *tangents[:MOVING], *operands)
+
+
+class _Tangents(torch.autograd.Function):
+    """Computes the tangents of out and lse; those of operands come before these."""
+
+    @staticmethod
+    def forward(settings: Settings, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return compute.tangents(settings, Operands(*tensors[MOVING:]), tensors[:MOVING])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+        ctx.settings, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        """Return gradients: by tangents those of a backward, by operands its derivatives."""
+        tensors = ctx.saved_tensors
+        along, operands = tensors[:MOVING], tensors[MOVING:]
+        if all(each is None for each in cotangents):
+            return None, *(None,) * len(tensors)
+        x, wants_bias = Operands(*operands), operands[3] is not None
+        out, lse = _run(_Attention, ctx.settings, *operands)
+        rows = *cotangents, out, lse
+        first = _run(_Gradients, ctx.settings, wants_bias, *rows, *operands)
+        given = None, None, *rows, *along
+        *made, _, _ = _run(_Second, ctx.settings, wants_bias, *given, *operands)
+        first, made = (_by_operand(x, wants_bias, each) for each in (first, made))
+        of_tangents = [g if t is not None else None for g, t in zip(first, along, strict=True)]
+        return None, *of_tangents, *made, *_NONE[MOVING:]
+
+    @staticmethod
     def jvp(*_: Any) -> NoReturn:
-        raise ArgumentError(
-            "attention: got a request for a derivative in forward mode; expected reverse mode. "
-            f"{_OTHER}"
-        )
+        raise _no_more("two derivatives in forward mode", "one, over or under reverse mode")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, *tensors: Any) -> Any:
+        return one_by_one(_FORWARD_TANGENTS, info.batch_size, in_dims[1:], settings, tensors)
 
 
 class _Replayed(torch.autograd.Function):
@@ -143,15 +183,72 @@ class _Gradients(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+        ctx.settings, ctx.wants_bias, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        if forward_ad._current_level >= 0 or is_transforming():
+            ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        """Return the gradients of a double backward."""
+        tensors = ctx.saved_tensors
+        x = Operands(*tensors[_ROWS:])
+        if all(each is None for each in cotangents):
+            return None, None, *(None,) * len(tensors)
+        along = _by_operand(x, ctx.wants_bias, cotangents)
+        given = None, None, *tensors[:_ROWS], *along
+        made = _run(_Second, ctx.settings, ctx.wants_bias, *given, *x)
+        *of_operands, by_do, by_dlse = made
+        do, dlse = tensors[:2]
+        of_rows = None if do is None else by_do, None if dlse is None else by_dlse
+        found = _by_operand(x, ctx.wants_bias, of_operands)
+        # What comes through out and lse is part of these.
+        return None, None, *of_rows, None, None, *found, *_NONE[MOVING:]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        tensors, (tdo, tdlse, _, _, *along) = ctx.saved_tensors, tangents[2:]
+        given = tdo, tdlse, *tensors[:_ROWS], *along[:MOVING]
+        *made, _, _ = _run(_Second, ctx.settings, ctx.wants_bias, *given, *tensors[_ROWS:])
+        return tuple(made)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], settings: Settings, wants_bias: bool, *tensors: Any
+    ) -> Any:
+        rule = Rule(
+            lambda settings, *tensors: _run(_Gradients, settings, wants_bias, *tensors),
+            leading=_ROWS,
+            expands=True,
+        )
+        return batched(rule, info.batch_size, in_dims[2:], settings, tensors)
+
+
+class _Second(torch.autograd.Function):
+    """Computes the tangents of gradients, and those of out and lse.
+
+    It takes those of do and dlse, then do, dlse, out and lse, the tangents of q, k, v, the bias and
+    the sink, and the operands.
+    """
+
+    @staticmethod
+    def forward(settings: Settings, wants_bias: bool, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        tdo, tdlse, do, dlse, out, lse, *rest = tensors
+        rows = {"do": do, "dlse": dlse, "out": out, "lse": lse}
+        along, x = rest[:MOVING], Operands(*rest[MOVING:])
+        if x.q.is_cuda:
+            raise _no_more("a second derivative of tensors on a GPU", "first ones there")
+        return tuple(compute.second(settings, x, rows, along, wants_bias, tdo, tdlse))
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         pass
 
     @staticmethod
     def backward(*_: Any) -> NoReturn:
-        raise ArgumentError(
-            "attention: got a request for a second derivative; expected only first ones "
-            f"(create_graph=False). {_OTHER}"
-        )
+        raise _no_more("a third derivative", "second ones")
 
     jvp = backward
 
@@ -160,25 +257,41 @@ class _Gradients(torch.autograd.Function):
         info: Any, in_dims: tuple[Any, ...], settings: Settings, wants_bias: bool, *tensors: Any
     ) -> Any:
         rule = Rule(
-            lambda settings, *tensors: _run(_Gradients, settings, wants_bias, *tensors),
-            leading=4,
-            expands=True,
+            lambda settings, *tensors: _run(_Second, settings, wants_bias, *tensors),
+            leading=2 + _ROWS + MOVING,
+            expands=False,
         )
-        return batched(rule, info.batch_size, in_dims[2:], settings, tensors)
+        return one_by_one(rule, info.batch_size, in_dims[2:], settings, tensors)
 
 
-for _function in (_Attention, _Gradients, _Replayed):
+_ROWS = 4  # do, dlse, out and lse, which come before the operands of a call
+
+
+def _by_operand(x: Operands, wants_bias: bool, made: Sequence[Any]) -> list[Any]:
+    """Return gradients of q, k, v, the bias and the sink; None for those that there are not."""
+    sink = None if x.sink is None else made[-1]
+    return [*made[:3], made[3] if wants_bias else None, sink]
+
+
+def _no_more(what: str, expected: str) -> ArgumentError:
+    return ArgumentError(
+        f"attention: got a request for {what}; expected at most {expected}. {_OTHER}"
+    )
+
+
+_FUNCTIONS = _Attention, _Tangents, _Gradients, _Second, _Replayed
+for _function in _FUNCTIONS:
     # PyTorch asks for the signature at every call of `apply`, so it is stored here.
     vars(_function)["forward"].__func__.__signature__ = inspect.signature(_function.forward)
 
 _FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
+_FORWARD_TANGENTS = Rule(
+    lambda settings, *tensors: _run(_Tangents, settings, *tensors), MOVING, expands=False
+)
 
 # PyTorch's own `apply` asks first whether a transform is active. Without one it then calls the
 # method of its base class; calling that directly saves 20 us.
-_APPLY = {
-    function: super(torch.autograd.Function, function).apply
-    for function in (_Attention, _Gradients, _Replayed)
-}
+_APPLY = {function: super(torch.autograd.Function, function).apply for function in _FUNCTIONS}
 
 
 _replay = _APPLY[_Replayed]

@@ -41,7 +41,7 @@ def batched(
     rule: Rule, size: int, dims: Sequence[Any], settings: Settings, tensors: Sequence[Any]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """Return the results, whose mapped axis is the first, and its place in each, for PyTorch."""
-    dims = [None if x is None else dim for dim, x in zip(dims, tensors, strict=True)]
+    dims = _of_tensors(dims, tensors)
     operands, axes = Operands(*tensors[rule.leading :]), Operands(*dims[rule.leading :])
     together = (
         size > 0
@@ -51,6 +51,19 @@ def batched(
         and not _reads_the_batch(settings)
     )
     made = (_together if together else _one_by_one)(rule, size, dims, settings, tensors)
+    return made, (0,) * len(made)
+
+
+def _of_tensors(dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """Return mapped axes, None where there is no tensor."""
+    return [None if x is None else dim for dim, x in zip(dims, tensors, strict=True)]
+
+
+def one_by_one(
+    rule: Rule, size: int, dims: Sequence[Any], settings: Settings, tensors: Sequence[Any]
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """Return what `batched` does, always by one call for each entry of the mapped axis."""
+    made = _one_by_one(rule, size, _of_tensors(dims, tensors), settings, tensors)
     return made, (0,) * len(made)
 
 

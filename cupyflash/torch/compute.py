@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from .. import dispatch, execute
 from ..problem.arguments import DENSE, Dense, Packed
 from ..problem.call import Gradients
 from ..problem.options import Options
+from ..problem.tangents import SecondTangents, Tangents
 from ..request import Request
 from . import recognised, recognised_cpu, tensors
 from .operands import Operands, Settings
@@ -104,6 +106,23 @@ def forward(
     return out, lse
 
 
+def tangents(
+    settings: Settings, x: Operands, along: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tangents of out and lse, given those of q, k, v, the bias and the sink."""
+    request = _request(settings, x)
+    moved = Tangents(*(array_of(each) for each in along))
+    if not x.q.is_cuda:
+        with tensors.stream_of(x.q.device):
+            made = execute.forward_tangent(request, moved, True, (None,) * 4)
+        return tensor_of(made[1]), tensor_of(made[3])
+    (out, lse), (tout, tlse) = empty(x), empty(x)
+    with tensors.stream_of(x.q.device):
+        targets = tuple(array_of(each) for each in (out, tout, lse, tlse))
+        execute.forward_tangent(request, moved, True, targets)
+    return tout, tlse
+
+
 def backward(
     settings: Settings,
     x: Operands,
@@ -158,6 +177,31 @@ def backward(
     of_arrays = execute.backward_signature(request, *rest, scratch, wants_bias)
     recognised.keep(seen, of_arrays, named, x.q.dtype)
     return gradients
+
+
+def second(
+    settings: Settings,
+    x: Operands,
+    rows: dict[str, torch.Tensor | None],
+    along: Sequence[torch.Tensor | None],
+    wants_bias: bool,
+    tdo: torch.Tensor | None = None,
+    tdlse: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Return the tangents of what `backward` returns, and those of out and lse.
+
+    `rows` are do, out, lse and dlse; `along` are the tangents of q, k, v, the bias and the sink.
+    """
+    request = _request(settings, x)
+    if rows["do"] is None:
+        rows = rows | {"do": torch.zeros_like(rows["out"])}
+    read = {name: array_of(each) for name, each in rows.items()}
+    arrays = Tangents(*(array_of(each) for each in along))
+    moved = SecondTangents(arrays, array_of(tdo), array_of(tdlse))
+    with tensors.stream_of(x.q.device):
+        made = execute.backward_tangent(request, read, moved, None, False, wants_bias)
+    every = *made.gradients, made.tout, made.tlse
+    return [tensor_of(each) for each in every if each is not None]
 
 
 _QKV = "dq", "dk", "dv"

@@ -102,7 +102,7 @@ def attention(
     ------
     ArgumentError, ArgumentTypeError
         An argument is wrong. The message names it, what it got and expected, and the remedy.
-        Derivatives in forward mode and second derivatives also raise ArgumentError.
+        Third derivatives, and second ones on a GPU, also raise ArgumentError.
 
     Notes
     -----

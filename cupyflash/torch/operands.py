@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+MOVING = 5  # the first operands have derivatives: q, k, v, bias and sink
+
 
 class Settings(NamedTuple):
     """The options of a call that are not tensors, as `cupyflash.attention` takes them.

@@ -123,10 +123,10 @@ class BackwardCall(PreparedCall):
         self._q_lead = () if problem.packed else q.shape[:-3]
         self._groups = layout.groups(self._kv_lead)
         kv_groups, members, starts = self._groups
-        self._dbias: _BiasSums | None = None
+        self._dbias: BiasTotals | None = None
         self._parts = np.arange(kv_groups * problem.heads_kv).reshape(kv_groups, problem.heads_kv)
         if dbias is not None:
-            self._dbias = _BiasSums(layout, self._kv_lead, (members, starts), dbias)
+            self._dbias = BiasTotals(layout, self._kv_lead, (members, starts), dbias)
             self._parts = self._dbias.parts
         self._one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(
             int(self._parts.max(initial=-1)) + 1
@@ -214,7 +214,7 @@ class BackwardCall(PreparedCall):
     @own_arithmetic
     def _finish_apart(self, *targets: Array) -> None:
         for computed, target in zip(self._sums, targets, strict=True):
-            target[...] = _summed_to(computed, target.shape).astype(target.dtype)
+            target[...] = summed_to(computed, target.shape).astype(target.dtype)
 
     def _made_steps(self) -> list[Step]:
         """Return what computes the gradients, in its order."""
@@ -335,7 +335,7 @@ class BackwardCall(PreparedCall):
         return steps
 
 
-class _BiasSums:
+class BiasTotals:
     """The gradient of a bias: sums of parts of the work, which are added up in their order."""
 
     def __init__(
@@ -376,7 +376,7 @@ class _BiasSums:
         store(self._whole.reshape(dbias.shape), dbias)
 
 
-def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:
+def summed_to(array: Array, shape: tuple[int, ...]) -> Array:
     """Sum an array over the axes along which `shape` was broadcast to it."""
     if array.shape == shape:
         return array

@@ -17,12 +17,14 @@ from .arguments import FunctionPointers
 from .array_mask import mask_by_array
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import backward_delta
+from .backward_tangent import backward_tangent_dkdv, backward_tangent_dq
 from .bias import add_bias
 from .bias_gradient import sum_bias_parts
 from .checksum import checksum
 from .combine import combine
 from .decode import decode
 from .forward import forward
+from .forward_tangent import forward_tangent
 from .gradient_tile import fill_gradient_tile
 from .hadamard import hadamard
 from .jit import Kernel, Report, Wanted, pointer_of, prepare
@@ -32,7 +34,7 @@ from .merge import merge
 from .microkernel import product
 from .narrow import halve_rows, narrow_rows
 from .packing import load_columns, store_columns
-from .program import run
+from .program import Program, run
 from .quantize import quantize
 from .rows_product import PRODUCTS
 from .tile import (
@@ -82,21 +84,28 @@ KERNELS = (
     forward, backward_delta, backward_dkdv, backward_dq, sum_bias_parts, combine, product,
     accumulate_product, accumulate_columns, load_columns, store_columns, load_ahead, run,
     score_by_program, add_bias, mask_by_array, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
-    *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
+    fill_gradient_tile, forward_tangent, backward_tangent_dkdv, backward_tangent_dq, decode, merge,
+    widen_rows, quantize, hadamard, narrow_rows, halve_rows, *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
 
 def called_kernels(
-    problem: Problem, programs: Programs, backward: bool, kind: int = NATIVE
+    problem: Problem,
+    programs: Programs,
+    backward: bool,
+    kind: int = NATIVE,
+    by_vectors: bool = False,
+    changes: tuple[Program, ...] = (),
 ) -> dict[str, Wanted]:
     """Return the kernels that tiles of scores need, by their fields in `FunctionPointers`.
 
-    `kind` says how the elements of operands are stored.
+    `kind` says how the elements of operands are stored. With `by_vectors`, no unit multiplies tiles
+    even if there is one. `changes` are more programs that work on tiles.
     """
     number = problem.accumulator
     called: dict[str, Wanted] = {}
-    tiles = by_tiles(number, kind)
+    tiles = None if by_vectors else by_tiles(number, kind)
+    every = programs.score, programs.slope, *changes
     if kind != NATIVE and (backward or tiles is None):
         called["widen"] = widen_rows, number
     if len(programs.mask.code):
@@ -107,9 +116,9 @@ def called_kernels(
         called |= {"classify": (classify, _FLOAT32), "mask": (mask, number)}
     elif programs.ranges is not None:
         called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
-    if len(programs.score.code) or len(programs.slope.code):
+    if any(len(each.code) for each in every):
         called |= {"run_number": (run, number), "score": (score_by_program, number)}
-    if len(programs.score.strided):
+    if any(len(each.strided) for each in every):
         called["bias"] = add_bias, number
     if problem.dropout:
         called["dropout"] = draw_dropout, number
@@ -126,10 +135,10 @@ def by_tiles(number: np.dtype[Any], kind: int) -> ByTiles | None:
     return UNITS.get((unit, kind))
 
 
-def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
+def _products(number: np.dtype[Any], kind: int, by_vectors: bool = False) -> dict[str, Wanted]:
     """Return the kernels that work on operands whose elements are stored in some way."""
     found: dict[str, Kernel] = {"prefetch": load_ahead}
-    if by_tiles(number, kind) is None:
+    if by_vectors or by_tiles(number, kind) is None:
         found |= {
             "product": product, "columns": accumulate_columns, "load": load_columns,
             "store": store_columns,
@@ -140,11 +149,16 @@ def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
 
 
 def made_ready(
-    problem: Problem, programs: Programs, called: dict[str, Wanted], kind: int, *kernels: Kernel
+    problem: Problem,
+    programs: Programs,
+    called: dict[str, Wanted],
+    kind: int,
+    *kernels: Kernel,
+    by_vectors: bool = False,
 ) -> FunctionPointers:
     """Compile what is missing; return the addresses of the kernels that others call."""
     number = problem.accumulator
-    called = {**called, **_products(number, kind)}
+    called = {**called, **_products(number, kind, by_vectors)}
     prepare([*called.values(), *((kernel, number) for kernel in kernels)])
     return pointers_to(called)
 

@@ -6,9 +6,12 @@ Programs are already lowered; they contain addresses, so the caller must keep th
 from __future__ import annotations
 
 from .backward_call import BackwardCall
+from .backward_tangent_call import BackwardTangentCall
 from .float_modes import own_arithmetic
 from .forward_call import ForwardCall
+from .forward_tangent_call import ForwardTangentCall
 from .layout import Array, Problem, Programs
+from .program import Program
 
 
 @own_arithmetic
@@ -37,6 +40,35 @@ def forward(
 
 
 @own_arithmetic
+def forward_tangent(
+    problem: Problem,
+    programs: Programs,
+    tbias: Program,
+    q: Array,
+    k: Array,
+    v: Array,
+    tq: Array | None,
+    tk: Array | None,
+    tv: Array | None,
+    sink: Array | None,
+    tsink: Array | None,
+    out: Array,
+    tout: Array,
+    lse: Array,
+    tlse: Array,
+    block_q: int,
+    block_kv: int,
+) -> ForwardTangentCall:
+    """Write out, lse and their tangents; return the call, which can be made again."""
+    read = q, k, v, tq, tk, tv, sink, tsink
+    written = out, tout, lse, tlse
+    like = *read[:-1], *written
+    call = ForwardTangentCall(problem, programs, tbias, *like, block_q, block_kv)
+    call(*read, *written)
+    return call
+
+
+@own_arithmetic
 def backward(
     problem: Problem,
     programs: Programs,
@@ -61,4 +93,40 @@ def backward(
     arrays = do, q, k, v, out, lse, dlse, sink, dq, dk, dv, dbias, dsink
     call = BackwardCall(problem, programs, *arrays[:-1], block_q, block_kv, workspace)
     call(*arrays)
+    return call
+
+
+@own_arithmetic
+def backward_tangent(
+    problem: Problem,
+    programs: Programs,
+    tbias: Program,
+    curve: Program,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    sink: Array | None,
+    tdo: Array | None,
+    tdlse: Array | None,
+    tq: Array | None,
+    tk: Array | None,
+    tv: Array | None,
+    tsink: Array | None,
+    gradients: tuple[Array | None, ...],
+    results: tuple[Array, Array],
+    block_q: int,
+    block_kv: int,
+) -> BackwardTangentCall:
+    """Write the tangents of every gradient, of out and of lse; return the call.
+
+    `curve` is the second derivative of the score changes. `gradients` are the targets of dq, dk,
+    dv, dbias and dsink, `results` those of out and lse.
+    """
+    arrays = do, q, k, v, out, lse, dlse, sink, tdo, tdlse, tq, tk, tv, tsink
+    call = BackwardTangentCall(problem, programs, block_q, block_kv)
+    call(tbias, curve, *arrays, gradients, results)
     return call

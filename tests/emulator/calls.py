@@ -26,6 +26,7 @@ from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.gpu.tma import TensorMap
 from cupyflash.gpu.writer import Launch
 from cupyflash.problem.call import Array, Call, Gradients, Problem, Results
+from cupyflash.problem.tangents import TangentResults, Tangents
 from cupyflash.rowwise import Operation
 
 from . import build
@@ -258,6 +259,18 @@ class Emulator:
         """Write out and lse, as `cupyflash.launch.forward`."""
         self._run(
             lambda: launch.forward(_on_device(call), out, lse, visited=visited, workspace=workspace)
+        )
+
+    def forward_tangent(
+        self,
+        call: Call,
+        tangents: Tangents,
+        results: TangentResults,
+        visited: Array | None = None,
+    ) -> None:
+        """Write out, lse and their tangents, as `cupyflash.launch.forward_tangent`."""
+        self._run(
+            lambda: launch.forward_tangent(_on_device(call), tangents, results, visited=visited)
         )
 
     def forward_piece(

@@ -11,7 +11,8 @@ from placement import Layout, Placed, random_layout
 from strategies import Problem
 
 from cupyflash.problem.call import Array, Call, Gradients
-from cupyflash.testing import Precision
+from cupyflash.problem.tangents import Tangents, with_heads
+from cupyflash.testing import Directions, Precision
 from cupyflash.testing import copies as memory
 from cupyflash.testing.copies import Copies
 
@@ -126,3 +127,20 @@ def combine_bounds(
     lse = np.where(empty, -np.inf, m + np.log(total))
     lse_bound = precision.unit * (2 * number + 20 + 4 * np.abs(m) + 2 * gaps.max(axis=0))
     return {"out": (out, bound), "lse": (lse, np.where(empty, 0, lse_bound))}
+
+
+def run_tangent(problem: Problem, emulator: Emulator, directions: Directions) -> list[Array]:
+    """Compute results and tangents into poisoned memory, and check that nothing else changed."""
+    rng = np.random.default_rng([problem.seed, 4])
+    random, shape = problem.layouts == "random", problem.do.shape
+    made = [
+        *(target(rng, shape, problem.dtype, random) for _ in range(2)),
+        *(target(rng, shape[:-1], problem.accumulator, random) for _ in range(2)),
+    ]
+    copies = Copies(HostMemory())
+    call = _copied(problem, copies)
+    along = Tangents(*(None if x is None else copies.array(x) for x in directions))
+    results: Any = tuple(_full(copies.array(x, True), call.matrices) for x in made)
+    emulator.forward_tangent(call, with_heads(along, call), results)
+    copies.check()
+    return [copies.value(x) for x in made]

@@ -30,9 +30,13 @@ FUNCTIONS = {
     "append",
     "attention",
     "attention_backward",
+    "attention_backward_jvp",
     "attention_cached",
+    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_backward_jvp",
+    "attention_varlen_jvp",
     "attention_varlen_vjp",
     "attention_vjp",
     "combine",
@@ -56,6 +60,7 @@ TYPES = {
     "Gradients",
     "Plan",
     "Rotary",
+    "Second",
     "TraceError",
 }
 MASKS = {
@@ -112,8 +117,19 @@ CODES = {"q_scale", "k_scale", "v_scale", "qkv_dtype", "out_dtype"}
 TAKES_OPTIONS = {
     "attention": {"return_lse", "out", "lse_out", *CODES},
     "attention_backward": {"dlse", "deterministic", "bias_gradient", "grads_out", "workspace"},
+    "attention_backward_jvp": {
+        "tbias",
+        "tsink",
+        "dlse",
+        "tdo",
+        "tdlse",
+        "deterministic",
+        "bias_gradient",
+        "grads_out",
+    },
+    "attention_jvp": {"tbias", "tsink", "return_lse", "out", "tout_out", "lse_out", "tlse_out"},
     "attention_vjp": {"check", "deterministic", "bias_gradient", "return_lse"},
-    "plan": {"offsets_q", "offsets_k", *CODES},
+    "plan": {"offsets_q", "offsets_k", "tangents", *CODES},
     "workspace_size": {"offsets_q", "offsets_k"},
 }
 TAKES_OPTIONS |= {

@@ -64,6 +64,19 @@ def gradients(q, k, v, do, **options):
     return {"out": out} | dict(zip(RESULTS[2:], vjp(do)[:3], strict=True))
 
 
+def directions(cupy):
+    """Arrays and a direction, with a bias and a sink."""
+    arrays, _ = dense()(cupy)
+    arrays |= {f"t{name}": full(cupy, (2, 4, 40, 16)) for name in "qkv"}
+    arrays |= {name: full(cupy, (40, 40)) for name in ("bias", "tbias")}
+    return arrays | {name: full(cupy, 4) for name in ("sink", "tsink")}, {}
+
+
+def tangents(q, k, v, **options):
+    made = cupyflash.attention_jvp(q, k, v, return_lse=True, **options)
+    return dict(zip(("out", "tout", "lse", "tlse"), made, strict=True))
+
+
 def packed(kind):
     """The same with offsets, of the host or of a type in device memory."""
 
@@ -180,6 +193,7 @@ KINDS = {
     "dense, lse": (dense(), with_lse, DENSE, {}, 0),
     "dense, causal": (dense(mask=masks.causal()), with_lse, DENSE, {}, 0),
     "gradients": (dense(dtype=F16, do=True), gradients, DENSE, {}, 8),
+    "tangents": (directions, tangents, DENSE, {}, 0),
     "packed, host": (packed("host"), varlen, PACKED, {}, 0),
     "packed, int64": (packed(I64), varlen, PACKED, {}, 0),
     "packed, int32": (packed(I32), varlen, PACKED, {}, 3),

@@ -127,6 +127,38 @@ def test_a_gpu_runs_the_route_of_gradients(gpu, kind, deterministic):
     check()
 
 
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_a_gpu_runs_the_route_of_tangents(gpu, kind):
+    functions = {"packed": cupyflash.attention_varlen_jvp}
+    function = functions.get(kind, cupyflash.attention_jvp)
+
+    @ANY
+    @given(calls([kind]))
+    def check(drawn):
+        call = drawn.on(gpu)
+        (q, k, v, *offsets), options = call.arrays, call.options
+        options = {name: x for name, x in options.items() if name != "precision"}
+        named = dict(zip(("offsets_q", "offsets_k"), offsets, strict=False))
+        sink = options.get("sink")
+        tsink = None if sink is None else gpu.asarray(np.zeros(sink.shape, np.float32))
+        try:
+            plan = cupyflash.plan(q, k, v, tangents=True, **named, **options)
+        except ArgumentError as error:
+            with pytest.raises(ArgumentError, match=re.escape(str(error))):
+                function(q, k, v, *offsets, q, k, v, tsink=tsink, **options)
+            return
+        assert not launched(gpu)
+        for _ in range(2):  # checked, and recognised
+            function(q, k, v, *offsets, q, k, v, tsink=tsink, **options)
+            made = launched(gpu)
+            if made:
+                name, *_ = made[-1]
+                assert name.startswith(f"{plan.kernel}__")
+                assert f"__q{plan.block_q}_kv{plan.block_kv}" in name
+
+    check()
+
+
 @contextmanager
 def recorded():
     """Note the kernels that calls on NumPy arrays run, with their tiles; they compute nothing."""

@@ -203,40 +203,123 @@ def test_tensors_that_changed_since_are_noticed():
         out.sum().backward()
 
 
-def second(q):
-    (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
-    return torch.autograd.grad(first.sum(), q)
+# -- second derivatives ---------------------------------------------------------------------------
 
 
-def hessian(q):
-    return torch.func.grad(lambda x: torch.func.grad(lambda y: attention(y, y, y).sum())(x).sum())(
-        q
-    )
+def third(q):
+    def energy(x):
+        return attention(x, x, x).square().sum()
+
+    return torch.func.grad(lambda x: torch.func.hessian(energy)(x).sum())(q)
 
 
-def dual(q):
-    with torch.autograd.forward_ad.dual_level():
-        return attention(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()), q, q)
+def forward_twice(q):
+    def derivative(x):
+        return torch.func.jvp(lambda y: attention(y, y, y), (x,), (torch.ones_like(x),))[1]
 
-
-def pushed(q):
-    return torch.func.jvp(lambda x: attention(x, x, x), (q.detach(),), (q.detach(),))
+    return torch.func.jvp(derivative, (q,), (torch.ones_like(q),))
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # PyTorch's own, of its compiler
 @pytest.mark.filterwarnings("default:.*torch.jit.script:FutureWarning")  # and from 2.14 on
 @pytest.mark.parametrize(
     ("derivative", "words"),
-    [
-        (second, "second derivative"),
-        (hessian, "second derivative"),
-        (dual, "forward mode"),
-        (pushed, "forward mode"),
-    ],
+    [(third, "third derivative"), (forward_twice, "two derivatives in forward mode")],
 )
 def test_other_derivatives_are_errors_that_name_the_remedy(derivative, words):
     with pytest.raises(ArgumentError, match=rf"{words}.*SDPBackend\.MATH"):
-        derivative(draw(1, 2, 3, 4, grad=True))
+        derivative(draw(1, 2, 3, 4))
+
+
+def math_attention(x):
+    return torch.softmax(x @ x.mT / x.shape[-1] ** 0.5, -1) @ x
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.filterwarnings("default:.*torch.jit.script:FutureWarning")
+def test_the_modes_of_second_derivatives_agree():
+    x, direction = draw(4, 3, dtype=torch.float64), draw(4, 3, dtype=torch.float64, seed=1)
+
+    def energy(of):
+        return lambda x: of(x).square().sum()
+
+    def ours(x):
+        return attention(x, x, x)
+
+    wanted = torch.func.hessian(energy(math_attention))(x)
+    twice = torch.func.jacrev(torch.func.jacrev(energy(ours)))
+    for made in (torch.func.hessian(energy(ours)), twice):
+        torch.testing.assert_close(made(x), wanted, rtol=0, atol=1e-12)
+
+    def moved(of):
+        def square(x):
+            return torch.func.jvp(of, (x,), (direction,))[1].square().sum()
+
+        return torch.func.grad(square)(x)
+
+    torch.testing.assert_close(moved(ours), moved(math_attention), rtol=0, atol=1e-12)
+
+
+# -- forward mode ---------------------------------------------------------------------------------
+
+MOVES = {
+    "causal": ({"mask": CAUSAL}, False),
+    "everything": (
+        {"mask": masks.window(3, 2), "score_mod": scores.softcap(2.0), "dropout": 0.3, "seed": 5},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_both_modes_agree_with_differences(name):
+    options, has_more = MOVES[name]
+    operands = [x[:1, :, :3].detach().requires_grad_() for x in qkv(torch.float64)]
+    if has_more:
+        operands += [draw(4, 3, 3, dtype=torch.float64, grad=True)]
+        operands += [draw(4, dtype=torch.float64, grad=True)]
+
+    def function(q, k, v, bias=None, sink=None):
+        return attention(q, k, v, bias=bias, sink=sink, return_lse=True, **options)
+
+    assert torch.autograd.gradcheck(function, operands, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, operands, check_fwd_over_rev=True)
+
+
+def test_forward_mode_has_the_bits_of_arrays():
+    q, k, v = qkv()
+    tq = draw(2, 4, 5, 3, seed=9)
+    expected = cupyflash.attention_jvp(*(x.numpy() for x in (q, k, v, tq)), mask=masks.causal())
+    out, tout = torch.func.jvp(lambda x: attention(x, k, v, mask=CAUSAL), (q,), (tq,))
+    assert same(out, cupyflash.attention(*(x.numpy() for x in (q, k, v)), mask=CAUSAL))
+    assert same(tout, expected[1])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, tq)
+        made = torch.autograd.forward_ad.unpack_dual(attention(dual, k, v, mask=CAUSAL))
+    assert same(made.tangent, expected[1])
+
+
+def test_forward_mode_of_packed_sequences():
+    q, k, v = draw(2, 9, 3), draw(2, 9, 3, seed=1), draw(2, 9, 4, seed=2)
+    ends = torch.tensor([0, 4, 9])
+    _, tout = torch.func.jvp(
+        lambda x: attention_varlen(x, k, v, ends, ends, mask=CAUSAL), (q,), (v[..., :3],)
+    )
+    arrays = [x.numpy() for x in (q, k, v)]
+    made = cupyflash.attention_varlen_jvp(
+        *arrays, ends.numpy(), ends.numpy(), v[..., :3].numpy(), mask=CAUSAL
+    )
+    assert same(tout, made[1])
+
+
+def test_jacobians_of_both_modes_are_equal():
+    x = draw(4, 3, dtype=torch.float64)
+
+    def function(x):
+        return attention(x, x, x)
+
+    ours, theirs = torch.func.jacfwd(function)(x), torch.func.jacrev(function)(x)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
 
 
 # -- torch.func -----------------------------------------------------------------------------------

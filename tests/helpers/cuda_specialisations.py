@@ -12,13 +12,14 @@ from cupyflash import lookup, masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
+from cupyflash.expr.functions import SCORE
 from cupyflash.expr.key_range import key_range
 from cupyflash.gpu.kernels import decode, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import NONE, Specialisation
 from cupyflash.problem import cached, coded, codes, validate
-from cupyflash.problem.bound_exprs import trees
+from cupyflash.problem.bound_exprs import added, trees
 from cupyflash.problem.call import Problem
 from cupyflash.problem.formats import FORMATS, Format
 from cupyflash.problem.options import Options
@@ -332,7 +333,12 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         made.slope if spec.part not in ("forward", "forward_codes", "decode", "shared") else None
     )
     given_trees = made.allowed, made.classes, made.changed, slope, keys
-    functions = generate(*given_trees, short=True).functions if spec.scores else NONE
+    has_tangents, tangent = spec.part == "tangents", None
+    if has_tangents and call.bias is not None:
+        tangent = added(SCORE, call.bias, "tbias", problem)
+    functions = NONE
+    if spec.scores:
+        functions = generate(*given_trees, short=True, tangent=tangent).functions
     if not spec.slope:
         functions = dataclasses.replace(functions, has_dscore=False)
     blocks = (16, 64) if spec.part == "join" else None  # those of a decode kernel
@@ -364,4 +370,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         whole_dq=whole_dq,
         atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
+        tq=has_tangents,
+        tk=has_tangents,
+        tv=has_tangents,
     )

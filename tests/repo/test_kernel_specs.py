@@ -234,7 +234,7 @@ OTHERS = {
     "d_v": 80,
     "tiles": Tiles(16, 32, 64, 48, resident_blocks=3, whole=True, one_tile=True),
     "page_rows": 16,
-    "functions": Functions("", 4, 5, 6, True, True, True, True, True, 7, 8, True, 9),
+    "functions": Functions("", 4, 5, 6, True, True, True, True, True, 7, 8, True, 9, True),
     "team": 2,
     "k_codes": FORMATS["int8"],
     "v_codes": FORMATS["int4"],

@@ -111,6 +111,12 @@ def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
     return held + shape.stage(block_kv, shape.d, shape.d_v)
 
 
+def forward_simt_tangent(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
+    """Shared elements of forward_simt_tangent.cu: queries, weights, tangents of both, stage."""
+    held = _whole(shape, block_q, shape.d) + _tile(shape, block_q, block_kv)
+    return 2 * held + shape.stage(block_kv, shape.d, shape.d_v)
+
+
 def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse, delta, head."""
     held = _tile(shape, block_kv, shape.held_columns(shape.d)) + _whole(shape, block_kv, shape.d_v)
@@ -144,12 +150,19 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
     ),
     "backward_simt_dq": (backward_simt_dq, False, lambda x: x.padded_columns(x.d)),
     "backward_bias": (backward_bias, False, lambda x: 0),
+    # Two results, and two tiles of scores, of which one has 64 keys at most.
+    "forward_simt_tangent": (
+        forward_simt_tangent,
+        False,
+        lambda x: 2 * x.padded_columns(x.d_v) + 64,
+    ),
 }
 
 # Kernel, bytes of the accumulator's type -> rows of a block's results, rows that are streamed at a
 # time, threads, and the largest head for this; the best first.
 BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("forward_simt", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
+    ("forward_simt_tangent", 4): ((64, 64, 128, 512),),
     ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_bias", 4): ((64, 64, 256, 512),),
@@ -269,6 +282,17 @@ FORWARD = KernelSpec(
     chooses_tiles=True,
     configure=functools.partial(_configure, "forward_simt", False),
     grid=grid.by_queries,
+)
+TANGENTS = KernelSpec(
+    source="simt/forward_simt_tangent.cu",
+    part="tangents",
+    computes="out, log-sum-exp and their tangents",
+    method=_METHOD,
+    heads=_HEADS,
+    chooses_tiles=True,
+    configure=functools.partial(_configure, "forward_simt_tangent", False),
+    grid=grid.by_queries,
+    slope=True,
 )
 DKDV = KernelSpec(
     source="simt/backward_simt_dkdv.cu",

@@ -7,7 +7,7 @@ too.
 ============================  ====================================================================
 other tiles, splits, threads  no option chooses them; the package's own tests do
 other streams                 no option chooses one
-second derivatives            the package has none
+derivatives of other orders   the kit asks for gradients; the package's own tests do
 ============================  ====================================================================
 
 In addition, every call of every property checks three things: results have the right shapes and
@@ -36,7 +36,7 @@ from .base import Property
 NOT_APPLICABLE = {
     "other tiles, splits, threads": "no option chooses them; the package's own tests do",
     "other streams": "no option chooses one",
-    "second derivatives": "the package has none",
+    "derivatives of other orders": "the kit asks for gradients; the package's own tests do",
 }
 
 _FIRST = (

@@ -1,0 +1,284 @@
+"""One tile of the backward's tangent: weights and gradients of scores, and their tangents.
+
+With the letters of `gradient_tile` and of `forward_tangent`, g = Z dP - delta, and the tangent mu
+of the log-sum-exp::
+
+    tP  = P (tt - mu)
+    dT  = P g                    tdT = tP g + P (Z tdP - tdelta)
+    dS  = f' dT                  tdS = f' tdT + f'' ts dT
+
+`delta` and `tdelta` are less the gradient of the log-sum-exp, and its tangent. Every pair that is
+masked has 0 everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from .arguments import Registers, TileSizes
+from .elementary import exp
+from .jit import INT, INTS, TABLE, helper, vector, whole_rows
+from .memory import aligned, first_address, load, row_address
+from .microkernel import multiply, round_up
+from .packing import pair_lanes, size_of_pairs
+from .program import PROGRAM
+from .structs import Struct
+from .tile import (
+    FIRST,
+    LAST,
+    SYMBOL_COUNT,
+    WORDS,
+    apply_mask,
+    apply_score,
+    dropout_factors,
+    make_registers,
+    note_seen,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+class Moving(NamedTuple):
+    """Which tangents a call has, as numbers 0 or 1, and two programs.
+
+    One adds the tangent of the bias; the other is the second derivative of the score changes. They
+    are empty if there is none.
+    """
+
+    q: int
+    k: int
+    v: int
+    do: int
+    bias: Any
+    curve: Any
+
+
+MOVING = Struct(Moving, (INT, INT, INT, INT, PROGRAM, PROGRAM))
+
+
+class TangentTileScratch(NamedTuple):
+    """What one thread needs to work on tiles; tiles are kept as [key, query]."""
+
+    p: Array  # scores, then weights after dropout
+    tp: Array  # tangents of logits, then of those weights
+    ts: Array  # tangents of scores
+    dt: Array  # dP, then dT, then dS
+    ds: Array  # tdP, then tdT, then tdS
+    z: Array  # dropout factors
+    slope: Array  # derivatives of the score changes
+    curve: Array
+    lse: Array  # of the tile's queries
+    mu: Array
+    delta: Array
+    tdelta: Array
+    k_wide: Array  # rows of 16-bit floats, widened
+    tk_wide: Array
+    v_wide: Array
+    tv_wide: Array
+    q_wide: Array
+    qt: Array  # rows of a panel of queries, as columns
+    tqt: Array
+    dot: Array
+    tdot: Array
+    q_pairs: Array  # the same as pairs
+    tq_pairs: Array
+    do_pairs: Array
+    tdo_pairs: Array
+    words: Array  # of the generator, (4, lanes)
+    seen: Array  # which pairs take part
+    symbols: Array
+    edges: Array  # of the tile's keys, see `tile.FIRST`
+    score_ri: Array
+    score_rf: Array
+    slope_ri: Array
+    slope_rf: Array
+    curve_ri: Array
+    curve_rf: Array
+    bias_ri: Array
+    bias_rf: Array
+    mask_ri: Array
+    mask_rf: Array
+    tile_ri: Array
+    tile_rf: Array
+
+
+def scratch_of(number: types.Type) -> Struct:
+    """Return the type of `TangentTileScratch`, given the accumulator's."""
+    tile, of_mask = vector(number), whole_rows(types.float32)
+    return Struct(
+        TangentTileScratch,
+        (*(tile,) * 25, WORDS, vector(types.boolean), INTS, INTS)
+        + (TABLE, whole_rows(number)) * 4
+        + (TABLE, of_mask) * 2,
+    )
+
+
+def tile_scratch(
+    sizes: TileSizes, curve: Registers, bias: Registers, number: np.dtype[Any]
+) -> TangentTileScratch:
+    """Allocate the scratch of one thread."""
+    lanes = min(round_up(sizes.block_q, sizes.lanes_per_vector), sizes.panel)
+    wide, wide_v = (round_up(d, sizes.lanes_per_vector) for d in (sizes.d, sizes.d_v))
+    cells, rows_k = sizes.block_kv * lanes, sizes.block_kv * sizes.widens
+    changed = cells * sizes.changes_slope
+    columns = [size_of_pairs(d, lanes, sizes.itemsize) for d in (sizes.d, sizes.d_v)]
+    pairs = [size_of_pairs(lanes, d, sizes.itemsize) for d in (wide, wide_v)]
+    counts = (
+        *(cells,) * 5, cells * sizes.drops, changed, changed, *(lanes,) * 4, rows_k * wide,
+        rows_k * wide, rows_k * wide_v, rows_k * wide_v, lanes * max(wide, wide_v) * sizes.widens,
+        columns[0], columns[0], columns[1], columns[1], pairs[0], pairs[0], pairs[1], pairs[1],
+    )  # fmt: skip
+    made: list[Any] = [
+        *aligned(counts, number),
+        np.empty((4, lanes if sizes.drops else 0), np.uint32),
+        np.empty(cells if sizes.may_mask else 0, np.bool_),
+        np.empty(SYMBOL_COUNT, np.int64),
+        np.empty(4, np.int64),
+        *make_registers(sizes.score, lanes, number),
+        *make_registers(sizes.slope, lanes, number),
+        *make_registers(curve, lanes, number),
+        *make_registers(bias, lanes, number),
+        *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
+        *make_registers(sizes.tile, 1, np.dtype(np.float32)),
+    ]
+    return TangentTileScratch(*made)
+
+
+@helper
+def load_statistics(lse, mu, delta, tdelta, b, h, i0, ni, lanes, scratch):
+    """Load what a tile's queries have one number of. An empty row gets lse = inf."""
+    one = scratch.lse.dtype.type(1)
+    for i in range(ni):
+        value = load(row_address(lse, b, h, i0 + i), one)
+        scratch.lse[i] = math.inf if value == -math.inf else value
+        scratch.mu[i] = load(row_address(mu, b, h, i0 + i), one)
+        scratch.delta[i] = load(row_address(delta, b, h, i0 + i), one)
+        scratch.tdelta[i] = load(row_address(tdelta, b, h, i0 + i), one)
+    for i in range(ni, lanes):
+        scratch.lse[i] = math.inf
+        scratch.mu[i] = scratch.delta[i] = scratch.tdelta[i] = 0
+
+
+@helper
+def _weigh(scratch, drops, lanes):
+    """Make scores, dP and their tangents into weights and gradients of logits."""
+    p, tp, dt, ds, z = scratch.p, scratch.tp, scratch.dt, scratch.ds, scratch.z
+    lse, mu, delta, tdelta = scratch.lse, scratch.mu, scratch.delta, scratch.tdelta
+    zero, one = p.dtype.type(0), p.dtype.type(1)
+    for j in range(scratch.edges[FIRST], scratch.edges[LAST]):
+        for i in range(lanes):
+            n = j * lanes + i
+            score, kept = p[n], z[n] if drops else one
+            below = score - lse[i]
+            weight = exp(zero if below > zero else below)  # NaN stays
+            moved = weight * (tp[n] - mu[i])
+            g = kept * dt[n] - delta[i]
+            gradient = weight * g
+            tangent = moved * g + weight * (kept * ds[n] - tdelta[i])
+            masked = score == -math.inf
+            p[n] = zero if masked else weight * kept
+            tp[n] = zero if masked else moved * kept
+            dt[n] = zero if masked else gradient
+            ds[n] = zero if masked else tangent
+
+
+@helper
+def apply_slopes(changes, moving, scratch, lanes):
+    """Make gradients of changed scores those of scores, and their tangents likewise."""
+    dt, ds, ts, slope, curve = scratch.dt, scratch.ds, scratch.ts, scratch.slope, scratch.curve
+    zero, bends = dt.dtype.type(0), moving.curve.code.shape[0] > 0
+    if changes.slope.code.shape[0]:
+        # Selected, because a derivative may be infinite where the gradient is left out.
+        for n in range(scratch.edges[FIRST] * lanes, scratch.edges[LAST] * lanes):
+            tangent = zero if ds[n] == zero else ds[n] * slope[n]
+            if bends:
+                tangent += zero if dt[n] == zero else curve[n] * ts[n] * dt[n]
+            ds[n] = tangent
+            dt[n] = zero if dt[n] == zero else dt[n] * slope[n]
+
+
+@helper
+def _product(changes, one, shape, place, row, columns, depth, target, lanes, keys, adds):
+    """Multiply rows of keys or values by columns of queries: a tile, or more of one."""
+    pair = pair_lanes(shape.itemsize)
+    factors = (
+        one, place, row, 1, columns, pair, pair * depth, target, lanes, 0, keys, lanes, depth,
+        shape.itemsize, adds, 0,
+    )  # fmt: skip
+    multiply(changes.pointers.product, factors)
+
+
+@helper
+def fill_tile(
+    shape, changes, moving, scratch, b, h, i0, ni, j0, nj, lanes, k, k_row, tk, tk_row, v, v_row,
+    tv, tv_row, careful,
+):  # fmt: skip
+    """Fill p, tp, dt and ds of `scratch` with weights, gradients of logits, and their tangents.
+
+    They are filled for the keys between the ends of `scratch.edges`. `k`, `tk`, `v` and `tv` are
+    addresses of rows that begin so many elements apart. With `careful`, scratch.seen says which
+    pairs take part.
+    """
+    p, tp, ts, dt, ds = scratch.p, scratch.tp, scratch.ts, scratch.dt, scratch.ds
+    symbols, edges, itemsize = scratch.symbols, scratch.edges, shape.itemsize
+    zero, one = p.dtype.type(0), p.dtype.type(1)
+    begin, end = edges[FIRST], edges[LAST]
+    keys, cells = end - begin, begin * lanes * itemsize
+    qt, dot = first_address(scratch.qt), first_address(scratch.dot)
+    tqt, tdot = first_address(scratch.tqt), first_address(scratch.tdot)
+    k, tk = k + begin * k_row * itemsize, tk + begin * tk_row * itemsize
+    v, tv = v + begin * v_row * itemsize, tv + begin * tv_row * itemsize
+    d, d_v = shape.d, shape.d_v
+    # Scores and dP, and the tangents of both.
+    place = first_address(p) + cells
+    _product(changes, shape.scale, shape, k, k_row, qt, d, place, lanes, keys, 0)
+    place = first_address(ts) + cells
+    if moving.q:
+        _product(changes, one, shape, k, k_row, tqt, d, place, lanes, keys, 0)
+    if moving.k:
+        _product(changes, one, shape, tk, tk_row, qt, d, place, lanes, keys, moving.q)
+    _product(changes, one, shape, v, v_row, dot, d_v, first_address(dt) + cells, lanes, keys, 0)
+    place = first_address(ds) + cells
+    if moving.do:
+        _product(changes, one, shape, v, v_row, tdot, d_v, place, lanes, keys, 0)
+    if moving.v:
+        _product(changes, one, shape, tv, tv_row, dot, d_v, place, lanes, keys, moving.do)
+    first, last = begin * lanes, end * lanes
+    if moving.q or moving.k:
+        for n in range(first, last):
+            ts[n] *= shape.scale
+    else:
+        for n in range(first, last):
+            ts[n] = zero
+    if not (moving.do or moving.v):
+        for n in range(first, last):
+            ds[n] = zero
+    # Score changes, with their derivatives, and the mask.
+    if changes.slope.code.shape[0]:
+        ri, rf, made = scratch.slope_ri, scratch.slope_rf, scratch.slope
+        apply_score(changes.pointers, changes.slope, symbols, ni, edges, lanes, p, made, ri, rf)
+        for n in range(first, last):
+            tp[n] = made[n] * ts[n]
+    else:
+        for n in range(first, last):
+            tp[n] = ts[n]
+    if moving.curve.code.shape[0]:
+        ri, rf, made = scratch.curve_ri, scratch.curve_rf, scratch.curve
+        apply_score(changes.pointers, moving.curve, symbols, ni, edges, lanes, p, made, ri, rf)
+    if moving.bias.code.shape[0]:
+        ri, rf = scratch.bias_ri, scratch.bias_rf
+        apply_score(changes.pointers, moving.bias, symbols, ni, edges, lanes, tp, tp, ri, rf)
+    if changes.score.code.shape[0]:
+        ri, rf = scratch.score_ri, scratch.score_rf
+        apply_score(changes.pointers, changes.score, symbols, ni, edges, lanes, p, p, ri, rf)
+    apply_mask(changes, symbols, ni, edges, lanes, p, scratch.mask_ri, scratch.mask_rf)
+    if careful:
+        note_seen(p, scratch.seen, nj * lanes)
+    drops = shape.drop_below > 0
+    if drops:
+        dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, scratch.z, scratch.words)
+    _weigh(scratch, drops, lanes)
