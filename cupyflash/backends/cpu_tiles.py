@@ -23,8 +23,9 @@ TILES = ((128, (288, 288)), (512, (64, 64)))
 
 # Up to these, the kernel of a cache is faster on dense arrays: it reads a key once for all heads of
 # its group, where the tiled kernel computes whole vectors of queries of one head.
-MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
+MOST_QUERIES, MOST_ROWS = 8, 32
 LEAF = 64  # keys, of that kernel
+FEWEST_KEYS = 7 * LEAF + 1  # so that all calls of as many leaves are of one kernel
 
 
 class Choice(NamedTuple):

@@ -139,6 +139,13 @@ def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
     return {name: (kernel, number) for name, kernel in found.items()}
 
 
+def conversions(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
+    """Return the kernels that widen and round rows whose elements are stored in some way."""
+    if kind == NATIVE:
+        return {}
+    return {"widen": (widen_rows, number), "narrow": (_NARROW[kind], number)}
+
+
 def made_ready(
     problem: Problem, programs: Programs, called: dict[str, Wanted], kind: int, *kernels: Kernel
 ) -> FunctionPointers:
