@@ -423,7 +423,7 @@ def decode(first, last, work, scratch):
             count = tasks[task, 7]
             if arrive(first_address(counters) + 8 * (1 + task)) == count - 1:
                 decode_combine(
-                    narrow, merge, parts, tasks[task, 6], count, top, kept, tasks[task, 8], own_size, c,
-                    nodes, filled, shape, tasks[task, 0], head, heads, tasks[task, 4], queries,
-                    columns, sink, out, lse,
+                    narrow, merge, parts, tasks[task, 6], count, top, kept, tasks[task, 8],
+                    own_size, c, nodes, filled, shape, tasks[task, 0], head, heads, tasks[task, 4],
+                    queries, columns, sink, out, lse,
                 )  # fmt: skip

@@ -162,7 +162,7 @@ class DecodeCall(PreparedCall):
         self._lse.finish(lse[..., None])
 
     def _seconds(self, plan: Schedule) -> float:
-        """Return about how long one thread takes: as estimated, or as it did on a slower machine."""
+        """Return about how long one thread takes: as estimated, or longer, as it once did."""
         shape = self._layout.shape
         rows = min(MOST_ROWS, shape.group * self._most_queries)
         size = LEAF * (shape.d + shape.d_v) * shape.itemsize
