@@ -16,14 +16,16 @@ from ..problem.call import Call, Plan, Problem
 NUMBERS = np.dtype(np.float32)  # what codes of float8 become before they are multiplied
 
 # Largest head size -> (block_q, block_kv). A tile of scores, the block of queries and the
-# accumulated output share the L2 cache of a core.
-TILES = ((128, (192, 128)), (512, (64, 64)))
+# accumulated output share the L2 cache of a core. Rows of up to 288 tokens, 256 patches and a few
+# tokens of a class among them, are one block: their keys are read from memory once.
+TILES = ((128, (288, 288)), (512, (64, 64)))
 
 
 # Up to these, the kernel of a cache is faster on dense arrays: it reads a key once for all heads of
 # its group, where the tiled kernel computes whole vectors of queries of one head.
-MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
+MOST_QUERIES, MOST_ROWS = 8, 32
 LEAF = 64  # keys, of that kernel
+FEWEST_KEYS = 7 * LEAF + 1  # so that all calls of as many leaves are of one kernel
 
 
 class Choice(NamedTuple):

@@ -128,7 +128,7 @@ def bias_parts(
         units = units * problem.heads_kv + np.arange(problem.heads_kv)
 
     width = VECTOR_BYTES // layout.itemsize
-    of_block = -(-layout.block_q // width)
+    of_block = -(-min(layout.block_q, queries) // width)  # of the one block that there is, if so
     columns = 1 if queries == 1 else -(-queries // layout.block_q) * of_block
     blocks = -(-int(layout.len_k.max(initial=1)) // layout.block_kv)
     rows = blocks if keys == 1 else keys

@@ -24,6 +24,7 @@ from .jit import INT, helper, kernel, takes
 from .memory import first_address, load, row_address, store
 from .merge import clear, fma, state_size
 from .microkernel import padded
+from .narrow import write_narrow
 from .rows_product import VECTOR_BYTES, call_keys, call_values, is_finite, softmax_of_leaf
 from .tile import (
     EMPTY,
@@ -35,6 +36,7 @@ from .tile import (
     describe_tile,
     look_at_all,
 )
+from .widen import NATIVE, find_rows_at
 
 
 @intrinsic
@@ -50,10 +52,17 @@ def arrive(typingctx, counter):
 
 
 @helper
-def load_queries(q, shape, b, head, heads, i0, queries, width, panel):
-    """Load a task's queries as rows of `panel`: those of a head, then those of the next one."""
+def load_queries(widen, q, shape, b, head, heads, i0, queries, width, panel):
+    """Load a task's queries as rows of `panel`: those of a head, then those of the next one.
+
+    Those of 16 bits are widened by the kernel at `widen`.
+    """
     zero = panel.dtype.type(0)
     for n in range(heads):
+        if q.kind != NATIVE:
+            tile = panel[n * queries * width :]
+            find_rows_at(widen, q, b, head + n, i0, queries, shape.d, width, tile)
+            continue
         for i in range(queries):
             source = row_address(q, b, head + n, i0 + i)
             first = (n * queries + i) * width
@@ -150,8 +159,11 @@ def multiply_seen(s, seen, values, count, keys, columns, states, first):
 
 
 @helper
-def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, out, lse):
-    """Write out and lse of a task whose state is complete."""
+def finish_task(narrow, shape, b, head, heads, i0, queries, states, at, columns, sink, out, lse):
+    """Write out and lse of a task whose state is complete, and is not needed any more.
+
+    The kernel at `narrow` rounds numbers to 16 bits.
+    """
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     rows = heads * queries
     for n in range(heads):
@@ -168,11 +180,17 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
             # 8 normalise
             inverse = zero if empty else weight / l
             target = row_address(out, b, head + n, i0 + i)
-            o = at + 2 * rows + r * columns
+            first = at + 2 * rows + r * columns
+            o = states[first : first + columns]
             for d in range(shape.d_v):
                 # A sum of 0 has no sign: it would hang on pairs that take no part.
-                value = zero if empty else fma(states[o + d], inverse, zero)
-                store(target + d * shape.itemsize, value)
+                o[d] = zero if empty else fma(o[d], inverse, zero)
+            if out.kind != NATIVE:
+                size = columns * shape.itemsize
+                write_narrow(narrow, (first_address(o), size, 1, shape.d_v, target, size))
+            else:
+                for d in range(shape.d_v):
+                    store(target + d * shape.itemsize, o[d])
             # 9 store lse
             natural = -math.inf if l == 0 else m + math.log(l)
             target = row_address(lse, b, head + n, i0 + i)
@@ -181,8 +199,8 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
 
 @helper
 def decode_combine(
-    merge, parts, first_part, count, top, kept, place, size, c, nodes, filled, shape, b, head,
-    heads, i0, queries, columns, sink, out, lse,
+    narrow, merge, parts, first_part, count, top, kept, place, size, c, nodes, filled, shape, b,
+    head, heads, i0, queries, columns, sink, out, lse,
 ):  # fmt: skip
     """Join the parts of a task, `kept` from `place` on, and write its out and lse.
 
@@ -200,7 +218,9 @@ def decode_combine(
         add_to_node(merge, nodes, size, lowest, kept, place + n * size, rows, columns, c, filled)
     if count:
         close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, top)
-    finish_task(shape, b, head, heads, i0, queries, nodes, size * top, columns, sink, out, lse)
+    finish_task(
+        narrow, shape, b, head, heads, i0, queries, nodes, size * top, columns, sink, out, lse
+    )
 
 
 @takes(lambda number: (INT, INT, decode_work_of(number), decode_scratch_of(number)))
@@ -216,6 +236,7 @@ def decode(first, last, work, scratch):
     tasks, parts, units, members = work.tasks, work.parts, work.units, work.members
     counters, visited, kept, top = work.counters, work.visited, work.kept, work.top
     q, out, lse, merge = work.q, work.out, work.lse, work.merge
+    widen, narrow = changes.pointers.widen, changes.pointers.narrow
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
     width, columns = padded(shape.d, lanes), padded(shape.d_v, lanes)
@@ -257,7 +278,7 @@ def decode(first, last, work, scratch):
             for x in range(several):
                 task = members[first_member + x, 0]
                 load_queries(
-                    q, shape, tasks[task, 0], head, heads, tasks[task, 4], queries, width,
+                    widen, q, shape, tasks[task, 0], head, heads, tasks[task, 4], queries, width,
                     panel[x * own * width :],
                 )  # fmt: skip
             loaded = task if several == 1 else -1
@@ -387,8 +408,8 @@ def decode(first, last, work, scratch):
         task = members[first_member, 0]
         if several == 1 and tasks[task, 7] == 1:  # this is all of it
             decode_combine(
-                merge, parts, start, start, level, kept, start, size, c, nodes, filled, shape, b,
-                head, heads, tasks[task, 4], queries, columns, sink, out, lse,
+                narrow, merge, parts, start, start, level, kept, start, size, c, nodes, filled,
+                shape, b, head, heads, tasks[task, 4], queries, columns, sink, out, lse,
             )  # fmt: skip
             continue
         # Whoever finishes a task needs the scratch, so all parts are kept before.
@@ -402,7 +423,7 @@ def decode(first, last, work, scratch):
             count = tasks[task, 7]
             if arrive(first_address(counters) + 8 * (1 + task)) == count - 1:
                 decode_combine(
-                    merge, parts, tasks[task, 6], count, top, kept, tasks[task, 8], own_size, c,
-                    nodes, filled, shape, tasks[task, 0], head, heads, tasks[task, 4], queries,
-                    columns, sink, out, lse,
+                    narrow, merge, parts, tasks[task, 6], count, top, kept, tasks[task, 8],
+                    own_size, c, nodes, filled, shape, tasks[task, 0], head, heads, tasks[task, 4],
+                    queries, columns, sink, out, lse,
                 )  # fmt: skip

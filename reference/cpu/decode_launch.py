@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ from .decode_tasks import LEAF, LOG_LEAF, MOST_ROWS, Schedule, schedule, visible
 from .decode_work import DecodeWork, PackedWork
 from .float_modes import own_arithmetic
 from .jit import pointer_of, prepare
-from .kernels import called_kernels, pointers_to
+from .kernels import called_kernels, conversions, pointers_to
 from .layout import Array, Layout, Problem, Programs, Scratch
 from .memory import ROWS, Rows
 from .merge import merge
@@ -27,12 +29,12 @@ from .repeat import IS_POSSIBLE, NEVER, Repeat, repeat
 from .structs import Packed
 from .thread_limits import num_threads
 from .threads import parallel, workers_for
+from .widen import kind_of
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
 # What a thread does in a second: bytes of numbers that it multiplies, and that it reads; and the
 # seconds that a leaf takes besides, and those of each of its rows whose scores a program changes.
-# On a slower machine a second thread is woken later than it could be, for work of some 0.5 ms.
 MULTIPLIED, READ, OF_LEAF, OF_PROGRAM = 3e11, 8e10, 1e-7, 3e-6
 REPEATED = 2  # calls with the same schedule, of which the last is one that may be made again
 
@@ -82,18 +84,20 @@ class DecodeCall(PreparedCall):
     ) -> None:  # fmt: skip
         num_threads()  # a wrong number of threads is an error of the first call
         number = problem.accumulator
-        called = called_kernels(problem, programs, False)
+        kind = kind_of(q.dtype)
+        called = called_kernels(problem, programs, False) | conversions(number, kind)
         layout, scratch, self._shared = Layout(problem, MOST_ROWS, LEAF), Scratch(), shared
         super().__init__(layout, programs)
         cache = cache_of(k, v, table, page_size, problem.lead, layout.lanes, scales, shared)
         own = [(kernel, number) for kernel in (merge, *products_of(cache), decode_kernel)]
         prepare([*called.values(), *own])
         self._pointers = [pointer_of(*each) for each in own[:-1]]
-        self._q = Operand(layout, q, scratch, whole_vectors=False)
-        self._out = Result(layout, out, scratch)
+        pointers = pointers_to(called)
+        self._q = Operand(layout, q, scratch, whole_vectors=False, widened=True)
+        self._out = Result(layout, out, scratch, narrow=pointers.narrow)
         self._lse = Result(layout, lse[..., None], scratch)
         self._sinks = sinks_of(layout, sink)
-        changes = changes_of(layout, programs, pointers_to(called), self._ranges)
+        changes = changes_of(layout, programs, pointers, self._ranges)
         self._described, self._cache = cache, PackedCache(cache)
         self._changes = changes
         self._sizes = lambda top: decode_sizes(layout.shape, changes, cache, top)
@@ -105,6 +109,7 @@ class DecodeCall(PreparedCall):
         self._planned: _Planned | None = None
         self._served = 0  # calls that had the same schedule
         self._repeated = -1  # the last leaf of those that can be repeated already
+        self._least = math.inf  # seconds of the fastest call that one thread has computed
         in_place = self._q.is_in_place and self._out.is_in_place
         changes_scores = len(programs.score.code) or len(programs.mask.code)
         is_plain = in_place and not (changes_scores or scales) and sink is table is None
@@ -141,27 +146,31 @@ class DecodeCall(PreparedCall):
         if plan is not self._plan or self._planned is None:
             of_lse = self._lse.rows.values
             self._planned = self._prepared(plan, layout.shape, of_lse, self._changes)
-            self._plan, self._served, self._repeated = plan, 0, -1
+            self._plan, self._served, self._repeated, self._least = plan, 0, -1, math.inf
         self._served += 1
         planned = self._planned
         planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, self._lse.rows)
         planned.counters[...] = 0
         planned.visited[...] = 0
         work = self._seconds(plan)
-        arrays = q, k, v, table, scales, out, lse, self
-        parallel(planned.kernel, self._items(plan, work), arrays, work)
+        arrays, items = (q, k, v, table, scales, out, lse, self), self._items(plan, work)
+        begin = time.perf_counter()
+        parallel(planned.kernel, items, arrays, work)
+        if items == 1:
+            self._least = min(self._least, time.perf_counter() - begin)
         self._out.finish(out)
         self._lse.finish(lse[..., None])
 
     def _seconds(self, plan: Schedule) -> float:
-        """Return about how long one thread takes."""
+        """Return about how long one thread takes: as estimated, or longer, as it once did."""
         shape = self._layout.shape
         rows = min(MOST_ROWS, shape.group * self._most_queries)
         size = LEAF * (shape.d + shape.d_v) * shape.itemsize
         each = OF_LEAF + size * rows / MULTIPLIED + size / READ
         if len(self._changes.score.code):
             each += OF_PROGRAM * rows
-        return plan.leaves * each
+        estimated = plan.leaves * each
+        return estimated if self._least == math.inf else max(estimated, self._least)
 
     def _items(self, plan: Schedule, work: float) -> int:
         """Return how many calls of the kernel do so many seconds of work."""
@@ -221,8 +230,8 @@ class DecodeCall(PreparedCall):
         All entries have had the same length, and had room for `capacity` positions; with `grows`,
         keys and values have as many rows as there are positions. `ends` returns the first and the
         last key of one query for some lengths, if a mask hides others. There is none for a call
-        that changes scores, that several threads share, or whose schedule is a new one: those that
-        have come once may not come again. None is made twice.
+        that changes scores, or whose schedule is a new one: those that have come once may not come
+        again. None is made twice.
         """
         plan = self._plan
         if plan is None or self._served < REPEATED or not self.repeats:
@@ -231,8 +240,8 @@ class DecodeCall(PreparedCall):
         if last == self._repeated or not out.flags.c_contiguous:
             return None
         self._repeated = last
-        if self._items(plan, self._seconds(plan)) > 1:
-            return None
+        work = self._seconds(plan)
+        items = self._items(plan, work)
         layout, changes, of_lengths = self._layout, self._changes, None
         if self._programs.ranges is not None:
             ranges = self._ranges
@@ -246,11 +255,13 @@ class DecodeCall(PreparedCall):
         shape, of_lse = layout.shape._replace(len_k=lengths), layout.rows(lse)
         planned = self._prepared(plan, shape, of_lse, changes)
         planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, Packed(ROWS, of_lse))
-        words, held = planned.kernel.words_of(0, 1)
+        kernel = planned.kernel
+        words, held = kernel.words_of(0, 1)
         zeros, places = (planned.counters, planned.visited), planned.work.places
         held = held, planned, lse, self._cache.packed.held
+        share = None if items == 1 else lambda arrays: parallel(kernel, items, arrays, work)
         return repeat(
-            (q, k, v), out, lengths, capacity, zeros, places, words, held, grows, of_lengths
+            (q, k, v), out, lengths, capacity, zeros, places, words, held, grows, of_lengths, share
         )
 
 

@@ -148,6 +148,13 @@ def _products(number: np.dtype[Any], kind: int, by_vectors: bool = False) -> dic
     return {name: (kernel, number) for name, kernel in found.items()}
 
 
+def conversions(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
+    """Return the kernels that widen and round rows whose elements are stored in some way."""
+    if kind == NATIVE:
+        return {}
+    return {"widen": (widen_rows, number), "narrow": (_NARROW[kind], number)}
+
+
 def made_ready(
     problem: Problem,
     programs: Programs,

@@ -47,7 +47,8 @@ class _Block(NamedTuple):
     # The address of a first and a last key for each length with so many leaves, `NEVER` for a
     # length that this call is not for; 0 without a mask. Then the addresses of where they belong.
     ends: int = 22
-    arrays: int = 25  # of q, k and v: dtype, flags, shape, strides
+    shared: int = 25  # 1 if the caller runs the kernel, by several threads
+    arrays: int = 26  # of q, k and v: dtype, flags, shape, strides
 
 
 _AT = _Block()
@@ -58,6 +59,7 @@ _WORDS = _AT.arrays + 3 * _OF_ARRAY
 _WORD, _HALF = ir.IntType(64), ir.IntType(32)
 NEVER = -(2**63)
 DONE = 1  # what the function returns if it has computed the call
+READY = 2  # if it has told the kernel of the arrays; the block is taken
 
 
 def _word(place: int) -> int:
@@ -197,6 +199,8 @@ def _written(triple: str) -> ir.Module:
     with builder.if_then(has_ends):
         for n, place in enumerate(pair):
             emit.store(builder.load(place), known(_AT.ends + 1 + n))
+    with builder.if_then(builder.icmp_unsigned("!=", known(_AT.shared), _WORD(0))):
+        builder.ret(_HALF(READY))
     called, *values = (known(_AT.kernel + n) for n in range(1 + _ARGUMENTS))
     of_kernel = ir.FunctionType(_HALF, [_WORD] * _ARGUMENTS).as_pointer()
     begin, end = (
@@ -245,7 +249,7 @@ class Repeat(NamedTuple):
     Attributes
     ----------
     run : callable
-        The function of C. It takes arrays as they are.
+        The function of C, which takes arrays as they are, or what calls it.
     block : int
         Its first argument.
     shape, dtype
@@ -272,6 +276,7 @@ def repeat(
     held: object,
     grows: bool,
     ends: tuple[Array, Array, Array] | None = None,
+    share: Callable[[object], None] | None = None,
 ) -> Repeat:
     """Return a call that can be made again.
 
@@ -298,9 +303,12 @@ def repeat(
     ends : (array, array, array), optional
         Of int64: the first and the last key of the query for each length, (LEAF, 2), in which the
         first is `NEVER` for a length that the call is not for; and where the kernel reads both.
+    share : callable, optional
+        Runs the kernel by several threads, in place of a call of it by C; gets what holds the
+        arrays.
     """
     block = (ctypes.c_int64 * _WORDS)()
-    block[_AT.kind] = id(np.ndarray)
+    block[_AT.kind], block[_AT.shared] = id(np.ndarray), int(share is not None)
     block[_AT.grows] = -1 if grows else 0
     if ends is not None:
         block[_AT.ends : _AT.ends + 3] = [address(x) for x in ends]
@@ -320,4 +328,22 @@ def repeat(
         block[begin : begin + len(words)] = words
     dtypes = [array.dtype for array in arrays]
     kept = held, block, lengths, zeros, dtypes, ends
-    return Repeat(_function(), ctypes.addressof(block), out.shape, out.dtype, kept)
+    run = _function() if share is None else _shared(block, share)
+    return Repeat(run, ctypes.addressof(block), out.shape, out.dtype, kept)
+
+
+def _shared(block: Any, share: Callable[[object], None]) -> Callable[..., int]:
+    """Return the function for a call whose kernel several threads run."""
+    begin = _function()
+
+    def run(place: int, *arrays: Any) -> int:
+        status = begin(place, *arrays)
+        if status == READY:
+            try:
+                share(arrays)
+            finally:
+                block[_AT.taken] = 0
+            status = DONE
+        return status
+
+    return run

@@ -53,6 +53,7 @@ def describe_tile(symbols, shape, b, h, i0, ni, j0, nj):
 # Where a tile's keys begin that any query sees, those that all see, those behind these, and those
 # that no query sees.
 FIRST, WHOLE_FIRST, WHOLE_LAST, LAST = range(4)
+PART, MOST_PARTS = 48, 8  # keys of a part of a tile that a program looks at alone
 
 
 @helper
@@ -83,6 +84,36 @@ def _class_by_program(changes, symbols, ri, rf):
     return ri[program.result, 0]
 
 
+@helper
+def _look_at_parts(changes, symbols, edges, ri, rf):
+    """Narrow the edges of a PARTIAL tile by a program's classes of its parts; return its class.
+
+    Parts at the ends in which it hides all are left out, and the first ones that it leaves as they
+    are, side by side, are those that all queries see.
+    """
+    j0, last = symbols[9], symbols[10]
+    begin, end = edges[FIRST], edges[LAST]
+    if last - j0 >= MOST_PARTS * PART:  # of a cache, where nobody asks for the edges
+        return PARTIAL
+    first, behind, whole_first, whole_last = end, begin, end, begin
+    for part in range(begin, end, PART):
+        following = min(part + PART, end)
+        symbols[9], symbols[10] = j0 + part, j0 + following - 1
+        found = _class_by_program(changes, symbols, ri, rf)
+        if found != EMPTY:
+            first, behind = min(first, part), following
+        if found == FULL and (whole_first == end or whole_last == part):
+            whole_first, whole_last = min(whole_first, part), following
+    symbols[9], symbols[10] = j0, last
+    whole_first = max(whole_first, edges[WHOLE_FIRST])
+    whole_last = min(whole_last, edges[WHOLE_LAST])
+    if whole_first >= whole_last:
+        whole_first = whole_last = behind
+    edges[FIRST], edges[LAST] = first, behind
+    edges[WHOLE_FIRST], edges[WHOLE_LAST] = whole_first, whole_last
+    return PARTIAL if first < behind else EMPTY
+
+
 def _class_arguments(number: types.Type) -> tuple[types.Type, ...]:
     return CHANGES, INTS, INT, INT, INTS, TABLE, whole_rows(types.float32)
 
@@ -100,7 +131,9 @@ def classify_by_program(changes, symbols, ni, nj, edges, ri, rf):
     """Return the class of a tile by the program of a mask."""
     found = _class_by_program(changes, symbols, ri, rf)
     edges[FIRST], edges[LAST] = 0, nj
-    edges[WHOLE_FIRST], edges[WHOLE_LAST] = nj if found == PARTIAL else 0, nj
+    edges[WHOLE_FIRST], edges[WHOLE_LAST] = 0, nj
+    if found == PARTIAL:
+        return _look_at_parts(changes, symbols, edges, ri, rf)
     return found
 
 
@@ -114,7 +147,8 @@ def classify_by_both(changes, symbols, ni, nj, edges, ri, rf):
     found = _class_by_program(changes, symbols, ri, rf)
     if found == FULL:
         return of_ranges
-    edges[WHOLE_FIRST] = edges[WHOLE_LAST] = edges[LAST]
+    if found == PARTIAL:
+        return _look_at_parts(changes, symbols, edges, ri, rf)
     return found
 
 

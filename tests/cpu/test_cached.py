@@ -346,8 +346,8 @@ def test_attention_with_more_queries_or_dropout_is_tiled():
         q, k = np.ones((1, heads, queries, 8), np.float32), np.ones((1, 2, keys, 8), np.float32)
         return cupyflash.plan(q, k, k, **options).kernel
 
-    assert kernel(8, 511) == "reference.forward"
-    assert kernel(8, 512) == kernel(8, 512, heads=8) == "reference.decode"
+    assert kernel(8, 448) == "reference.forward"
+    assert kernel(8, 449) == kernel(8, 449, heads=8) == "reference.decode"
     x = np.ones((1, 2, 512, 8), np.float32)
     plan = cupyflash.plan(x[..., :1, :], x, x)
     assert (plan.block_q, plan.block_kv) == (decode_tasks.MOST_ROWS, decode_tasks.LEAF)

@@ -272,6 +272,14 @@ def test_no_tile_is_visited_in_vain(kind, len_q, len_k, tiles, seed):
     assert attend(q, k, k, tiles, mask=mask).visited == tiles_with_a_pair(allowed, tiles)
 
 
+def test_a_program_looks_at_parts_of_a_tile():
+    """Of a whole tile, it knows less: a product of differences may be negative there."""
+    q, k = np.ones((1, 40, 1), np.float32), np.ones((1, 288, 1), np.float32)
+    hides_all = masks.mask(lambda b, h, i, j: (j - 144) * (j - 144) < 0)
+    assert attend(q, k, k, (64, 288), mask=hides_all).visited == 0
+    assert attend(q, k, k, (64, 288), mask=masks.mask(lambda b, h, i, j: j != 144)).visited == 1
+
+
 # The contract in single sentences
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import threading
 import weakref
+from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from placement import same_bits
 
 from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_cached, execute, masks
 from cupyflash.backends import host_recent
-from cupyflash.reference.cpu import repeat
+from cupyflash.reference.cpu import decode_launch, repeat
 
-F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
+BF16 = np.dtype(ml_dtypes.bfloat16)
 ROOM = 200
 pytestmark = pytest.mark.skipif(not repeat.IS_POSSIBLE, reason="this Python has other arrays")
 
@@ -56,13 +60,13 @@ def drawn(batch=1, heads=6, heads_kv=6, d=48, room=ROOM, dtype=F32, seed=0, quer
 @pytest.mark.parametrize("mask", [None, masks.window(400, 0)])
 def test_fewer_keys_than_the_kernel_for_few_queries_serves_keep_their_kernel(known, mask):
     q, k, v = drawn(heads=3, heads_kv=3, d=32, room=700)
-    numbers = (449, 500, 511, 512, 513, 576)
+    numbers = (385, 447, 448, 449, 512, 513, 576)
 
     def made():
         return [attention(q, k[:, :, :n], v[:, :, :n], mask=mask) for n in numbers]
 
     before = made()
-    for n in (512, 513, 576):
+    for n in (449, 513, 576):
         for _ in range(5):
             attention(q, k[:, :, :n], v[:, :, :n], mask=mask)
     assert known or mask is not None
@@ -82,9 +86,12 @@ def warm(q, k, v, length):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"batch": 3}, {"heads": 8, "heads_kv": 2}, {"d": 20}, {"dtype": F64}, {"queries": 3}],
+    [
+        {}, {"batch": 3}, {"heads": 8, "heads_kv": 2}, {"d": 20}, {"dtype": F64}, {"queries": 3},
+        {"dtype": BF16, "heads_kv": 2}, {"dtype": F16, "d": 20},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_same_bits_as_of_a_checked_call(sizes):
     q, k, v = drawn(**sizes)
     expected = [checked(q, k, v, n) for n in range(1, ROOM + 1)]
@@ -307,14 +314,58 @@ def test_options_are_no_part_of_it():
     assert same_bits(attention_cached(q, k, v, 100), usual)
 
 
-def test_several_threads_are_for_long_calls(monkeypatch):
-    """To wake one takes longer than a part of a short call."""
+@pytest.fixture
+def shared(monkeypatch):
+    """Calls of a kernel that some threads share, on a machine with two."""
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "2")
-    for room, is_short in ((1000, True), (10_000, False)):
-        q, k, v = drawn(room=room)
+    seen, usual = [], decode_launch.parallel
+
+    def count(run, items, *rest):
+        seen.append(items)
+        usual(run, items, *rest)
+
+    monkeypatch.setattr(decode_launch, "parallel", count)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_several_threads_are_for_long_calls(shared, dtype):
+    """To wake one takes longer than a part of a short call."""
+    for room, items in ((1000, []), (10_000, [2])):
+        q, k, v = drawn(room=room, dtype=dtype)
+        expected = checked(q, k, v, room)
         warm(q, k, v, room)
-        with only_again(), contextlib.nullcontext() if is_short else pytest.raises(OtherPathError):
-            attention_cached(q, k, v, room)
+        shared.clear()
+        with only_again():
+            assert same_bits(attention_cached(q, k, v, room), expected)
+        assert shared == items
+
+
+def test_several_threads_are_for_calls_that_take_long_on_a_slower_machine(shared, monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr(decode_launch, "time", SimpleNamespace(perf_counter=seconds.__next__))
+    arrays = drawn(room=1000)
+    warm(*arrays, 1000)
+    shared.clear()
+    with only_again():
+        attention_cached(*arrays, 1000)
+    assert shared == [2]
+
+
+def test_a_shared_call_that_was_interrupted_can_be_made_again(shared, monkeypatch):
+    arrays = drawn(room=10_000)
+    expected = checked(*arrays, 10_000)
+    warm(*arrays, 10_000)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with only_again():
+        with monkeypatch.context() as patch:
+            patch.setattr(decode_launch, "parallel", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                attention_cached(*arrays, 10_000)
+        assert same_bits(attention_cached(*arrays, 10_000), expected)
 
 
 def test_a_schedule_that_comes_once_is_not_kept(known):
