@@ -205,8 +205,9 @@ def attention_cached(
 
     options_of_host: dict[str, Any] = {**constants, "return_lse": return_lse}
 
-    def run(arrays: dict[str, Any]) -> list[Any]:
-        made: Any = cached.attention_cached(**arrays, **options_of_host)
+    def run(arrays: dict[str, Any], into: tuple[Any, ...]) -> list[Any]:
+        rows = dict(zip(("out", "lse_out"), into, strict=False))
+        made: Any = cached.attention_cached(**arrays, **rows, **options_of_host)
         return list(made) if return_lse else [made]
 
     def on_host(operands: dict[str, Any]) -> Any:

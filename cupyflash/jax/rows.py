@@ -179,7 +179,7 @@ class _Places:
         shape = self._check(*self._known_or_alike(places))[0].shape
         results = [jax.ShapeDtypeStruct(shape, np.int32)] * 3
 
-        def run(places: dict[str, Any], new: dict[str, Any]) -> list[Any]:
+        def run(places: dict[str, Any], new: dict[str, Any], into: Any) -> list[Any]:
             return [x.astype(np.int32) for x in self._check(places, new=new)]
 
         operands = {name: jnp.asarray(x) for name, x in places.items()}
@@ -278,7 +278,7 @@ def _coded(
     results = room | {name: x for name, x in new.items() if name == "q"}
     at = {} if rotary is None else {"positions": position}
 
-    def run(arrays: dict[str, Any]) -> dict[str, Any]:
+    def run(arrays: dict[str, Any], into: Any) -> dict[str, Any]:
         made = {name: np.empty(x.shape, x.dtype) for name, x in room.items()}
         options: dict[str, Any] = {"lengths": count, "rotary": rotary, "kv_dtype": kv_dtype}
         options |= arrays | made
@@ -385,7 +385,7 @@ def _rotated(x: jax.Array, positions: jax.Array, rotary: Rotary, inverse: bool) 
 
     @jax.custom_vjp
     def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
-        def run(x: Any, positions: Any) -> Any:
+        def run(x: Any, positions: Any, into: Any) -> Any:
             extra = x.ndim - axes
             mapped = np.broadcast_shapes(x.shape[:extra], positions.shape[:extra])
             x, positions = host.with_axes(x, mapped), host.with_axes(positions, mapped)
