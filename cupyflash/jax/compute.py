@@ -21,7 +21,7 @@ from ..problem.options import NAMES, Options
 from ..request import Request
 from ..scores import Score
 from . import arguments, host, target
-from .seeds import number_of, seed_of
+from .seeds import number_of, seed_of, words_of
 
 
 class Functions(NamedTuple):
@@ -67,6 +67,8 @@ def taken(q: Any, k: Any, v: Any, options: Options) -> Taken:
         operands[name] = arguments.optional(name, x)
     operands["mask"] = arguments.mask_array(options.mask)
     seed = seed_of(options.seed)
+    if isinstance(seed, jax.Array):
+        seed = words_of(seed)
     operands["seed"] = seed if isinstance(seed, jax.Array) else None
     operands = {name: x for name, x in operands.items() if x is not None}
     constants = {
@@ -131,7 +133,7 @@ def computed(
             if extra and mapped != host.mapped_axes({n: arrays[n] for n in "qkv"}, extra):
                 # A bias or a mask is mapped, and leading axes of a call are those of q, k and v.
                 arrays["q"] = host.with_axes(arrays["q"], mapped)
-            arrays = _of_host(arrays)
+            arrays = _with_seed(arrays)
             rows = dict(zip(("out", "lse_out"), into, strict=False))
             return functions.forward(**arrays, **rows, **constants, return_lse=True)
 
@@ -157,9 +159,7 @@ def computed(
         inputs = [name for name in _WITH_GRADIENTS if name in operands and name not in unwanted]
         results = [jax.ShapeDtypeStruct(operands[n].shape, operands[n].dtype) for n in inputs]
 
-        def run(
-            arrays: dict[str, Any], rows: dict[str, Any], into: tuple[Any, ...]
-        ) -> list[Any]:
+        def run(arrays: dict[str, Any], rows: dict[str, Any], into: tuple[Any, ...]) -> list[Any]:
             extra = arrays["q"].ndim - axes
             if extra:  # every gradient has the mapped axes, so every array needs them
                 mapped = host.mapped_axes(arrays | rows, extra)
@@ -168,7 +168,7 @@ def computed(
             if into:
                 given = dict(zip(inputs, into, strict=True))
                 rows = rows | {"grads_out": tuple(map(given.get, _WITH_GRADIENTS))}
-            made = functions.backward(**rows, **_of_host(arrays), **how)
+            made = functions.backward(**rows, **_with_seed(arrays), **how)
             return [x for x in made if x is not None]
 
         @jax.custom_jvp
@@ -197,8 +197,8 @@ def _no_second(*_: Any) -> NoReturn:
     )
 
 
-def _of_host(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return arrays with the number that a seed is."""
+def _with_seed(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return arrays with the number that a seed is, or its array on a GPU."""
     return arrays | ({"seed": number_of(arrays["seed"])} if "seed" in arrays else {})
 
 

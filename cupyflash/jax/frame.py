@@ -95,7 +95,7 @@ class Frame:
         if ctypes.c_int32.from_address(extension + 8).value != _METADATA or major:
             return  # then XLA refuses the version that its structure has, 0.0
         metadata = ctypes.c_int64.from_address(extension + 24).value
-        (ctypes.c_int32 * 2).from_address(metadata + 24)[:] = major, minor
+        (ctypes.c_int32 * 2).from_address(metadata + 24)[:] = [major, minor]
 
     def operands(self, count: int) -> list[int]:
         """Return the addresses of the operands' elements."""

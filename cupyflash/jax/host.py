@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +17,15 @@ ON_A_GPU = (
     "got an array on a GPU; expected one on the CPU. On a GPU, call cupyflash.attention on "
     "cupy.from_dlpack(x), which copies nothing, outside jax.jit."
 )
+NOT_ON_A_GPU = (  # whether or not the functions that are for GPUs take arrays there
+    "got an array on a GPU; expected one on the CPU, where alone this function computes for JAX. "
+    "Write rows to a cache by x.at[...].set, or put it on the CPU by jax.device_put."
+)
+
+
+def takes_gpus() -> bool:
+    """Whether arrays on an NVIDIA GPU are taken, which was never tried on one."""
+    return os.environ.get("CUPYFLASH_JAX_GPU") == "1"
 
 
 def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: str = "") -> Any:
@@ -24,8 +34,8 @@ def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: st
     Parameters
     ----------
     run : callable
-        It takes trees of arrays and, as `into`, arrays for the leaves of what it returns, or
-        none. It returns a tree of arrays: these, or others.
+        It takes trees of arrays and then arrays for the leaves of what it returns, or none. It
+        returns a tree of arrays: these, or others.
     results : tree of jax.ShapeDtypeStruct
         Shapes and dtypes of what it returns.
     method : "sequential" or "expand_dims"
@@ -38,10 +48,10 @@ def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: st
     arrays, tree = jax.tree.flatten(args)
 
     def of_leaves(operands: Sequence[Any], into: tuple[Any, ...]) -> Sequence[Any]:
-        made: list[Any] = jax.tree.leaves(run(*jax.tree.unflatten(tree, operands), into=into))
+        made: list[Any] = jax.tree.leaves(run(*jax.tree.unflatten(tree, operands), into))
         return made
 
-    function = target.Function(of_leaves, gpu or ON_A_GPU)
+    function = target.Function(of_leaves, gpu or ("" if takes_gpus() else ON_A_GPU))
     leaves, of_results = jax.tree.flatten(results)
     return jax.tree.unflatten(of_results, target.bind(function, leaves, method, arrays))
 

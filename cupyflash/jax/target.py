@@ -24,13 +24,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ..arrays import device_arrays
+from ..arrays.cuda_device import current
 from ..errors import ArgumentError, ArgumentTypeError
 from .frame import EXECUTE, Frame, Handler
 
 _NAME = "cupyflash"
 # Numbers are drawn anew in each process: a program that one keeps on disk is not found by another.
 _numbers = itertools.count(secrets.randbits(62))
-_DEVICE_WORDS = "float8_e4m3fn", "float8_e5m2"  # CuPy has no such arrays: their bytes are told apart
+_DEVICE_WORDS = "float8_e4m3fn", "float8_e5m2"  # CuPy has no such arrays, so they come as bytes
 
 
 class Function(NamedTuple):
@@ -39,7 +40,7 @@ class Function(NamedTuple):
     Attributes
     ----------
     run : callable
-        Takes the operands and, as `into`, arrays for the results, in XLA's memory. It returns
+        Takes the operands, and arrays for the results, in XLA's memory. It returns
         the results: these arrays, or others, which are copied there.
     gpu : str
         Why the function does not take arrays on a GPU, or "".
@@ -69,7 +70,7 @@ class _Memory(NamedTuple):
         return np.ndarray(self.shape, self.dtype, self.bytes.from_address(address))
 
     def on_device(self, address: int, device: int) -> Any:
-        """Return the array of CuPy at an address."""
+        """Return the array of CuPy at an address; one of no elements has none."""
         dtype = np.dtype(np.uint8) if self.dtype.name in _DEVICE_WORDS else self.dtype
         strides, step = [], dtype.itemsize
         for length in reversed(self.shape):
@@ -128,7 +129,7 @@ _entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary
 _leaving: deque[_Entry] = deque(maxlen=64)  # more than there are programs under way on a device
 
 
-def _handler(make: Callable[[_Entry, Frame], None]) -> Any:
+def _handler(method: str) -> Any:
     def handle(address: int) -> int:
         frame = Frame(address)
         try:
@@ -143,8 +144,8 @@ def _handler(make: Callable[[_Entry, Frame], None]) -> Any:
                     "got a program of another process; expected one of this process, whose "
                     "functions it calls. Compile it here: jax.jit does, without jax.export."
                 )
-            make(entry, frame)
-        except BaseException as error:
+            getattr(entry, method)(frame)
+        except BaseException as error:  # noqa: BLE001 (XLA's frames are not Python's)
             is_argument = isinstance(error, (ArgumentError, ArgumentTypeError))
             kind = "" if is_argument else f"{type(error).__name__}: "
             return frame.error(f"{kind}{error}", is_argument)
@@ -153,7 +154,7 @@ def _handler(make: Callable[[_Entry, Frame], None]) -> Any:
     return Handler(handle)
 
 
-_handlers = {"cpu": _handler(_Entry.on_cpu), "cuda": _handler(_Entry.on_gpu)}
+_handlers = {"cpu": _handler("on_cpu"), "cuda": _handler("on_gpu")}
 _registered: set[str] = set()
 _lock = threading.Lock()
 
@@ -210,22 +211,37 @@ def varying_alike(operands: Sequence[Any]) -> list[Any]:
 @_call.def_impl
 def _(*operands: Any, function: Function, **_: Any) -> list[Any]:
     """Call a function at once where nothing is traced: XLA would compile a program for each."""
+    device = min(operands[0].devices(), key=lambda device: device.id)
+    if device.platform != "cpu":
+        return _at_once_on_gpu(operands, function, device)
     made = function.run(list(map(np.asarray, operands)), ())
-    with jax.default_device(min(operands[0].devices(), key=lambda device: device.id)):
+    with jax.default_device(device):
         return list(map(jax.numpy.asarray, made))
+
+
+def _at_once_on_gpu(operands: Sequence[Any], function: Function, device: Any) -> list[Any]:
+    """Call a function on CuPy's current stream; DLPack lets streams wait for each other."""
+    if function.gpu:
+        raise ArgumentTypeError(function.gpu)
+    with current(device.local_hardware_id):
+        arrays = [
+            device_arrays.from_dlpack(
+                jax.lax.bitcast_convert_type(x, np.uint8) if x.dtype.name in _DEVICE_WORDS else x
+            )
+            for x in operands
+        ]
+        return list(map(jax.dlpack.from_dlpack, function.run(arrays, ())))
 
 
 @_call.def_abstract_eval
 def _(*operands: Any, results: Any, **_: Any) -> list[Any]:
     mesh = jax.sharding.get_abstract_mesh()
-    how = [{} for _ in results]
+    how: list[dict[str, Any]] = [{} for _ in results]
     if not mesh.empty:
         specs = [jax.P(*(None,) * len(shape)) for shape, _ in results]
         how = [{"sharding": jax.sharding.NamedSharding(mesh, spec)} for spec in specs]
         how = [{**each, "manual_axis_type": operands[0].manual_axis_type} for each in how]
-    return [
-        jax.core.ShapedArray(*each, **more) for each, more in zip(results, how, strict=True)
-    ]
+    return [jax.core.ShapedArray(*each, **more) for each, more in zip(results, how, strict=True)]
 
 
 def _lowering(platform: str) -> Callable[..., Any]:
