@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ int main(void) {
   AT(struct XLA_FFI_Api, api_version.major_version); AT(struct XLA_FFI_Api, XLA_FFI_Error_Create);
   AT(struct XLA_FFI_Api, XLA_FFI_Stream_Get); AT(struct XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get);
   AT(XLA_FFI_Buffer, data); AT(XLA_FFI_Scalar, value);
-  AT(XLA_FFI_Extension_Base, type); AT(XLA_FFI_Metadata_Extension, metadata);
+  AT(EXTENSION, type); AT(XLA_FFI_Metadata_Extension, metadata);
   AT(XLA_FFI_Metadata, api_version.major_version);
   printf("%d %d ", XLA_FFI_ExecutionStage_EXECUTE, XLA_FFI_Extension_Metadata);
   printf("%d %d ", XLA_FFI_Error_Code_INVALID_ARGUMENT, XLA_FFI_Error_Code_INTERNAL);
@@ -60,9 +61,13 @@ def test_fields_lie_where_jaxlibs_header_says(tmp_path):
     """A C compiler is asked, which the tests of CUDA kernels need anyway."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler, "needs a C compiler"
+    folder = Path(jax.ffi.include_dir())
+    names = "XLA_FFI_InternalExtension", "XLA_FFI_Extension_Base"  # that of JAX before 0.12
+    header = (folder / "xla/ffi/api/c_api.h").read_text()
+    named = f"-DEXTENSION={next(name for name in names if name in header)}"
     (tmp_path / "fields.c").write_text(FIELDS)
     program = str(tmp_path / "fields")
-    command = [compiler, "-I", jax.ffi.include_dir(), str(tmp_path / "fields.c"), "-o", program]
+    command = [compiler, named, "-I", str(folder), str(tmp_path / "fields.c"), "-o", program]
     subprocess.run(command, check=True)
     found = [
         int(x) for x in subprocess.run([program], capture_output=True, text=True).stdout.split()
