@@ -68,6 +68,10 @@ def become(system: str) -> None:
         _without_the_process_as_a_library()
 
 
+class _UnavailableError(RuntimeError):
+    """What Python raises for an argument that a system does not have."""
+
+
 def _os(is_windows: bool) -> ModuleType:
     import os
 
@@ -91,7 +95,7 @@ def _without_folders(function: Any) -> Any:
     def call(*args: Any, **keywords: Any) -> Any:
         for name in ("dir_fd", "src_dir_fd", "dst_dir_fd"):
             if keywords.pop(name, None) is not None:
-                raise NotImplementedError(f"{name} is unavailable on this platform")
+                raise _UnavailableError(f"{name} is unavailable on this platform")
         return function(*args, **keywords)
 
     return call
