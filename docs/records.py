@@ -11,6 +11,7 @@ from docutils.parsers.rst import Directive
 from tables import MEASURED, filled
 
 RECORDS = Path(__file__).parents[1] / "tests" / "data" / "gpu"
+OF_CPUS = RECORDS.parent / "cpu"
 # Compute capabilities of NVIDIA's GPUs that are supported, and cards that have them.
 CARDS = {
     "7.5": "Turing: T4, RTX 20",
@@ -88,6 +89,17 @@ def of_fuzz() -> Table:
     return ["card", "commit", "date", "problems", "wrong"], rows
 
 
+def of_cpus() -> Table:
+    """Return for which CPUs every property of attention was tried."""
+    rows = []
+    for path in sorted(OF_CPUS.glob("*.json")):
+        made = json.loads(path.read_text(encoding="utf-8"))
+        counts = [str(made["properties"]), str(made["examples"]), str(len(made["failed"]))]
+        numba = f"Numba {made['versions']['numba']}"
+        rows.append([made["cpu"], made["how"], *counts, f"{made['commit']}, {numba}"])
+    return ["CPU", "how", "properties", "examples", "failed", "commit"], rows
+
+
 def of_benchmarks() -> Table:
     """Return of which runs the tables of measured times are."""
     rows = []
@@ -113,6 +125,12 @@ class Fuzz(Cards):
     """``fuzz-runs``: drawn problems."""
 
     made = staticmethod(of_fuzz)
+
+
+class Cpus(Cards):
+    """``cpu-runs``: properties on CPUs."""
+
+    made = staticmethod(of_cpus)
 
 
 class Benchmarks(Cards):
@@ -143,8 +161,9 @@ class Tests(Directive):
 
 def setup(app: Any) -> dict[str, bool]:
     """Tell Sphinx of the directives."""
-    for name, made in {
-        "cards": Cards, "test-runs": Tests, "fuzz-runs": Fuzz, "benchmark-runs": Benchmarks,
-    }.items():  # fmt: skip
-        app.add_directive(name, made)
+    app.add_directive("cards", Cards)
+    app.add_directive("test-runs", Tests)
+    app.add_directive("fuzz-runs", Fuzz)
+    app.add_directive("cpu-runs", Cpus)
+    app.add_directive("benchmark-runs", Benchmarks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -140,5 +140,7 @@ def test_the_page_of_what_was_verified_has_every_record(monkeypatch):
     _, rows = records.of_fuzz()
     assert [int(row[-1]) for row in rows] == [len(x["wrong"]) for x in records.records("fuzz")]
     page = (gpu_machine.ROOT / "docs" / "verified.md").read_text()
-    for name in ("cards", "test-runs", "fuzz-runs", "benchmark-runs"):
+    _, rows = records.of_cpus()
+    assert len(rows) == len(list(records.OF_CPUS.glob("*.json"))) > 0
+    for name in ("cards", "test-runs", "fuzz-runs", "cpu-runs", "benchmark-runs"):
         assert f":::{{{name}}}" in page
