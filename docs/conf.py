@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cupyflash
 
-sys.path.insert(0, str(Path(__file__).parent))  # drawing.py, mathml.py, tables.py, drawings/
+sys.path.insert(0, str(Path(__file__).parent))  # drawing.py, mathml.py, records.py, tables.py
 
 project = "cupyflash"
 author = "the authors of cupyflash"
@@ -23,6 +23,7 @@ extensions = [
     "numpydoc",
     "drawing",
     "mathml",
+    "records",
     "tables",
 ]
 exclude_patterns = ["drawings"]

@@ -1,7 +1,7 @@
 """Attention on JAX arrays on the CPU, under jit, grad and vmap.
 
-XLA calls the kernels for NumPy arrays by `jax.pure_callback`. Arrays on a GPU are an error, because
-CuPy can take them by DLPack, outside jit, without a copy.
+XLA calls the kernels for NumPy arrays by its typed FFI, and they write to its memory. Arrays on a
+GPU are an error, because CuPy can take them by DLPack, outside jit, without a copy.
 """
 
 from __future__ import annotations

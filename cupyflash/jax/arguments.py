@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import interop
 from ..errors import ArgumentError, ArgumentTypeError
 from ..problem import device_args
-from .host import ON_A_GPU
+from .host import ON_A_GPU, takes_gpus
 
 
 def is_traced(x: Any) -> bool:
@@ -25,7 +25,7 @@ def is_traced(x: Any) -> bool:
 
 
 def array(name: str, x: Any) -> jax.Array:
-    """Return an array of JAX or NumPy as one of JAX, which is on the CPU."""
+    """Return an array of JAX or NumPy as one of JAX, which is where kernels are."""
     if isinstance(x, np.ndarray):
         x = interop.array(x, name)  # refuses subclasses that mean something else
     elif not isinstance(x, jax.Array):
@@ -36,8 +36,10 @@ def array(name: str, x: Any) -> jax.Array:
 
 
 def _checked(name: str, x: jax.Array) -> jax.Array:
-    if not is_traced(x) and any(device.platform != "cpu" for device in x.devices()):
-        raise ArgumentTypeError(f"{name}: {ON_A_GPU}")
+    if not is_traced(x):
+        places = {device.platform for device in x.devices()} - {"cpu"}
+        if places and not (takes_gpus() and places == {"gpu"}):
+            raise ArgumentTypeError(f"{name}: {ON_A_GPU}")
     if not all(isinstance(length, (int, np.integer)) for length in x.shape):
         raise ArgumentError(
             f"{name}: got shape {x.shape}, which has a symbolic length; expected numbers. "

@@ -204,9 +204,14 @@ def attention_cached(
     results = list(map(jax.ShapeDtypeStruct, outputs.result_shapes(call), dtypes))
 
     options_of_host: dict[str, Any] = {**constants, "return_lse": return_lse}
+    bytes_are = {"kv_dtype": alike["k"].dtype.name}  # on a GPU, where codes come as bytes
 
-    def run(arrays: dict[str, Any]) -> list[Any]:
-        made: Any = cached.attention_cached(**arrays, **options_of_host)
+    def run(arrays: dict[str, Any], into: tuple[Any, ...]) -> list[Any]:
+        rows = dict(zip(("out", "lse_out"), into, strict=False))
+        options = options_of_host
+        if options["kv_dtype"] is None and arrays["k"].dtype != alike["k"].dtype:
+            options = options | bytes_are
+        made: Any = cached.attention_cached(**arrays, **rows, **options)
         return list(made) if return_lse else [made]
 
     def on_host(operands: dict[str, Any]) -> Any:

@@ -20,8 +20,8 @@ from ..problem.call import Call
 from ..problem.options import NAMES, Options
 from ..request import Request
 from ..scores import Score
-from . import arguments, host
-from .seeds import number_of, seed_of
+from . import arguments, host, target
+from .seeds import number_of, seed_of, words_of
 
 
 class Functions(NamedTuple):
@@ -67,6 +67,8 @@ def taken(q: Any, k: Any, v: Any, options: Options) -> Taken:
         operands[name] = arguments.optional(name, x)
     operands["mask"] = arguments.mask_array(options.mask)
     seed = seed_of(options.seed)
+    if isinstance(seed, jax.Array):
+        seed = words_of(seed)
     operands["seed"] = seed if isinstance(seed, jax.Array) else None
     operands = {name: x for name, x in operands.items() if x is not None}
     constants = {
@@ -109,6 +111,9 @@ def computed(
 ) -> tuple[jax.Array, jax.Array]:
     """Return out and lse. Arrays of dense calls have the same number of axes."""
     constants = given.constants
+    names = list(operands)
+    # Before the gradients, which are summed over the axes of a mesh that an array does not have.
+    operands = dict(zip(names, target.varying_alike(list(operands.values())), strict=True))
     if not call.problem.dropout:
         operands = {name: x for name, x in operands.items() if name != "seed"}
     one_by_one = functions is PACKED or "sink" in operands or bool(call.problem.dropout)
@@ -122,14 +127,15 @@ def computed(
 
     @jax.custom_vjp
     def forward(operands: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        def run(arrays: dict[str, Any]) -> Any:
+        def run(arrays: dict[str, Any], into: tuple[Any, ...]) -> Any:
             extra = arrays["q"].ndim - axes
             mapped = host.mapped_axes(arrays, extra) if extra else ()
             if extra and mapped != host.mapped_axes({n: arrays[n] for n in "qkv"}, extra):
                 # A bias or a mask is mapped, and leading axes of a call are those of q, k and v.
                 arrays["q"] = host.with_axes(arrays["q"], mapped)
-            arrays = _of_host(arrays)
-            return functions.forward(**arrays, **constants, return_lse=True)
+            arrays = _with_seed(arrays)
+            rows = dict(zip(("out", "lse_out"), into, strict=False))
+            return functions.forward(**arrays, **rows, **constants, return_lse=True)
 
         out, lse = host.call(run, out_and_lse, method, operands)
         return out, lse
@@ -153,13 +159,16 @@ def computed(
         inputs = [name for name in _WITH_GRADIENTS if name in operands and name not in unwanted]
         results = [jax.ShapeDtypeStruct(operands[n].shape, operands[n].dtype) for n in inputs]
 
-        def run(arrays: dict[str, Any], rows: dict[str, Any]) -> list[Any]:
+        def run(arrays: dict[str, Any], rows: dict[str, Any], into: tuple[Any, ...]) -> list[Any]:
             extra = arrays["q"].ndim - axes
             if extra:  # every gradient has the mapped axes, so every array needs them
                 mapped = host.mapped_axes(arrays | rows, extra)
                 arrays = {name: host.with_axes(x, mapped) for name, x in arrays.items()}
                 rows = {name: host.with_axes(x, mapped) for name, x in rows.items()}
-            made = functions.backward(**rows, **_of_host(arrays), **how)
+            if into:
+                given = dict(zip(inputs, into, strict=True))
+                rows = rows | {"grads_out": tuple(map(given.get, _WITH_GRADIENTS))}
+            made = functions.backward(**rows, **_with_seed(arrays), **how)
             return [x for x in made if x is not None]
 
         @jax.custom_jvp
@@ -188,8 +197,8 @@ def _no_second(*_: Any) -> NoReturn:
     )
 
 
-def _of_host(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return arrays with the number that a seed is."""
+def _with_seed(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return arrays with the number that a seed is, or its array on a GPU."""
     return arrays | ({"seed": number_of(arrays["seed"])} if "seed" in arrays else {})
 
 

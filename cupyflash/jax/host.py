@@ -2,58 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError
+from . import target
 
 T = TypeVar("T")
 ON_A_GPU = (
     "got an array on a GPU; expected one on the CPU. On a GPU, call cupyflash.attention on "
     "cupy.from_dlpack(x), which copies nothing, outside jax.jit."
 )
+NOT_ON_A_GPU = (  # whether or not the functions that are for GPUs take arrays there
+    "got an array on a GPU; expected one on the CPU, where alone this function computes for JAX. "
+    "Write rows to a cache by x.at[...].set, or put it on the CPU by jax.device_put."
+)
 
 
-def call(run: Callable[..., T], results: Any, method: str, *args: Any) -> Any:
+def takes_gpus() -> bool:
+    """Whether arrays on an NVIDIA GPU are taken, which was never tried on one."""
+    return os.environ.get("CUPYFLASH_JAX_GPU") == "1"
+
+
+def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: str = "") -> Any:
     """Return what a function of NumPy arrays returns, as JAX arrays.
-
-    Where nothing is traced, it is called at once: XLA would compile a program for each call.
 
     Parameters
     ----------
     run : callable
-        It takes trees of NumPy arrays, and returns a tree of them.
+        It takes trees of arrays and then arrays for the leaves of what it returns, or none. It
+        returns a tree of arrays: these, or others.
     results : tree of jax.ShapeDtypeStruct
         Shapes and dtypes of what it returns.
-    method : str
+    method : "sequential" or "expand_dims"
         What vmap does: the vmap_method of `jax.pure_callback`.
     *args
         Trees of JAX arrays, one or more.
+    gpu : str
+        Why the function does not take arrays on a GPU, if it does not.
     """
+    arrays, tree = jax.tree.flatten(args)
 
-    def on_arrays(*args: Any) -> T:
-        return run(*jax.tree.map(np.asarray, args))
+    def of_leaves(operands: Sequence[Any], into: tuple[Any, ...]) -> Sequence[Any]:
+        made: list[Any] = jax.tree.leaves(run(*jax.tree.unflatten(tree, operands), into))
+        return made
 
-    arrays = jax.tree.leaves(args)
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-        made = on_arrays(*args)
-        with jax.default_device(min(arrays[0].devices(), key=lambda device: device.id)):
-            return jax.tree.map(jnp.asarray, made)
-
-    def on_cpu(*args: Any) -> Any:
-        return jax.pure_callback(on_arrays, results, *args, vmap_method=method)
-
-    def elsewhere(*args: Any) -> Any:
-        def refuse(*_: Any) -> NoReturn:
-            raise ArgumentTypeError(f"got arrays of a program for a GPU: {ON_A_GPU}")
-
-        return jax.pure_callback(refuse, results, *args, vmap_method=method)
-
-    return jax.lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
+    function = target.Function(of_leaves, gpu or ("" if takes_gpus() else ON_A_GPU))
+    leaves, of_results = jax.tree.flatten(results)
+    return jax.tree.unflatten(of_results, target.bind(function, leaves, method, arrays))
 
 
 def without_gradient(message: str, run: Callable[[Any], T], operands: Any) -> T:

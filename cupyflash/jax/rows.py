@@ -179,11 +179,13 @@ class _Places:
         shape = self._check(*self._known_or_alike(places))[0].shape
         results = [jax.ShapeDtypeStruct(shape, np.int32)] * 3
 
-        def run(places: dict[str, Any], new: dict[str, Any]) -> list[Any]:
+        def run(places: dict[str, Any], new: dict[str, Any], _: Any) -> list[Any]:
             return [x.astype(np.int32) for x in self._check(places, new=new)]
 
         operands = {name: jnp.asarray(x) for name, x in places.items()}
-        page, row, position = host.call(run, results, "sequential", operands, new)
+        page, row, position = host.call(
+            run, results, "sequential", operands, new, gpu=host.NOT_ON_A_GPU
+        )
         return page, row, position
 
     def _check(
@@ -278,7 +280,7 @@ def _coded(
     results = room | {name: x for name, x in new.items() if name == "q"}
     at = {} if rotary is None else {"positions": position}
 
-    def run(arrays: dict[str, Any]) -> dict[str, Any]:
+    def run(arrays: dict[str, Any], _: Any) -> dict[str, Any]:
         made = {name: np.empty(x.shape, x.dtype) for name, x in room.items()}
         options: dict[str, Any] = {"lengths": count, "rotary": rotary, "kv_dtype": kv_dtype}
         options |= arrays | made
@@ -286,7 +288,7 @@ def _coded(
         return made if "q" not in arrays else {**made, "q": q}
 
     def on_host(arrays: dict[str, Any]) -> Any:
-        return host.call(run, results, "sequential", arrays)
+        return host.call(run, results, "sequential", arrays, gpu=host.NOT_ON_A_GPU)
 
     made = host.without_gradient(_NO_GRADIENT, on_host, new | at)
     made = {name: x[0] for name, x in made.items()} if packed else dict(made)
@@ -385,7 +387,7 @@ def _rotated(x: jax.Array, positions: jax.Array, rotary: Rotary, inverse: bool) 
 
     @jax.custom_vjp
     def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
-        def run(x: Any, positions: Any) -> Any:
+        def run(x: Any, positions: Any, _: Any) -> Any:
             extra = x.ndim - axes
             mapped = np.broadcast_shapes(x.shape[:extra], positions.shape[:extra])
             x, positions = host.with_axes(x, mapped), host.with_axes(positions, mapped)

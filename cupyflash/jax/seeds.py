@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 
+from ..arrays.device_arrays import is_device_array
 from ..errors import ArgumentTypeError
 
 _WORDS = (2,), (4,)  # shapes of keys of uint32: those of threefry, and those of rbg
 
 
 def seed_of(seed: Any) -> Any:
-    """Return a seed as a number, or as an array for `number_of`: a 0-d one, or a key's words."""
+    """Return a seed as a number, or as an array for `words_of`: a 0-d one, or a key's words."""
     if seed is None or (isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)):
         return seed
     came = type(seed).__name__
@@ -40,16 +41,36 @@ def seed_of(seed: Any) -> Any:
     )
 
 
-def number_of(seed: np.ndarray[Any, Any]) -> int:
-    """Return the number, 0 to 2**64 - 1, that an array of `seed_of` stands for.
+def words_of(seed: jax.Array) -> Any:
+    """Return the number that an array of `seed_of` stands for: itself, or its words if traced.
 
     Negative numbers count from 2**64 on. The two words of a threefry key are the upper and the
     lower half, so that ``jax.random.key(n)`` gives n. Four words are hashed, because their halves
-    are equal in new keys.
+    are equal in new keys: the first two are a threefry key, and the others what it encrypts.
+
+    Returns
+    -------
+    int, or jax.Array of uint32, shape (2,)
+        The lower and the upper word.
     """
-    if not seed.ndim:
-        return int(seed) % 2**64
-    words = seed.astype("<u4")
-    if words.size == 2:
-        return int(words[0]) << 32 | int(words[1])
-    return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), "little")
+    if seed.shape == (4,):
+        seed = threefry_2x32(seed[:2], seed[2:])
+    if not isinstance(seed, jax.core.Tracer) and all(x.platform == "cpu" for x in seed.devices()):
+        if not seed.ndim:
+            return int(seed) % 2**64
+        upper, lower = map(int, np.asarray(seed))
+        return upper << 32 | lower
+    if seed.ndim:
+        return seed[::-1]
+    if seed.dtype.itemsize == 8:
+        return jnp.stack([seed, seed >> 32]).astype(np.uint32)
+    upper = jnp.where(seed < 0, np.uint32(2**32 - 1), np.uint32(0))
+    return jnp.stack([seed.astype(np.uint32), upper])
+
+
+def number_of(words: Any) -> Any:
+    """Return the number of two words, or on a GPU an array that shares their memory."""
+    if is_device_array(words):
+        return words.view(np.uint64).reshape(())
+    lower, upper = map(int, words)
+    return upper << 32 | lower

@@ -81,7 +81,9 @@ def cache_obstacle() -> str:
     """
     try:
         with _opened_folder(make=True) as folder:
-            os.close(_new_file(folder, _temporary("probe"), delete=True))
+            probe = _temporary("probe")
+            os.close(_new_file(folder, probe))
+            os.unlink(_in_folder(folder, probe), dir_fd=folder)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -130,14 +132,10 @@ def _in_folder(folder: int | None, name: str) -> str:
     return name if folder is not None else str(cache_folder() / name)
 
 
-def _new_file(folder: int | None, name: str, delete: bool = False) -> int:
+def _new_file(folder: int | None, name: str) -> int:
     """Create a file that only the user can read and write, and return its descriptor."""
-    path = _in_folder(folder, name)
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    handle = os.open(path, flags, 0o600, dir_fd=folder)
-    if delete:
-        os.unlink(path, dir_fd=folder)
-    return handle
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
+    return os.open(_in_folder(folder, name), flags, 0o600, dir_fd=folder)
 
 
 def _temporary(name: str) -> str:
@@ -174,10 +172,13 @@ def _write_file(folder: int | None, name: str, content: bytes) -> None:
             src_dir_fd=folder,
             dst_dir_fd=folder,
         )
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(_in_folder(folder, temporary), dir_fd=folder)
-        raise
+        # On Windows, nobody can replace a file that another process reads. It is the same kernel.
+        kept = isinstance(error, PermissionError) and not _POSIX
+        if not (kept and Path(_in_folder(folder, name)).exists()):
+            raise
 
 
 def _sweep(folder: int | None) -> None:

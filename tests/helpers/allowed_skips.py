@@ -14,6 +14,7 @@ WITHOUT = "CUPYFLASH_TEST_WITHOUT"
 ALLOWED = {
     r"CuPy is not installed|CuPy finds no usable NVIDIA GPU": "CI has no GPU",
     r"needs PyTorch, compiled for CUDA|PyTorch finds no GPU": "CI has no GPU",
+    r"needs JAX, compiled for CUDA|JAX finds no GPU": "CI has no GPU",
     r"\bone GPU\b|needs (two|\d+) GPUs": "CI has no GPU",
     r"needs \d+ GB of memory": "CI has no such machine; it is tried on GPUs",
     r"this CPU has no AMX": "the emulated unit is tried everywhere",

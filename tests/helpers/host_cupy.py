@@ -170,6 +170,9 @@ class HostCupy(ModuleType):
             def reshape(self, *shape):
                 return self._like(self.host.reshape(*shape))
 
+            def view(self, dtype):
+                return self._like(self.host.view(dtype))
+
             def copy(self):
                 return module.asarray(self.host)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 
 import gpu_evidence
 import gpu_machine
 import pytest
+from cuda_specialisations import SHARED_MEMORY
 from host_cupy import HostCupy
 
 from cupyflash.arrays import cuda_device
@@ -112,4 +114,33 @@ def test_every_file_with_gpu_tests_is_run():
 
 def test_a_commit_is_that_of_the_checkout():
     made = gpu_machine.commit_of()
-    assert made.rstrip("+")
+    assert bool(made.rstrip("+")) == (gpu_machine.ROOT / ".git").exists()  # an sdist has none
+
+
+def test_the_page_of_what_was_verified_has_every_record(monkeypatch):
+    """Also what failed or did not end; and a card that was not run is not said to be."""
+    pytest.importorskip("docutils", reason='the site is built by what pip install ".[docs]" brings')
+    monkeypatch.syspath_prepend(str(gpu_machine.ROOT / "docs"))
+    records = importlib.import_module("records")
+    paths = list(gpu_machine.RECORDS.glob("*.json"))
+    kinds = "tests", "fuzz", "compiled", "changes"
+    assert sum(len(records.records(kind)) for kind in kinds) == len(paths)
+    _, rows = records.cards()
+    assert {row[0] for row in rows} == {records.capability(arch) for arch in SHARED_MEMORY}
+    run = {x["capability"] for kind in ("tests", "fuzz") for x in records.records(kind)}
+    for number, _, state, compiled in rows:
+        assert state.startswith("run: ") == (number in run), number
+        assert compiled != "not compiled", number
+        assert number in run or state == "compiled, not run"
+    for record in records.records("tests"):
+        head, rows = records.of_tests(record)
+        assert len(rows) == len(record["files"]) + 1
+        assert rows[-1][head.index("failed")] == str(len(record["failed"]))
+        assert rows[-1][head.index("not ended")] == str(len(record["not_ended"]))
+    _, rows = records.of_fuzz()
+    assert [int(row[-1]) for row in rows] == [len(x["wrong"]) for x in records.records("fuzz")]
+    page = (gpu_machine.ROOT / "docs" / "verified.md").read_text()
+    _, rows = records.of_cpus()
+    assert len(rows) == len(list(records.OF_CPUS.glob("*.json"))) > 0
+    for name in ("cards", "test-runs", "fuzz-runs", "cpu-runs", "benchmark-runs"):
+        assert f":::{{{name}}}" in page

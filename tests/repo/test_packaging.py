@@ -23,18 +23,19 @@ MAPPING = {
     "reference": "cupyflash/reference",
     "kernels_cu": "cupyflash/kernels_cu",
 }
+BESIDE = ".ci", ".github", "backend", "docs", "examples", "tests"  # of the sdist alone
 
 
 def copied(folder: Path) -> Path:
     """Copy what a build reads."""
     sources = folder / "sources"
     sources.mkdir()
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, sources / name)
-    for name in (*MAPPING, "backend"):
-        shutil.copytree(
-            ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
-        )
+    left_out = shutil.ignore_patterns("__pycache__", "*.nb?", "*.egg-info", "*_cache")
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":  # which is a file in a worktree
+            shutil.copy(path, sources / path.name)
+    for name in (*MAPPING, *BESIDE):
+        shutil.copytree(ROOT / name, sources / name, ignore=left_out)
     return sources
 
 
@@ -119,8 +120,16 @@ def test_the_data_and_the_cuda_sources_are_in_the_wheel(wheel):
 
 
 def test_every_file_is_in_the_sdist(sdist):
-    wanted = {*shipped(), "pyproject.toml", "README.md", "LICENSE", "backend/reproducible.py"}
-    assert wanted - sdist == set()
+    """So its tests run, also those that read the repository, and its site can be built."""
+    beside = {
+        path.relative_to(ROOT).as_posix()
+        for folder in (*BESIDE, "kernels_cu")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and not {"__pycache__", ".hypothesis"} & set(path.parts)
+    }
+    top = {path.name for path in ROOT.iterdir() if path.is_file() and path.name != ".git"}
+    assert {*shipped(), *beside, *top} - sdist == set()
+    assert not [name for name in sdist if name.endswith((".pyc", ".nbi", ".nbc"))]
 
 
 @pytest.mark.thorough("a second build; what the first one holds is quick")
@@ -172,6 +181,8 @@ def test_the_metadata(built, wheel):
 
     assert f"Version: {cupyflash.__version__}" in header
     assert "Requires-Python: >=3.11" in header
+    assert "License-Expression: Apache-2.0" in header
+    assert "Description-Content-Type: text/markdown" in header
     hard = [
         line.partition(": ")[2]
         for line in header
@@ -217,6 +228,27 @@ def test_pip_installs_the_sdist(built, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     works_away_from_the_checkout(tmp_path)
+
+
+def test_the_citation_has_the_version_and_the_license():
+    import cupyflash
+
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {cupyflash.__version__}" in lines
+    assert f"license: {PROJECT['project']['license']}" in lines
+
+
+@pytest.mark.parametrize("name", ["tests", "release"])
+def test_workflows_start_by_hand_alone(name):
+    """A person lets them start otherwise, and what they run and install is there."""
+    text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text()
+    started = text.partition("\non:\n")[2].partition("\n\n")[0].splitlines()
+    events = [line.strip() for line in started if re.match(r" {2}\w", line)]
+    assert events == ["workflow_dispatch:"]
+    for folder in re.findall(r"\btests/\w+", text):
+        assert (ROOT / folder).is_dir(), folder
+    for extra in re.findall(r'"\.\[(\w+)\]"', text):
+        assert extra in PROJECT["project"]["optional-dependencies"]
 
 
 def test_the_extras_are_those_documented():

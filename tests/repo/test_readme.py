@@ -106,6 +106,8 @@ COMMANDS = {
     "mpirun -n 2 python -m mpi4py examples/ring.py --gpus": "tests/gpu/test_gpu_pieces.py",
     "mpirun -n 2 python -m mpi4py examples/train_ranks.py": "tests/distributed/test_mpi.py",
     "mpirun -n 2 python -m mpi4py examples/train_ranks.py --check": "tests/distributed/test_mpi.py",
+    "python -m build": "ci",
+    "twine check --strict dist/*": "ci",
     "python examples/train_transformers.py": "tests/repo/test_train_transformers.py",
 }
 

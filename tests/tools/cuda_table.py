@@ -5,6 +5,8 @@ reports them; no GPU is needed. tests/cuda/test_cuda_compile.py holds the table 
 
     python tests/tools/cuda_table.py                write it anew: look at what git shows of it
     python tests/tools/cuda_table.py --archs all    print it for all, and write nothing
+    python tests/tools/cuda_table.py --archs all --once --record   each kernel once, and keep a
+                                                    summary in tests/data/gpu
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "helpers"))
 
+import gpu_machine
 from cuda_specialisations import SHARED_MEMORY, Case, cases, runs_on, specialisation
 
 from cupyflash.gpu import source
@@ -131,14 +135,39 @@ def write(rows: Iterable[tuple[Key, Resources]], file: io.TextIOBase) -> None:
     table.writerows(key + resources for key, resources in rows)
 
 
+def summary(rows: Iterable[tuple[Key, Resources]], commit: str) -> dict[str, Any]:
+    """Return what is kept of a compilation for all architectures."""
+    archs: dict[str, dict[str, Any]] = {}
+    for key, made in rows:
+        of_arch = archs.setdefault(key.arch, {"kernels": [], "specialisations": 0, "spilled": 0})
+        of_arch["specialisations"] += 1
+        of_arch["spilled"] = max(of_arch["spilled"], made.spill_stores)
+        if key.kernel not in of_arch["kernels"]:
+            of_arch["kernels"].append(key.kernel)
+    return {
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "card": f"NVRTC {nvrtc_version()}",
+        "command": " ".join(["python", "tests/tools/cuda_table.py", *sys.argv[1:]]),
+        "archs": archs,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the table of tests/data/cuda_resources.csv.")
     parser.add_argument(
         "--archs", help="print the table for these instead: sm_86,sm_89 or so, or all"
     )
-    chosen = parser.parse_args().archs
+    parser.add_argument("--once", action="store_true", help="one specialisation of each kernel")
+    parser.add_argument("--record", action="store_true", help="keep a summary, see above")
+    given = parser.parse_args()
+    chosen = given.archs
+    if chosen is None and (given.once or given.record):
+        parser.error("--once and --record need --archs: the table has every case")
     archs = ARCHS if chosen is None else SHARED_MEMORY if chosen == "all" else chosen.split(",")
     jobs = [(case, arch) for case in cases() for arch in archs if runs_on(case, arch)]
+    if given.once:
+        jobs = list({(case.kernel, arch): (case, arch) for case, arch in jobs}.values())
     nvrtc_version()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = pool.map(lambda job: (key_of(*job), measure(*job)), jobs)
@@ -150,6 +179,8 @@ def main() -> None:
         print(f"{len(rows)} rows in {TABLE}", file=sys.stderr)
     else:
         print(text.getvalue(), end="")
+    if given.record:
+        gpu_machine.write(summary(rows, gpu_machine.commit_of()), "compiled", gpu_machine.RECORDS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,301 @@
+"""The target of XLA's typed FFI by which programs call functions of NumPy or CuPy arrays.
+
+A call is a primitive of JAX whose parameter is the function. Its lowering gives the function a
+number, which is the attribute of the call in the program; XLA calls one handler, which finds the
+function by its number. A function lives as long as the program. Arrays are made in XLA's memory, so
+that nothing is copied; on a GPU, work goes to XLA's stream, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import secrets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from ..arrays import device_arrays
+from ..arrays.cuda_device import current
+from ..errors import ArgumentError, ArgumentTypeError
+from .frame import EXECUTE, Frame, Handler
+
+_NAME = "cupyflash"
+# Numbers are drawn anew in each process: a program that one keeps on disk is not found by another.
+_numbers = itertools.count(secrets.randbits(62))
+_DEVICE_WORDS = "float8_e4m3fn", "float8_e5m2"  # CuPy has no such arrays, so they come as bytes
+
+
+class Function(NamedTuple):
+    """A function of arrays.
+
+    Attributes
+    ----------
+    run : callable
+        Takes the operands, and arrays for the results, in XLA's memory. It returns
+        the results: these arrays, or others, which are copied there.
+    gpu : str
+        Why the function does not take arrays on a GPU, or "".
+    """
+
+    run: Callable[[Sequence[Any], tuple[Any, ...]], Sequence[Any]]
+    gpu: str
+
+
+class _Memory(NamedTuple):
+    """What arrays in XLA's memory are made of: shape, dtype and type of the bytes."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: Any
+
+    @classmethod
+    def of(cls, aval: Any) -> _Memory:
+        """Return that of arrays of a shape and a dtype."""
+        dtype = np.dtype(aval.dtype)
+        return cls(aval.shape, dtype, ctypes.c_char * (math.prod(aval.shape) * dtype.itemsize))
+
+    def in_host(self, address: int) -> Any:
+        """Return the array of NumPy at an address."""
+        if not address:  # of no elements
+            return np.empty(self.shape, self.dtype)
+        return np.ndarray(self.shape, self.dtype, self.bytes.from_address(address))
+
+    def on_device(self, address: int, device: int) -> Any:
+        """Return the array of CuPy at an address; one of no elements has none."""
+        dtype = np.dtype(np.uint8) if self.dtype.name in _DEVICE_WORDS else self.dtype
+        strides, step = [], dtype.itemsize
+        for length in reversed(self.shape):
+            strides.append(step)
+            step *= max(length, 1)
+        return device_arrays.borrowed(
+            address, self.shape, dtype, tuple(reversed(strides)), device, None
+        )
+
+
+class _Entry:
+    """A call in a program: its function, and the arrays that it is called with."""
+
+    def __init__(self, function: Function, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        self._run = function.run
+        self._operands = tuple(map(_Memory.of, operands))
+        self._results = tuple(map(_Memory.of, results))
+
+    def on_cpu(self, frame: Frame) -> None:
+        """Make a call on the CPU."""
+        addresses = frame.operands(len(self._operands))
+        operands = [x.in_host(a) for x, a in zip(self._operands, addresses, strict=True)]
+        for x in operands:
+            x.flags.writeable = False  # XLA may read it again
+        addresses = frame.results(len(self._results))
+        self._make(operands, [x.in_host(a) for x, a in zip(self._results, addresses, strict=True)])
+
+    def on_gpu(self, frame: Frame) -> None:
+        """Make a call on a GPU: on its device and stream, in XLA's memory."""
+        device = frame.device()
+        with device_arrays.on_stream(frame.stream(), device):
+            addresses = frame.operands(len(self._operands))
+            named = zip(self._operands, addresses, strict=True)
+            operands = [x.on_device(a, device) for x, a in named]
+            named = zip(self._results, frame.results(len(self._results)), strict=True)
+            self._make(operands, [x.on_device(a, device) for x, a in named])
+
+    def _make(self, operands: list[Any], results: list[Any]) -> None:
+        made = self._run(operands, tuple(results))
+        for result, x in zip(results, made, strict=True):
+            if x is not result:
+                result[...] = x
+
+
+class _Held:
+    """What a program keeps of a call. A call that runs while its program goes finds it, too."""
+
+    def __init__(self, entry: _Entry) -> None:
+        self._entry = entry
+
+    def __del__(self) -> None:
+        _leaving.append(self._entry)
+
+
+_entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+_leaving: deque[_Entry] = deque(maxlen=64)  # more than there are programs under way on a device
+
+
+def _handler(method: str) -> Any:
+    def handle(address: int) -> int:
+        frame = Frame(address)
+        try:
+            if frame.is_question:
+                frame.answer()
+                return 0
+            if frame.stage != EXECUTE:
+                return 0
+            entry = _entries.get(frame.number())
+            if entry is None:
+                raise ArgumentError(
+                    "got a program of another process; expected one of this process, whose "
+                    "functions it calls. Compile it here: jax.jit does, without jax.export."
+                )
+            getattr(entry, method)(frame)
+        except BaseException as error:  # noqa: BLE001 (XLA's frames are not Python's)
+            is_argument = isinstance(error, (ArgumentError, ArgumentTypeError))
+            kind = "" if is_argument else f"{type(error).__name__}: "
+            return frame.error(f"{kind}{error}", is_argument)
+        return 0
+
+    return Handler(handle)
+
+
+_handlers = {"cpu": _handler("on_cpu"), "cuda": _handler("on_gpu")}
+_registered: set[str] = set()
+_lock = threading.Lock()
+
+
+def _register(platform: str) -> None:
+    with _lock:
+        if platform in _registered:
+            return
+        # A target that XLA refuses is an error here, and not of every program: the platform has
+        # been looked for already.
+        jax.local_devices(backend=platform)
+        pointer = ctypes.cast(_handlers[platform], ctypes.c_void_p).value
+        jax.ffi.register_ffi_target(_NAME, jax.ffi.pycapsule(pointer), platform=platform)
+        _registered.add(platform)
+
+
+_call = Primitive(_NAME)
+_call.multiple_results = True
+
+
+def bind(
+    function: Function, results: Sequence[Any], method: str, operands: Sequence[Any]
+) -> list[Any]:
+    """Call a function in a program.
+
+    Parameters
+    ----------
+    function : Function
+        What is called.
+    results : sequence of jax.ShapeDtypeStruct
+        Shapes and dtypes of what it returns.
+    method : "sequential" or "expand_dims"
+        What vmap does: as in `jax.pure_callback`.
+    operands : sequence of jax.Array
+        What it takes.
+    """
+    shapes = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in results)
+    made: list[Any] = _call.bind(
+        *varying_alike(operands), function=function, results=shapes, method=method
+    )
+    return made
+
+
+def varying_alike(operands: Sequence[Any]) -> list[Any]:
+    """Return arrays that all vary over the axes of a mesh over which some of them do."""
+    over = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    axes = frozenset().union(*over)
+    return [
+        jax.lax.pcast(x, tuple(sorted(axes - mine)), to="varying") if axes - mine else x
+        for x, mine in zip(operands, over, strict=True)
+    ]
+
+
+@_call.def_impl
+def _(*operands: Any, function: Function, **_: Any) -> list[Any]:
+    """Call a function at once where nothing is traced: XLA would compile a program for each."""
+    device = min(operands[0].devices(), key=lambda device: device.id)
+    if device.platform != "cpu":
+        return _at_once_on_gpu(operands, function, device)
+    made = function.run(list(map(np.asarray, operands)), ())
+    with jax.default_device(device):
+        return list(map(jax.numpy.asarray, made))
+
+
+def _at_once_on_gpu(operands: Sequence[Any], function: Function, device: Any) -> list[Any]:
+    """Call a function on CuPy's current stream; DLPack lets streams wait for each other."""
+    if function.gpu:
+        raise ArgumentTypeError(function.gpu)
+    with current(device.local_hardware_id):
+        arrays = [
+            device_arrays.from_dlpack(
+                jax.lax.bitcast_convert_type(x, np.uint8) if x.dtype.name in _DEVICE_WORDS else x
+            )
+            for x in operands
+        ]
+        return list(map(jax.dlpack.from_dlpack, function.run(arrays, ())))
+
+
+@_call.def_abstract_eval
+def _(*operands: Any, results: Any, **_: Any) -> list[Any]:
+    mesh = jax.sharding.get_abstract_mesh()
+    how: list[dict[str, Any]] = [{} for _ in results]
+    if not mesh.empty:
+        specs = [jax.P(*(None,) * len(shape)) for shape, _ in results]
+        how = [{"sharding": jax.sharding.NamedSharding(mesh, spec)} for spec in specs]
+        how = [{**each, "manual_axis_type": operands[0].manual_axis_type} for each in how]
+    return [jax.core.ShapedArray(*each, **more) for each, more in zip(results, how, strict=True)]
+
+
+def _lowering(platform: str) -> Callable[..., Any]:
+    lowered = jax.ffi.ffi_lowering(_NAME)
+
+    def lower(ctx: Any, *operands: Any, function: Function, **_: Any) -> Any:
+        if platform == "cuda" and function.gpu:
+            raise ArgumentTypeError(f"got arrays of a program for a GPU: {function.gpu}")
+        _register(platform)
+        entry = _Entry(function, ctx.avals_in, ctx.avals_out)
+        number = next(_numbers)
+        _entries[number] = entry
+        ctx.module_context.add_keepalive(_Held(entry))
+        return lowered(ctx, *operands, number=np.int64(number))
+
+    return lower
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise ArgumentTypeError(
+        "got arrays of a program for a TPU or another machine; expected one for the CPU. Put the "
+        "arrays there: jax.device_put(x, jax.devices('cpu')[0])."
+    )
+
+
+mlir.register_lowering(_call, _refuse, cacheable=False)
+for _platform in _handlers:
+    mlir.register_lowering(_call, _lowering(_platform), platform=_platform, cacheable=False)
+
+
+def _map(
+    operands: Sequence[Any], axes: Sequence[int | None], *, method: str, results: Any, **how: Any
+) -> tuple[list[Any], list[int]]:
+    """Call a function under vmap."""
+    is_mapped = [axis is not None for axis in axes]
+    first = [
+        x if axis is None else jax.numpy.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    pairs = list(zip(first, is_mapped, strict=True))
+    if method == "expand_dims":
+        length = next(x.shape[0] for x, mapped in pairs if mapped)
+        first = [x if mapped else x[None] for x, mapped in pairs]
+        results = tuple(((length, *shape), dtype) for shape, dtype in results)
+        made = _call.bind(*first, method=method, results=results, **how)
+        return made, [0] * len(made)
+
+    def one(_: Any, mapped: Sequence[Any]) -> tuple[Any, list[Any]]:
+        of_one = iter(mapped)
+        args = [next(of_one) if is_one else x for x, is_one in pairs]
+        return (), _call.bind(*args, method=method, results=results, **how)
+
+    _, made = jax.lax.scan(one, (), [x for x, mapped in pairs if mapped])
+    return made, [0] * len(made)
+
+
+batching.primitive_batchers[_call] = _map

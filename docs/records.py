@@ -1,0 +1,169 @@
+"""Directives that write tables of the records of runs: what was tried where, and what came."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from tables import MEASURED, filled
+
+RECORDS = Path(__file__).parents[1] / "tests" / "data" / "gpu"
+OF_CPUS = RECORDS.parent / "cpu"
+# Compute capabilities of NVIDIA's GPUs that are supported, and cards that have them.
+CARDS = {
+    "7.5": "Turing: T4, RTX 20",
+    "8.0": "Ampere: A100, A30",
+    "8.6": "Ampere: A10, RTX 30",
+    "8.7": "Ampere: Jetson Orin",
+    "8.9": "Ada: L4, L40, RTX 40",
+    "9.0": "Hopper: H100, H200, GH200",
+    "10.0": "Blackwell: B100, B200, GB200",
+    "10.3": "Blackwell: B300, GB300",
+    "11.0": "Blackwell: Jetson Thor",
+    "12.0": "Blackwell: RTX 50, RTX PRO",
+    "12.1": "Blackwell: GB10",
+}
+Table = tuple[list[str], list[list[str]]]
+
+
+def records(what: str) -> list[dict[str, Any]]:
+    """Return the records of a kind, the newest first."""
+    paths = RECORDS.glob(f"{what}_*.json")
+    made = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)]
+    return sorted(made, key=lambda record: record["date"], reverse=True)
+
+
+def capability(arch: str) -> str:
+    """Return the capability of an architecture: sm_120 is 12.0."""
+    digits = arch.removeprefix("sm_")
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+def cards() -> Table:
+    """Return which capabilities were run, and which were only compiled for."""
+    run: dict[str, list[str]] = {}
+    for what in ("tests", "fuzz"):
+        for record in records(what):
+            run.setdefault(record["capability"], []).append(record["card"])
+    compiled = {
+        capability(arch): f"{made['specialisations']} specialisations of {len(made['kernels'])} "
+        f"kernels, by {record['card']}"
+        for record in reversed(records("compiled"))
+        for arch, made in record["archs"].items()
+    }
+    rows = []
+    for number, names in CARDS.items():
+        known = ", ".join(dict.fromkeys(run.get(number, ())))
+        state = f"run: {known}" if known else "compiled, not run" if number in compiled else "–"
+        rows.append([number, names, state, compiled.get(number, "not compiled")])
+    return ["capability", "cards", "state", "compiled"], rows
+
+
+def of_tests(record: dict[str, Any]) -> Table:
+    """Return how many tests of each file passed in one run, and how many did not."""
+    outcomes = "passed", "failed", "not ended", "skipped"
+    rows = [
+        [name.removeprefix("tests/"), *(str(found.get(x, "")) for x in outcomes)]
+        for name, found in record["files"].items()
+    ]
+    total = [sum(found.get(x, 0) for found in record["files"].values()) for x in outcomes]
+    return ["file", *outcomes], [*rows, ["all of them", *map(str, total)]]
+
+
+def about(record: dict[str, Any]) -> str:
+    """Return where and when a run was made."""
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    driver = f"driver for CUDA {record['driver'] // 1000}.{record['driver'] % 1000 // 10}"
+    return f"{record['card']}, {driver}; commit {record['commit']}, {record['date']}; {versions}."
+
+
+def of_fuzz() -> Table:
+    """Return what came of drawn problems that were compared with the independent model."""
+    rows = [
+        [x["card"], x["commit"], x["date"], str(x["problems"]), str(len(x["wrong"]))]
+        for x in records("fuzz")
+    ]
+    return ["card", "commit", "date", "problems", "wrong"], rows
+
+
+def of_cpus() -> Table:
+    """Return for which CPUs every property of attention was tried."""
+    rows = []
+    for path in sorted(OF_CPUS.glob("*.json")):
+        made = json.loads(path.read_text(encoding="utf-8"))
+        counts = [str(made["properties"]), str(made["examples"]), str(len(made["failed"]))]
+        numba = f"Numba {made['versions']['numba']}"
+        rows.append([made["cpu"], made["how"], *counts, f"{made['commit']}, {numba}"])
+    return ["CPU", "how", "properties", "examples", "failed", "commit"], rows
+
+
+def of_benchmarks() -> Table:
+    """Return of which runs the tables of measured times are."""
+    rows = []
+    for path in sorted(MEASURED.glob("*.json")):
+        made = json.loads(path.read_text(encoding="utf-8"))
+        commit = made["versions"].get("commit", "")
+        rows.append([path.name, made["suite"], made["device"], commit, str(len(made["tasks"]))])
+    return ["file", "suite", "machine", "commit", "rows"], rows
+
+
+class Cards(Directive):
+    """``cards``: which capabilities were run, and which were only compiled for."""
+
+    made = staticmethod(cards)
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table."""
+        head, rows = self.made()
+        return [filled(head, rows, [100 // len(head)] * len(head))]
+
+
+class Fuzz(Cards):
+    """``fuzz-runs``: drawn problems."""
+
+    made = staticmethod(of_fuzz)
+
+
+class Cpus(Cards):
+    """``cpu-runs``: properties on CPUs."""
+
+    made = staticmethod(of_cpus)
+
+
+class Benchmarks(Cards):
+    """``benchmark-runs``: runs of the measured tables."""
+
+    made = staticmethod(of_benchmarks)
+
+
+class Tests(Directive):
+    """``test-runs``: each run of tests on a GPU, with what did not pass by its name."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return a table and two paragraphs for each run."""
+        made: list[nodes.Node] = []
+        for record in records("tests"):
+            selected, left = record.get("selected"), record.get("left", 0)
+            begin = f"{about(record)} " + (
+                f"Of {selected} tests, {left} were not begun in the time given." if selected else ""
+            )
+            made.append(nodes.paragraph("", begin))
+            head, rows = of_tests(record)
+            made.append(filled(head, rows, [48, 13, 13, 13, 13]))
+            for words, names in (("Failed", "failed"), ("Not ended", "not_ended")):
+                if record[names]:
+                    made.append(nodes.paragraph("", f"{words}: {', '.join(record[names])}."))
+        return made
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Tell Sphinx of the directives."""
+    app.add_directive("cards", Cards)
+    app.add_directive("test-runs", Tests)
+    app.add_directive("fuzz-runs", Fuzz)
+    app.add_directive("cpu-runs", Cpus)
+    app.add_directive("benchmark-runs", Benchmarks)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
