@@ -160,8 +160,8 @@ def tangent_errors(
     summation = exponent(precision.gamma(roundings))[..., None]
     grown = growth(probs, gap, w.exponents + summation)
     row = times(grown, reach) + times(probs + grown, error)
-    row_error = row.sum(axis=-1) + (w.lost[..., None] * (reach + size)).sum(axis=-1)
-    row_size = (probs * reach).sum(axis=-1)
+    row_error = row.sum(axis=-1) + times(w.lost[..., None], reach + size).sum(axis=-1)
+    row_size = times(probs, reach).sum(axis=-1)
     if f.sink is not None and f.sink_probs is not None:
         tsink = np.zeros(f.sink.shape) if t.tsink is None else np.asarray(t.tsink, np.float64)
         finite = np.isfinite(f.sink)
@@ -174,7 +174,7 @@ def tangent_errors(
         a_sink = 4 * unit * np.where(finite, magnitude(f.sink), 0) + w.shared + summation[..., 0]
         p_grown = growth(p, np.where(finite, np.asarray(f.sink, np.float64) - lse, -np.inf), a_sink)
         row_error = row_error + times(p_grown, far + each) + times(p + p_grown, each)
-        row_size = row_size + p * far
+        row_size = row_size + times(p, far)
 
     value, tangent = magnitude(f.v), magnitude(t.tv)
     weights = magnitude(f.weights) * f.allowed
@@ -185,9 +185,9 @@ def tangent_errors(
     l = magnitude(f.total)
     inverse = np.where(l > 0, 1 / l, 0) * (count > 0)
     lost = (w.lost + precision.product.underflow * inverse)[..., None]
-    every = matmul(weights * (reach + size + 1), value) + matmul(weights, tangent)
-    numerator = numerator + lost * (every + 2 * count[..., None])
-    magnitudes = matmul(probs * weights * reach, value) + matmul(probs * weights, tangent)
+    every = matmul(times(weights, reach + size + 1), value) + matmul(weights, tangent)
+    numerator = numerator + times(lost, every + 2 * count[..., None])
+    magnitudes = matmul(times(probs * weights, reach), value) + matmul(probs * weights, tangent)
 
     rest = 1 - np.minimum(theta, 0.5)
     row_error = (row_error + times(theta, row_size)) / rest
@@ -202,7 +202,7 @@ def tangent_errors(
     bound = np.where(fits & ~ill[..., None], bound, np.inf)
     tlse = magnitude(t.tlse)
     bound_tlse = row_error + 3 * unit * (tlse + row_most) + 4 * lam
-    bound_tlse = np.where(ill, np.inf, bound_tlse)
+    bound_tlse = np.where(ill | np.isnan(bound_tlse), np.inf, bound_tlse)
     nothing = count == 0
     return TangentErrors(
         np.where(nothing[..., None], 0, bound), np.where(nothing, 2 * unit * tlse, bound_tlse)

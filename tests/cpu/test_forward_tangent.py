@@ -15,7 +15,7 @@ import cupyflash
 from cupyflash import ArgumentError, masks, scores
 from cupyflash.dispatch import CPU
 from cupyflash.reference.spec import naive, naive_tangents
-from cupyflash.testing import Directions, Precision, jvp_bound, rho
+from cupyflash.testing import Directions, Precision, jvp_bound, problem, rho
 
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 OPTIONS = {
@@ -62,6 +62,17 @@ def test_results_and_tangents_are_within_the_bound(dtype, packed):
         assert max(ratios.values()) <= 1, ratios
 
     check()
+
+
+def test_a_weight_of_zero_bounds_an_infinite_range_of_tangents():
+    """Nothing is claimed of such tangents; their products with weights of zero are no NaN."""
+    found = problem(
+        "bfloat16", q=(1, 63, 15), k=(1, 191, 15), v=(1, 191, 1), family="negative scores",
+        scores=("user",), scale=12.909944487358056, layouts="plain", seed=504170,
+    )  # fmt: skip
+    directions = directions_of(found)
+    ratios = jvp_ratios(found, directions, run_jvp(found, directions))
+    assert max(ratios.values()) <= 1, ratios
 
 
 def test_the_specification_is_the_derivative_of_the_specification():
