@@ -23,6 +23,7 @@ constexpr int SHARED_BYTES = 65536;
 constexpr int RESIDENT_BLOCKS = 1;
 constexpr bool WHOLE = false;
 constexpr bool ONE_TILE = false;
+constexpr int ROW_SHARERS = 1;
 constexpr bool PACKED = false;
 constexpr bool CACHED = true;
 constexpr bool PAGED = true;

@@ -170,6 +170,11 @@ class Specialisation:
                 "whole",
             ),
             _is("ONE_TILE", "Whether the keys of every row are one tile.", "tiles.one_tile", "one"),
+            _number(
+                "ROW_SHARERS",
+                "Warps that have the same rows of wide heads, and each some columns.",
+                "tiles.row_sharers",
+            ),
         )
     )
     packed: bool = _option("packed", "PACKED", "Whether sequences are packed.", "packed")

@@ -49,12 +49,16 @@ constexpr int PART_QUERIES = !P_IN_REGISTERS                        ? WARP_QUERI
 constexpr int PARTS = WARP_QUERIES / PART_QUERIES;
 constexpr int ROWS = WARP_KEYS / 8;
 constexpr int COLUMNS = PART_QUERIES / 4;
-using ShareK = fragment_product::Share<D, SHARERS>;
-using ShareV = fragment_product::Share<D_V, SHARERS>;
+// Of wide heads, shares are even, and rows of P and dS have no more bytes than they need.
+constexpr bool WIDE_HEAD = matmul::larger(D, D_V) > 256;
+template <int WIDTH, int OF>
+using Share = fragment_product::Share<WIDTH, OF, WIDE_HEAD ? OF : 1>;
+using ShareK = Share<D, SHARERS>;
+using ShareV = Share<D_V, SHARERS>;
 // For dq a warp has 32 or 16 of the tile's queries and a share of the columns.
 constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
-using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
+using ShareQ = Share<D, DQ_SHARERS>;
 constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, to save registers
 
 // Limited by registers.
@@ -73,7 +77,7 @@ __device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
 }
 
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
-constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
+constexpr int P_BYTES = WIDE_HEAD && BLOCK_Q <= 32 ? 64 : fragment::row_bytes(BLOCK_Q);
 constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
 constexpr int RESIDENT_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 * BLOCK_Q +
                                4 * WARPS + static_cast<int>(sizeof(Head));
@@ -82,7 +86,8 @@ constexpr int STAGES = (SHARED_BYTES - RESIDENT_BYTES) / STAGE_BYTES;
 
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
-static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
+static_assert(SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
+static_assert(WARP_QUERIES % 16 == 0 || (WIDE_HEAD && WARP_QUERIES == 8), "BLOCK_Q, THREADS");
 static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");

@@ -9,13 +9,18 @@
 //
 // With two STAGES, the next tile is copied while one is multiplied.
 //
+// Of heads beyond 256, ROW_SHARERS warps have the same rows: each computes dS of some keys of a
+// tile, and has some columns of dq; then dS goes through shared memory.
+//
 // Grid: prod(own_size) * heads * blocks; packed: heads * blocks.
-// Shared memory: the queries, do, the stages of keys and values, lse and delta, the entry. BLOCK_Q
-// is 16 or 32 times the warps, BLOCK_KV a multiple of 16.
+// Shared memory: the queries, do, the stages of keys and values, lse and delta, dS of rows that
+// warps share, the entry. BLOCK_Q is 16 or 32 times the warps that share no rows, WARP_KEYS a
+// multiple of 16, or 8 for wide heads.
 #include "../common/params.cuh"
 #include "../warp/fragment_backward.cuh"
 #include "../warp/fragment_gradient_ds.cuh"
 #include "../warp/fragment_product.cuh"
+#include "../warp/fragment_sharers.cuh"
 #include "../warp/fragment_tile.cuh"
 
 namespace {
@@ -23,22 +28,61 @@ namespace {
 using fragment_backward::StreamedEntry;
 
 constexpr int ROWS = 2 * fragment::M_TILES;
-constexpr int COLUMNS = BLOCK_KV / 4;
-using ShareQ = fragment_product::Share<D, 1>;
+constexpr int COLUMNS = fragment::WARP_KEYS / 4;
+using ShareQ = fragment_product::Share<D, ROW_SHARERS, ROW_SHARERS>;
 
 constexpr int UNROLL = 4;  // limited by registers
 
 constexpr int Q_BYTES = fragment::row_bytes(D), DO_BYTES = fragment::row_bytes(D_V);
+constexpr bool SHARES = ROW_SHARERS > 1;
+using fragment_sharers::P_BYTES;
+// dS of rows that warps share, and the largest of each warp.
+constexpr int SHARED_DS_BYTES = SHARES ? BLOCK_Q * P_BYTES + 4 * fragment::WARPS : 0;
 constexpr int RESIDENT_BYTES =
-    BLOCK_Q * (Q_BYTES + DO_BYTES + 8) + static_cast<int>(sizeof(StreamedEntry));
+    BLOCK_Q * (Q_BYTES + DO_BYTES + 8) + SHARED_DS_BYTES + static_cast<int>(sizeof(StreamedEntry));
 constexpr int STAGE_BYTES = BLOCK_KV * (Q_BYTES + DO_BYTES);
 constexpr int STAGES = (SHARED_BYTES - RESIDENT_BYTES) / STAGE_BYTES;
 
 static_assert(IS_16_BIT, "16-bit types");
-static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
-static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
+static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q * ROW_SHARERS && ROWS <= 4,
+              "BLOCK_Q, THREADS");
+static_assert(fragment::WARP_KEYS % (SHARES ? 8 : 16) == 0 && BLOCK_KV % 16 == 0, "BLOCK_KV");
 static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
+
+// -- roles ----------------------------------------------------------------------------------------
+
+// Scales dS for float16: all warps that share rows have one scale.
+__device__ __forceinline__ void scale_ds(const float (&ds)[ROWS][COLUMNS],
+                                         float (&dq)[ROWS][ShareQ::COLUMNS], float* largest_smem,
+                                         fragment_gradient::DsScale& ds_scale) {
+  if constexpr (SHARES) {
+    float largest = fragment_gradient::largest_finite(ds);
+    const int warp = threadIdx.x / ptx::WARP_SIZE;
+    if (ptx::lane_index() == 0) largest_smem[warp] = largest;
+    fragment_sharers::wait();  // the largest |dS| of the warps that share the rows
+#pragma unroll
+    for (int n = 0; n < ROW_SHARERS; ++n) {
+      largest = fmax(largest, largest_smem[warp / ROW_SHARERS * ROW_SHARERS + n]);
+    }
+    if (largest > ds_scale.largest) ds_scale.rescale(largest, dq);
+  } else if (ptx::any_lane(fragment_gradient::largest_of(ds) > ds_scale.largest)) {
+    const float largest = fragment_gradient::largest_finite(ds);
+    if (largest > ds_scale.largest) ds_scale.rescale(largest, dq);
+  }
+}
+
+// dq += dS k, of dS in registers, or in shared memory if warps share rows.
+template <bool FROM_SHARED, int WORDS>
+__device__ __forceinline__ void accumulate_dq(float (&dq)[ROWS][ShareQ::COLUMNS],
+                                              unsigned int (&ds)[ROWS][WORDS], const char* ds_rows,
+                                              const char* k_smem, const ShareQ& share) {
+  if constexpr (FROM_SHARED) {
+    fragment_product::multiply_add<D, BLOCK_KV, P_BYTES, 2>(dq, ds_rows, k_smem, share, [](int) {});
+  } else {
+    fragment::multiply_add<D>(dq, ds, k_smem);
+  }
+}
 
 }  // namespace
 
@@ -49,7 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const do_smem = q_smem + BLOCK_Q * Q_BYTES;
   char* const stages_smem = do_smem + BLOCK_Q * DO_BYTES;
   float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
-  StreamedEntry* const streamed_smem = reinterpret_cast<StreamedEntry*>(lse_smem + 2 * BLOCK_Q);
+  char* const ds_smem = reinterpret_cast<char*>(lse_smem + 2 * BLOCK_Q);
+  StreamedEntry* const streamed_smem = reinterpret_cast<StreamedEntry*>(ds_smem + SHARED_DS_BYTES);
+  float* const largest_smem = reinterpret_cast<float*>(ds_smem + BLOCK_Q * P_BYTES);
 
   const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
@@ -57,8 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const long long i0 = work.block * BLOCK_Q;
   const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
   const int warp_row = fragment::warp_row();
-  const fragment_gradient::Corner corner(warp_row, 0);
-  const ShareQ share(0);
+  const fragment_gradient::Corner corner(warp_row, fragment::warp_key());
+  const ShareQ share(fragment_sharers::sharer());
+  const char* const ds_rows = ds_smem + warp_row * P_BYTES;
   unsigned long long visited = 0;
   if (threadIdx.x == 0) streamed_smem->entry = work.entry;
 
@@ -125,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
       // 2 scores
       float s[ROWS][COLUMNS];
-      fragment_product::multiply<D, UNROLL>(s, q_smem + warp_row * Q_BYTES, k_smem);
+      fragment_product::multiply<D, UNROLL>(s, q_smem + warp_row * Q_BYTES,
+                                            k_smem + fragment::warp_key() * Q_BYTES);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
@@ -133,25 +181,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const bool has_masked = fragment_gradient::recompute_probabilities<false, 0>(
           p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, ds, nullptr);
       float dp[ROWS][COLUMNS];
-      fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
+      fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES,
+                                              v_smem + fragment::warp_key() * DO_BYTES);
       const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(lse_smem + BLOCK_Q +
                                                                     corner.row);
       fragment_gradient::score_gradients<false>(p, has_masked, s, dp, delta, kept, s);
       // 6 accumulate dq
-      if constexpr (fragment::Mma::SCALES_DS) {
-        if (ptx::any_lane(fragment_gradient::largest_of(s) > ds_scale.largest)) {
-          const float largest = fragment_gradient::largest_finite(s);
-          if (largest > ds_scale.largest) ds_scale.rescale(largest, dq);
-        }
-      }
+      if constexpr (fragment::Mma::SCALES_DS) scale_ds(s, dq, largest_smem, ds_scale);
       fragment_gradient::narrow(s, ds_scale.factor, ds);
+      if constexpr (SHARES) {
+        fragment_sharers::put_weights(ds, ds_smem);
+        fragment_sharers::wait();  // dS, written by the warps that share the rows
+      }
       if (has_nonfinite) {
-        fragment::add_nonfinite<D>(dq, ds, k_smem);
+        if constexpr (SHARES) {
+          fragment_product::add_nonfinite<D, BLOCK_KV, P_BYTES>(dq, ds_rows, ds_rows, k_smem,
+                                                                share);
+        } else {
+          fragment::add_nonfinite<D>(dq, ds, k_smem);
+        }
         __syncthreads();  // the keys, read by all warps as they were copied
         fragment::clear_nonfinite<BLOCK_KV, D, Q_BYTES>(k_smem);
         __syncthreads();  // the keys, made finite by all threads
       }
-      fragment::multiply_add<D>(dq, ds, k_smem);
+      accumulate_dq<SHARES>(dq, ds, ds_rows, k_smem, share);
       if (STAGES == 1 && next.rows > 0) {
         __syncthreads();  // the tile, read by all warps
         load_tile(next, 0);

@@ -10,12 +10,17 @@
 // order keys, values, keys of the next tile and so on: while one stage is multiplied, the next
 // KV_STAGES - 1 are being copied.
 //
+// Of 16-bit heads beyond 256, ROW_SHARERS warps have the same rows: each computes the scores of
+// some keys of a tile, and has some columns of the output. Maxima and weights go through shared
+// memory.
+//
 // Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks.
-// Shared memory: the queries, the stages, SharedStorage. BLOCK_Q is 16 or 32 times the warps,
-// BLOCK_KV a multiple of 16.
+// Shared memory: the queries, the stages, the weights of rows that warps share, SharedStorage.
+// BLOCK_Q is 16 or 32 times the warps that share no rows, WARP_KEYS a multiple of 16.
 #include "../common/params.cuh"
 #include "../warp/fragment.cuh"
 #include "../warp/fragment_pages.cuh"
+#include "../warp/fragment_sharers.cuh"
 #include "../warp/fragment_softmax.cuh"
 #include "../warp/fragment_tile.cuh"
 #include "../warp/fragment_wide.cuh"
@@ -23,8 +28,9 @@
 namespace {
 
 constexpr int ROWS = 2 * fragment::M_TILES;
-constexpr int COLUMNS = BLOCK_KV / 4;
-constexpr int COLUMNS_V = fragment::whole_columns(D_V) / 4;
+using ResultRows = fragment_sharers::ResultRows<D_V, ROW_SHARERS>;
+constexpr int COLUMNS = fragment::WARP_KEYS / 4;
+constexpr int COLUMNS_V = ResultRows::COLUMNS;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int RESIDENT_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
 constexpr int STAGE_BYTES = BLOCK_KV * matmul::larger(Q_BYTES, V_BYTES);
@@ -35,15 +41,16 @@ struct SharedStorage {
   fragment_tile::Classes classes;
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
-constexpr int KV_STAGES = (SHARED_BYTES - RESIDENT_BYTES - SHARED_STORAGE_BYTES) / STAGE_BYTES;
+constexpr int HELD_BYTES = RESIDENT_BYTES + ResultRows::BYTES + SHARED_STORAGE_BYTES;
+constexpr int KV_STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 // Whether the queries of a warp's rows fit into its registers.
 constexpr bool Q_IN_REGISTERS =
     !fragment::WIDE && ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
 
-static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
-static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
-static_assert(SHARED_BYTES == RESIDENT_BYTES + KV_STAGES * STAGE_BYTES + SHARED_STORAGE_BYTES,
-              "SHARED_BYTES");
+static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q * ROW_SHARERS && ROWS <= 4,
+              "BLOCK_Q, THREADS");
+static_assert(fragment::WARP_KEYS % 16 == 0 && (ROW_SHARERS == 1 || !fragment::WIDE), "BLOCK_KV");
+static_assert(SHARED_BYTES == HELD_BYTES + KV_STAGES * STAGE_BYTES, "SHARED_BYTES");
 static_assert(KV_STAGES == 2 || KV_STAGES == 3, "SHARED_BYTES");
 
 }  // namespace
@@ -53,8 +60,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   extern __shared__ Vector shared_smem[];
   char* const q_smem = reinterpret_cast<char*>(shared_smem);
   char* const stages_smem = q_smem + RESIDENT_BYTES;
+  char* const rows_smem = stages_smem + KV_STAGES * STAGE_BYTES;
   SharedStorage* const storage_smem =
-      reinterpret_cast<SharedStorage*>(stages_smem + KV_STAGES * STAGE_BYTES);
+      reinterpret_cast<SharedStorage*>(rows_smem + ResultRows::BYTES);
+  const ResultRows rows(rows_smem);
 
   const layout::WorkTile work = cache::work_tile_of(p, blockIdx.x);
   if (work.idle) return;
@@ -120,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     bool active = true;  // whether the warp has an unmasked pair
     if (MAY_MASK && masked) {
       active = fragment_tile::evaluate_mask<COLUMNS>(p, box, now.tile_class, mask);
+      if constexpr (ROW_SHARERS > 1) active = true;  // others that have the rows may have one
     }
     ++visited;
 
@@ -130,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (active) {
       // 2 scores
       accum_t s[ROWS][COLUMNS];
-      fragment::multiply(s, q, stage_smem(0));
+      fragment::multiply(s, q, stage_smem(0) + fragment::warp_key() * Q_BYTES);
       // 3 score mod
       bool has_masked = masked;
       if constexpr (HAS_SCORE) {
@@ -143,13 +153,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.rows);
       // 5 row max
       accum_t m_new[ROWS];
-      if (fragment_softmax::row_max(s, m, m_new, c)) {
+      if (rows.row_max(s, m, m_new, c)) {
         // 6 rescale
         fragment_softmax::rescale(m, m_new, l, acc, c);
       }
       fragment_softmax::exponentiate(s, m, l, c, has_masked);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
       fragment::narrow(s, weights);
+      rows.put(weights);
     }
     // 7 accumulate p v
     const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
@@ -171,17 +182,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       copy_keys(next, 1);
     }
     if (has_nonfinite) {
-      if (active) fragment::add_nonfinite<D_V>(acc, weights, stage_smem(0));
+      if (active) rows.add_nonfinite(acc, weights, stage_smem(0));
       __syncthreads();  // the values, read by all warps as they were copied
       fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(stage_smem(0));
       __syncthreads();  // the values, made finite by all threads
     }
-    if (active) fragment::multiply_add<D_V>(acc, weights, stage_smem(0));
+    if (active) rows.multiply_add(acc, weights, stage_smem(0));
     stage = stage + 1 < KV_STAGES ? stage + 1 : 0;
     now = next;
   }
 
-  fragment_softmax::row_sum(l);
+  rows.row_sum(l);
   accum_t weight[ROWS];
   fragment_softmax::join_sink(
       m, l, weight, logit_scale,
@@ -193,34 +204,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
   if constexpr (RESUMES) {
     fragment::resume<D_V>(acc, weight, m, l, p, entry, h, i0 + fragment::warp_row(),
-                          ni - fragment::warp_row(),
-                          [](int n) { return fragment::result_column(fragment::Kind(), n); });
+                          ni - fragment::warp_row(), [&](int n) { return rows.column(n); });
+    if constexpr (ROW_SHARERS > 1) {
+      fragment_sharers::wait();  // the lse before, read by all warps that have the rows
+    }
   }
   if constexpr (WIDE_RESULT) {
     ptx::cp_async_wait<0>();
-    fragment::store_wide<D_V>(
-        acc, weight, p.out,
-        layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
-        ni - fragment::warp_row());
-  } else {
-    if (visited == 0) {
-      ptx::cp_async_wait<0>();
-      __syncthreads();  // the queries, copied by all threads to where the output goes
-    }
-    char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
-    fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
-    __syncwarp();  // the warp's rows of the output, written by its lanes
-    fragment::copy_out<D_V>(
-        p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
-        fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE,
-        out_smem);
+  } else if (visited == 0) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // the queries, copied by all threads to where the output goes
   }
+  rows.store(
+      acc, weight, p, [&] { return layout::offset(p.out, entry, h, false); }, i0, ni, q_smem);
   // 9 store lse
+  const bool is_first = ROW_SHARERS == 1 || fragment_sharers::sharer() == 0;
   const memory::RowStatistic lse = memory::row_statistic(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
-    if (p.lse.data != nullptr && ptx::lane_index() % 4 == 0 && row < ni) {
+    if (p.lse.data != nullptr && ptx::lane_index() % 4 == 0 && row < ni && is_first) {
       lse.data[(i0 + row) * lse.row] = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
     }
   }

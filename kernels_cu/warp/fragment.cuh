@@ -21,7 +21,8 @@ struct LaneRow {
   unsigned int begin;
 
   __device__ __forceinline__ LaneRow(const char* tile_smem, int row, int half)
-      : address(ptx::shared_address(tile_smem) + row * ROW_BYTES), begin((half ^ row % 8) << 4) {}
+      : address(ptx::shared_address(tile_smem) + row * ROW_BYTES),
+        begin((half ^ (ROW_BYTES == 64 ? row / 2 % 4 : row % 8)) << 4) {}
 
   // The address for columns 16 `step` and on, `rows` rows further, a multiple of 8.
   __device__ __forceinline__ unsigned int at(int rows, int step) const {

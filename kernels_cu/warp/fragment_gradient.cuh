@@ -92,6 +92,21 @@ __device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box
   const long long j = box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) kept[r] = 0;
+  if constexpr (KEYS_ARE_ROWS && COLUMNS == 2) {
+    // Of 8 queries a lane has two; the four lanes draw for these and for two groups of keys.
+#pragma unroll
+    for (int r = 0; r < ROWS; r += 2) {
+      const long long query = tile::origin_q(p) + box.i_low + corner.column + index % 2;
+      philox::Words drawn =
+          tile::draw(p, key, (j + 8 * (r + index / 2)) / 4, static_cast<unsigned int>(query), b_h);
+      transpose(drawn.word, index, 4);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        kept[r + n / 2] |= (drawn.word[n] >= p.drop_below ? 1u : 0u) << n % 2;
+      }
+    }
+    return;
+  }
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += STEP) {
 #pragma unroll

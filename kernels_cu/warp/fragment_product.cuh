@@ -9,33 +9,86 @@ namespace fragment_product {
 
 // A warp's share of the columns of a result, in units of 16 columns. Warps that share rows own
 // adjacent units; if a row has too few units, the last warps are idle. A line of 128 bytes is 4
-// units; a share begins where the swizzled addresses of fragment::LaneRow can.
-template <int WIDTH, int SHARERS>
+// units; a share begins where the swizzled addresses of fragment::LaneRow can. With a STEP, the
+// number of sharers, a warp has every STEP-th unit, so that shares of wide heads are even.
+template <int WIDTH, int SHARERS, int STEP = 1>
 struct Share {
+  static_assert(STEP == 1 || STEP == SHARERS, "STEP");
   static constexpr int UNITS = fragment::whole_columns(WIDTH) / 16;
   static constexpr int EVEN = (UNITS + SHARERS - 1) / SHARERS;
-  static constexpr int EACH = EVEN <= 2 || SHARERS == 1 ? EVEN : matmul::round_up(EVEN, 4);
+  static constexpr int EACH =
+      EVEN <= 2 || SHARERS == 1 || STEP > 1 ? EVEN : matmul::round_up(EVEN, 4);
   static constexpr int COLUMNS = 4 * EACH;  // of a thread
   int first;                                // the warp's first unit
 
-  __device__ __forceinline__ explicit Share(int sharer) : first(sharer * EACH) {}
+  __device__ __forceinline__ explicit Share(int sharer)
+      : first(STEP > 1 ? sharer : sharer * EACH) {}
+  // Unit x of the share; of a thread's element n, the column, and which 8 of a row's columns.
+  __device__ __forceinline__ int unit(int x) const { return first + STEP * x; }
+  __device__ __forceinline__ int piece(int n) const {
+    return 2 * first + n / 2 + 2 * (STEP - 1) * (n / 4);
+  }
+  __device__ __forceinline__ int column(int n) const {
+    const int of_unit = 16 * first + 16 * (STEP - 1) * (n / 4);
+    return of_unit + 8 * (n / 2) + fragment::lane_column() + n % 2;
+  }
+  // Moves the lanes' rows of a right operand to the share, whose unit x is their step `step(x)`.
+  template <int BYTES>
+  __device__ __forceinline__ void shift(fragment::LaneRow<BYTES>& rows) const {
+    rows.address += first / 4 * 128;
+    rows.begin ^= first % 4 * 32;
+  }
+  __device__ __forceinline__ static constexpr int step(int x) { return STEP * x; }
   // Part x of `parts` of the share.
   __device__ __forceinline__ Share part(int x, int parts) const {
     Share share = *this;
-    share.first += x * EACH / parts;
+    share.first += STEP * (x * EACH / parts);
     return share;
   }
   // Whether unit x of the share exists.
   __device__ __forceinline__ bool has(int x) const {
-    return SHARERS * EACH == UNITS || first + x < UNITS;
+    return SHARERS * EACH == UNITS || unit(x) < UNITS;
   }
 };
+
+// c = a b^T for 8 rows of b, of which 32 columns are loaded at a time.
+template <int WIDTH, int UNROLL, int ROWS>
+__device__ __forceinline__ void multiply_eight(float (&c)[ROWS][2], const char* a_smem,
+                                               const char* b_smem) {
+  constexpr int BYTES = fragment::row_bytes(WIDTH), STEPS = fragment::whole_columns(WIDTH) / 16;
+  const int lane = ptx::lane_index();
+  const auto a = fragment::left_rows<BYTES>(a_smem);
+  const fragment::LaneRow<BYTES> b(b_smem, lane % 8, lane / 8);
+  // Of an odd number of steps the last is alone: no lane may read beyond its columns.
+  const fragment::LaneRow<BYTES> last(b_smem, lane % 8, lane / 8 % 2);
+  matmul::clear(c);
+#pragma unroll UNROLL / 2
+  for (int step = 0; step < STEPS; step += 2) {
+    unsigned int right[4];
+    ptx::ldmatrix_x4(right, step + 1 < STEPS ? b.at(0, step) : last.at(0, step));
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      if (step + x == STEPS) break;
+#pragma unroll
+      for (int m = 0; m < ROWS / 2; ++m) {
+        unsigned int left[4];
+        ptx::ldmatrix_x4(left, a.at(16 * m, step + x));
+        fragment::mma(c[2 * m][0], c[2 * m][1], c[2 * m + 1][0], c[2 * m + 1][1], left,
+                      right[2 * x], right[2 * x + 1]);
+      }
+    }
+  }
+}
 
 // c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in flight, as
 // in the products below.
 template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* a_smem,
                                          const char* b_smem) {
+  if constexpr (COLUMNS == 2) {
+    multiply_eight<WIDTH, UNROLL>(c, a_smem, b_smem);
+    return;
+  }
   constexpr int BYTES = fragment::row_bytes(WIDTH);
   const auto a = fragment::left_rows<BYTES>(a_smem);
   const auto b = fragment::right_rows<BYTES>(b_smem);
@@ -57,15 +110,15 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* 
 
 // c += a b for rows of DEPTH weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b. The
 // columns of c are the warp's share. `between` is called after each of DEPTH / 16 steps.
-template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS,
-          class Between>
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int STEP, int ROWS,
+          int COLUMNS, class Between>
 __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                             const char* b_smem, const Share<WIDTH, SHARERS>& share,
+                                             const char* b_smem,
+                                             const Share<WIDTH, SHARERS, STEP>& share,
                                              const Between& between) {
   const auto a = fragment::left_rows<A_BYTES>(a_smem);
   auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
-  b.address += share.first / 4 * 128;
-  b.begin ^= share.first % 4 * 32;
+  share.shift(b);
 #pragma unroll UNROLL
   for (int k = 0; k < DEPTH / 16; ++k) {
     unsigned int left[ROWS / 2][4];
@@ -75,7 +128,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const ch
     for (int n = 0; n < COLUMNS; n += 4) {
       if (!share.has(n / 4)) break;
       unsigned int right[4];
-      ptx::ldmatrix_x4_trans(right, b.at(16 * k, n / 4));
+      ptx::ldmatrix_x4_trans(right, b.at(16 * k, share.step(n / 4)));
 #pragma unroll
       for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
     }
@@ -89,10 +142,10 @@ __device__ __forceinline__ storage_t element(const char* row_smem) {
 
 // c += a b for the non-finite elements of b alone, skipping masked pairs, which have the weight of
 // one in `weights_smem`; the main product then runs with zeros in their place.
-template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
+template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int STEP, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const char* a_smem,
                                               const char* weights_smem, const char* b_smem,
-                                              const Share<WIDTH, SHARERS>& share) {
+                                              const Share<WIDTH, SHARERS, STEP>& share) {
 #pragma unroll 1
   for (int x = 0; x < COLUMNS / 4; ++x) {
 #pragma unroll 1
@@ -100,7 +153,7 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const c
       const int row = fragment::lane_row();
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const int column = 16 * (share.first + x) + 8 * (n / 2) + fragment::lane_column() + n % 2;
+        const int column = 16 * share.unit(x) + 8 * (n / 2) + fragment::lane_column() + n % 2;
         const int at = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(k, column / 8);
         const float value = number::widen(element(b_smem + at + column % 8 * 2));
         if (number::is_finite(value)) continue;
@@ -125,18 +178,17 @@ __device__ __forceinline__ void clear_pair(unsigned int& pair) {
 
 // c += a^T b for DEPTH rows of weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b.
 // The rows of c are columns of a, from 16 `first` on.
-template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, bool ONLY_FINITE, int SHARERS, int ROWS,
-          int COLUMNS>
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, bool ONLY_FINITE, int SHARERS, int STEP,
+          int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS],
                                                         const char* a_smem, int first,
                                                         const char* b_smem,
-                                                        const Share<WIDTH, SHARERS>& share) {
+                                                        const Share<WIDTH, SHARERS, STEP>& share) {
   auto a = fragment::right_rows<A_BYTES>(a_smem);
   a.address += first / 4 * 128;
   a.begin ^= first % 4 * 32;
   auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
-  b.address += share.first / 4 * 128;
-  b.begin ^= share.first % 4 * 32;
+  share.shift(b);
 #pragma unroll UNROLL
   for (int k = 0; k < DEPTH / 16; ++k) {
     unsigned int left[ROWS / 2][4];
@@ -146,7 +198,7 @@ __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS
     for (int n = 0; n < COLUMNS; n += 4) {
       if (!share.has(n / 4)) break;
       unsigned int right[4];
-      ptx::ldmatrix_x4_trans(right, b.at(16 * k, n / 4));
+      ptx::ldmatrix_x4_trans(right, b.at(16 * k, share.step(n / 4)));
       if constexpr (ONLY_FINITE) {
 #pragma unroll
         for (int x = 0; x < 4; ++x) clear_pair(right[x]);
@@ -163,9 +215,9 @@ __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS
 // way of shared memory, or if `wide` as the accumulator's. Row 0 of the block is row `first` of the
 // entry's head; `valid` rows exist. The warp's rows begin at `warp_row`. No thread may still use
 // rows_smem when this is called.
-template <int BLOCK_ROWS, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
+template <int BLOCK_ROWS, int WIDTH, int SHARERS, int STEP, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
-                                           const Share<WIDTH, SHARERS>& share, int warp_row,
+                                           const Share<WIDTH, SHARERS, STEP>& share, int warp_row,
                                            const Operand& to, bool wide, long long offset,
                                            long long first, int valid, float factor,
                                            char* rows_smem) {
@@ -178,7 +230,7 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
       const int row = warp_row + 8 * r + fragment::lane_row();
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        const int column = 16 * share.first + 8 * (n / 2) + fragment::lane_column() + n % 2;
+        const int column = share.column(n);
         if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = result[r][n];
       }
     }
@@ -190,7 +242,7 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int row = warp_row + 8 * r + fragment::lane_row();
-      const int at = fragment::swizzled_offset<BYTES>(row, 2 * share.first + n / 2);
+      const int at = fragment::swizzled_offset<BYTES>(row, share.piece(n));
       *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
           number::narrow_pair(result[r][n], result[r][n + 1]);
     }
@@ -264,11 +316,11 @@ __device__ __forceinline__ void clear_dq(const Params& p, char* row_gmem, long l
 
 // Stores part `step` of `steps` of a warp's share of a tile's dq, times the scale, to rows that
 // begin at row_gmem; `valid` rows exist from there on.
-template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
+template <int WIDTH, int SHARERS, int STEP, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_fragments(const Params& p,
                                                 const float (&result)[ROWS][COLUMNS],
-                                                const Share<WIDTH, SHARERS>& share, char* row_gmem,
-                                                int valid, int step, int steps) {
+                                                const Share<WIDTH, SHARERS, STEP>& share,
+                                                char* row_gmem, int valid, int step, int steps) {
   const float scale = static_cast<float>(p.scale);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -277,8 +329,8 @@ __device__ __forceinline__ void store_fragments(const Params& p,
       if ((r * COLUMNS + n) * steps / (ROWS * COLUMNS) != step) continue;
       const int row = 8 * r + fragment::lane_row();
       if (row < valid && share.has(n / 4)) {
-        store_pair(p, row_gmem, row, 16 * share.first + 8 * (n / 2) + fragment::lane_column(),
-                   result[r][n] * scale, result[r][n + 1] * scale);
+        store_pair(p, row_gmem, row, share.column(n), result[r][n] * scale,
+                   result[r][n + 1] * scale);
       }
     }
   }
@@ -293,10 +345,10 @@ constexpr int GROUP_SIZE = 8 * fragment::whole_columns(WIDTH);
 
 // Atomically adds part `step` of `steps` of a warp's share of a result of WIDTH columns to those
 // sums. to_gmem is the group of the warp's first row; `valid` rows exist from there on.
-template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
+template <int WIDTH, int SHARERS, int STEP, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMNS],
-                                              const Share<WIDTH, SHARERS>& share, float* to_gmem,
-                                              int valid, int step, int steps) {
+                                              const Share<WIDTH, SHARERS, STEP>& share,
+                                              float* to_gmem, int valid, int step, int steps) {
   float* const lane_gmem = to_gmem + 128 * share.first + ptx::lane_index();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -305,7 +357,8 @@ __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMN
     for (int n = 0; n < COLUMNS; ++n) {
       if ((r * COLUMNS + n) * steps / (ROWS * COLUMNS) != step) continue;
       if ((steps == 1 || 8 * r < valid) && share.has(n / 4)) {
-        ptx::red_add(lane_gmem + r * GROUP_SIZE<WIDTH> + 32 * n, result[r][n]);
+        ptx::red_add(lane_gmem + r * GROUP_SIZE<WIDTH> + 128 * share.step(n / 4) + 32 * (n % 4),
+                     result[r][n]);
       }
     }
   }

@@ -16,9 +16,12 @@
 namespace fragment {
 
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
-// For kernels whose blocks own queries; the others compute their warps' rows themselves.
-constexpr int M_TILES = matmul::larger(1, BLOCK_Q / (16 * WARPS));
+// For kernels whose blocks own queries; the others compute their warps' rows themselves. Of wide
+// heads, ROW_SHARERS warps have the same rows (fragment_sharers.cuh): each computes the scores of
+// WARP_KEYS keys of a tile.
+constexpr int M_TILES = matmul::larger(1, BLOCK_Q* ROW_SHARERS / (16 * WARPS));
 constexpr int WARP_ROWS = 16 * M_TILES;
+constexpr int WARP_KEYS = BLOCK_KV / ROW_SHARERS;
 
 // A float32 as the sum of two numbers of 11 bits, for products in tf32.
 struct Split {
@@ -112,16 +115,26 @@ __device__ constexpr int whole_columns(int width) {
 
 __device__ __forceinline__ int lane_row() { return ptx::lane_index() / 4; }
 __device__ __forceinline__ int lane_column() { return 2 * (ptx::lane_index() % 4); }
-__device__ __forceinline__ int warp_row() { return threadIdx.x / ptx::WARP_SIZE * WARP_ROWS; }
+__device__ __forceinline__ int warp_row() {
+  return threadIdx.x / (ptx::WARP_SIZE * ROW_SHARERS) * WARP_ROWS;
+}
+__device__ __forceinline__ int warp_key() {
+  return threadIdx.x / ptx::WARP_SIZE % ROW_SHARERS * WARP_KEYS;
+}
 
 // Wide elements are read by 8 lanes at a time: two adjacent rows and four adjacent pieces, or four
 // rows, every other one, and two pieces.
 __device__ __forceinline__ int swizzle(int row) { return WIDE ? row % 8 ^ row % 2 * 4 : row % 8; }
+// The same for rows of ROW_BYTES; two rows of 64 bytes, of 16-bit weights, share a line.
+template <int ROW_BYTES>
+__device__ __forceinline__ int swizzle_of(int row) {
+  return ROW_BYTES == 64 ? row / 2 % 4 : swizzle(row);
+}
 
 // Bytes from the beginning of a tile to a 16-byte piece of a row.
 template <int ROW_BYTES>
 __device__ __forceinline__ int swizzled_offset(int row, int piece) {
-  return row * ROW_BYTES + ((piece ^ swizzle(row)) << 4);
+  return row * ROW_BYTES + ((piece ^ swizzle_of<ROW_BYTES>(row)) << 4);
 }
 
 // -- rows between global and shared memory --------------------------------------------------------

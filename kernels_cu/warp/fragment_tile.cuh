@@ -67,7 +67,7 @@ struct Pairs {
 
   __device__ __forceinline__ explicit Pairs(const TileBox& box)
       : i(box.i_low + fragment::warp_row() + fragment::lane_row()),
-        j(box.j_low + fragment::lane_column()),
+        j(box.j_low + fragment::warp_key() + fragment::lane_column()),
         rows(static_cast<int>(box.i_high - i)),
         columns(static_cast<int>(box.j_high - j)) {}
 
@@ -110,6 +110,7 @@ __device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& bo
                                               unsigned int (&mask)[ROWS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
   const Pairs pairs(box);
+  const int first = fragment::warp_key() + fragment::lane_column();
   int low[ROWS], high[ROWS];  // keys, relative to the thread's first
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -121,11 +122,11 @@ __device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& bo
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const KeyRange range = mask_range(p, pairs.nearest<false>(box, r, 0));
-        const int last = distance(range.high, box.j_low) - fragment::lane_column();
+        const int last = distance(range.high, box.j_low) - first;
         high[r] = tile::smaller(last, high[r]);
         // Most ranges have no lower end, and the compiler can tell.
         if (range.low != SMALLEST_INT) {
-          low[r] = distance(range.low, box.j_low) - fragment::lane_column();
+          low[r] = distance(range.low, box.j_low) - first;
         }
       }
     }
@@ -176,7 +177,7 @@ __device__ __forceinline__ void apply_mask(accum_t (&s)[ROWS][COLUMNS],
 // Sets the scores of keys that do not exist to -inf, in a tile of `keys` keys.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void mask_missing_keys(accum_t (&s)[ROWS][COLUMNS], int keys) {
-  const int columns = keys - fragment::lane_column();
+  const int columns = keys - fragment::warp_key() - fragment::lane_column();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -242,7 +243,8 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
   const unsigned int i =
       static_cast<unsigned int>(tile::origin_q(p) + box.i_low + fragment::warp_row() +
                                 fragment::lane_row() + (second ? 8 : 0));
-  unsigned int group = static_cast<unsigned int>(box.j_low / 4 + fragment::lane_column() / 4);
+  unsigned int group = static_cast<unsigned int>(box.j_low / 4 + fragment::warp_key() / 4 +
+                                                 fragment::lane_column() / 4);
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += 2) {
 #pragma unroll

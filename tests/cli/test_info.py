@@ -18,6 +18,7 @@ import cupyflash.kernels_cu
 from cupyflash.commands import info
 from cupyflash.commands.demo import choose_device
 from cupyflash.commands.main import main
+from cupyflash.gpu.kernels.sm90 import FORWARD
 
 
 @pytest.fixture
@@ -108,9 +109,13 @@ def test_several_devices(said):
     assert "Tesla T4, compute capability 7.5, 15 GiB" in lines["GPU 1"]
     for name in ("GPU 0", "GPU 1"):
         assert "served by" in lines[name]
-    cores = "tensor cores multiply float16 and bfloat16 with heads up to 256 (forward_sm90, forward"
-    assert cores in lines["GPU 0"]
-    assert 'to 128 where precision="tf32x3" (forward_sm90_tf32); float32 with' in lines["GPU 0"]
+    found = lines["GPU 0"].partition("tensor cores multiply ")[2].split("; ")
+    halves = "float16 and bfloat16 with heads up to {} ({}"
+    assert found[0].startswith(halves.format(FORWARD.heads["float16"], "forward_sm90"))
+    tf32 = 'float32 with heads up to {} where precision="tf32x3" ({})'
+    assert tf32.format(128, "forward_sm90_tf32") in found
+    assert any(x.startswith(halves.format(512, "forward_sm80, backward_sm80_dkdv,")) for x in found)
+    assert tf32.format(256, "forward_sm80") in found
     assert "float64 with heads up to 128 (forward_sm80, backward_f64_dkdv" in lines["GPU 0"]
     assert "tensor cores are used from compute capability 8.0 on" in lines["GPU 1"]
     assert "NOT supported" in lines["GPU 2"]

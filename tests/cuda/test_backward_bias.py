@@ -211,7 +211,7 @@ def test_which_kernel_is_launched():
     assert kernel("sm_90", 49, d=32) == "backward_sm80_bias"
     assert kernel("sm_90", 600, lacks="NVRTC is old") == "backward_sm80_bias"
     assert kernel("sm_90", 600, Plan("backward_simt", 32, 32, "for a test")) == "backward_bias"
-    assert kernel("sm_90", 600, d=257) == "backward_bias"
+    assert kernel("sm_90", 600, d=257) == "backward_sm80_bias"
     for dtype in (np.float32, np.float64):
         assert kernel("sm_90", 600, dtype=dtype) == "backward_bias"
 

@@ -225,8 +225,8 @@ def test_which_kernels_are_launched():
     assert made.atomic_dq
     assert made.launches[1].special.name.endswith("__dq__q128_kv128")
     assert made.scratch["dq_accum"].nbytes == 4 * q.size
-    names, made = kernels(q, "sm_80", True)
-    assert names == ["backward_delta", "backward_sm80_dkdv", "backward_sm80_dq"]
+    names_of_tensor_cores, made = kernels(q, "sm_80", True)
+    assert names_of_tensor_cores == ["backward_delta", "backward_sm80_dkdv", "backward_sm80_dq"]
     assert "dq_accum" not in made.scratch
     portable = ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]
     assert kernels(q, "sm_75", False)[0] == portable
@@ -237,7 +237,7 @@ def test_which_kernels_are_launched():
         assert made.atomic_dq == adds
         assert "dq" not in made.scratch  # blocks add to dq itself
         assert kernels(wide, "sm_75", True)[0] == portable
-    assert kernels(np.zeros((2, 24, 257), HALF), "sm_80", False)[0] == portable
+    assert kernels(np.zeros((2, 240, 257), HALF), "sm_80", True)[0] == names_of_tensor_cores
     plan = Plan("backward_simt", 32, 32, "for a test")
     assert kernels(q, "sm_80", False, plan)[0] == portable
 

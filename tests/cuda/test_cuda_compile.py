@@ -32,7 +32,7 @@ SPILLS = {
     "forward_sm90": 164,
     "forward_sm90_fp8": 162,  # in PARTIAL tiles
     "forward_sm90_tf32": 136,
-    "backward_sm80_dkdv": 116,
+    "backward_sm80_dkdv": 152,
     "backward_sm80_dq": 4,
     "backward_sm80_bias": 8,
     "backward_sm90_bias": 4,
@@ -55,7 +55,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 263
+    assert len(CASES) <= 286
     for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4
@@ -71,7 +71,7 @@ def test_few_cases_cover_much():
         ]
         assert {case.options for case in own} == set(OPTIONS)
         assert {case.packed for case in own} == {False, True}
-        assert len({case.sizes for case in own}) == (4 if itemsize == 8 else 6)
+        assert len({case.sizes for case in own}) == {2: 9, 4: 6, 8: 4}[itemsize]
     for kernel in sm80_f64.BACKWARD_TILES:
         own = [case for case in CASES if case.kernel == kernel]
         assert {case.options for case in own} == set(OPTIONS)
@@ -203,7 +203,7 @@ def test_every_head_size_has_tiles(arch, dtype):
                     assert chosen.shared_memory <= SHARED_MEMORY[arch]
                 spec, chosen, _ = registry.select("forward", Request(problem, target))
                 assert chosen.shared_memory <= SHARED_MEMORY[arch]
-                most = {np.float16: 256, np.float32: 0, np.float64: 128}[dtype]
+                most = {np.float16: 512, np.float32: 0, np.float64: 128}[dtype]
                 tensor = max(d, d_v) <= most and arch != "sm_75"
                 assert spec.name == ("forward_sm80" if tensor else "forward_simt")
 

@@ -143,9 +143,9 @@ class Blocks:
         stages = 1 + (block_q + block_kv + problem.d) // 16 % 2
         if kernel == "backward_sm80_bias":
             stages = 1
-        sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
-        shared = sm80.BACKWARD_BYTES[kernel](*sizes)
-        return Tiles(block_q, block_kv, self.threads, shared)
+        if max(problem.d, problem.d_v) > sm80.LARGEST_OF_WARP:
+            block_q, block_kv, warps = _wide_tiles(kernel, block_q, block_kv, warps)
+        return sm80.backward_tiles(kernel, block_q, block_kv, warps, stages, problem.d, problem.d_v)
 
     def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
         """Return tiles for tensor cores in float64: every warp has a part of each product."""
@@ -164,13 +164,14 @@ class Blocks:
         """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
         itemsize = problem.dtype.itemsize
         # A row of the widest head has a piece of 16 bytes for each of 64 threads.
-        threads = max(self.threads, 64) if itemsize > 2 else self.threads
-        warps = threads // 32
+        is_wide = max(problem.d, problem.d_v) > sm80.LARGEST_OF_WARP
+        threads = max(self.threads, 64) if itemsize > 2 or is_wide else self.threads
+        warps, block_kv = threads // 32, self.block_kv
         rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
+        if is_wide:  # two warps share 16 rows
+            rows, block_kv = 8 * warps, 32
         slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
-        sizes = rows, self.block_kv, warps, slots, problem.d, problem.d_v
-        shared = sm80.forward_bytes(*sizes, itemsize)
-        return Tiles(rows, self.block_kv, threads, shared)
+        return sm80.forward_tiles(rows, block_kv, warps, slots, problem.d, problem.d_v, itemsize)
 
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
@@ -399,6 +400,18 @@ class Emulator:
             ),
         ):
             yield
+
+
+def _wide_tiles(kernel: str, block_q: int, block_kv: int, warps: int) -> tuple[int, int, int]:
+    """Return queries, keys and warps of a small tile for heads beyond 256."""
+    warps = max(warps, 2)
+    if kernel == "backward_sm80_bias":
+        return 16, 16 * warps, warps
+    if kernel == "backward_sm80_dq":  # two warps share 16 queries
+        return 8 * warps, 16 * -(-block_kv // 16), warps
+    # Two warps or more share 16 keys, of which each has 8 queries or more.
+    keys = 16 * (warps // 2)
+    return max(16, block_q // 2), keys, warps
 
 
 def encode(made: TensorMap, address: int) -> bytes:

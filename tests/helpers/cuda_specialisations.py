@@ -115,6 +115,14 @@ def cases() -> list[Case]:
         kernels = ["forward_sm80", list(sm80.BACKWARD_TILES)[n // 7]]
         more = tensor_sizes[n % 6], options, bool(n // 3 % 2)
         found += [Case(kernel, dtype, *more) for kernel in kernels]
+    # Heads whose rows warps share: each way to share them, and what takes most registers.
+    for n, (kernel, own, options) in enumerate([
+        ("forward_sm80", (512, 512), "plain"), ("forward_sm80", (320, 320), "causal"),
+        ("forward_sm80", (512, 264), "everything"), ("backward_sm80_dkdv", (512, 512), "causal"),
+        ("backward_sm80_dkdv", (320, 320), "everything"), ("backward_sm80_dq", (512, 512), "plain"),
+        ("backward_sm80_dq", (320, 320), "everything"), ("backward_sm80_bias", (512, 512), "bias"),
+    ]):  # fmt: skip
+        found.append(Case(kernel, dtypes[1 + n % 2], own, options, n % 3 == 2))
     for n, own in enumerate([(64, 64), (256, 256), (40, 72), (128, 128)]):
         options = list(OPTIONS)[5 + n % 2]
         found.append(Case("backward_sm80_bias", dtypes[1 + n % 2], own, options, n == 2))

@@ -232,7 +232,7 @@ OTHERS = {
     "dtype": "float64",
     "d": 96,
     "d_v": 80,
-    "tiles": Tiles(16, 32, 64, 48, resident_blocks=3, whole=True, one_tile=True),
+    "tiles": Tiles(16, 32, 64, 48, resident_blocks=3, whole=True, one_tile=True, row_sharers=2),
     "page_rows": 16,
     "functions": Functions("", 4, 5, 6, True, True, True, True, True, 7, 8, True, 9, True),
     "team": 2,

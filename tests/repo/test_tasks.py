@@ -45,7 +45,11 @@ def test_the_modules_of_a_kernel():
     }  # fmt: skip
     assert found == {
         "forward_sm80": ["test_forward_sm80.py"],
-        "backward_sm80_dkdv": ["test_backward_sm80.py", "test_whole_dq.py"],
+        "backward_sm80_dkdv": [
+            "test_backward_sm80.py",
+            "test_whole_dq.py",
+            "test_wide_heads.py",
+        ],
         "backward_sm90_bias": ["test_backward_bias.py"],
         "decode_simt": ["test_decode.py"],
         "forward_simt": ["test_emulator.py"],

@@ -13,10 +13,11 @@ import numpy as np
 
 from . import cost, decode, grid
 from .cost import Cost, Rates
-from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
+from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, at_head, row_bytes
 
 CAPABILITY = (8, 0)  # the oldest with matrix instructions for these types
 LANES = 32  # of a warp: the distance in `dq_accum` of two numbers of one lane
+LARGEST_OF_WARP = 256  # largest head for whose rows a warp has the registers
 
 # Bytes of an element -> largest head -> what fits, the best first: queries and keys of a tile,
 # warps, stages for keys and values, and blocks that share an SM's registers.
@@ -25,6 +26,7 @@ FORWARD_TILES: dict[int, dict[int, tuple[tuple[int, int, int, int, int], ...]]] 
         64: ((128, 128, 4, 2, 2),),
         128: ((128, 64, 4, 2, 2),),
         256: ((64, 64, 4, 2, 2), (64, 32, 4, 2, 1)),
+        512: ((64, 64, 8, 2, 1), (64, 32, 8, 2, 1), (32, 32, 4, 2, 1)),
     },
     4: {
         64: ((128, 32, 4, 2, 2),),
@@ -47,15 +49,18 @@ BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]]
         ),
         128: ((64, 128, 8, 2, 1), (32, 64, 4, 2, 1)),
         256: ((64, 64, 8, 2, 1), (64, 64, 8, 1, 1), (32, 32, 4, 1, 1)),
+        512: ((64, 32, 8, 2, 1), (64, 32, 8, 1, 1), (32, 32, 8, 1, 1), (32, 16, 4, 1, 1)),
     },
     "backward_sm80_dq": {
         64: ((128, 64, 4, 2, 2),),
         128: ((128, 32, 4, 2, 2), (64, 32, 4, 2, 2)),
         256: ((128, 32, 8, 2, 1), (64, 32, 4, 2, 1), (64, 16, 4, 1, 1)),
+        512: ((64, 32, 8, 2, 1), (64, 32, 8, 1, 1), (32, 32, 8, 1, 1), (32, 16, 4, 1, 1)),
     },
     "backward_sm80_bias": {
         128: ((128, 64, 4, 1, 2),),
         256: ((64, 64, 4, 1, 1), (64, 32, 4, 1, 1)),
+        512: ((64, 64, 8, 1, 1), (64, 32, 4, 1, 1), (32, 32, 2, 1, 1), (16, 32, 2, 1, 1)),
     },
 }
 # Largest head -> the same of backward_sm80_dkdv.cu, for so few keys.
@@ -74,20 +79,41 @@ def forward_bytes(
 ) -> int:
     """Bytes of forward_sm80.cu: queries or the output, the stages, and little."""
     rows = block_q + stages * block_kv
-    return rows * row_bytes(max(d, d_v), itemsize) + ENTRY_BYTES + 8 * warps
+    sharers = row_sharers(block_q, block_kv, warps)
+    exchanged = block_q * (weights_row(block_kv) + 4 * sharers) if sharers > 1 else 0
+    return rows * row_bytes(max(d, d_v), itemsize) + exchanged + ENTRY_BYTES + 8 * warps
+
+
+def row_sharers(block_q: int, block_kv: int, warps: int) -> int:
+    """Return how many warps have the same rows where a block has fewer than 16 for each warp.
+
+    These are 32 rows if each warp still has 16 keys of a tile, and else 16.
+    """
+    if block_q >= WARP_ROWS * warps:
+        return 1
+    least = WARP_ROWS * warps // block_q
+    return 2 * least if block_kv >= 2 * WARP_ROWS * least else least
+
+
+def weights_row(block_kv: int) -> int:
+    """Bytes of a row of weights in shared memory, of rows that warps share."""
+    return 64 if block_kv <= 32 else row_bytes(block_kv)
 
 
 def dkdv_bytes(block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int) -> int:
     """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, lse and delta, and little."""
     columns = row_bytes(d) + row_bytes(d_v)
-    held = block_kv * (columns + 2 * row_bytes(block_q)) + 8 * block_q + 12 * warps + HEAD_BYTES
+    weights = weights_row(block_q) if max(d, d_v) > LARGEST_OF_WARP else row_bytes(block_q)
+    held = block_kv * (columns + 2 * weights) + 8 * block_q + 4 * warps + 8 * warps + HEAD_BYTES
     return held + stages * block_q * columns
 
 
 def dq_bytes(block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int) -> int:
-    """Bytes of backward_sm80_dq.cu: queries, do, lse and delta, stages."""
+    """Bytes of backward_sm80_dq.cu: queries, do, lse and delta, shared dS, stages."""
     columns = row_bytes(d) + row_bytes(d_v)
-    held = block_q * (columns + 8) + 8 * warps + STREAM_BYTES
+    sharers = row_sharers(block_q, block_kv, warps)
+    exchanged = block_q * weights_row(block_kv) + 4 * warps if sharers > 1 else 0
+    held = block_q * (columns + 8) + exchanged + 8 * warps + STREAM_BYTES
     return held + stages * block_kv * columns
 
 
@@ -122,10 +148,26 @@ def fit_forward(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None
         Bytes of an element.
     """
     for block_q, block_kv, warps, stages, resident in at_head(FORWARD_TILES[itemsize], d, d_v):
-        shared = forward_bytes(block_q, block_kv, warps, stages, d, d_v, itemsize)
-        if shared <= limit:
-            return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+        tiles = forward_tiles(block_q, block_kv, warps, stages, d, d_v, itemsize, resident)
+        if tiles.shared_memory <= limit:
+            return tiles
     return None
+
+
+def forward_tiles(
+    block_q: int,
+    block_kv: int,
+    warps: int,
+    stages: int,
+    d: int,
+    d_v: int,
+    itemsize: int,
+    resident: int = 1,
+) -> Tiles:
+    """Return tiles of forward_sm80.cu."""
+    shared = forward_bytes(block_q, block_kv, warps, stages, d, d_v, itemsize)
+    sharers = row_sharers(block_q, block_kv, warps)
+    return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages, row_sharers=sharers)
 
 
 def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
@@ -135,13 +177,30 @@ def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
     """
     fitting = []
     for block_q, block_kv, warps, stages, resident in at_head(BACKWARD_TILES[kernel], d, d_v):
-        shared = BACKWARD_BYTES[kernel](block_q, block_kv, warps, stages, d, d_v)
-        tiles = Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+        tiles = backward_tiles(kernel, block_q, block_kv, warps, stages, d, d_v, resident)
+        shared = tiles.shared_memory
         if (shared + RESERVED) * resident <= limit + RESERVED:
             return tiles
         if shared <= limit:
             fitting.append(tiles)
     return fitting[0] if fitting else None
+
+
+def backward_tiles(
+    kernel: str,
+    block_q: int,
+    block_kv: int,
+    warps: int,
+    stages: int,
+    d: int,
+    d_v: int,
+    resident: int = 1,
+) -> Tiles:
+    """Return tiles of a kernel of the backward."""
+    shared = BACKWARD_BYTES[kernel](block_q, block_kv, warps, stages, d, d_v)
+    # Warps of the others share rows of a tile, but not in the way of `row_sharers`.
+    sharers = row_sharers(block_q, block_kv, warps) if kernel == "backward_sm80_dq" else 1
+    return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages, row_sharers=sharers)
 
 
 # What forward_sm80 takes in 16-bit types, and with a bias, whose loads wait for the L1 cache; and
@@ -171,10 +230,16 @@ def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
     return cost.of(DKDV_RATES, (len_k, len_q), block, products, moved)
 
 
-# The rates are those of a GPU of compute capability 9.0.
+# The rates are those of a GPU of compute capability 9.0, and of heads whose rows a warp has alone.
+def _has_rates(request: Request) -> bool:
+    problem = request.problem
+    alone = max(problem.d, problem.d_v) <= LARGEST_OF_WARP
+    return alone and request.device.capability == (9, 0)
+
+
 def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
     call, problem = request.call, request.problem
-    if call is None or problem.dtype.name not in HALVES or request.device.capability != (9, 0):
+    if call is None or problem.dtype.name not in HALVES or not _has_rates(request):
         return None
     lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
     return forward_cost(tiles, problem.d, problem.d_v, call.bias is not None, *lengths)
@@ -182,7 +247,7 @@ def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
 
 def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
     problem = request.problem
-    if request.device.capability != (9, 0):
+    if not _has_rates(request):
         return None
     longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
     return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
@@ -312,7 +377,8 @@ def _configure_shared(request: Request) -> Tiles | None:
 
 _METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 HALVES = ("float16", "bfloat16")
-_HEADS = dict.fromkeys(HALVES, 256)
+_HEADS = dict.fromkeys(HALVES, 512)
+_OF_CACHE = dict.fromkeys(HALVES, 256)
 
 FORWARD = KernelSpec(
     source="sm80/forward_sm80.cu",
@@ -373,7 +439,7 @@ DECODE = KernelSpec(
     part="decode",
     computes="out and log-sum-exp of few queries and many keys",
     method=_METHOD,
-    heads=_HEADS,
+    heads=_OF_CACHE,
     capability=CAPABILITY,
     tensor_cores=True,
     configure=_configure_decode,
@@ -389,7 +455,7 @@ SHARED = KernelSpec(
     part="shared",
     computes="sums over keys that the entries of a cache share",
     method=_METHOD,
-    heads=_HEADS,
+    heads=_OF_CACHE,
     capability=CAPABILITY,
     tensor_cores=True,
     condition="`shared=` is so large that it saves time; `decode_sm80` computes the other keys",

@@ -49,6 +49,8 @@ class Tiles:
         Whether a block has all keys of its rows, so that no other kernel joins its results.
     one_tile : bool
         Whether the keys of every row are one tile.
+    row_sharers : int
+        Warps that have the same rows of wide heads, and each some of the columns.
     """
 
     block_q: int
@@ -60,6 +62,7 @@ class Tiles:
     beside: bool = False
     whole: bool = False
     one_tile: bool = False
+    row_sharers: int = 1
 
 
 @dataclass(frozen=True, eq=False)
