@@ -95,6 +95,11 @@ __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][8], SmemDesc a, SmemD
                : WGMMA_16(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][12], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_SS("m64n48k16", "f16", WGMMA_NAMES_24, "%24", "%25", "%26")
+               : WGMMA_16(0), WGMMA_4(8), WGMMA_4(10)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
@@ -133,6 +138,11 @@ __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][52], SmemDesc a, Smem
 __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n32k16", "bf16", WGMMA_NAMES_16, "%16", "%17", "%18")
                : WGMMA_16(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][12], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_SS("m64n48k16", "bf16", WGMMA_NAMES_24, "%24", "%25", "%26")
+               : WGMMA_16(0), WGMMA_4(8), WGMMA_4(10)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
@@ -337,6 +347,32 @@ __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][64], const unsigned 
                                               SmemDesc b) {
   asm volatile(WGMMA_RS("m64n256k16", "bf16", WGMMA_NAMES_128, "%128, %129, %130, %131", "%132")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The same for the first 192 and the last 128 of 320 columns, more than an instruction has.
+__device__ __forceinline__ void wgmma_rs_f16_first(float (&d)[2][80], const unsigned int (&a)[4],
+                                                   SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n192k16", "f16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_f16_last(float (&d)[2][80], const unsigned int (&a)[4],
+                                                  SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n128k16", "f16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
+               : WGMMA_32(48), WGMMA_32(64)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_bf16_first(float (&d)[2][80], const unsigned int (&a)[4],
+                                                    SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n192k16", "bf16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_rs_bf16_last(float (&d)[2][80], const unsigned int (&a)[4],
+                                                   SmemDesc b) {
+  asm volatile(WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
+               : WGMMA_32(48), WGMMA_32(64)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 

@@ -210,7 +210,17 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
 #pragma unroll
   for (int k = 0; k < DEPTH / 8; k += 2) {
     const unsigned int left[4] = {a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]};
-    if constexpr (IS_FLOAT16) {
+    if constexpr (COLUMNS == 80) {  // more than an instruction has
+      constexpr int LAST = 192 / SLAB_COLUMNS * DEPTH * SLAB_ROW_BYTES / 16;
+      const SmemDesc first = b + k * 8 * SLAB_ROW_BYTES / 16;
+      if constexpr (IS_FLOAT16) {
+        ptx::wgmma_rs_f16_first(c, left, wgmma_desc(first));
+        ptx::wgmma_rs_f16_last(c, left, wgmma_desc(first + LAST));
+      } else {
+        ptx::wgmma_rs_bf16_first(c, left, wgmma_desc(first));
+        ptx::wgmma_rs_bf16_last(c, left, wgmma_desc(first + LAST));
+      }
+    } else if constexpr (IS_FLOAT16) {
       ptx::wgmma_rs_f16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16));
     } else if constexpr (IS_BFLOAT16) {
       ptx::wgmma_rs_bf16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16));

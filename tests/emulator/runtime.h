@@ -126,9 +126,13 @@ void tma_store_wait_read(const char* what, Where where);
 // right operand's rows are as deep as the product without a left one in registers, else as wide;
 // `wide` says of which described operands they are as wide, too.
 enum Wide { NONE_WIDE, RIGHT_WIDE, BOTH_WIDE };
+// Of a result of `of` columns, those from `first` on; of 0, the result is the product's.
+struct Part {
+  int first = 0, of = 0;
+};
 void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
                    unsigned long long a_described, unsigned long long b_described, bool add,
-                   bool brain, Wide wide = NONE_WIDE);
+                   bool brain, Wide wide = NONE_WIDE, Part part = {});
 // The same of float32, 8 deep, with a in registers and b of rows that are as deep as the product.
 void begin_product_of_floats(const char* what, Where where, float* d, int columns,
                              const unsigned int* a, unsigned long long b_described, bool add);

@@ -100,12 +100,18 @@ struct Product {
   unsigned int a[4];
   unsigned long long a_described, b_described;
   Codes a_codes = NO_CODES, b_codes = NO_CODES;
+  Part part = {};
 
+  // How many numbers of d a thread holds, and where element n of row r is among them.
+  unsigned int size() const { return static_cast<unsigned int>(part.of ? part.of : columns) / 2; }
+  unsigned int place(unsigned int r, unsigned int n) const {
+    return r * size() / 2 + static_cast<unsigned int>(part.first) / 4 + n;
+  }
   bool is_like(const Product& other) const {
-    return columns == other.columns && in_registers == other.in_registers && add == other.add &&
-           floats == other.floats && wide == other.wide && a_codes == other.a_codes &&
-           b_codes == other.b_codes && a_described == other.a_described &&
-           b_described == other.b_described;
+    return columns == other.columns && part.first == other.part.first && part.of == other.part.of &&
+           in_registers == other.in_registers && add == other.add && floats == other.floats &&
+           wide == other.wide && a_codes == other.a_codes && b_codes == other.b_codes &&
+           a_described == other.a_described && b_described == other.b_described;
   }
 };
 
@@ -199,7 +205,8 @@ void add_product(int first, std::size_t number, const std::vector<double>& left,
       const unsigned int r = x / (columns / 4), n = x % (columns / 4);
       const unsigned int row = t / 32 * 16 + t % 32 / 4 + 8 * r;
       const unsigned int column = n / 2 * 8 + t % 4 * 2 + n % 2;
-      float sum = own.add ? d[x] : 0.0f;
+      float& of_thread = d[own.place(r, n)];
+      float sum = own.add ? of_thread : 0.0f;
       for (unsigned int k = 0; k < deep; k += together) {
         double exact = static_cast<double>(sum);
         for (unsigned int y = k; y < k + together; ++y) {
@@ -207,7 +214,7 @@ void add_product(int first, std::size_t number, const std::vector<double>& left,
         }
         sum = cut_off(exact);
       }
-      d[x] = sum;
+      of_thread = sum;
     }
   }
 }
@@ -454,7 +461,7 @@ void begin(const char* what, Where where, const Product& made, const unsigned in
   product.group = me.groups;
   if (a != nullptr) std::memcpy(product.a, a, sizeof(product.a));
   float* const d = product.d;
-  const auto size = static_cast<std::size_t>(product.columns) / 2;
+  const auto size = static_cast<std::size_t>(product.size());
   if (me.held.find(d) == me.held.end()) {
     me.held[d].assign(d, d + size);
     for (std::size_t x = 0; x < size; ++x) std::memcpy(d + x, &UNTOUCHED, sizeof(UNTOUCHED));
@@ -468,10 +475,11 @@ void begin(const char* what, Where where, const Product& made, const unsigned in
 
 void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
                    unsigned long long a_described, unsigned long long b_described, bool add,
-                   bool brain, Wide wide) {
+                   bool brain, Wide wide, Part part) {
   const bool floats = false;
-  const Product made = {0,      d,    columns, a != nullptr, add,        brain,
-                        floats, wide, {},      a_described,  b_described};
+  Product made = {0,      d,    columns, a != nullptr, add,        brain,
+                  floats, wide, {},      a_described,  b_described};
+  made.part = part;
   begin(what, where, made, a);
 }
 

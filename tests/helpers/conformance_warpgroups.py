@@ -289,12 +289,18 @@ DESCRIBED = {
 }
 
 
-def product(form: str, name: str, columns: int, whole: bool, others: str = "") -> Case:
-    """Return the case of one width: of whole numbers every sum is exact."""
+def product(
+    form: str, name: str, columns: int, whole: bool, others: str = "", part: str = ""
+) -> Case:
+    """Return the case of one width: of whole numbers every sum is exact.
+
+    `part` is "_first" or "_last" if these columns are those of a result of 320.
+    """
+    first, width = 192 if part == "_last" else 0, 320 if part else columns
     kind, of_registers = TYPES[name], form == "rs"
     body = (
         ALIGNED
-        + f"constexpr int COLUMNS = {columns};\n"
+        + f"constexpr int COLUMNS = {columns}, FIRST = {first // 4}, WIDTH = {width // 4};\n"
         + LEFT.get(form, LEFT["ss"])
         + f"""
       for (int k = 0; k < COLUMNS / 16; ++k) {{
@@ -302,9 +308,10 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
         {RIGHT[form != "ss"]}
         words[2048 + at / 4] = in[4 + k];
       }}
-      float d[2][COLUMNS / 4];
+      float d[2][WIDTH] = {{}};
       for (int x = 0; x < COLUMNS / 2; ++x) {{
-        d[x / (COLUMNS / 4)][x % (COLUMNS / 4)] = __uint_as_float(in[4 + COLUMNS / 16 + x]);
+        d[x / (COLUMNS / 4)][FIRST + x % (COLUMNS / 4)] =
+            __uint_as_float(in[4 + COLUMNS / 16 + x]);
       }}
       ptx::fence_proxy_async();
       __syncthreads();  // the operands
@@ -315,7 +322,7 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
       const unsigned int a[4] = {in[0], in[1], in[2], in[3]};
       const unsigned long long b = 1ull << 62 | 64ull << 32 | 128 << 16 | (begin + 8192) / 16;
       ptx::wgmma_rs_TYPE(d, a, b);
-      """
+      """.replace("TYPE", f"TYPE{part}")
             if of_registers
             else DESCRIBED[form]
             + f"""
@@ -326,7 +333,13 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(d);
-      for (int x = 0; x < COLUMNS / 2; ++x) out[x] = d[x / (COLUMNS / 4)][x % (COLUMNS / 4)];
+      float others = 0;  // columns that the product must not touch
+      for (int n = 0; n < WIDTH; ++n) {
+        if (n < FIRST || n >= FIRST + COLUMNS / 4) others += fabs(d[0][n]) + fabs(d[1][n]);
+      }
+      for (int x = 0; x < COLUMNS / 2; ++x) {
+        out[x] = d[x / (COLUMNS / 4)][FIRST + x % (COLUMNS / 4)] + others;
+      }
     """
     )
 
@@ -362,7 +375,7 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
         return np.logical_and(*right)
 
     return Case(
-        f"wgmma_{form}_{name} {others}".strip()
+        f"wgmma_{form}_{name}{part} {others}".strip()
         + f": {columns} columns, {'whole numbers' if whole else 'rounded'}",
         body,
         given,
@@ -450,7 +463,7 @@ def product_of_floats(columns: int, whole: bool) -> Case:
 
 _AROUND = "fence_proxy_async wgmma_fence wgmma_commit wgmma_wait fence_accumulator"
 WIDTHS = {
-    "ss": (32, 64, 80, 112, 128, 144, 176, 208), "st": (64, 128), "tt": (64, 128),
+    "ss": (32, 48, 64, 80, 112, 128, 144, 176, 208), "st": (64, 128), "tt": (64, 128),
     "rs": (32, 48, 64, 80, 96, 128, 160, 192, 256),
 }  # fmt: skip
 PRODUCTS = [
@@ -460,6 +473,11 @@ PRODUCTS = [
     for columns in widths
 ]
 PRODUCTS += [product(form, name, 128, False) for form in WIDTHS for name in TYPES]
+PRODUCTS += [
+    product("rs", name, columns, True, part=part)
+    for name in TYPES
+    for part, columns in (("_first", 192), ("_last", 128))
+]
 PRODUCTS += [product_of_floats(columns, whole) for columns in (64, 128) for whole in (True, False)]
 
 CASES = [PHASES, NUMBERED, VOTES, COPY, STORE, REGISTERS, GRIDS, PREFETCH, *PRODUCTS]

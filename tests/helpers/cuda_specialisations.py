@@ -135,6 +135,10 @@ def cases() -> list[Case]:
         ((64, 64), "segments"),
     ]):  # fmt: skip
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
+    for n, (own, options) in enumerate([
+        ((320, 320), "plain"), ((320, 264), "causal"), ((304, 320), "everything"),
+    ]):  # fmt: skip
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False))
     for n, (own, options, _, _) in enumerate(SHORT_ROWS):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"short {n}"))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):

@@ -14,7 +14,7 @@ from ...problem.rows import UNKNOWN
 from .. import params, tma
 from . import cost, grid, sm80, tma_operands
 from .cost import Cost, Rates
-from .sm80 import ENTRY_BYTES, HALVES, bias_storage_bytes
+from .sm80 import ENTRY_BYTES, HALVES, LARGEST_OF_WARP, bias_storage_bytes
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
@@ -28,6 +28,7 @@ _MASKED: dict[int, tuple[int, int]] = {
     128: (128, 128),
     192: (128, 112),
     256: (128, 80),
+    320: (128, 48),
 }
 # What takes registers in addition to products, or how long rows are -> largest head -> queries and
 # keys of a tile of forward_sm90.cu. A word has the bits of a row's masked pairs.
@@ -36,8 +37,8 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "plain, few keys": _MASKED,  # less of a tile is beyond the last query, and results have room
     "masks": _MASKED,
     "masks, few queries": _MASKED | {64: (128, 128)},  # less of a tile is beyond a diagonal
-    "bias": _MASKED | {64: (192, 112)},
-    "scores": _MASKED | {64: (192, 112)},
+    "bias": _MASKED | {64: (192, 112), 320: (128, 32)},
+    "scores": _MASKED | {64: (192, 112), 320: (128, 32)},
 }
 # Largest head -> keys of a tile in addition to these, for rows that are one tile, or few that have
 # less padding. Masked pairs are bits of a word.
@@ -46,6 +47,7 @@ WIDTHS: dict[int, tuple[int, ...]] = {
     128: (64, 80, 112, 128, 144, 176),
     192: (64, 80, 112),
     256: (64, 80),
+    320: (48,),
 }
 MOST_MASKED = 128
 # Of so few queries most rows of a tile are empty, and a generation has a key more in each call, of
@@ -214,7 +216,7 @@ def _configure_forward(request: Request) -> Tiles:
 
 def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
     call, problem = request.call, request.problem
-    if call is None:
+    if call is None or max(problem.d, problem.d_v) > LARGEST_OF_WARP:  # rates are of others
         return None
     lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
     return forward_cost(tiles, problem.d, problem.d_v, call.bias is not None, *lengths)
@@ -257,7 +259,7 @@ FORWARD = KernelSpec(
     part="forward",
     computes="out and log-sum-exp",
     method="multiplies {dtype} by the tensor cores of warpgroups",
-    heads=dict.fromkeys(HALVES, 256),
+    heads=dict.fromkeys(HALVES, max(_MASKED)),
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,

@@ -20,6 +20,9 @@ inline void fence_accumulator(float (&)[2][COLUMNS]) {}
 inline void wgmma_ss_f16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 32, nullptr, a, b, add, false);
 }
+inline void wgmma_ss_f16(float (&d)[2][12], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 48, nullptr, a, b, add, false);
+}
 inline void wgmma_ss_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 64, nullptr, a, b, add, false);
 }
@@ -43,6 +46,9 @@ inline void wgmma_ss_f16(float (&d)[2][52], SmemDesc a, SmemDesc b, bool add, EM
 }
 inline void wgmma_ss_bf16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 32, nullptr, a, b, add, true);
+}
+inline void wgmma_ss_bf16(float (&d)[2][12], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 48, nullptr, a, b, add, true);
 }
 inline void wgmma_ss_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true);
@@ -189,6 +195,26 @@ inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], SmemDes
                           EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 256, a, 0, b, true,
                           emulator::BOTH_WIDE);
+}
+inline void wgmma_rs_f16_first(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
+                               EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16_first", {file, line}, d[0], 192, a, 0, b, true, false,
+                          emulator::NONE_WIDE, {0, 320});
+}
+inline void wgmma_rs_f16_last(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
+                              EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16_last", {file, line}, d[0], 128, a, 0, b, true, false,
+                          emulator::NONE_WIDE, {192, 320});
+}
+inline void wgmma_rs_bf16_first(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
+                                EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16_first", {file, line}, d[0], 192, a, 0, b, true, true,
+                          emulator::NONE_WIDE, {0, 320});
+}
+inline void wgmma_rs_bf16_last(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
+                               EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16_last", {file, line}, d[0], 128, a, 0, b, true, true,
+                          emulator::NONE_WIDE, {192, 320});
 }
 
 }  // namespace ptx
