@@ -17,13 +17,15 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from .arguments import Registers, TileSizes
-from .elementary import exp
 from .jit import INT, INTS, TABLE, helper, vector, whole_rows
 from .memory import aligned, first_address, load, row_address
-from .microkernel import multiply, round_up
+from .microkernel import VECTOR_BYTES, multiply, round_up
 from .packing import pair_lanes, size_of_pairs
 from .program import PROGRAM
 from .structs import Struct
@@ -38,6 +40,8 @@ from .tile import (
     make_registers,
     note_seen,
 )
+from .vectors import INT as WORD
+from .vectors import Emitter, emit_exp2, emit_loop
 
 Array = np.ndarray[Any, Any]
 
@@ -163,27 +167,64 @@ def load_statistics(lse, mu, delta, tdelta, b, h, i0, ni, lanes, scratch):
         scratch.mu[i] = scratch.delta[i] = scratch.tdelta[i] = 0
 
 
+@intrinsic
+def _weigh_vector(typingctx, tiles, z, row_size, keys, rows, log2_e):
+    """Do what `_weigh` does for a vector of every key's queries."""
+
+    def codegen(context, builder, sig, args):
+        tiles, z, row_size, keys, rows, log2_e = args
+        p, tp, dt, ds = cgutils.unpack_tuple(builder, tiles)
+        emit = Emitter(builder, context.get_value_type(sig.args[5]))
+        lse, mu, delta, tdelta = map(emit.load, cgutils.unpack_tuple(builder, rows))
+        nothing = ir.Constant(emit.vector, [-math.inf] * emit.lanes)
+        one = ir.Constant(emit.vector, [1.0] * emit.lanes)
+        factor, zero = emit.splat(log2_e), emit.zero
+        drops = builder.icmp_signed("!=", z, WORD(0))
+        factors = builder.select(drops, z, p)  # some address to read from
+
+        def step(j, values):
+            offset = builder.mul(j, row_size)
+            places = [builder.add(place, offset) for place in (p, tp, dt, ds)]
+            score, tangent, dp, tdp = map(emit.load, places)
+            kept = builder.select(drops, emit.load(builder.add(factors, offset)), one)
+            # A probability is at most 1; NaN stays.
+            below = builder.fsub(score, lse)
+            is_above = builder.fcmp_ordered(">", below, zero)
+            below = builder.select(is_above, builder.fsub(below, below), below)
+            weight = emit_exp2(builder, builder.fmul(below, factor))
+            moved = builder.fmul(weight, builder.fsub(tangent, mu))
+            g = builder.fsub(builder.fmul(dp, kept), delta)
+            change = builder.fsub(builder.fmul(tdp, kept), tdelta)
+            made = (
+                builder.fmul(weight, kept),
+                builder.fmul(moved, kept),
+                builder.fmul(weight, g),
+                builder.fadd(builder.fmul(moved, g), builder.fmul(weight, change)),
+            )
+            masked = builder.fcmp_ordered("==", score, nothing)
+            for value, place in zip(made, places, strict=True):
+                emit.store(builder.select(masked, zero, value), place)
+            return []
+
+        emit_loop(builder, keys, [], step)
+        return context.get_dummy_value()
+
+    return types.void(tiles, *[types.int64] * 3, rows, log2_e), codegen
+
+
 @helper
-def _weigh(scratch, drops, lanes):
+def _weigh(shape, scratch, lanes):
     """Make scores, dP and their tangents into weights and gradients of logits."""
-    p, tp, dt, ds, z = scratch.p, scratch.tp, scratch.dt, scratch.ds, scratch.z
-    lse, mu, delta, tdelta = scratch.lse, scratch.mu, scratch.delta, scratch.tdelta
-    zero, one = p.dtype.type(0), p.dtype.type(1)
-    for j in range(scratch.edges[FIRST], scratch.edges[LAST]):
-        for i in range(lanes):
-            n = j * lanes + i
-            score, kept = p[n], z[n] if drops else one
-            below = score - lse[i]
-            weight = exp(zero if below > zero else below)  # NaN stays
-            moved = weight * (tp[n] - mu[i])
-            g = kept * dt[n] - delta[i]
-            gradient = weight * g
-            tangent = moved * g + weight * (kept * ds[n] - tdelta[i])
-            masked = score == -math.inf
-            p[n] = zero if masked else weight * kept
-            tp[n] = zero if masked else moved * kept
-            dt[n] = zero if masked else gradient
-            ds[n] = zero if masked else tangent
+    begin, size = scratch.edges[FIRST], lanes * shape.itemsize
+    keys, first = scratch.edges[LAST] - begin, begin * size
+    p, tp = first_address(scratch.p) + first, first_address(scratch.tp) + first
+    dt, ds = first_address(scratch.dt) + first, first_address(scratch.ds) + first
+    z = first_address(scratch.z) + first if shape.drop_below else 0
+    lse, mu = first_address(scratch.lse), first_address(scratch.mu)
+    delta, tdelta = first_address(scratch.delta), first_address(scratch.tdelta)
+    for x in range(0, size, VECTOR_BYTES):
+        tiles, rows = (p + x, tp + x, dt + x, ds + x), (lse + x, mu + x, delta + x, tdelta + x)
+        _weigh_vector(tiles, z + x if z else 0, size, keys, rows, shape.log2_e)
 
 
 @helper
@@ -278,7 +319,6 @@ def fill_tile(
     apply_mask(changes, symbols, ni, edges, lanes, p, scratch.mask_ri, scratch.mask_rf)
     if careful:
         note_seen(p, scratch.seen, nj * lanes)
-    drops = shape.drop_below > 0
-    if drops:
+    if shape.drop_below:
         dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, scratch.z, scratch.words)
-    _weigh(scratch, drops, lanes)
+    _weigh(shape, scratch, lanes)
