@@ -1,5 +1,5 @@
-// The kernels' parameters: one struct for all kernels of attention, which one of them continues, and
-// one each for combine, append, rope, quantize, hadamard, checksum, offsets and backward_sums.
+// The kernels' parameters: one struct for all kernels of attention, which one of them continues,
+// and one each for combine, append, rope, quantize, hadamard, checksum, offsets and backward_sums.
 //
 // cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
 // order. Every field is 8 bytes wide or one of a pair of ints, so there is no unnamed padding.
@@ -130,8 +130,8 @@ struct Params {
   Table tables[NUM_TABLES];
 };
 
-// Of a forward with tangents. Arrays of a direction have the strides of their own; `data` is null for
-// those that it does not have.
+// Of a forward with tangents. Arrays of a direction have the strides of their own; `data` is null
+// for those that it does not have.
 struct TangentParams {
   Params call;
   Operand tq;
