@@ -208,9 +208,16 @@ def test_what_is_refused_after_a_recognised_call():
     q, k, v = (x.detach() for x in drawn(*QKV))
     for _ in range(3):
         attention(q, k, v)
+    refused = pytest.raises((ArgumentError, ArgumentTypeError))
     for wrong in k.to("meta"), k.half(), k[..., :8], k.numpy(), k.to_sparse():
-        with pytest.raises((ArgumentError, ArgumentTypeError)):
+        with refused:
             attention(q, wrong, v)
+    half, pair = torch.zeros(20, 30).numpy(), np.array([0.1, 0.2])
+    for options in {"bias": half}, {"dropout": pair}, {"scale": pair}, {"seed": pair}, {"mask": q}:
+        with refused:
+            attention(q, k, v, **options)
+        with refused:
+            attention(q[:, :, :1], k, v, **options)
 
 
 def test_contents_of_a_mask_may_change():
