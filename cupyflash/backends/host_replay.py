@@ -258,7 +258,9 @@ def grows(options: Options | Call, dropout: Any) -> bool:
     """
     mask = options.mask
     plain = mask is None or (isinstance(mask, Mask) and not mask.structure[1])
-    return plain and options.bias is None is options.score_mod and not dropout
+    if not (plain and options.bias is None is options.score_mod):
+        return False
+    return isinstance(dropout, (int, float)) and not dropout
 
 
 def _is_growing(kind: Hashable, read: Mapping[str, Any], options: Options) -> bool:

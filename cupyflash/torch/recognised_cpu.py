@@ -49,7 +49,9 @@ def one_query(settings: Settings, x: Operands) -> torch.Tensor | None:
         return None  # as many have another kernel
     if mask is not None and type(mask) is not Mask:
         return None
-    if not (changes is seed is precision is None) or dropout or any(y is not None for y in others):
+    if not changes is seed is precision is None or any(y is not None for y in others):
+        return None
+    if type(dropout) is not float or dropout:
         return None
     if scale is not None and not (type(scale) is float and scale == 1.0 / math.sqrt(q.shape[-1])):
         return None
@@ -84,8 +86,6 @@ def _arrays(*qkv: Any) -> tuple[Any, Any, Any] | None:
 
 _UNKNOWN: tuple[Any, Any] = None, True  # a structure, and whether it reads arrays
 _OF_NUMPY = torch.float32, torch.float64
-
-
 UNLIKE = UnlikeError, RuntimeError
 
 
@@ -151,11 +151,13 @@ class Signature(host_replay.HostSignature):
         if changes is not None:
             self._take("score_mod", changes)
         if bias is not None:
+            if type(bias) not in PLAIN:
+                raise UnlikeError
             self._take("bias", bias)
         if scale is not None:
             is_usual = type(scale) is float and scale
             parts.append(("scale", scale if is_usual else self._number(scale)))
-        if dropout or type(dropout) is not float:
+        if type(dropout) is not float or dropout:
             parts.append(("dropout", self._probability(dropout)))
         if seed is not None:
             parts.append(("seed", self._seed(seed)))
