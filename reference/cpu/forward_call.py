@@ -132,6 +132,8 @@ class ForwardCall(PreparedCall):
         lengths = layout.len_k
         if self._has_sink or not self._visited.size or self._programs.ranges is not None:
             return None
+        if not lengths.all():  # its time says nothing of others'
+            return None
         entries = range(layout.batch)
         values = [Value(address(lengths) + 8 * b, "len_k") for b in entries]
         offsets = np.zeros((2, layout.batch), np.int64)

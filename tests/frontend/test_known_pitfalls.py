@@ -22,6 +22,14 @@ def test_sums_of_gradients_in_16_bits_go_on(dtype):
     assert float(attention(q[:1], keys, np.ones_like(keys))[0, 0]) == 1
 
 
+def test_no_keys_at_all():
+    """Before calls with keys, and after them, which are recognised."""
+    q, k = np.ones((1, 2, 1, 2), np.float32), np.ones((1, 2, 9, 2), np.float32)
+    for keys in (0, 9, 9, 9, 0, 9):
+        out = attention(q, k[:, :, :keys], k[:, :, :keys])
+        assert np.array_equal(out, np.full_like(q, keys > 0))
+
+
 def test_nan_in_hidden_slots_reaches_no_gradient():
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 12, 8), np.float32)
     gradients = []

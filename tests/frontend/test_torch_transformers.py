@@ -176,19 +176,23 @@ def test_what_a_cache_holds(window, static, steps):
     assert torch.equal(out, attention_cached(q, keys, values, found.lengths))
 
 
-class Shifted(transformers.cache_utils.QuantoQuantizedLayer):
-    """Codes of 4 bits with a shift, whose library is not needed."""
+def shifted(**sizes):
+    """A layer with codes of 4 bits and a shift, whose library is not needed."""
+    kind = transformers.cache_utils.QuantoQuantizedLayer
 
-    def __init__(self, **sizes):
-        super(transformers.cache_utils.QuantoQuantizedLayer, self).__init__(**sizes)
+    class Shifted(kind):
+        def __init__(self):
+            super(kind, self).__init__(**sizes)
 
-    def _quantize(self, x, axis):
-        low = x.amin(-1, keepdim=True)
-        scale = (x.amax(-1, keepdim=True) - low) / 15
-        return ((x - low) / scale).round(), scale, low
+        def _quantize(self, x, axis):
+            low = x.amin(-1, keepdim=True)
+            scale = (x.amax(-1, keepdim=True) - low) / 15
+            return ((x - low) / scale).round(), scale, low
 
-    def _dequantize(self, codes):
-        return codes[0] * codes[1] + codes[2]
+        def _dequantize(self, codes):
+            return codes[0] * codes[1] + codes[2]
+
+    return Shifted()
 
 
 LAYERS = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
@@ -203,7 +207,7 @@ def test_what_a_quantised_cache_holds(kind, reordered):
     if kind in NEEDS:
         reason = f"{NEEDS[kind]} is not installed: a stand-in is tried"
         pytest.importorskip(NEEDS[kind], reason=reason)
-    made = Shifted if kind == "shifted" else getattr(transformers.cache_utils, LAYERS[kind], None)
+    made = shifted if kind == "shifted" else getattr(transformers.cache_utils, LAYERS[kind], None)
     if made is None:
         pytest.skip(f"this transformers has no {LAYERS[kind]}")
     layer = made() if kind == "fp8" else made(nbits=4, q_group_size=32, residual_length=4)
