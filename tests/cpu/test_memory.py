@@ -248,7 +248,7 @@ def test_packed_qkv_is_not_copied(two_threads):
         "workspace": np.empty(workspace_size(q, k, v, mask=mask), np.uint8),
     }
     peak = peak_bytes(lambda: attention_backward(do, q, k, v, out, lse, mask=mask, **targets))
-    assert peak < 0.2 * q.nbytes
+    assert peak < 0.25 * q.nbytes  # scratch of two threads
 
 
 @pytest.mark.parametrize("queries", [5, 50])  # by the kernel for few queries, and by the tiled one
