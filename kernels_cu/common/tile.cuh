@@ -32,7 +32,10 @@ struct HeadConstants {
 };
 
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
-constexpr bool MAY_MASK = HAS_MASK || HAS_SCORE;
+// Whether a bias comes in tiles of its own, and is not part of the score change.
+constexpr bool HAS_BIAS_TILES = BIAS_KIND >= 0;
+constexpr bool CHANGES_SCORES = HAS_SCORE || HAS_BIAS_TILES;
+constexpr bool MAY_MASK = HAS_MASK || CHANGES_SCORES;
 
 // Generated from the expressions of masks and scores; each is defined if its flag is set.
 __device__ bool mask_allows(const Params& p, const Site& at);
