@@ -1,6 +1,7 @@
-// Tiles of a bias in shared memory: TMA loads that of a tile of scores beside the keys, and each
-// consumer adds the part of its queries to its scores. The twin of reference/cpu/tile.py for a bias
-// whose rows begin at multiples of 16 bytes; any other one is part of the score change.
+// Tiles of a bias in shared memory: TMA loads that of a tile of scores beside the keys, or in the
+// backward beside the queries, and each consumer adds its part to its scores. The twin of
+// reference/cpu/tile.py for a bias whose rows begin at multiples of 16 bytes; any other one is part
+// of the score change.
 //
 // A tile has 64 queries and BLOCK_KV keys, in slabs of 128 bytes with TMA's swizzle. To TMA,
 // elements of 4 bytes are pairs of 2 bytes. Where all queries have the same bias, a tile is one row
@@ -32,21 +33,22 @@ __device__ __forceinline__ void init(const Pipeline& pipeline) {
   pipeline.init(1, CONSUMERS * 4 * warpgroup::ARRIVALS_OF_WARP);
 }
 
-// Issues the TMA loads of use n of the pipeline: the bias of the queries of all consumers from
-// `first_query` on and of the keys from `first_key` on.
-__device__ __forceinline__ void load(const Params& p, const Tiles& tiles, const Pipeline& pipeline,
-                                     const ptx::TensorMap& map, const warpgroup::TmaHead& head,
-                                     int n, int first_query, int first_key) {
-  const bool rows = has_rows(p);
-  const int copies = rows ? CONSUMERS : 1;
-  const unsigned int barrier = pipeline.full_barrier(n);
-  pipeline.wait_empty(n);
-  ptx::mbarrier_arrive_expect_tx(
-      barrier, copies * (rows ? Tiles::BYTES : SLABS * warpgroup::SLAB_ROW_BYTES));
+// The tiles of a stage: one for all consumers, if queries have no rows of their own.
+__device__ __forceinline__ int copies_of(const Params& p) { return has_rows(p) ? CONSUMERS : 1; }
+__device__ __forceinline__ int bytes(const Params& p) {
+  return has_rows(p) ? CONSUMERS * Tiles::BYTES : SLABS * warpgroup::SLAB_ROW_BYTES;
+}
+
+// Issues the TMA loads of a stage, whose bytes count at an mbarrier: the bias of the queries of all
+// consumers from `first_query` on and of the keys from `first_key` on.
+__device__ __forceinline__ void issue(const Params& p, const Tiles& tiles,
+                                      const ptx::TensorMap& map, const warpgroup::TmaHead& head,
+                                      int stage, int first_query, int first_key,
+                                      unsigned int barrier) {
 #pragma unroll 1
-  for (int c = 0; c < copies; ++c) {
-    const unsigned int to = tiles.address(Pipeline::stage_of(n) * CONSUMERS + c);
-    const int first = rows ? first_query + c * warpgroup::WARPGROUP_ROWS : 0;
+  for (int c = 0; c < copies_of(p); ++c) {
+    const unsigned int to = tiles.address(stage * CONSUMERS + c);
+    const int first = has_rows(p) ? first_query + c * warpgroup::WARPGROUP_ROWS : 0;
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
       ptx::tma_load(to + slab * Tiles::SLAB_BYTES, map, barrier,
@@ -54,6 +56,16 @@ __device__ __forceinline__ void load(const Params& p, const Tiles& tiles, const 
                     head.slower);
     }
   }
+}
+
+// The same for use n of the pipeline.
+__device__ __forceinline__ void load(const Params& p, const Tiles& tiles, const Pipeline& pipeline,
+                                     const ptx::TensorMap& map, const warpgroup::TmaHead& head,
+                                     int n, int first_query, int first_key) {
+  pipeline.wait_empty(n);
+  ptx::mbarrier_arrive_expect_tx(pipeline.full_barrier(n), bytes(p));
+  issue(p, tiles, map, head, Pipeline::stage_of(n), first_query, first_key,
+        pipeline.full_barrier(n));
 }
 
 // Waits for the bias of use n, and releases it; each warp of the consumers. Also one that reads
@@ -135,11 +147,38 @@ struct Reader {
   }
 };
 
+// The same where rows of scores are keys: a lane reads those of its warp from `first_key` of the
+// tile on, and groups are of 16 queries.
+struct KeysReader {
+  unsigned int address;
+  int step;  // bytes to the next group
+
+  __device__ __forceinline__ KeysReader(const Params& p, const Tiles& tiles, int stage,
+                                        int first_key) {
+    const bool rows = has_rows(p);
+    const int lane = ptx::lane_index(), n = rows ? lane / 16 * 8 + lane % 8 : 0;
+    const int piece = first_key % SLAB_KEYS / 8 + lane / 8 % 2;
+    address = tiles.address(stage) + first_key / SLAB_KEYS * Tiles::SLAB_BYTES +
+              n * warpgroup::SLAB_ROW_BYTES + (piece ^ n % 8) * 16;
+    step = rows ? 16 * warpgroup::SLAB_ROW_BYTES : 0;
+  }
+
+  __device__ __forceinline__ void read(int group, float (&x)[2][4]) const {
+    unsigned int words[4];  // of both rows and queries 0 to 7, then of both and queries 8 to 15
+    ptx::ldmatrix_x4_trans(words, address + group * step);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      x[n % 2][n / 2 * 2] = low_half(words[n]);
+      x[n % 2][n / 2 * 2 + 1] = high_half(words[n]);
+    }
+  }
+};
+
 // Scores become logits: scale, plus the bias. A bias of -inf hides a pair whatever its score is.
 // Returns whether any logit may be -inf. All lanes of the warp call it together.
-template <int COLUMNS>
-__device__ __forceinline__ bool add(float (&s)[2][COLUMNS], float scale, const Reader& from) {
-  static_assert(COLUMNS % 4 == 0, "groups of 16 keys");
+template <int COLUMNS, class From>
+__device__ __forceinline__ bool add(float (&s)[2][COLUMNS], float scale, const From& from) {
+  static_assert(COLUMNS % 4 == 0, "groups of 16 keys or queries");
   float sum[2] = {0, 0};  // of logits, not finite if one of them is not
 #pragma unroll
   for (int group = 0; group < COLUMNS / 4; ++group) {

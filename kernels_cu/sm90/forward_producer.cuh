@@ -76,7 +76,8 @@ __device__ __forceinline__ void load_keys(unsigned int to, const ptx::TensorMap&
 // One thread, or of a cache in pages one warp: issues the TMA loads of every work tile.
 __device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem,
                                          const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
-                                         const ptx::TensorMap& v_map, const LastMaps& maps) {
+                                         const ptx::TensorMap& v_map,
+                                         const warpgroup::LastMaps& maps) {
   SharedStorage& shared = *smem.storage;
   const bool leads = !PAGED || ptx::lane_index() == 0;
   // One lane expects the bytes that all lanes load, perhaps after the first of them came.

@@ -29,8 +29,6 @@
 namespace {
 
 using namespace forward_storage;
-using forward_producer::finite_check_warps;
-using forward_producer::producer;
 
 constexpr int COLUMNS = BLOCK_KV / 4;                 // scores of a thread in each of its two rows
 constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
@@ -369,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
                 const __grid_constant__ ptx::TensorMap k_map,
                 const __grid_constant__ ptx::TensorMap v_map,
-                const __grid_constant__ LastMaps maps) {
+                const __grid_constant__ warpgroup::LastMaps out_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
   if (threadIdx.x == 0) {
@@ -384,12 +382,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (warp == 1) {
       tile_scheduler::publish_work_tiles(p, *smem.storage, [](int) {});
     } else if (warp > 1) {
-      if (CHECK_FINITE) finite_check_warps(smem, warp);
+      if (CHECK_FINITE) forward_producer::finite_check_warps(smem, warp);
     } else if (PAGED || threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
-      producer(p, smem, q_map, k_map, v_map, maps);
+      forward_producer::producer(p, smem, q_map, k_map, v_map, out_map);
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
-    consumer(p, smem, maps.out());
+    consumer(p, smem, out_map.stored());
   }
 }

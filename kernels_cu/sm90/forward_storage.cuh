@@ -132,15 +132,6 @@ struct SharedMemory {
         bias_pipeline(reinterpret_cast<bias_tiles::Pipeline*>(storage + 1)) {}
 };
 
-// The tensor maps after those of q, k and v.
-template <int MAPS>
-struct MoreMaps {
-  ptx::TensorMap map[MAPS];
-  __device__ __forceinline__ const ptx::TensorMap& out() const { return map[0]; }
-  __device__ __forceinline__ const ptx::TensorMap& bias() const { return map[MAPS - 1]; }
-};
-using LastMaps = MoreMaps<HAS_BIAS_TILES ? 2 : 1>;
-
 // TMA and wgmma need tiles that begin at multiples of 1024 bytes.
 struct alignas(1024) Aligned {
   char x[1024];

@@ -51,7 +51,7 @@ class Blocks:
     # Queries and keys of a tile of forward_sm90, and blocks that share an SM: by default, the tiles
     # of long rows.
     warpgroups: tuple[int, int, int] | None = None
-    bias_tiles: bool = False  # whether forward_sm90 loads a bias in tiles, where it can
+    bias_tiles: bool = False  # whether kernels of sm90 load a bias in tiles, where they can
 
     def choose(self, part: str, request: Request) -> Choice:
         """Return the kernel of a part of a call, and its tiles, as `registry.select`."""
@@ -114,6 +114,9 @@ class Blocks:
             return self.tiles(spec.name, problem, spec.slope and request.slope)
         if spec is sm90.FORWARD:
             return self.warpgroup_tiles(request)
+        if spec is sm90.DKDV and self.bias_tiles:
+            usual = sm90.fit_dkdv(problem.d, problem.d_v)
+            return bias_tiles.beside_queries(request, usual) or usual
         return spec.configure(request)
 
     def warpgroup_tiles(self, request: Request) -> Tiles:

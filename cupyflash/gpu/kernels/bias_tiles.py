@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...arrays import device_arrays
 from .. import strides, tma
 from ..params import Operand
-from .spec import Request
+from .spec import Request, Tiles, row_bytes
 
 NAME = "bias"  # of its address
 KIND_NAMES = ("float16", "bfloat16", "float32")
@@ -92,3 +94,22 @@ def tensor_map(request: Request, rows: int) -> tma.TensorMap:
     held = _in_halves(request)
     rows = rows if held.row else 1
     return tma.of(NAME, "bfloat16", held, _sizes_in_halves(request), rows)
+
+
+def beside_queries(request: Request, tiles: Tiles) -> Tiles | None:
+    """Return tiles of a backward kernel with a bias beside each stage of queries.
+
+    None if the bias has no map or more than 16 bits, if scores change otherwise, too, or if the
+    consumers share keys, which leaves no room.
+    """
+    call = request.call
+    if call is None or call.bias is None or call.score_mod is not None or tiles.block_kv <= 64:
+        return None
+    if itemsize(request) != 2 or obstacle(request) is not None:
+        return None
+    stage = tiles.block_q * row_bytes(tiles.block_kv)
+    assert tiles.stages is not None
+    shared = tiles.shared_memory + tiles.stages * stage
+    if shared > request.device.shared_memory:
+        return None
+    return replace(tiles, shared_memory=shared, bias_stages=tiles.stages, bias_bytes=stage)

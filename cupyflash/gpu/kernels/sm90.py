@@ -427,7 +427,8 @@ def _dkdv_obstacle(request: Request) -> str | None:
 
 def _dkdv_rows(tiles: Tiles) -> dict[str, int]:
     # a tile's queries; a consumer's keys; a warp's rows
-    return {"q": tiles.block_q, "k": 64, "v": 64, "d_out": tiles.block_q, "dk": 16, "dv": 16}
+    rows = {"q": tiles.block_q, "k": 64, "v": 64, "d_out": tiles.block_q, "dk": 16, "dv": 16}
+    return {**rows, "bias": tiles.block_q}
 
 
 DKDV = KernelSpec(
@@ -444,7 +445,7 @@ DKDV = KernelSpec(
     obstacle=_dkdv_obstacle,
     configure=lambda request: fit_dkdv(request.problem.d, request.problem.d_v),
     grid=grid.by_keys,
-    tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows),
+    tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows, bias=True),
     slope=True,
     atomic_dq=HALVES,
     whole_dq=True,
