@@ -394,12 +394,14 @@ class Writer:
             tv="tv" in self.arrays,
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
-        maps = tma.maps
+        maps, places = tma.maps, self._places(addresses, code)
         if tiles.bias_stages:
-            maps = (*maps[:-1], maps[-1]._replace(name=self._table_of(self.call.bias)))
+            table = self._table_of(self.call.bias)
+            places.append((bias_tiles.NAME, table))
+            maps = tuple(x._replace(name=table) if x.name == bias_tiles.NAME else x for x in maps)
         told["tma_rows"] = next((x.rows for x in tma.maps if x.name == "k"), 0)
         layout = self._layout(functions)
-        slots = tuple((layout.place(x), name) for x, name in self._places(addresses, code))
+        slots = tuple((layout.place(x), name) for x, name in places)
         template = layout.pack({**told, **(fields or {})})
         launch = Launch(special, grid.size, template, slots, maps)
         why = partial(registry.reason, choice, request, before, after)

@@ -13,6 +13,9 @@
 
 namespace bias_tiles {
 
+using fragment_tile::high_half;
+using fragment_tile::low_half;
+
 constexpr bool IS_WIDE = BIAS_KIND == KIND_FLOAT32;
 constexpr int HALVES = IS_WIDE ? 2 : 1;  // of an element, as TMA counts columns
 constexpr int SLAB_KEYS = warpgroup::SLAB_COLUMNS / HALVES;
@@ -81,21 +84,6 @@ __device__ __forceinline__ void release(const Pipeline& pipeline, int n) {
 struct alignas(8) TwoFloats {
   float x[2];
 };
-
-__device__ __forceinline__ float low_half(unsigned int word) {
-  if constexpr (BIAS_KIND == KIND_FLOAT16) {
-    return ptx::half_to_float(static_cast<unsigned short>(word));
-  } else {
-    return number::bits_to_float(word << 16);
-  }
-}
-__device__ __forceinline__ float high_half(unsigned int word) {
-  if constexpr (BIAS_KIND == KIND_FLOAT16) {
-    return ptx::half_to_float(static_cast<unsigned short>(word >> 16));
-  } else {
-    return number::bits_to_float(word & 0xffff0000u);
-  }
-}
 
 // Where a lane reads the rows of its warp.
 struct Reader {
@@ -173,45 +161,5 @@ struct KeysReader {
     }
   }
 };
-
-// Scores become logits: scale, plus the bias. A bias of -inf hides a pair whatever its score is.
-// Returns whether any logit may be -inf. All lanes of the warp call it together.
-template <int COLUMNS, class From>
-__device__ __forceinline__ bool add(float (&s)[2][COLUMNS], float scale, const From& from) {
-  static_assert(COLUMNS % 4 == 0, "groups of 16 keys or queries");
-  float sum[2] = {0, 0};  // of logits, not finite if one of them is not
-#pragma unroll
-  for (int group = 0; group < COLUMNS / 4; ++group) {
-    float bias[2][4];
-    from.read(group, bias);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        float& logit = s[r][4 * group + n];
-        logit = fma(logit, scale, bias[r][n]);
-        sum[r] += logit;
-      }
-    }
-  }
-  // Only a score that is not finite makes NaN of a bias of -inf, which is rare.
-  if (ptx::any_lane(sum[0] != sum[0] || sum[1] != sum[1])) {
-#pragma unroll 1
-    for (int group = 0; group < COLUMNS / 4; ++group) {
-      float bias[2][4];
-      from.read(group, bias);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          if (bias[r][n] == -number::infinity()) s[r][n] = -number::infinity();
-        }
-      }
-      fragment::rotate<4>(s);
-    }
-    return true;
-  }
-  return ptx::any_lane(!number::is_finite(sum[0]) || !number::is_finite(sum[1]));
-}
 
 }  // namespace bias_tiles

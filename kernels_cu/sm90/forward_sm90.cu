@@ -136,7 +136,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if constexpr (HAS_BIAS_TILES) {
         using bias_tiles::Pipeline;
         const bias_tiles::Reader reader(p, smem.bias, Pipeline::stage_of(n), index);
-        hides = bias_tiles::add(s, HAS_SCORE ? 1.0f : scale, reader) || hides || masked;
+        hides = fragment_tile::add_bias(s, HAS_SCORE ? 1.0f : scale, reader) || hides || masked;
       }
       if constexpr (MAY_MASK) {
         if (masked) fragment_tile::apply_mask(s, mask);

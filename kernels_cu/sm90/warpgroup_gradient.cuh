@@ -65,7 +65,7 @@ __device__ __forceinline__ bool change_scores(const Params& p, const bias_tiles:
                                               const fragment_gradient::Corner& corner) {
   if constexpr (HAS_BIAS_TILES) {
     const int first_key = corner.row / fragment::WARP_ROWS * fragment::WARP_ROWS;
-    return bias_tiles::add(s, scale, bias_tiles::KeysReader(p, bias, stage, first_key));
+    return fragment_tile::add_bias(s, scale, bias_tiles::KeysReader(p, bias, stage, first_key));
   } else if constexpr (HAS_SCORE) {
     return fragment_gradient::apply_score_mod<true>(p, constants, scale, box, s, corner);
   }

@@ -230,6 +230,69 @@ __device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConst
   return !finite;
 }
 
+// The two numbers of a word of a bias of 16 bits.
+__device__ __forceinline__ float low_half(unsigned int word) {
+  if constexpr (BIAS_KIND == KIND_FLOAT16) {
+    return ptx::half_to_float(static_cast<unsigned short>(word));
+  } else {
+    return number::bits_to_float(word << 16);
+  }
+}
+__device__ __forceinline__ float high_half(unsigned int word) {
+  if constexpr (BIAS_KIND == KIND_FLOAT16) {
+    return ptx::half_to_float(static_cast<unsigned short>(word >> 16));
+  } else {
+    return number::bits_to_float(word & 0xffff0000u);
+  }
+}
+
+// Scores become logits: scale, plus the bias. A bias of -inf hides a pair whatever its score is.
+// Returns whether any logit may be -inf. All lanes of the warp call it together.
+// `from` reads the bias of a group of four columns.
+template <int ROWS, int COLUMNS, class From>
+__device__ __forceinline__ bool add_bias(float (&s)[ROWS][COLUMNS], float scale, const From& from) {
+  static_assert(COLUMNS % 4 == 0, "groups of 16 keys or queries");
+  float sum[ROWS] = {};  // of logits, not finite if one of them is not
+#pragma unroll
+  for (int group = 0; group < COLUMNS / 4; ++group) {
+    float bias[ROWS][4];
+    from.read(group, bias);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        float& logit = s[r][4 * group + n];
+        logit = fma(logit, scale, bias[r][n]);
+        sum[r] += logit;
+      }
+    }
+  }
+  bool nan = false, finite = true;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    nan = nan || sum[r] != sum[r];
+    finite = finite && number::is_finite(sum[r]);
+  }
+  // Only a score that is not finite makes NaN of a bias of -inf, which is rare.
+  if (ptx::any_lane(nan)) {
+#pragma unroll 1
+    for (int group = 0; group < COLUMNS / 4; ++group) {
+      float bias[ROWS][4];
+      from.read(group, bias);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          if (bias[r][n] == -number::infinity()) s[r][n] = -number::infinity();
+        }
+      }
+      fragment::rotate<4>(s);
+    }
+    return true;
+  }
+  return ptx::any_lane(!finite);
+}
+
 // Applies dropout: the weight of a dropped pair becomes 0. The division by the probability of
 // keeping is left to the epilogue. One draw serves four keys of a row, which two lanes hold: of two
 // rows, each of the two lanes draws for one.

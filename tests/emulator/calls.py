@@ -103,6 +103,13 @@ class Blocks:
 
     def tiles_of(self, spec: KernelSpec, request: Request) -> Tiles | None:
         """Return small tiles of a kernel, or where nothing is said of it those of its spec."""
+        tiles = self._own_tiles_of(spec, request)
+        if spec.part == "bias" and self.bias_tiles and spec.tensor_cores and tiles is not None:
+            return bias_tiles.in_block(request, tiles) or tiles
+        return tiles
+
+    def _own_tiles_of(self, spec: KernelSpec, request: Request) -> Tiles | None:
+        """Return the same without tiles of a bias in a block of dbias."""
         problem = request.problem
         if spec is sm80.FORWARD:
             return self.tensor_tiles(problem)

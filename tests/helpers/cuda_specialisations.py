@@ -14,7 +14,7 @@ from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.functions import SCORE
 from cupyflash.expr.key_range import key_range
-from cupyflash.gpu.kernels import decode, simt, sm80, sm80_f64, sm90, sm90_fp8
+from cupyflash.gpu.kernels import bias_tiles, decode, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import NONE, Specialisation
@@ -149,6 +149,11 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         case = Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"tiles {kind}")
         found.append(case)
+    for kernel, own in [
+        ("backward_sm90_dkdv", (64, 64)), ("backward_sm90_dkdv", (128, 128)),
+        ("backward_sm90_bias", (64, 64)), ("backward_sm80_bias", (32, 32)),
+    ]:  # fmt: skip
+        found.append(Case(kernel, BFLOAT16, own, "pair bias", False, "tiles bfloat16"))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
     for n, (hardware, own, options, which) in enumerate([
@@ -325,6 +330,9 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     if whole and spec is sm80.DECODE:
         tiles = sm80.whole_tiles(request)
     assert tiles is not None
+    if case.cache.startswith("tiles"):
+        held = bias_tiles.with_stages if spec.part == "dkdv" else bias_tiles.with_whole
+        return held(tiles)
     return dataclasses.replace(tiles, whole=whole)
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from ...arrays import device_arrays
 from .. import strides, tma
 from ..params import Operand
-from .spec import Request, Tiles, row_bytes
+from .spec import RESERVED, Request, Tiles, row_bytes
 
 NAME = "bias"  # of its address
+LARGEST_HEAD = 256
 KIND_NAMES = ("float16", "bfloat16", "float32")
 
 
@@ -21,13 +22,23 @@ def obstacle(request: Request) -> str | None:
     assert bias is not None
     if bias.dtype.name not in KIND_NAMES:
         return f"it is {bias.dtype}"
+    why = _has_other_rows(request)
+    if why is not None:
+        return why
+    if sizes(request)[-1] != call.k.shape[-2]:
+        return "all keys have the same"
+    return tma.obstacle(_in_halves(request), device_arrays.address(bias), _sizes_in_halves(request))
+
+
+def _has_other_rows(request: Request) -> str | None:
+    """Return in words why places in a launch are not those of the bias, or None."""
+    call = request.call
+    assert call is not None
     if call.rows.cache is not None or call.problem.packed or call.problem.heads_in_rows > 1:
         return "rows of queries are not those of the bias"
     if lead_of(request) is None:
         return "its leading axes cannot be joined as those of q, k and v"
-    if sizes(request)[-1] != call.k.shape[-2]:
-        return "all keys have the same"
-    return tma.obstacle(_in_halves(request), device_arrays.address(bias), _sizes_in_halves(request))
+    return None
 
 
 def lead_of(request: Request) -> strides.Strides | None:
@@ -107,9 +118,36 @@ def beside_queries(request: Request, tiles: Tiles) -> Tiles | None:
         return None
     if itemsize(request) != 2 or obstacle(request) is not None:
         return None
-    stage = tiles.block_q * row_bytes(tiles.block_kv)
+    found = with_stages(tiles)
+    return found if found.shared_memory <= request.device.shared_memory else None
+
+
+def with_stages(tiles: Tiles) -> Tiles:
+    """Return tiles with a bias of 16 bits beside each stage of queries."""
     assert tiles.stages is not None
+    stage = tiles.block_q * row_bytes(tiles.block_kv)
     shared = tiles.shared_memory + tiles.stages * stage
-    if shared > request.device.shared_memory:
-        return None
     return replace(tiles, shared_memory=shared, bias_stages=tiles.stages, bias_bytes=stage)
+
+
+def in_block(request: Request, tiles: Tiles) -> Tiles | None:
+    """Return tiles of a kernel of dbias with the block's tile of the bias, or None.
+
+    None if the bias has other than 16 bits, if scores change otherwise, too, or without room.
+    """
+    call, device = request.call, request.device
+    if call is None or call.bias is None or call.score_mod is not None:
+        return None
+    if max(request.problem.d, request.problem.d_v) > LARGEST_HEAD:
+        return None  # whose warps have other columns
+    if kind(request) not in KIND_NAMES[:2] or _has_other_rows(request) is not None:
+        return None
+    found = with_whole(tiles)
+    room = device.shared_memory + RESERVED
+    return found if (found.shared_memory + RESERVED) * found.resident_blocks <= room else None
+
+
+def with_whole(tiles: Tiles) -> Tiles:
+    """Return tiles with the block's tile of a bias of 16 bits, whose rows are padded."""
+    held = 2 * tiles.block_q * (tiles.block_kv + 8)
+    return replace(tiles, shared_memory=tiles.shared_memory + held, bias_stages=1, bias_bytes=held)
