@@ -20,6 +20,7 @@ from ..arrays.cuda_device import MAX_GRID, Target
 from ..errors import ArgumentError
 from ..expr.cuda_functions import Functions, Generated
 from ..lazy import cached_property
+from ..problem import scalars
 from ..problem.call import Cache, Call, Plan, Problem, scale_steps
 from ..problem.encoding import NUMBERS, Encoding
 from ..problem.route import Route, Step
@@ -220,7 +221,7 @@ class Writer:
         self.steps: list[KernelStep] = []
         self.scratch: dict[str, ArraySpec] = {}
         problem = call.problem
-        drop_below = round(problem.dropout * 2.0**32)
+        drop_below = scalars.drop_below(problem.dropout)
         self.told: dict[str, Any] = {
             "batch": problem.batch,
             "lead_size": self.lead.sizes,
@@ -234,7 +235,7 @@ class Writer:
             "group": group_of(problem),
             "scale": problem.scale,
             "drop_below": drop_below,
-            "keep_scale": 1.0 / (1.0 - drop_below / 2.0**32),
+            "keep_scale": 1.0 / (1.0 - drop_below / scalars.DRAWS),
             **call_code.constants(self.generated),
             **{
                 name: strides.operand(array, self.lead.strides[name], axes == 3)
