@@ -10,11 +10,12 @@ import numpy as np
 from ..arrays.cuda_device import Target
 from ..problem.call import Array, Call
 from ..problem.rows import UNKNOWN
+from .call_code import keys_of
 from .kernels import decode, registry
 from .kernels.registry import Choice
 from .kernels.spec import Extent, Request
 from .workspace import ArraySpec
-from .writer import KernelRoute, Writer, group_of, keys_of, request_of
+from .writer import KernelRoute, Writer, group_of, request_of
 
 
 def choice_of(call: Call, target: Target, arrays: Mapping[str, tuple[Any, int]]) -> Choice | None:

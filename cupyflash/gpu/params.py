@@ -104,6 +104,7 @@ _FIXED: Fields = [
         (name, "i", 1)
         for name in "page_size kind_lengths kind_table held shared shared_slots".split()
     ),
+    ("bias", OPERAND, 1),
 ]
 # What follows them in a forward with tangents, behind the constants and tables.
 _TANGENTS: Fields = [

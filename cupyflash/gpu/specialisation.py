@@ -18,6 +18,7 @@ from ..arrays.dtypes import DTYPES
 from ..expr.cuda_functions import Functions
 from ..problem.formats import FORMATS, Format
 from .kernels.spec import WARP_ROWS, KernelSpec, Tiles
+from .params import KINDS
 
 # Racecheck of CUDA's compute-sanitizer does not see the order between lanes that synchronise and
 # the one of them that arrives at a barrier in shared memory for all. For such tools, each lane
@@ -175,6 +176,12 @@ class Specialisation:
                 "Warps that have the same rows of wide heads, and each some columns.",
                 "tiles.row_sharers",
             ),
+            _number(
+                "BIAS_STAGES",
+                "Stages of tiles of the bias, or 0.",
+                "tiles.bias_stages",
+                part=TILES,
+            ),
         )
     )
     packed: bool = _option("packed", "PACKED", "Whether sequences are packed.", "packed")
@@ -261,6 +268,19 @@ class Specialisation:
                 "SCORE_STEPS",
                 "The cost of the changed score and its derivative, in multiplications.",
                 "functions.score_steps",
+            ),
+        ),
+    )
+    bias: str = field(
+        default="",
+        metadata=_about(
+            "The type of a bias that comes in tiles; empty if there is none.",
+            Flag(
+                "BIAS_KIND",
+                "The kind of a bias that comes in tiles, as KIND_ in common/params.cuh, or -1.",
+                lambda special: KINDS[special.bias] if special.bias else -1,
+                lambda special: special.bias and f"bias_{DTYPES[special.bias].suffix}",
+                "bias, and its type",
             ),
         ),
     )

@@ -50,6 +50,7 @@ def lead_of(
     names: str = "q, k, v",
     apart: Collection[str] = (),
     by_offsets: bool = False,
+    optional: Mapping[str, tuple[Any, int]] | None = None,
 ) -> Lead:
     """Broadcast the leading axes of arrays to `lead`, and join neighbours if all arrays allow it.
 
@@ -65,12 +66,19 @@ def lead_of(
         Arrays that have other leading axes, for which kernels have other strides: pages.
     by_offsets : bool
         Whether offsets say where the rows of entries are.
+    optional : mapping of str to (array, int), optional
+        More arrays, which are left out if there would be more than `MAX_LEAD` axes with them.
 
     Raises
     ------
     ArgumentError
         If more than `MAX_LEAD` axes remain.
     """
+    if optional:
+        try:
+            return lead_of(lead, {**arrays, **optional}, names, apart, by_offsets)
+        except ArgumentError:
+            pass
     keys = list(arrays)
     strides = [
         [0] * len(lead) if name in apart else _broadcast(*arrays[name], len(lead)) for name in keys

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,19 +18,16 @@ import numpy as np
 from ..arrays import device_arrays
 from ..arrays.cuda_device import MAX_GRID, Target
 from ..errors import ArgumentError
-from ..expr import width
-from ..expr.cuda import generate
 from ..expr.cuda_functions import Functions, Generated
-from ..expr.functions import SCORE
-from ..expr.key_range import key_range
-from ..expr.nodes import Expr, walk
-from ..problem.bound_exprs import added, trees
+from ..lazy import cached_property
+from ..problem import scalars
 from ..problem.call import Cache, Call, Plan, Problem, scale_steps
 from ..problem.encoding import NUMBERS, Encoding
 from ..problem.route import Route, Step
 from ..problem.tangents import Tangents
-from . import params, strides
-from .kernels import decode, registry, tma_operands
+from . import call_code, params, strides
+from .call_code import keys_of
+from .kernels import bias_tiles, decode, registry, tma_operands
 from .kernels.registry import Choice
 from .kernels.spec import Extent, KernelSpec, Request
 from .params import KINDS, Operand
@@ -184,8 +181,14 @@ def request_of(
     """
     others = {name: array for name, (array, _) in arrays.items()}
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
-    rows = call.rows
-    lead = strides.lead_of(call.problem.lead, arrays, apart=rows.apart, by_offsets=rows.adjoin)
+    rows, bias = call.rows, call.bias
+    lead = strides.lead_of(
+        call.problem.lead,
+        arrays,
+        apart=rows.apart,
+        by_offsets=rows.adjoin,
+        optional=None if bias is None else {bias_tiles.NAME: (bias, min(bias.ndim, 3))},
+    )
     return Request(call.problem, target, call, others, lead, blocks=blocks)
 
 
@@ -206,34 +209,19 @@ class Writer:
         count_tiles: bool = False,
         tangents: Tangents | None = None,
     ) -> None:
-        made = trees(call)
-        tangent = None
-        if tangents is not None and tangents.tbias is not None:
-            tangent = added(SCORE, tangents.tbias, "tbias", call.problem)
-        self.call, self.target = call, target
+        self.call, self.target, self._slope = call, target, slope
         request = request_of(call, target, arrays, plan)
-        self.generated = generate(
-            made.allowed,
-            made.classes,
-            made.changed,
-            made.slope if slope else None,
-            None if made.allowed is None else key_range(made.allowed, call.problem),
-            short=_is_short(call, made.allowed, made.changed, tangent),
-            tangent=tangent,
-        )
+        self.generated = call_code.of(call, slope, tangents)
         functions, self.has_tangents = self.generated.functions, tangents is not None
         size = self._layout(functions).size
-        _check_size(functions, size)
+        call_code.check_size(functions, size)
         self.request = replace(request, slope=functions.has_dscore, params_bytes=size)
         assert self.request.lead is not None
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []
         self.scratch: dict[str, ArraySpec] = {}
         problem = call.problem
-        self.has_origins = problem.dropout > 0 and problem.whole is not None
-        if self.has_origins:
-            self.generated = _with_origins(self.generated, problem)
-        drop_below = round(problem.dropout * 2.0**32)
+        drop_below = scalars.drop_below(problem.dropout)
         self.told: dict[str, Any] = {
             "batch": problem.batch,
             "lead_size": self.lead.sizes,
@@ -247,10 +235,8 @@ class Writer:
             "group": group_of(problem),
             "scale": problem.scale,
             "drop_below": drop_below,
-            "keep_scale": 1.0 / (1.0 - drop_below / 2.0**32),
-            "ints": self.generated.ints,
-            "floats": self.generated.floats,
-            "tables": [strides.table(x) for x in self.generated.arrays],
+            "keep_scale": 1.0 / (1.0 - drop_below / scalars.DRAWS),
+            **call_code.constants(self.generated),
             **{
                 name: strides.operand(array, self.lead.strides[name], axes == 3)
                 for name, (array, axes) in arrays.items()
@@ -280,6 +266,25 @@ class Writer:
     def _layout(self, has: Functions) -> params.Layout:
         """Return the layout of the parameters of a kernel with these functions."""
         return params.params(has.num_ints, has.num_floats, has.num_tables, self.has_tangents)
+
+    @cached_property
+    def without_bias(self) -> Generated:
+        """The code of the call's expressions for kernels that load the bias in tiles."""
+        return call_code.of(replace(self.call, bias=None), self._slope)
+
+    def _places(self, names: Iterable[str], code: Generated) -> list[tuple[str, str]]:
+        """Return fields of parameters that are addresses, and the names of these.
+
+        Of the tables, kernels are told those that their code reads, in its order.
+        """
+        found = [(name, name) for name in names if name not in self.tables]
+        for n, array in enumerate(code.arrays):
+            found.append((f"table {n}", self._table_of(array)))
+        return found
+
+    def _table_of(self, array: Any) -> str:
+        """Return the name of the address of an array that expressions read."""
+        return next(f"table {n}" for n, known in enumerate(self.generated.arrays) if known is array)
 
     def tell_cache(self, cache: Cache) -> None:
         """Tell kernels the layout of lengths, table and pages."""
@@ -330,7 +335,6 @@ class Writer:
         `registry.reason`.
         """
         problem = self.call.problem
-        functions = self.generated.functions
         request = self.request if blocks is None else replace(self.request, blocks=blocks)
         choice = choice or registry.select(part, request)
         spec, tiles = choice.spec, choice.tiles
@@ -343,12 +347,15 @@ class Writer:
             self.told["dq_accum"] = sums._replace(col=spec.dq_accum_step)
         told = self.told | {"blocks": grid.blocks}
         addresses = [*self.named, *named]
+        code = self.without_bias if tiles.bias_stages else self.generated
+        functions = code.functions
+        if tiles.bias_stages:
+            told |= call_code.constants(code) | {"bias": bias_tiles.operand(request)}
         if spec.scores:
             functions = replace(functions, has_dscore=functions.has_dscore and spec.slope)
         else:
-            functions = NONE
-            told |= {"ints": (), "floats": (), "tables": ()}
-            addresses = [name for name in addresses if name not in self.tables]
+            code, functions = Generated(NONE), NONE
+            told |= call_code.constants(code)
         if spec.operands is not None:
             others = self.arrays.keys() - spec.operands
             addresses = [name for name in addresses if name not in others]
@@ -369,11 +376,12 @@ class Writer:
             dropout=spec.scores and problem.dropout > 0,
             count_tiles=spec.scores and "tiles_visited" in self.named,
             functions=functions,
+            bias=bias_tiles.kind(request) if tiles.bias_stages else "",
             atomic_dq=adds_dq or stores_dq,
             whole_dq=stores_dq,
             parts=parts,
             tma_store=tma.stores,
-            origins=spec.scores and self.has_origins,
+            origins=spec.scores and call_code.has_origins(problem),
             k_codes=codes.k_form,
             v_codes=codes.v_form,
             wide_result=wide_result,
@@ -387,11 +395,16 @@ class Writer:
             tv="tv" in self.arrays,
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
+        maps, places = tma.maps, self._places(addresses, code)
+        if tiles.bias_stages:
+            table = self._table_of(self.call.bias)
+            places.append((bias_tiles.NAME, table))
+            maps = tuple(x._replace(name=table) if x.name == bias_tiles.NAME else x for x in maps)
         told["tma_rows"] = next((x.rows for x in tma.maps if x.name == "k"), 0)
         layout = self._layout(functions)
-        slots = tuple((layout.place(name), name) for name in addresses)
+        slots = tuple((layout.place(x), name) for x, name in places)
         template = layout.pack({**told, **(fields or {})})
-        launch = Launch(special, grid.size, template, slots, tma.maps)
+        launch = Launch(special, grid.size, template, slots, maps)
         why = partial(registry.reason, choice, request, before, after)
         self.steps.append(step_of(launch, self.scratch, why))
 
@@ -443,14 +456,6 @@ def _scales(encoding: Encoding, paged: bool) -> dict[str, Any]:
     return told
 
 
-def _with_origins(generated: Generated, problem: Problem) -> Generated:
-    """Return expressions whose last numbers say where a piece begins, as dropout counts."""
-    origins = problem.origin_q, problem.origin_k, problem.origin_b_h, problem.heads_of_entry
-    functions = replace(generated.functions, num_ints=generated.functions.num_ints + len(origins))
-    ints = (*generated.ints, *origins)
-    return replace(generated, functions=functions, ints=ints)
-
-
 def check_grid(kernel: str, blocks: int) -> None:
     """Refuse a launch of more blocks than devices take."""
     if blocks > MAX_GRID:
@@ -460,36 +465,6 @@ def check_grid(kernel: str, blocks: int) -> None:
         )
 
 
-def _is_short(call: Call, *roots: Expr | None) -> bool:
-    """Whether positions, lengths, heads, entries and the strides of tables fit into 32 bits."""
-    problem = call.problem
-    sizes = problem.batch, problem.heads, call.q.shape[-2], keys_of(call)
-    strides = [
-        abs(stride)
-        for root in roots
-        for node in (walk(root) if root is not None else ())
-        if node.op == "lookup"
-        for stride in node.value[0].strides
-    ]
-    return max(sizes) <= width.LIMIT and max(strides, default=0) < 2**31
-
-
-def _check_size(has: Functions, size: int) -> None:
-    """Refuse expressions whose numbers and arrays make so many bytes of parameters."""
-    if size > params.MAX_BYTES:
-        raise ArgumentError(
-            f"mask, score_mod: got {has.num_tables} arrays and {has.num_ints + has.num_floats} "
-            f"numbers, which make {size} bytes of parameters; expected at most "
-            f"{params.MAX_BYTES}. Join several arrays into one with another axis, or combine "
-            "numbers before you pass them."
-        )
-
-
 def group_of(problem: Problem) -> int:
     """Return how many query heads share a key head."""
     return problem.heads // problem.heads_kv if problem.heads_kv else 1
-
-
-def keys_of(call: Call) -> int:
-    """Return an upper bound of the keys of an entry; for packed arrays, the number of all keys."""
-    return call.rows.room(int(call.k.shape[-2]))

@@ -12,6 +12,8 @@ from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError
 from . import device_args
 
+DRAWS = 2**15  # equally likely numbers of a pair, by which dropout decides: as the generator's
+
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -48,9 +50,9 @@ def dropout(value: Any, its_seed: Any) -> float:
     p = _number(value, "dropout")
     if not 0 <= p < 1:
         raise ArgumentError(f"dropout: got {p}; expected a probability, 0 or more and less than 1.")
-    if round(p * 2**32) == 2**32:
+    if drop_below(p) == DRAWS:
         raise ArgumentError(
-            f"dropout: got {p!r}, which rounds to 1 in 32 bits; expected less than 1 - 2**-33."
+            f"dropout: got {p!r}, which rounds to 1 in 15 bits; expected less than 1 - 2**-16."
         )
     if p and its_seed is None:
         raise ArgumentError(
@@ -58,6 +60,11 @@ def dropout(value: Any, its_seed: Any) -> float:
             "drops the same pairs, in the backward, too."
         )
     return p
+
+
+def drop_below(p: float) -> int:
+    """Return the number, of `DRAWS` equally likely ones, below which a pair is dropped."""
+    return round(p * DRAWS)
 
 
 def seed(value: Any) -> Any:

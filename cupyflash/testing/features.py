@@ -11,7 +11,7 @@ FEATURES = {
     "bias": "bias=, of any shape that broadcasts, -inf included; with a backward also its gradient",
     "sink": "sink=, one logit per query head; with a backward also its gradient",
     "scale": "scale=, any finite number; without, 1/sqrt(D) is expected",
-    "dropout": "dropout= and seed=, drawn by Philox4x32-10 as CONTRIBUTING.md says",
+    "dropout": "dropout= and seed=, drawn by Philox4x32-7 as CONTRIBUTING.md says",
     "any_dropout": "dropout= and seed=, drawn in any way that a seed repeats",
     "gqa": "fewer key heads than query heads",
     "lengths": "as many keys as one likes beside the queries: Lq != Lk",

@@ -125,6 +125,9 @@ struct Params {
   int shared;        // nodes of level 1 that entries share: see decode/tasks.cuh
   int shared_slots;  // the slot of the first of them
 
+  // A bias that TMA loads, in builds with HAS_BIAS_TILES: strides only, 0 along axes of length 1.
+  Operand bias;
+
   long long ints[NUM_INTS];  // constants of masks and scores
   double floats[NUM_FLOATS];
   Table tables[NUM_TABLES];

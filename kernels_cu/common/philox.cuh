@@ -1,13 +1,20 @@
-// Philox4x32-10, the counter-based generator behind dropout: the twin of reference/cpu/philox.py.
+// Philox4x32, the counter-based generator behind dropout and the signs of hadamard: the twin of
+// reference/cpu/philox.py.
 //
 // Whether a pair (query i, key j) of head h in batch b is kept is a function of
 // (seed, b * Hq + h, i, j) alone, so the forward and the backward, the CPU and the GPU and every
-// tile size see equal bits without storing anything:
+// tile size see equal bits without storing anything. One draw, of 7 rounds, has eight numbers of 15
+// bits, for eight pairs: those of two queries, 8 apart, and of four keys, which are two neighbours
+// and the two that are 8 apart from them. A thread has such pairs where tensor cores multiply:
 //
 //     key     = (seed & 0xffffffff, seed >> 32)
-//     counter = (j >> 2, i, n & 0xffffffff, n >> 32)      with n = b * Hq + h
-//     word    = philox4x32(counter, key)[j & 3]
-//     keep    = word >= round(p * 2^32)
+//     keys    = (j >> 4) << 2 | (j >> 1 & 3)
+//     queries = (i >> 4) << 3 | (i & 7)
+//     counter = (keys, queries, n & 0xffffffff, n >> 32)      with n = b * Hq + h
+//     word    = philox4x32_7(counter, key)[2 * (i >> 3 & 1) + (j >> 3 & 1)]
+//     keep    = (word >> 16 * (j & 1) & 0x7fff) >= round(p * 2^15)
+//
+// Seven rounds are the fewest that pass all tests of the paper; hadamard has ten, its default.
 //
 // J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2,
 // 3", SC 2011, section 3.3. The file includes nothing, so that NVRTC needs no include path and g++
@@ -16,7 +23,8 @@
 
 namespace philox {
 
-constexpr int ROUNDS = 10;
+constexpr int ROUNDS = 10, DROPOUT_ROUNDS = 7;
+constexpr unsigned int NUMBERS = 0x7fff7fffu;  // of a word
 constexpr unsigned int MULTIPLIER_0 = 0xD2511F53u;
 constexpr unsigned int MULTIPLIER_1 = 0xCD9E8D57u;
 // The key is bumped each round by the golden ratio and by sqrt(3) - 1, as 32-bit fractions.
@@ -36,7 +44,8 @@ __device__ __forceinline__ Key split_seed(unsigned long long seed) {
   return Key{{static_cast<unsigned int>(seed), static_cast<unsigned int>(seed >> 32)}};
 }
 
-// Ten Philox rounds. The products are 32 x 32 -> 64 bits: one wide multiply each.
+// Philox rounds. The products are 32 x 32 -> 64 bits: one wide multiply each.
+template <int COUNT = ROUNDS>
 __device__ __forceinline__ Words philox4x32(Words counter, Key key) {
   unsigned int c0 = counter.word[0];
   unsigned int c1 = counter.word[1];
@@ -45,7 +54,7 @@ __device__ __forceinline__ Words philox4x32(Words counter, Key key) {
   unsigned int key_0 = key.word[0];
   unsigned int key_1 = key.word[1];
 #pragma unroll
-  for (int round = 0; round < ROUNDS; ++round) {
+  for (int round = 0; round < COUNT; ++round) {
     const unsigned long long product_0 = static_cast<unsigned long long>(MULTIPLIER_0) * c0;
     const unsigned long long product_1 = static_cast<unsigned long long>(MULTIPLIER_1) * c2;
     c0 = static_cast<unsigned int>(product_1 >> 32) ^ c1 ^ key_0;
@@ -58,39 +67,59 @@ __device__ __forceinline__ Words philox4x32(Words counter, Key key) {
   return Words{{c0, c1, c2, c3}};
 }
 
-// The random words of query i and keys 4 * group to 4 * group + 3, in order: a kernel draws once
-// for four keys. b_h is b * Hq + h.
+// Four random words of ten rounds, numbered by three counters.
 __device__ __forceinline__ Words words(Key key, unsigned int group, unsigned int i,
-                                       unsigned long long b_h) {
+                                       unsigned long long n) {
+  return philox4x32(
+      Words{{group, i, static_cast<unsigned int>(n), static_cast<unsigned int>(n >> 32)}}, key);
+}
+
+// -- dropout --------------------------------------------------------------------------------------
+
+// The groups of keys and of queries that share a draw.
+__device__ __forceinline__ unsigned int group_of_key(unsigned long long j) {
+  return static_cast<unsigned int>(j >> 4) << 2 | (static_cast<unsigned int>(j) >> 1 & 3u);
+}
+__device__ __forceinline__ unsigned int group_of_query(unsigned int i) {
+  return i >> 4 << 3 | (i & 7u);
+}
+
+// The draw of a group of queries and one of keys: word 2 x + y has in its halves what keys 0 and 1
+// of their pair y draw with query x. b_h is b * Hq + h.
+__device__ __forceinline__ Words draw(Key key, unsigned int keys, unsigned int queries,
+                                      unsigned long long b_h) {
   const unsigned int b_h_low = static_cast<unsigned int>(b_h);
   const unsigned int b_h_high = static_cast<unsigned int>(b_h >> 32);
-  return philox4x32(Words{{group, i, b_h_low, b_h_high}}, key);
+  return philox4x32<DROPOUT_ROUNDS>(Words{{keys, queries, b_h_low, b_h_high}}, key);
 }
 
-// The random words of query i and keys j to j + 3, wherever these begin: two draws, unless j is a
-// multiple of 4.
-__device__ __forceinline__ Words words_from(Key key, unsigned long long j, unsigned int i,
-                                            unsigned long long b_h) {
-  const unsigned int group = static_cast<unsigned int>(j >> 2);
-  Words drawn = words(key, group, i, b_h);
-  if ((j & 3) != 0) {
-    Words next = words(key, group + 1, i, b_h);
-    // Indices are constants, so that words stay in registers.
-    if ((j & 2) != 0) {
-      drawn = Words{{drawn.word[2], drawn.word[3], next.word[0], next.word[1]}};
-      next.word[0] = next.word[2];
-    }
-    if ((j & 1) != 0) drawn = Words{{drawn.word[1], drawn.word[2], drawn.word[3], next.word[0]}};
-  }
-  return drawn;
+// The words of a draw for query i: those of both pairs of keys. Indices are constants, so that
+// words stay in registers.
+struct TwoWords {
+  unsigned int word[2];
+};
+__device__ __forceinline__ TwoWords words_of_query(const Words& drawn, unsigned int i) {
+  const bool second = (i & 8u) != 0;
+  return TwoWords{{second ? drawn.word[2] : drawn.word[0], second ? drawn.word[3] : drawn.word[1]}};
 }
 
-// Whether dropout keeps the pair (i, j). threshold is round(p * 2^32), in 64 bits because a p
-// within 2^-33 of 1 rounds to 2^32, which drops every pair.
+// What keep_bits adds, of threshold = round(p * 2^15), which is less than 2^15.
+__device__ __forceinline__ unsigned int addend(unsigned long long threshold) {
+  return (0x8000u - static_cast<unsigned int>(threshold)) * 0x10001u;
+}
+
+// Bits 15 and 31 say of a word whether the pairs of its halves are kept.
+__device__ __forceinline__ unsigned int keep_bits(unsigned int word, unsigned int addend) {
+  return (word & NUMBERS) + addend;
+}
+
+// Whether dropout keeps the pair (i, j).
 __device__ __forceinline__ bool keep(Key key, unsigned long long threshold, unsigned long long b_h,
                                      unsigned int i, unsigned long long j) {
-  const Words drawn = words(key, static_cast<unsigned int>(j >> 2), i, b_h);
-  return drawn.word[j & 3] >= threshold;
+  const Words drawn = draw(key, group_of_key(j), group_of_query(i), b_h);
+  const TwoWords both = words_of_query(drawn, i);
+  const unsigned int word = (j & 8) != 0 ? both.word[1] : both.word[0];
+  return (keep_bits(word, addend(threshold)) >> ((j & 1) != 0 ? 31 : 15) & 1u) != 0;
 }
 
 }  // namespace philox

@@ -32,7 +32,10 @@ struct HeadConstants {
 };
 
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
-constexpr bool MAY_MASK = HAS_MASK || HAS_SCORE;
+// Whether a bias comes in tiles of its own, and is not part of the score change.
+constexpr bool HAS_BIAS_TILES = BIAS_KIND >= 0;
+constexpr bool CHANGES_SCORES = HAS_SCORE || HAS_BIAS_TILES;
+constexpr bool MAY_MASK = HAS_MASK || CHANGES_SCORES;
 
 // Generated from the expressions of masks and scores; each is defined if its flag is set.
 __device__ bool mask_allows(const Params& p, const Site& at);
@@ -183,15 +186,14 @@ __device__ __forceinline__ unsigned long long number_of_head(const Params& p, co
   return static_cast<unsigned long long>(b_h);
 }
 
-// What dropout draws for a query and four keys of a launch, `group` times four from its first one.
-// A piece's first key may be any.
-__device__ __forceinline__ philox::Words draw(const Params& p, philox::Key key, long long group,
-                                              unsigned int i, unsigned long long b_h) {
-  if constexpr (HAS_ORIGINS) {
-    const long long j = origin_k(p) + 4 * group;
-    return philox::words_from(key, static_cast<unsigned long long>(j), i, b_h);
-  }
-  return philox::words(key, static_cast<unsigned int>(group), i, b_h);
+// Whether groups of pairs that share a draw are whole in a launch, whose tiles begin at multiples
+// of 16: a piece may begin anywhere.
+__device__ __forceinline__ bool groups_are_whole(const Params& p) {
+  return !HAS_ORIGINS || ((origin_q(p) | origin_k(p)) & 15) == 0;
+}
+
+__device__ __forceinline__ philox::Key seed_key(const Params& p) {
+  return philox::split_seed(p.seed_gmem != nullptr ? *p.seed_gmem : p.seed);
 }
 
 // Applies dropout to a tile of weights and writes the result to `to_smem`, which may be the tile
@@ -201,24 +203,45 @@ template <bool KEYS_ARE_ROWS, int STRIDE>
 __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
                                               const accum_t* tile_smem, accum_t* to_smem) {
   static_assert(BLOCK_KV % 4 == 0, "a tile's keys are whole groups of four");
-  const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
-  const philox::Key key = philox::split_seed(seed);
+  const philox::Key key = seed_key(p);
   const accum_t keep_scale = static_cast<accum_t>(p.keep_scale);
   const unsigned long long b_h = number_of_head(p, box);
+  const unsigned int addend = philox::addend(p.drop_below);
+  const bool whole = BLOCK_KV % 16 == 0 && (!HAS_ORIGINS || (origin_k(p) & 15) == 0);
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_Q * BLOCK_KV / 4; n += THREADS) {
     // Neighbouring threads work on neighbouring cells.
-    const int i = KEYS_ARE_ROWS ? n % BLOCK_Q : n / (BLOCK_KV / 4);
+    const int row = KEYS_ARE_ROWS ? n % BLOCK_Q : n / (BLOCK_KV / 4);
     const int group = KEYS_ARE_ROWS ? n / BLOCK_Q : n % (BLOCK_KV / 4);
-    const philox::Words drawn = draw(p, key, box.j_low / 4 + group,
-                                     static_cast<unsigned int>(origin_q(p) + box.i_low + i), b_h);
+    const unsigned int i = static_cast<unsigned int>(origin_q(p) + box.i_low + row);
+    const int first = whole ? group / 4 * 16 + group % 4 * 2 : 4 * group;
+    const auto j_of = [&](int y, int z) { return first + (whole ? 8 : 2) * y + z; };
+    unsigned int kept = 0;  // bit 2 y + z
+    if (whole) {
+      const unsigned long long j = static_cast<unsigned long long>(origin_k(p) + box.j_low + first);
+      const philox::TwoWords words = philox::words_of_query(
+          philox::draw(key, philox::group_of_key(j), philox::group_of_query(i), b_h), i);
+#pragma unroll
+      for (int y = 0; y < 2; ++y) {
+        const unsigned int bits = philox::keep_bits(words.word[y], addend);
+        kept |= (bits >> 15 & 1u) << 2 * y | bits >> 31 << (2 * y + 1);
+      }
+    } else {
+#pragma unroll 1
+      for (int x = 0; x < 4; ++x) {
+        const long long j = origin_k(p) + box.j_low + first + x;
+        const bool keeps =
+            philox::keep(key, p.drop_below, b_h, i, static_cast<unsigned long long>(j));
+        kept |= (keeps ? 1u : 0u) << x;
+      }
+    }
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-      const int j = 4 * group + x;
-      const int offset = KEYS_ARE_ROWS ? j * STRIDE + i : i * STRIDE + j;
+      const int j = j_of(x / 2, x % 2);
+      const int offset = KEYS_ARE_ROWS ? j * STRIDE + row : row * STRIDE + j;
       const accum_t weight = tile_smem[offset];
-      const accum_t kept = drawn.word[x] < p.drop_below ? weight * accum_t(0) : weight * keep_scale;
-      to_smem[offset] = matmul::is_unmasked(weight) ? kept : weight;
+      const accum_t left = (kept >> x & 1u) != 0 ? weight * keep_scale : weight * accum_t(0);
+      to_smem[offset] = matmul::is_unmasked(weight) ? left : weight;
     }
   }
 }

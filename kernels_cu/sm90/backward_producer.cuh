@@ -62,18 +62,25 @@ __device__ __forceinline__ void load_keys_and_values(const Params& p, const layo
   tma_load_keys<D_V>(smem.v.address(0), v_map, v, first, kv_full);
 }
 
-// One thread: issues the TMA loads of q and do of every tile.
-__device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::TensorMap& q_map,
-                                         const ptx::TensorMap& do_map) {
+// One thread: issues the TMA loads of q and do of every tile, and of the bias beside q.
+__device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem,
+                                         const ptx::TensorMap& q_map, const ptx::TensorMap& do_map,
+                                         const ptx::TensorMap& bias_map) {
   using namespace backward_storage;
   SharedStorage& shared = *smem.storage;
   for_each_tile(shared, [&](const Span& span, TileRef tile, unsigned int n) {
     const long long first = span.entry.start_q + first_query(tile);
     const int stage = Pipeline::stage_of(n);
     shared.q_pipeline.wait_empty(n);
-    ptx::mbarrier_arrive_expect_tx(shared.q_pipeline.full_barrier(n), QTiles::BYTES);
+    const int bias_bytes = HAS_BIAS_TILES ? bias_tiles::bytes(p) : 0;
+    ptx::mbarrier_arrive_expect_tx(shared.q_pipeline.full_barrier(n), QTiles::BYTES + bias_bytes);
     warpgroup::tma_load_tile<BLOCK_Q, D>(smem.q.address(stage), q_map, span.q, first,
                                          shared.q_pipeline.full_barrier(n));
+    if constexpr (HAS_BIAS_TILES) {
+      bias_tiles::issue(p, smem.bias, bias_map, warpgroup::TmaHead(p.bias, span.entry, span.h),
+                        stage, static_cast<int>(first), static_cast<int>(shared.j0),
+                        shared.q_pipeline.full_barrier(n));
+    }
     ptx::mbarrier_arrive_expect_tx(shared.do_full_barrier(n), DoTiles::BYTES);
     warpgroup::tma_load_tile<BLOCK_Q, D_V>(smem.d_out.address(stage), do_map, span.d_out, first,
                                            shared.do_full_barrier(n));
@@ -89,7 +96,7 @@ constexpr bool FUSE_SCORE_EXP = HAS_SCORE && (HAS_DSCORE || fragment_tile::IS_LO
 // Whether finite lse and delta of a query prove that its q and do are finite. They do not with a
 // score mod. Beside a sink, which makes lse finite and for which backward_delta skips zeros, every
 // masked tile is checked.
-constexpr bool STATISTICS_PROVE_FINITE = HAS_MASK && !HAS_SCORE;
+constexpr bool STATISTICS_PROVE_FINITE = HAS_MASK && !CHANGES_SCORES;
 
 // lse and delta of a tile's queries on the way to shared memory, in the registers of a warp. Empty
 // and missing rows get lse = inf, which makes p = 0. Unless FUSE_SCORE_EXP, lse is multiplied by

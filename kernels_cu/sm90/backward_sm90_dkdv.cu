@@ -31,10 +31,9 @@
 //         --variant causal --only cupyflash
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
-// backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed:
-// heads_kv
-// * blocks. Shared memory: see backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q
-// is 64. After the parameters come the tensor maps of q, k, v, do and, where TMA_STORE, dk and dv.
+// backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed: that of
+// one entry. Shared memory: see backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads,
+// BLOCK_Q is 64. After the parameters come the maps of q, k, v, do, dk, dv and a bias in tiles.
 #include "../common/params.cuh"
 #include "backward_producer.cuh"
 #include "backward_storage.cuh"
@@ -71,9 +70,9 @@ constexpr bool OVERLAP_DP_SOFTMAX = !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <
 // multiplied. Both choices were measured.
 constexpr bool MASK_FIRST = SHARE_KEYS || DEFER_DQ;
 // Whether FULL tiles have code of their own, without masked pairs.
-constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !HAS_SCORE && !DEFER_DQ;
+constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !CHANGES_SCORES && !DEFER_DQ;
 // Whether the product for dv is issued before dS is stored. Both choices were measured.
-constexpr bool DV_FIRST = HAS_SCORE && !SHARE_KEYS;
+constexpr bool DV_FIRST = CHANGES_SCORES && !SHARE_KEYS;
 // Whether dS goes through shared memory: for dq, or where the consumers share keys.
 constexpr bool STORE_DS = ATOMIC_DQ || SHARE_KEYS;
 
@@ -184,7 +183,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const bool misses_rows = MAY_HAVE_MASKED && index_of(tile) >= whole;
       const int ni = misses_rows ? span.rows_of(tile) : BLOCK_Q;
       const bool masked = MAY_HAVE_MASKED && (tile_class == PARTIAL || misses_rows);
-      const bool may_mask = HAS_SCORE || masked;  // a score mod masks pairs by -inf
+      const bool may_mask = CHANGES_SCORES || masked;  // a score mod masks pairs by -inf
       ++visited;
       char* const q_smem = smem.q.stage(stage);
       char* const do_smem = smem.d_out.stage(stage);
@@ -214,7 +213,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         constexpr int EACH =
             (COLUMNS + STEPS - 1) / STEPS;  // columns of scores that overlap with a step
         warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
-        if constexpr (HAS_SCORE || OVERLAP_DP_SOFTMAX) ptx::wgmma_fence();
+        if constexpr (CHANGES_SCORES || OVERLAP_DP_SOFTMAX) ptx::wgmma_fence();
         const warpgroup::SmemDesc d_out = make_smem_desc(do_address + first_row, 0);
         warpgroup::multiply<D_V, BLOCK_Q>(dp, v, d_out, [&](int n) {
           if (!OVERLAP_DP_SOFTMAX) return;
@@ -244,11 +243,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address + first_row, 0));
       ptx::wgmma_commit();
       if (!MASK_FIRST && masked) evaluate_mask();
-      if constexpr (!HAS_SCORE) {
+      if constexpr (!CHANGES_SCORES) {
         lse = warpgroup_gradient::QueryStatistics<COLUMNS>(lse_smem);
         if constexpr (!OVERLAP_DP_SOFTMAX) issue_dp();
       }
-      ptx::wgmma_wait<HAS_SCORE || OVERLAP_DP_SOFTMAX ? 0 : 1>();
+      ptx::wgmma_wait<CHANGES_SCORES || OVERLAP_DP_SOFTMAX ? 0 : 1>();
       ptx::fence_accumulator(s);
       if (VOTE_NONFINITE && may_mask) sees_nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
@@ -262,9 +261,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         has_masked = ptx::any_lane(masks_more) || masked;
         issue_dp();
       } else {
-        if constexpr (HAS_SCORE) {
-          const bool masks_more =
-              fragment_gradient::apply_score_mod<true>(p, head_constants, scale, box(), s, corner);
+        if constexpr (CHANGES_SCORES) {
+          const bool masks_more = warpgroup_gradient::change_scores(
+              p, smem.bias, stage, head_constants, scale, box(), s, corner);
           has_masked = ptx::any_lane(masks_more) || masked;
           if (has_masked) fragment_gradient::mask_infinite(s, masked, mask);
           lse = warpgroup_gradient::QueryStatistics<COLUMNS>(lse_smem);
@@ -272,7 +271,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         if constexpr (OVERLAP_DP_SOFTMAX) issue_dp();
         if constexpr (!OVERLAP_DP_SOFTMAX) warpgroup_gradient::exponentiate(s, lse, c, 0, COLUMNS);
         if (has_masked) warpgroup_gradient::apply_mask(s, mask);
-        if constexpr (HAS_SCORE) issue_dp();
+        if constexpr (CHANGES_SCORES) issue_dp();
       }
 
       // -- dS: dp becomes dS, and `weights` P in 16 bits
@@ -475,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 const __grid_constant__ ptx::TensorMap v_map,
                 const __grid_constant__ ptx::TensorMap do_map,
                 const __grid_constant__ ptx::TensorMap dk_map,
-                const __grid_constant__ ptx::TensorMap dv_map) {
+                const __grid_constant__ warpgroup::LastMaps dv_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
   const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x),
@@ -491,10 +490,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (warpgroup::index() == CONSUMERS) {
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     const int warp = threadIdx.x / ptx::WARP_SIZE % 4;
-    if (warp == 0 && ptx::lane_index() == 0) backward_producer::producer(smem, q_map, do_map);
+    if (warp == 0 && ptx::lane_index() == 0)
+      backward_producer::producer(p, smem, q_map, do_map, dv_map.bias());
     if (warp == 1) backward_producer::statistics_warp(smem);
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
-    consumer(p, smem, dk_map, dv_map);
+    consumer(p, smem, dk_map, dv_map.stored());
   }
 }

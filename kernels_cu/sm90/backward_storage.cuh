@@ -6,6 +6,7 @@
 #include "../warp/fragment_tile.cuh"
 #include "../common/gradient_tile.cuh"
 #include "../common/layout.cuh"
+#include "bias_tiles.cuh"
 #include "warpgroup.cuh"
 
 namespace backward_storage {
@@ -23,7 +24,7 @@ constexpr bool SHARE_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
 constexpr bool ALTERNATE_DQ = !SHARE_KEYS && fragment::row_bytes(D) == warpgroup::SLAB_ROW_BYTES;
 // Whether one consumer computes a tile's dq during the next tile. Narrow heads are slower that way.
 constexpr bool DEFER_DQ =
-    ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !HAS_SCORE && !(HAS_MASK && HAS_DROPOUT);
+    ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !CHANGES_SCORES && !(HAS_MASK && HAS_DROPOUT);
 
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
@@ -176,13 +177,14 @@ struct SharedStorage {
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
 
-// The tiles, and the storage after them.
+// The tiles, and the storage after them. A bias in tiles arrives and leaves with q.
 struct SharedMemory {
   KTiles k;
   VTiles v;
   QTiles q;
   DoTiles d_out;
   DsTiles ds;
+  bias_tiles::Tiles bias;
   char* finite_k;
   SharedStorage* storage;
 
@@ -192,7 +194,8 @@ struct SharedMemory {
         q{v.end()},
         d_out{q.end()},
         ds{d_out.end()},
-        finite_k(ds.end()),
+        bias{ds.end()},
+        finite_k(ds.end() + bias_tiles::TILES_BYTES),
         storage(reinterpret_cast<SharedStorage*>(finite_k + FINITE_K_BYTES)) {}
 };
 
@@ -204,12 +207,14 @@ struct alignas(1024) Aligned {
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
+static_assert(!HAS_BIAS_TILES || (!HAS_SCORE && !SHARE_KEYS && BIAS_STAGES == STAGES), "a bias");
+static_assert(!HAS_BIAS_TILES || !bias_tiles::IS_WIDE, "a bias of 16 bits");
 static_assert(!WHOLE_DQ || (ATOMIC_DQ && !PACKED), "WHOLE_DQ");
 static_assert(!HAS_PARTS || (!PACKED && !TMA_STORE), "HAS_PARTS");
 static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
                                   STAGES * (QTiles::BYTES + DoTiles::BYTES) +
                                   (STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
-                                  SHARED_STORAGE_BYTES,
+                                  bias_tiles::TILES_BYTES + SHARED_STORAGE_BYTES,
               "SHARED_BYTES");
 
 // -- consumers together ---------------------------------------------------------------------------
@@ -256,7 +261,7 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
     shared.first_head = static_cast<unsigned int>(part.begin);
     shared.spans = static_cast<unsigned int>(part.end - part.begin) * shared.spans_per_head;
   }
-  shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
+  shared.c = (CHANGES_SCORES ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
 }
 
 // Row 0 of what a head's dq is added to or, where WHOLE_DQ, stored to.

@@ -17,12 +17,13 @@
 // Grid: no more blocks than work tiles, of which there are prod(own_size) * heads * blocks, with
 // own_size = lead_size; packed: heads * blocks. Shared memory: SharedMemory in forward_storage.cuh.
 // BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma.cuh. After the
-// parameters come the tensor maps of q, k, v and, where TMA_STORE, out.
+// parameters come the tensor maps of q, k, v and, where TMA_STORE, out, and that of a bias in
+// tiles.
 #include "../common/params.cuh"
 #include "../ptx/reciprocal.cuh"
 #include "../warp/fragment_softmax.cuh"
 #include "../warp/fragment_tile.cuh"
-#include "forward_storage.cuh"
+#include "forward_producer.cuh"
 #include "warpgroup_rows.cuh"
 
 namespace {
@@ -36,10 +37,10 @@ constexpr int COLUMNS_V = warpgroup::product_columns(D_V) / 4;
 constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;  // of one warp
 // Whether halves of a masked tile's columns are skipped in which no pair takes part: where there
 // are registers for the question, and it costs less than it saves.
-constexpr bool HALF_TILES = HAS_EDGES && !HAS_SCORE && D_V <= 64 && CONSUMERS == 2;
+constexpr bool HALF_TILES = HAS_EDGES && !CHANGES_SCORES && D_V <= 64 && CONSUMERS == 2;
 // Whether a warp without any pair that takes part computes no weights of a masked tile. With a mask
 // of ranges, hardly any warp is like that.
-constexpr bool SKIP_EMPTY_WARPS = HAS_EDGES && !HAS_RANGE && !HAS_SCORE;
+constexpr bool SKIP_EMPTY_WARPS = HAS_EDGES && !HAS_RANGE && !CHANGES_SCORES;
 // To rescale the narrow output of short rows takes less time than the vote whether it is necessary.
 constexpr bool ALWAYS_RESCALE = D_V <= 64 && CONSUMERS == 2;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
@@ -50,126 +51,6 @@ constexpr int SHARED_REGS = (LAUNCH_REGS * (CONSUMERS + 1) - PRODUCER_REGS) / CO
 constexpr int CONSUMER_REGS = SHARED_REGS < 240 ? SHARED_REGS : 240;
 static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= LAUNCH_REGS * (CONSUMERS + 1),
               "registers");
-
-// -- roles of the producer warpgroup --------------------------------------------------------------
-
-// Two warps: check whether all values of each masked tile are finite.
-__device__ __forceinline__ void finite_check_warps(const SharedMemory& smem, int warp) {
-  constexpr int CHECKERS = CHECKER_WARPS * ptx::WARP_SIZE;
-  SharedStorage& shared = *smem.storage;
-  const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE - 2 * ptx::WARP_SIZE;
-  int n = 0, checks = 0;
-#pragma unroll 1
-  for (int w = 0; shared.has_work(w); ++w) {
-    shared.work_pipeline.wait_full(w);
-    const ScheduledTile& work = shared.work_tile(w);
-#pragma unroll 1
-    for (int tile = work.last_tile(); tile >= 0; ++n, tile = work.tile_before(tile)) {
-      shared.v_pipeline.wait_full(n);
-      if (HAS_SCORE || work.is_masked(tile)) {
-        const bool finite = warpgroup_rows::finite_rows<VTiles::BYTES, CHECKERS>(
-            smem.v.stage(KvPipeline::stage_of(n)), thread);
-        const bool has_nonfinite = ptx::any_lane(!finite);
-        if (ptx::lane_index() == 0) {
-          shared.has_nonfinite[KvPipeline::stage_of(checks)][warp - 2] = has_nonfinite ? 1 : 0;
-        }
-        warpgroup::arrive_warp(shared.finite_checked_barrier(checks));
-        ++checks;
-      }
-      warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
-    }
-    warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
-  }
-}
-
-// The rows of a tile of keys and values that a lane loads of a cache in pages.
-struct PagePiece {
-  int tile_row;
-  cache::Place at;
-
-  __device__ __forceinline__ PagePiece(const Params& p, const ScheduledTile& work, int tile) {
-    if constexpr (PAGED) {
-      tile_row = ptx::lane_index() * p.tma_rows;
-      const long long position = static_cast<long long>(tile) * BLOCK_KV + tile_row;
-      // Rows that do not exist are not looked up; TMA reads them after the last page, as 0.
-      at = tile_row < BLOCK_KV && position < work.entry.len_k
-               ? cache::place(p, work.entry.b, position)
-               : cache::Place{static_cast<int>(p.pages), 0};
-    }
-  }
-};
-
-// Issues the TMA loads of a tile of keys or values, ROWS rows of WIDTH columns from row `first` on.
-// Of a cache in pages, `piece` is the lane's place of tma_rows rows, of which the tile has as many
-// as it has room for.
-template <int ROWS, int WIDTH>
-__device__ __forceinline__ void load_keys(unsigned int to, const ptx::TensorMap& map,
-                                          const warpgroup::TmaHead& head, int first,
-                                          const PagePiece& piece, unsigned int barrier) {
-  if constexpr (PAGED) {
-    if (piece.tile_row < ROWS) {
-      warpgroup::TmaHead page = head;
-      page.slow = piece.at.page;
-      warpgroup::tma_load_tile<ROWS, WIDTH>(to + piece.tile_row * warpgroup::SLAB_ROW_BYTES, map,
-                                            page, piece.at.row, barrier);
-    }
-  } else {
-    warpgroup::tma_load_tile<ROWS, WIDTH>(to, map, head, first, barrier);
-  }
-}
-
-// One thread, or of a cache in pages one warp: issues the TMA loads of every work tile.
-__device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem,
-                                         const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
-                                         const ptx::TensorMap& v_map) {
-  SharedStorage& shared = *smem.storage;
-  const bool leads = !PAGED || ptx::lane_index() == 0;
-  // One lane expects the bytes that all lanes load, perhaps after the first of them came.
-  const auto expect = [&](unsigned int barrier, int bytes) {
-    if (leads) ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-  };
-  int n = 0, q_uses = 0;
-#pragma unroll 1
-  for (int w = 0; shared.has_work(w); ++w) {
-    shared.work_pipeline.wait_full(w);
-    const ScheduledTile& work = shared.work_tile(w);
-    const int last = work.last_tile();
-#pragma unroll 1
-    for (int tile = last; tile >= 0; tile = work.tile_before(tile)) {
-      const int first_row = work.first_row_k + tile * BLOCK_KV;
-      const PagePiece piece(p, work, tile);
-      const bool loads = !KEEPS_KV || !work.keeps_kv();
-      if (loads) {
-        shared.k_pipeline.wait_empty(n);
-        expect(shared.k_pipeline.full_barrier(n), KTiles::BYTES);
-        load_keys<BLOCK_KV, D>(smem.k.address(KvPipeline::stage_of(n)), k_map, work.k, first_row,
-                               piece, shared.k_pipeline.full_barrier(n));
-      }
-      if (tile == last && leads) {
-        // 1 load q
-#pragma unroll 1
-        for (int c = 0; c < CONSUMERS; ++c) {
-          const int q_slot = first_q_slot(q_uses) + c;
-          warpgroup::mbarrier_wait(shared.q_empty_barrier(q_slot), q_phase_of(q_uses) ^ 1);
-          ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(q_slot), QTiles::BYTES);
-          warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, D>(
-              smem.q.address(q_slot), q_map, work.q,
-              work.first_row_q + c * warpgroup::WARPGROUP_ROWS, shared.q_full_barrier(q_slot));
-        }
-        ++q_uses;
-      }
-      if (loads) {
-        shared.v_pipeline.wait_empty(n);
-        expect(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
-        load_keys<BLOCK_KV, D_V>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v, first_row,
-                                 piece, shared.v_pipeline.full_barrier(n));
-        ++n;
-      }
-    }
-    if constexpr (PAGED) __syncwarp();  // the work tile, read by all lanes
-    if (leads) ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
-  }
-}
 
 // -- the role of a consumer warpgroup -------------------------------------------------------------
 
@@ -186,7 +67,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
   // Logits are `logit_scale` times a score. A negative scale flips the sign of q; a zero scale
   // zeroes q, so that 0 * inf cannot occur.
-  const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
+  const float logit_scale = CHANGES_SCORES ? 1.0f : fabs(scale);
   const float c =
       logit_scale == 0 ? 1.0f : fmin(logit_scale * number::LOG2_E<float>, number::largest_float());
   const unsigned int out_address =  // of the warp's 16 rows
@@ -244,13 +125,18 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // Changes the scores, and gives pairs that take no part the score -inf. Returns whether the
     // weights have to mark these pairs: nothing else marks those that a score change hides.
     // `keys_end`: whether keys may end in the tile, which is possible in the first one only.
-    const auto change_scores = [&](int tile, bool masked, auto keys_end) {
+    const auto change_scores = [&](int n, int tile, bool masked, auto keys_end) {
       bool hides = false;
       if constexpr (HAS_SCORE) {
         const bool hidden =
             fragment_tile::apply_score_mod<decltype(keys_end)::value, SCORE_COLUMNS>(
                 p, head_constants, work.box_of(tile), s, scale);
         hides = ptx::any_lane(hidden) || masked;
+      }
+      if constexpr (HAS_BIAS_TILES) {
+        using bias_tiles::Pipeline;
+        const bias_tiles::Reader reader(p, smem.bias, Pipeline::stage_of(n), index);
+        hides = fragment_tile::add_bias(s, HAS_SCORE ? 1.0f : scale, reader) || hides || masked;
       }
       if constexpr (MAY_MASK) {
         if (masked) fragment_tile::apply_mask(s, mask);
@@ -271,7 +157,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       char* const tile_smem = smem.v.stage(KvPipeline::stage_of(n));
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, storage_t weight) {
-        if constexpr (HAS_SCORE) return weight != 0x8000;
+        if constexpr (CHANGES_SCORES) return weight != 0x8000;
         if constexpr (HAS_MASK) return (mask[r] >> column & 1) != 0;
         return fragment_tile::Pairs::key_of(column) < keys;
       };
@@ -296,7 +182,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     if (has_tiles) {
       warpgroup::mbarrier_wait(shared.q_full_barrier(q_slot), q_phase_of(q_uses));
       ++q_uses;
-      if (!HAS_SCORE && !(scale > 0)) {
+      if (!CHANGES_SCORES && !(scale > 0)) {
         warpgroup_rows::apply_sign<QTiles::BYTES, warpgroup::WARPGROUP_SIZE>(
             smem.q.stage(q_slot), threadIdx.x % warpgroup::WARPGROUP_SIZE, scale);
         ptx::fence_proxy_async();
@@ -338,10 +224,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
       }
       if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
+      bias_tiles::wait(*smem.bias_pipeline, kv_uses);
       if (sees) {
         // 3 score mod
         // 4 mask
-        const bool hides = change_scores(first, first_masked, warpgroup::Bool<true>());
+        const bool hides = change_scores(kv_uses, first, first_masked, warpgroup::Bool<true>());
         // 5 row max
         const bool grew = row_max();
         // 6 rescale
@@ -358,7 +245,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
         for (int n = 0; n < COLUMNS / 2; ++n) weights[0][n] = weights[1][n] = 0;
       }
-      if (HAS_SCORE || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
+      bias_tiles::release(*smem.bias_pipeline, kv_uses);
+      if (CHANGES_SCORES || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
 
       ++kv_uses;
       // The other tiles: the scores of each are issued with the output of the tile before, which
@@ -388,7 +276,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         ptx::fence_accumulator(s);
         warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
         if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
-        const bool hides = change_scores(tile, masked, warpgroup::Bool<false>());
+        bias_tiles::wait(*smem.bias_pipeline, n);
+        const bool hides = change_scores(n, tile, masked, warpgroup::Bool<false>());
+        bias_tiles::release(*smem.bias_pipeline, n);
         const bool grew = row_max() || ALWAYS_RESCALE;
         if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
         fragment_softmax::exponentiate(s, m, l, c, hides);
@@ -398,7 +288,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(n - 1));
         fragment::narrow(s, weights);
         if (grew) fragment_softmax::scale_rows(acc, alpha);
-        if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
+        if (CHANGES_SCORES || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
       }
       // The output of the last tile, with nothing left to overlap with.
       shared.v_pipeline.wait_full(kv_uses - 1);
@@ -477,10 +367,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
                 const __grid_constant__ ptx::TensorMap k_map,
                 const __grid_constant__ ptx::TensorMap v_map,
-                const __grid_constant__ ptx::TensorMap out_map) {
+                const __grid_constant__ warpgroup::LastMaps out_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
-  if (threadIdx.x == 0) smem.storage->init_barriers();
+  if (threadIdx.x == 0) {
+    if constexpr (HAS_BIAS_TILES) bias_tiles::init(*smem.bias_pipeline);
+    smem.storage->init_barriers();
+  }
   __syncthreads();  // the mbarriers, initialised
 
   if (warpgroup::index() == CONSUMERS) {
@@ -489,12 +382,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (warp == 1) {
       tile_scheduler::publish_work_tiles(p, *smem.storage, [](int) {});
     } else if (warp > 1) {
-      if (CHECK_FINITE) finite_check_warps(smem, warp);
+      if (CHECK_FINITE) forward_producer::finite_check_warps(smem, warp);
     } else if (PAGED || threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
-      producer(p, smem, q_map, k_map, v_map);
+      forward_producer::producer(p, smem, q_map, k_map, v_map, out_map);
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
-    consumer(p, smem, out_map);
+    consumer(p, smem, out_map.stored());
   }
 }

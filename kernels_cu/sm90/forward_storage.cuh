@@ -2,6 +2,7 @@
 // q, k and v in their stages, the output on its way to the array, work tiles, and their barriers.
 #pragma once
 #include "../warp/fragment_tile.cuh"
+#include "bias_tiles.cuh"
 #include "warpgroup.cuh"
 #include "tile_scheduler.cuh"
 
@@ -19,8 +20,8 @@ constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
 
 // Small heads leave room for more stages, except with score changes: what these read should lie in
-// L1, from which shared memory takes its room.
-constexpr bool SMALL_HEADS = D <= 64 && D_V <= 64 && !HAS_SCORE;
+// L1, from which shared memory takes its room; or a bias takes it.
+constexpr bool SMALL_HEADS = D <= 64 && D_V <= 64 && !CHANGES_SCORES;
 constexpr int KV_STAGES = SMALL_HEADS && !ONE_TILE ? 4 : 2, Q_STAGES = SMALL_HEADS ? 2 : 1;
 constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and the next one
 
@@ -31,7 +32,7 @@ constexpr bool ENDS_ON_DEVICE = PACKED || CACHED;
 constexpr bool CHECK_FINITE = MAY_MASK || ENDS_ON_DEVICE;
 // Whether keys and values stay in their stage as long as a block's work tiles have the same ones.
 // Not where non-finite values are set to 0.
-constexpr bool KEEPS_KV = ONE_TILE && !CHECK_FINITE && !HAS_SCORE;
+constexpr bool KEEPS_KV = ONE_TILE && !CHECK_FINITE && !CHANGES_SCORES;
 constexpr int CHECKER_WARPS = CHECK_FINITE ? 2 : 0;
 constexpr int CHECKER_ARRIVALS = CHECKER_WARPS * warpgroup::ARRIVALS_OF_WARP;
 
@@ -41,8 +42,8 @@ using QTiles =  // of one consumer each
 using KTiles = warpgroup::SmemTile<BLOCK_KV, Q_ROW_BYTES, KV_STAGES>;
 using VTiles = warpgroup::SmemTile<BLOCK_KV, V_ROW_BYTES, KV_STAGES>;
 constexpr int OUT_BYTES = BLOCK_Q * V_ROW_BYTES;
-constexpr int TILES_BYTES =
-    Q_STAGES * CONSUMERS * QTiles::BYTES + KV_STAGES * (KTiles::BYTES + VTiles::BYTES);
+constexpr int TILES_BYTES = Q_STAGES * CONSUMERS * QTiles::BYTES +
+                            KV_STAGES * (KTiles::BYTES + VTiles::BYTES) + bias_tiles::TILES_BYTES;
 
 // Named barriers. PING_PONG + c: the turn of consumer c to issue products; the consumer before it
 // arrives. CONSUMER_Q + c: all threads of consumer c, for its queries. ALL_CONSUMERS: all of their
@@ -107,22 +108,28 @@ struct SharedStorage {
     ptx::fence_mbarrier_init();
   }
 };
-constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
+constexpr int SHARED_STORAGE_BYTES =
+    static_cast<int>(sizeof(SharedStorage)) + bias_tiles::PIPELINE_BYTES;
 
-// The tiles of q, k, v and the output, and the storage after them.
+// The tiles of q, k, v, the bias and the output, the storage after them, and the mbarriers of the
+// bias.
 struct SharedMemory {
   QTiles q;
   KTiles k;
   VTiles v;
+  bias_tiles::Tiles bias;
   char* out;
   SharedStorage* storage;
+  bias_tiles::Pipeline* bias_pipeline;
 
   __device__ __forceinline__ explicit SharedMemory(char* begin)
       : q{begin},
         k{q.end()},
         v{k.end()},
-        out(v.end()),
-        storage(reinterpret_cast<SharedStorage*>(out + (TMA_STORE ? OUT_BYTES : 0))) {}
+        bias{v.end()},
+        out(v.end() + bias_tiles::TILES_BYTES),
+        storage(reinterpret_cast<SharedStorage*>(out + (TMA_STORE ? OUT_BYTES : 0))),
+        bias_pipeline(reinterpret_cast<bias_tiles::Pipeline*>(storage + 1)) {}
 };
 
 // TMA and wgmma need tiles that begin at multiples of 1024 bytes.

@@ -127,6 +127,16 @@ struct SmemTile {
   }
 };
 
+// The last tensor maps of a kernel's parameters: that of what it stores last, and of a bias in
+// tiles.
+template <int MAPS>
+struct MapsAtTheEnd {
+  ptx::TensorMap map[MAPS];
+  __device__ __forceinline__ const ptx::TensorMap& stored() const { return map[0]; }
+  __device__ __forceinline__ const ptx::TensorMap& bias() const { return map[MAPS - 1]; }
+};
+using LastMaps = MapsAtTheEnd<HAS_BIAS_TILES ? 2 : 1>;
+
 // -- TMA loads ------------------------------------------------------------------------------------
 
 // The coordinates of one head of an array in its tensor map, in which an axis along which the array

@@ -55,10 +55,27 @@ __device__ __forceinline__ QueryStatistics<COLUMNS> statistics_from(const float*
   return QueryStatistics<COLUMNS>(all_smem + fragment_gradient::query_of<true>(0, first));
 }
 
+// Products q k become logits: scale, then score mod, or the bias of a stage. Returns whether any of
+// them may be -inf.
+template <int COLUMNS>
+__device__ __forceinline__ bool change_scores(const Params& p, const bias_tiles::Tiles& bias,
+                                              int stage, const HeadConstants& constants,
+                                              float scale, const TileBox& box,
+                                              float (&s)[2][COLUMNS],
+                                              const fragment_gradient::Corner& corner) {
+  if constexpr (HAS_BIAS_TILES) {
+    const int first_key = corner.row / fragment::WARP_ROWS * fragment::WARP_ROWS;
+    return fragment_tile::add_bias(s, scale, bias_tiles::KeysReader(p, bias, stage, first_key));
+  } else if constexpr (HAS_SCORE) {
+    return fragment_gradient::apply_score_mod<true>(p, constants, scale, box, s, corner);
+  }
+  return false;
+}
+
 // delta as compute_ds takes it: in registers, or where too few of them are free, in shared memory.
 template <int COLUMNS>
 __device__ __forceinline__ auto load_delta(const float* all_smem) {
-  if constexpr (HAS_SCORE || HAS_DROPOUT) {
+  if constexpr (CHANGES_SCORES || HAS_DROPOUT) {
     return all_smem;
   } else {
     return QueryStatistics<COLUMNS>(all_smem);
@@ -98,7 +115,7 @@ template <int COLUMNS, typename Delta>
 __device__ __forceinline__ void compute_ds(const Params& p, bool masked,
                                            const float (&s)[2][COLUMNS], float (&dp)[2][COLUMNS],
                                            const Delta& delta, const unsigned int (&kept)[2]) {
-  constexpr int AT_ONCE = HAS_SCORE || HAS_DROPOUT ? 4 : COLUMNS;
+  constexpr int AT_ONCE = CHANGES_SCORES || HAS_DROPOUT ? 4 : COLUMNS;
 #pragma unroll
   for (int first = 0; first < COLUMNS; first += AT_ONCE) {
     float some_p[2][AT_ONCE], some_dp[2][AT_ONCE];

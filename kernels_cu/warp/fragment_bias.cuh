@@ -35,8 +35,20 @@ struct ScoreTile {
   }
 };
 
+// The block's tile of the bias, where that has 16 bits: the same for all of its tiles of scores.
+// Rows are padded, so that what lanes read together lies in different banks.
+constexpr int BIAS_STRIDE = BLOCK_KV + 8;
+template <bool>
+struct BiasValues {
+  static constexpr unsigned short* bias_value = nullptr;
+};
+template <>
+struct BiasValues<true> {
+  alignas(4) unsigned short bias_value[BLOCK_Q * BIAS_STRIDE];
+};
+
 // What a block knows, in shared memory, because the sums fill the registers.
-struct SharedStorage {
+struct SharedStorage : BiasValues<HAS_BIAS_TILES> {
   bias_tile::BiasTile bias;  // the block's tile of it
   ScoreTile tile[2];         // the current one, and the next
   fragment_tile::Classes classes;
@@ -113,18 +125,60 @@ struct TileScheduler {
   }
 };
 
+// -- the bias -------------------------------------------------------------------------------------
+
+// Copies the block's tile of the bias, in place of queries and keys beyond the last one any; by all
+// threads. A barrier has to follow.
+__device__ __forceinline__ void load_bias(const Params& p, SharedStorage& storage) {
+  const bias_tile::BiasTile& bias = storage.bias;
+  const long long i0 = bias.q_block * BLOCK_Q, j0 = bias.kv_block * BLOCK_KV;
+  const int last_row = tile::rows_from(i0, p.bias_len_q, BLOCK_Q) - 1;
+  const int last_column = tile::rows_from(j0, p.bias_len_k, BLOCK_KV) - 1;
+  const auto* const data = reinterpret_cast<const unsigned short*>(p.bias.data) +
+                           layout::lead_offset(p.bias, bias.first) + bias.head * p.bias.head +
+                           i0 * p.bias.row + j0 * p.bias.col;
+#pragma unroll 8
+  for (int n = threadIdx.x; n < BLOCK_Q * BLOCK_KV; n += THREADS) {
+    const int row = n / BLOCK_KV, column = n % BLOCK_KV;
+    storage.bias_value[row * BIAS_STRIDE + column] =
+        data[tile::smaller(row, last_row) * p.bias.row +
+             tile::smaller(column, last_column) * p.bias.col];
+  }
+}
+
+// Reads the bias of a thread's scores.
+struct BiasReader {
+  const unsigned short* corner;
+
+  __device__ __forceinline__ BiasReader(const SharedStorage& storage,
+                                        const fragment_gradient::Corner& of)
+      : corner(storage.bias_value + of.row * BIAS_STRIDE + of.column) {}
+
+  template <int ROWS>
+  __device__ __forceinline__ void read(int group, float (&x)[ROWS][4]) const {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < 4; n += 2) {
+        const int at = 8 * r * BIAS_STRIDE + 16 * group + 4 * n;
+        const auto word = *reinterpret_cast<const unsigned int*>(corner + at);
+        x[r][n] = fragment_tile::low_half(word);
+        x[r][n + 1] = fragment_tile::high_half(word);
+      }
+    }
+  }
+};
+
 // -- the loop over tiles --------------------------------------------------------------------------
 
 // Makes a thread's products q k into probabilities; a pair that takes no part has the one that says
 // so. Generated code stands here for all pairs of a thread, unless it is long. `issue_dp` is called
 // where fewest registers are in use. Returns whether any pair takes no part.
 template <int ROWS, int COLUMNS, class IssueDp>
-__device__ __forceinline__ bool recompute_p(const Params& p, const HeadConstants& given,
-                                            float scale, const TileBox& box, bool masked,
-                                            unsigned int (&allowed)[ROWS],
-                                            float (&s)[ROWS][COLUMNS],
-                                            const fragment_gradient::Corner& corner,
-                                            const float* lse_smem, const IssueDp& issue_dp) {
+__device__ __forceinline__ bool recompute_p(
+    const Params& p, const HeadConstants& given, float scale, const SharedStorage& storage,
+    const TileBox& box, bool masked, unsigned int (&allowed)[ROWS], float (&s)[ROWS][COLUMNS],
+    const fragment_gradient::Corner& corner, const float* lse_smem, const IssueDp& issue_dp) {
   // 3 score mod
   if constexpr (fragment_tile::IS_LONG_SCORE_MOD) {
     issue_dp();
@@ -134,8 +188,12 @@ __device__ __forceinline__ bool recompute_p(const Params& p, const HeadConstants
                                                               nullptr) ||
            masked;
   } else {
-    const bool hides =
-        fragment_gradient::apply_score_mod<false>(p, given, scale, box, s, corner) || masked;
+    bool hides = masked;
+    if constexpr (HAS_BIAS_TILES) {
+      hides = fragment_tile::add_bias(s, scale, BiasReader(storage, corner)) || masked;
+    } else if constexpr (HAS_SCORE) {
+      hides = fragment_gradient::apply_score_mod<false>(p, given, scale, box, s, corner) || masked;
+    }
     // 4 mask
     if (hides) fragment_gradient::mask_infinite(s, masked, allowed);
     issue_dp();
@@ -183,6 +241,7 @@ __device__ __forceinline__ void accumulate_ds(const TileScheduler& scheduler,
     products.load_do_v(storage.tile[stage]);
   }
   ptx::cp_async_commit();
+  if constexpr (HAS_BIAS_TILES) load_bias(p, storage);  // a barrier follows in the loop
 #pragma unroll 1
   while (now.rows > 0) {
     const ScoreTile &current = storage.tile[stage], &coming = storage.tile[1 - stage];
@@ -222,7 +281,7 @@ __device__ __forceinline__ void accumulate_ds(const TileScheduler& scheduler,
       __syncthreads();  // do and v, which other threads brought
       products.issue_dp(dp);
     };
-    const bool hides = recompute_p(p, given, scale, box, masked, allowed, s, corner,
+    const bool hides = recompute_p(p, given, scale, storage, box, masked, allowed, s, corner,
                                    storage.lse[stage] + corner.row, [&] {
                                      if constexpr (Products::ASYNC) issue_dp();
                                    });

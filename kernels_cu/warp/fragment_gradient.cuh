@@ -60,75 +60,70 @@ struct RowStatistics {
 
 // -- dropout --------------------------------------------------------------------------------------
 
-// Transposes a 4 x 4 matrix whose rows are held by four lanes, `step` lanes apart from each other.
-// The lane holds row `index`, and gets that column.
-__device__ __forceinline__ void transpose(unsigned int (&x)[4], int index, int step) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (index & bit) != 0;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      if (n & bit) continue;
-      const unsigned int received = ptx::shuffle_xor(upper ? x[n] : x[n + bit], step * bit);
-      x[n] = upper ? received : x[n];
-      x[n + bit] = upper ? x[n + bit] : received;
-    }
-  }
-}
-
-// Which pairs dropout keeps: bit n of kept[r] is that of element (r, n). One draw serves four keys
-// of a query, which four lanes hold if keys are rows, and else two.
+// Which pairs dropout keeps: bit n of kept[r] is that of element (r, n). One draw serves eight
+// pairs, in two rows and four columns. If keys are rows, two lanes hold halves of two draws: each
+// makes one and sends half of it.
 template <bool KEYS_ARE_ROWS, int COLUMNS, int ROWS>
 __device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box,
                                              const Corner& corner, unsigned int (&kept)[ROWS]) {
   static_assert(COLUMNS <= 32, "a bit for each column");
-  const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
-  const philox::Key key = philox::split_seed(seed);
+  static_assert(ROWS % 2 == 0, "groups of pairs");
+  const philox::Key key = tile::seed_key(p);
   const unsigned long long b_h = tile::number_of_head(p, box);
-  constexpr int STEP = KEYS_ARE_ROWS ? 4 : 2;
-  const int index = KEYS_ARE_ROWS ? ptx::lane_index() / 4 % 4 : ptx::lane_index() % 2;
-  const int at = KEYS_ARE_ROWS ? corner.column + index / 2 * 8 + index % 2 : corner.row + 8 * index;
-  const long long i = tile::origin_q(p) + box.i_low + at;
-  const long long j = box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
+  const int row = KEYS_ARE_ROWS ? corner.column : corner.row;
+  const auto i = static_cast<unsigned int>(tile::origin_q(p) + box.i_low + row);
+  const auto j = static_cast<unsigned long long>(tile::origin_k(p) + box.j_low +
+                                                 (KEYS_ARE_ROWS ? corner.row : corner.column));
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) kept[r] = 0;
-  if constexpr (KEYS_ARE_ROWS && COLUMNS == 2) {
-    // Of 8 queries a lane has two; the four lanes draw for these and for two groups of keys.
+  // Where warps share queries by eight, groups are not whole either.
+  if (COLUMNS % 4 != 0 || !tile::groups_are_whole(p)) {
+#pragma unroll 1
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int along = 8 * (n / 2) + n % 2;
 #pragma unroll
-    for (int r = 0; r < ROWS; r += 2) {
-      const long long query = tile::origin_q(p) + box.i_low + corner.column + index % 2;
-      philox::Words drawn =
-          tile::draw(p, key, (j + 8 * (r + index / 2)) / 4, static_cast<unsigned int>(query), b_h);
-      transpose(drawn.word, index, 4);
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        kept[r + n / 2] |= (drawn.word[n] >= p.drop_below ? 1u : 0u) << n % 2;
+      for (int r = 0; r < ROWS; ++r) {
+        const int query = KEYS_ARE_ROWS ? along : 8 * r, of_key = KEYS_ARE_ROWS ? 8 * r : along;
+        const bool keeps = philox::keep(key, p.drop_below, b_h, i + query, j + of_key);
+        kept[r] |= (keeps ? 1u : 0u) << n;
       }
     }
     return;
   }
-#pragma unroll 1
-  for (int column = 0; column < COLUMNS; column += STEP) {
+  // Of the two queries of neighbouring columns, a lane draws for that whose number is its key's
+  // place in the pair.
+  const int place = KEYS_ARE_ROWS ? ptx::lane_index() / 4 % 2 : 0;
+  const unsigned int keys = philox::group_of_key(j), queries = philox::group_of_query(i + place);
+  const unsigned int addend = philox::addend(p.drop_below);
+#pragma unroll 2
+  for (int column = 0; column < COLUMNS; column += 4) {
 #pragma unroll
-    for (int r = 0; r < ROWS; r += KEYS_ARE_ROWS ? 1 : 2) {
-      philox::Words drawn =
-          tile::draw(p, key, (j + (KEYS_ARE_ROWS ? 8 * r : 4 * column)) / 4,
-                     static_cast<unsigned int>(i + (KEYS_ARE_ROWS ? 4 * column : 8 * r)), b_h);
-      if constexpr (KEYS_ARE_ROWS) {
-        transpose(drawn.word, index, 4);
+    for (int r = 0; r < ROWS; r += 2) {
+      const philox::Words drawn = philox::draw(key, keys + (KEYS_ARE_ROWS ? 2 * r : column),
+                                               queries + (KEYS_ARE_ROWS ? 2 * column : 4 * r), b_h);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          kept[r] |= (drawn.word[n] >= p.drop_below ? 1u : 0u) << (column + n);
-        }
-      } else {
+      for (int x = 0; x < 2; ++x) {
+        if constexpr (KEYS_ARE_ROWS) {
+          // The halves of query x's words that are the lane's key's, and those of the other lane's.
+          const unsigned int low = drawn.word[2 * x], high = drawn.word[2 * x + 1];
+          const unsigned int first = ptx::select_bytes(low, high, 0x5410);
+          const unsigned int second = ptx::select_bytes(low, high, 0x7632);
+          const unsigned int held = place != 0 ? second : first;
+          const unsigned int received = ptx::shuffle_xor(place != 0 ? first : second, 4);
+          const unsigned int own = philox::keep_bits(held, addend);
+          const unsigned int other = philox::keep_bits(received, addend);
+          const int n = column + 2 * x;
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          // The first lane holds keys 0 and 1 of four, the second 2 and 3.
-          const unsigned int sent = index != 0 ? drawn.word[n] : drawn.word[2 + n];
-          const unsigned int held = index != 0 ? drawn.word[2 + n] : drawn.word[n];
-          const unsigned int received = ptx::shuffle_xor(sent, 1);
-          kept[r] |= ((index != 0 ? received : held) >= p.drop_below ? 1u : 0u) << (column + n);
-          kept[r + 1] |= ((index != 0 ? held : received) >= p.drop_below ? 1u : 0u) << (column + n);
+          for (int y = 0; y < 2; ++y) {
+            kept[r + y] |= (own >> (15 + 16 * y) & 1u) << (n + place) |
+                           (other >> (15 + 16 * y) & 1u) << (n + 1 - place);
+          }
+        } else {
+#pragma unroll
+          for (int y = 0; y < 2; ++y) {
+            const unsigned int bits = philox::keep_bits(drawn.word[2 * x + y], addend);
+            kept[r + x] |= ((bits >> 15 & 1u) | bits >> 31 << 1) << (column + 2 * y);
+          }
         }
       }
     }

@@ -1,6 +1,7 @@
 // A tile of scores before the softmax, in fragments: its class, score mods, masks, dropout. The
 // twin of reference/cpu/tile.py for tensor cores.
 #pragma once
+#include "../ptx/bytes.cuh"
 #include "fragment_rows.cuh"
 
 namespace fragment_tile {
@@ -230,42 +231,125 @@ __device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConst
   return !finite;
 }
 
+// The two numbers of a word of a bias of 16 bits.
+__device__ __forceinline__ float low_half(unsigned int word) {
+  if constexpr (BIAS_KIND == KIND_FLOAT16) {
+    return ptx::half_to_float(static_cast<unsigned short>(word));
+  } else {
+    return number::bits_to_float(word << 16);
+  }
+}
+__device__ __forceinline__ float high_half(unsigned int word) {
+  if constexpr (BIAS_KIND == KIND_FLOAT16) {
+    return ptx::half_to_float(static_cast<unsigned short>(word >> 16));
+  } else {
+    return number::bits_to_float(word & 0xffff0000u);
+  }
+}
+
+// Scores become logits: scale, plus the bias. A bias of -inf hides a pair whatever its score is.
+// Returns whether any logit may be -inf. All lanes of the warp call it together.
+// `from` reads the bias of a group of four columns.
+template <int ROWS, int COLUMNS, class From>
+__device__ __forceinline__ bool add_bias(float (&s)[ROWS][COLUMNS], float scale, const From& from) {
+  static_assert(COLUMNS % 4 == 0, "groups of 16 keys or queries");
+  float sum[ROWS] = {};  // of logits, not finite if one of them is not
+#pragma unroll
+  for (int group = 0; group < COLUMNS / 4; ++group) {
+    float bias[ROWS][4];
+    from.read(group, bias);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        float& logit = s[r][4 * group + n];
+        logit = fma(logit, scale, bias[r][n]);
+        sum[r] += logit;
+      }
+    }
+  }
+  bool nan = false, finite = true;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    nan = nan || sum[r] != sum[r];
+    finite = finite && number::is_finite(sum[r]);
+  }
+  // Only a score that is not finite makes NaN of a bias of -inf, which is rare.
+  if (ptx::any_lane(nan)) {
+#pragma unroll 1
+    for (int group = 0; group < COLUMNS / 4; ++group) {
+      float bias[ROWS][4];
+      from.read(group, bias);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          if (bias[r][n] == -number::infinity()) s[r][n] = -number::infinity();
+        }
+      }
+      fragment::rotate<4>(s);
+    }
+    return true;
+  }
+  return ptx::any_lane(!finite);
+}
+
+// The weight, if `mask` has all bits, or 0 with its sign, which tells a masked pair.
+__device__ __forceinline__ float keep_weight(float weight, unsigned int mask) {
+  return number::bits_to_float(__float_as_uint(weight) & (mask | 0x80000000u));
+}
+__device__ __forceinline__ double keep_weight(double weight, unsigned int mask) {
+  return mask != 0 ? weight : copysign(0.0, weight);
+}
+
 // Applies dropout: the weight of a dropped pair becomes 0. The division by the probability of
-// keeping is left to the epilogue. One draw serves four keys of a row, which two lanes hold: of two
-// rows, each of the two lanes draws for one.
+// keeping is left to the epilogue. One draw serves eight pairs of a thread, in two rows and four
+// columns.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
                                               accum_t (&s)[ROWS][COLUMNS]) {
-  const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
-  const philox::Key key = philox::split_seed(seed);
+  static_assert(ROWS % 2 == 0, "groups of pairs");
+  const philox::Key key = tile::seed_key(p);
   const unsigned long long b_h = tile::number_of_head(p, box);
-  const bool second = ptx::lane_index() % 2 != 0;
-  const unsigned int i =
-      static_cast<unsigned int>(tile::origin_q(p) + box.i_low + fragment::warp_row() +
-                                fragment::lane_row() + (second ? 8 : 0));
-  unsigned int group = static_cast<unsigned int>(box.j_low / 4 + fragment::warp_key() / 4 +
-                                                 fragment::lane_column() / 4);
+  const auto i = static_cast<unsigned int>(tile::origin_q(p) + box.i_low + fragment::warp_row() +
+                                           fragment::lane_row());
+  const auto j = static_cast<unsigned long long>(tile::origin_k(p) + box.j_low +
+                                                 fragment::warp_key() + fragment::lane_column());
+  // Where warps share keys by eight, groups are not whole either.
+  if (COLUMNS % 4 != 0 || !tile::groups_are_whole(p)) {
 #pragma unroll 1
-  for (int column = 0; column < COLUMNS; column += 2) {
+    for (int column = 0; column < COLUMNS; column += 2) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const bool keeps = philox::keep(key, p.drop_below, b_h, i + 8 * r,
+                                          j + static_cast<unsigned int>(4 * column + n));
+          s[r][n] = keep_weight(s[r][n], keeps ? ~0u : 0);
+        }
+      }
+      fragment::rotate<2>(s);
+    }
+    return;
+  }
+  const unsigned int keys = philox::group_of_key(j), queries = philox::group_of_query(i);
+  const unsigned int addend = philox::addend(p.drop_below);
+#pragma unroll
+  for (int column = 0; column < COLUMNS; column += 4) {
 #pragma unroll
     for (int r = 0; r < ROWS; r += 2) {
-      const philox::Words drawn = tile::draw(p, key, group, i + 8 * r, b_h);
+      const philox::Words drawn = philox::draw(key, keys + column, queries + 4 * r, b_h);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        // The first lane holds keys 0 and 1 of four, the second 2 and 3.
-        const unsigned int sent = second ? drawn.word[n] : drawn.word[2 + n];
-        const unsigned int kept = second ? drawn.word[2 + n] : drawn.word[n];
-        const unsigned int received = ptx::shuffle_xor(sent, 1);
-        const unsigned int word[2] = {second ? received : kept, second ? kept : received};
+      for (int x = 0; x < 2; ++x) {
 #pragma unroll
-        for (int x = 0; x < 2; ++x) {
-          accum_t& weight = s[r + x][n];
-          if (word[x] < p.drop_below && matmul::is_unmasked(weight)) weight *= accum_t(0);
+        for (int y = 0; y < 2; ++y) {
+          const unsigned int bits = philox::keep_bits(drawn.word[2 * x + y], addend);
+          accum_t* const pair = &s[r + x][column + 2 * y];
+          pair[0] = keep_weight(pair[0], ptx::select_bytes(bits, 0, 0x9999));  // all its bit 15
+          pair[1] = keep_weight(pair[1], ptx::select_bytes(bits, 0, 0xbbbb));  // or its bit 31
         }
       }
     }
-    fragment::rotate<2>(s);
-    group += 2;
   }
 }
 

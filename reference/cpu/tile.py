@@ -306,15 +306,17 @@ def draw_dropout(shape, b, h, i0, ni, j0, nj, lanes, z, words):
     """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout); `words` is scratch."""
     b_h = shape.origin_b_h + b * shape.heads_of_entry + h
     i0, j0 = shape.origin_q + i0, shape.origin_k + j0
-    known = -1
-    for j in range(nj):
-        if (j0 + j) >> 2 != known:
-            known = (j0 + j) >> 2
-            philox.words(shape.seed, known, i0, ni, b_h, words)
-        word = words[(j0 + j) & 3]
-        row = z[j * lanes : (j + 1) * lanes]
-        for i in range(ni):
-            row[i] = 0 if word[i] < shape.drop_below else shape.keep_scale
+    for keys in range(j0 >> 4 << 2, (j0 + nj + 15) >> 4 << 2):
+        philox.words(shape.seed, keys, i0, ni, b_h, words)
+        for n in range(4):
+            j = (keys >> 2 << 4) + (n >> 1 << 3) + ((keys & 3) << 1) + (n & 1) - j0
+            if j < 0 or j >= nj:
+                continue
+            word, shift = words[n >> 1], 16 * (n & 1)
+            row = z[j * lanes : (j + 1) * lanes]
+            for i in range(ni):
+                drawn = word[i] >> shift & (philox.DRAWS - 1)
+                row[i] = 0 if drawn < shape.drop_below else shape.keep_scale
 
 
 _draw_dropout = caller(draw_dropout)

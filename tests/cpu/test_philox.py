@@ -7,7 +7,7 @@ import pytest
 
 from cupyflash.reference.cpu import philox
 
-# The known-answer file of the Random123 distribution, lines "philox4x32 10".
+# The known-answer file of the Random123 distribution, lines "philox4x32 10"; below, "philox4x32 7".
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -18,21 +18,27 @@ KNOWN_ANSWERS = [
     ),
 ]
 
+ANSWERS_OF_SEVEN = [
+    (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
+    (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+    (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+]
+
 # seed, p, b * Hq + h, first i, first j, keep mask of 4 rows by 24 keys. Written by a scalar
 # generator in plain Python integers that shares no code with the package.
 STORED_MASKS = [
     (0, 0.5, 0, 0, 0,
-     ["011110100000101011110010", "010001100101110011001011",
-      "001110110011110100011110", "110110001101101110111100"]),
+     ["011000010000101110010110", "001111000011001110101100",
+      "100000011100101101000011", "100001101110000001111011"]),
     (1234567890123456789, 0.1, 7, 1000, 30,
-     ["101111111111101010111111", "111011111110111111111110",
-      "100110101011111111111101", "111011011111001111111111"]),
-    (2**64 - 1, 0.9, 2**32 + 5, 2**20, 2**22 + 1,
-     ["000000000000000000100000", "000010000000000010000000",
-      "000000101000000000000000", "000000000000100001010001"]),
+     ["111011111011111111111111", "111111101111111111101111",
+      "110111111111110001111111", "111111111111101111011111"]),
+    (2**64 - 1, 0.9, 2**32 + 5, 2**20 + 6, 2**22 + 1,
+     ["000000000010000000100000", "000000000000010000000000",
+      "000001000000000000000000", "000000000000100000100000"]),
     (42, 0.25, 3, 0, 2,
-     ["111010111101111001001011", "111111111011001111111110",
-      "111111100111010101011110", "001111101111110011111011"]),
+     ["110110010011101011111101", "101111101111111111010001",
+      "110101111111010101111110", "011111000111110111101110"]),
 ]  # fmt: skip
 
 
@@ -41,6 +47,33 @@ def test_known_answers(counter, key, words):
     result = philox.philox4x32(counter, key)
     assert tuple(int(w) for w in result) == words
     assert all(w.dtype == np.uint32 for w in result)
+
+
+def test_known_answers_of_seven_rounds():
+    for (counter, key, _), words in zip(KNOWN_ANSWERS, ANSWERS_OF_SEVEN, strict=True):
+        result = philox.philox4x32(counter, key, philox.DROPOUT_ROUNDS)
+        assert tuple(int(w) for w in result) == words
+
+
+def test_eight_pairs_share_a_draw():
+    # Each number of a draw belongs to one pair: equal counters mean other words or halves.
+    i, j = np.arange(32)[:, None], np.arange(32)
+    numbers = set()
+    for seed in range(40):
+        kept = philox.keep(seed, 0.5, 1, i, j)
+        numbers.add(kept.tobytes())
+        assert 0.4 < kept.mean() < 0.6
+        for x, y in (
+            (8, 0),
+            (0, 1),
+            (0, 8),
+            (8, 9),
+            (1, 0),
+            (16, 16),
+        ):  # neighbours are independent
+            agree = kept[: 32 - x, : 32 - y] == kept[x:, y:]
+            assert abs(agree.mean() - 0.5) < 6 / 2 / np.sqrt(agree.size)
+    assert len(numbers) == 40
 
 
 def test_known_answers_as_one_array():
@@ -104,11 +137,11 @@ def test_masks_of_growing_dropout_are_nested():
 
 def test_threshold_and_survivors_divisor():
     assert philox.threshold(0.0) == 0
-    assert philox.threshold(0.5) == 2**31
-    assert philox.threshold(0.1) == 429496730  # 0.1 * 2**32 = 429496729.6
-    assert philox.threshold(np.nextafter(1.0, 0.0)) == 2**32
+    assert philox.threshold(0.5) == 2**14
+    assert philox.threshold(0.1) == 3277  # 0.1 * 2**15 = 3276.8
+    assert philox.threshold(np.nextafter(1.0, 0.0)) == 2**15
     assert philox.keep_probability(0.0) == 1.0
-    assert philox.keep_probability(0.1) == 1 - 429496730 / 2**32
+    assert philox.keep_probability(0.1) == 1 - 3277 / 2**15
     assert not philox.keep(1, np.nextafter(1.0, 0.0), 0, 0, np.arange(100)).any()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cuda_specialisations import BFLOAT16, SHARED_MEMORY, capability
@@ -85,6 +87,33 @@ def test_sums_over_what_was_broadcast(name):
     assert max(rho(x, *wanted).value for x in made) <= 1
     if wanted.exact.any():
         assert any(x.any() for x in made)
+
+
+@emulated
+@mostly_thorough(
+    "name",
+    [*SHAPES, "odd sizes", "other strides"],
+    quick=("odd sizes",),
+    why="other axes of length 1, and strides",
+)
+def test_a_block_keeps_its_tile_of_the_bias(name):
+    # Of 16 bits; what a bias of -inf hides is not finite.
+    number = len(SHAPES) if name not in SHAPES else list(SHAPES).index(name)
+    lengths = (33, 61) if name == "odd sizes" else (40, 72)
+    q, do = draw((2, 4, lengths[0], 24), (2, 4, lengths[0], 40))
+    k, v = draw((2, 2, lengths[1], 24), (2, 2, lengths[1], 40), seed=1)
+    shape = SHAPES.get(name, (4, *lengths))
+    (bias,) = draw(shape, seed=2, dtype=(HALF, BFLOAT16)[number % 2])
+    if shape[-1] > 1:
+        bias[..., 7:9] = -np.inf
+        k[..., 7:9, 3], v[..., 8, :] = np.nan, np.inf
+    if name == "other strides":
+        bias = np.ascontiguousarray(bias.swapaxes(-1, -2)).swapaxes(-1, -2)
+    options = {"bias": bias, "mask": masks.causal(offset=3) if number % 2 else None}
+    call = validate.call(q, k, v, Options(**options))
+    wanted = bound(call, do, **options)
+    for blocks in (TILES[number % 4], HOPPER):
+        assert rho(run(call, do, replace(blocks, bias_tiles=True)), *wanted).value <= 1
 
 
 @pytest.mark.thorough("packed sequences are quick on the CPU, and in the other gradients")

@@ -29,14 +29,14 @@ FEW = 64  # bytes: NVRTC 13.5 spills up to 60 in `append` on sm_120
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
     "forward_sm80": 216,
-    "forward_sm90": 164,
+    "forward_sm90": 196,
     "forward_sm90_fp8": 162,  # in PARTIAL tiles
     "forward_sm90_tf32": 136,
     "backward_sm80_dkdv": 152,
-    "backward_sm80_dq": 4,
+    "backward_sm80_dq": 32,
     "backward_sm80_bias": 8,
     "backward_sm90_bias": 4,
-    "backward_f64_dkdv": 216,
+    "backward_f64_dkdv": 220,
     "decode_sm80": 168,
     "decode_sm80_shared": 36,
     "decode_sm90": 1288,  # where NaN and infinities are added one by one
@@ -55,7 +55,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 286
+    assert len(CASES) <= 295
     for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4

@@ -36,10 +36,16 @@ extern "C" void keep(unsigned long long seed, unsigned long long threshold, long
   for (long long n = 0; n < size; ++n) out[n] = philox::keep(key, threshold, b_h[n], i[n], j[n]);
 }}
 
-extern "C" void words_from(unsigned long long seed, unsigned long long j, unsigned int i,
-                           unsigned long long b_h, unsigned int* out) {{
-  const philox::Words words = philox::words_from(philox::split_seed(seed), j, i, b_h);
-  for (int n = 0; n < 4; ++n) out[n] = words.word[n];
+extern "C" void draw(unsigned long long seed, unsigned long long threshold, unsigned long long j,
+                     unsigned int i, unsigned long long b_h, unsigned int* out) {{
+  const philox::Words words = philox::draw(philox::split_seed(seed), philox::group_of_key(j),
+                                           philox::group_of_query(i), b_h);
+  const unsigned int addend = philox::addend(threshold);
+  for (int n = 0; n < 4; ++n) {{
+    const unsigned int bits = philox::keep_bits(words.word[n], addend);
+    out[2 * n] = bits >> 15 & 1;
+    out[2 * n + 1] = bits >> 31;
+  }}
 }}
 """
 
@@ -116,33 +122,38 @@ def test_keeps_what_the_twin_keeps(compiled, seed, dropout, b_h, i, j):
 
 @given(
     seed=st.integers(0, 2**64 - 1),
+    dropout=st.floats(0, 1, exclude_max=True),
     b_h=st.integers(0, 2**40),
-    i=st.integers(0, 2**32 - 1),
+    i=st.integers(0, 2**32 - 16),
     j=st.integers(0, 2**34 - 16) | st.integers(0, 8),
 )
-def test_four_keys_from_any_one_have_their_words(compiled, seed, b_h, i, j):
-    out = (ctypes.c_uint * 4)()
-    numbers = ctypes.c_ulonglong(seed), ctypes.c_ulonglong(j), ctypes.c_uint(i)
-    compiled.words_from(*numbers, ctypes.c_ulonglong(b_h), out)
-    key, head = philox.split_seed(seed), (b_h % 2**32, b_h >> 32)
-    expected = [philox.philox4x32((n >> 2, i, *head), key)[n & 3] for n in range(j, j + 4)]
-    assert list(out) == [int(word) for word in expected]
+def test_a_draw_serves_eight_pairs(compiled, seed, dropout, b_h, i, j):
+    out = (ctypes.c_uint * 8)()
+    i, j = i - i % 16 + i % 8, j - j % 16 + j % 8 // 2 * 2
+    threshold = ctypes.c_ulonglong(philox.threshold(dropout))
+    numbers = ctypes.c_ulonglong(seed), threshold, ctypes.c_ulonglong(j), ctypes.c_uint(i)
+    compiled.draw(*numbers, ctypes.c_ulonglong(b_h), out)
+    x, y, z = np.ogrid[:2, :2, :2]
+    expected = philox.keep(seed, dropout, b_h, i + 8 * x, j + 8 * y + z)
+    assert list(out) == expected.reshape(-1).astype(int).tolist()
 
 
 def test_the_largest_probability_drops_all(compiled):
-    # Within 2**-33 of 1 the threshold is 2**32, one more than the largest word.
+    # Within 2**-16 of 1 the threshold is 2**15, one more than the largest number.
     dropout = float(np.nextafter(1.0, 0.0))
-    assert philox.threshold(dropout) == 2**32
+    assert philox.threshold(dropout) == 2**15
     assert not cuda_keep(compiled, 7, dropout, 0, np.arange(50)[:, None], np.arange(50)).any()
 
 
-def test_a_word_that_is_the_threshold_is_kept(compiled):
-    # At probability word / 2**32 the pair is kept, at the next probability it is not.
-    word = philox.philox4x32((0, 0, 0, 0), philox.split_seed(7))[0]
-    for more, kept in ((0, True), (1, False)):
-        p = (int(word) + more) / 2.0**32
-        assert philox.threshold(p) == int(word) + more
-        assert cuda_keep(compiled, 7, p, 0, 0, 0).item() == kept
+def test_a_number_that_is_the_threshold_is_kept(compiled):
+    # At probability number / 2**15 the pair is kept, at the next probability it is not.
+    drawn = philox.philox4x32((0, 0, 0, 0), philox.split_seed(7), philox.DROPOUT_ROUNDS)
+    for j, shift in ((0, 0), (1, 16)):
+        number = int(drawn[0]) >> shift & 0x7FFF
+        for more, kept in ((0, True), (1, False)):
+            p = (number + more) / 2.0**15
+            assert philox.threshold(p) == number + more
+            assert cuda_keep(compiled, 7, p, 0, 0, j).item() == kept
 
 
 def test_the_rate_is_the_threshold(compiled):

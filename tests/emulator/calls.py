@@ -19,7 +19,7 @@ import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches
-from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90, sm90_fp8
+from cupyflash.gpu.kernels import bias_tiles, registry, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import Specialisation
@@ -51,6 +51,7 @@ class Blocks:
     # Queries and keys of a tile of forward_sm90, and blocks that share an SM: by default, the tiles
     # of long rows.
     warpgroups: tuple[int, int, int] | None = None
+    bias_tiles: bool = False  # whether kernels of sm90 load a bias in tiles, where they can
 
     def choose(self, part: str, request: Request) -> Choice:
         """Return the kernel of a part of a call, and its tiles, as `registry.select`."""
@@ -102,6 +103,13 @@ class Blocks:
 
     def tiles_of(self, spec: KernelSpec, request: Request) -> Tiles | None:
         """Return small tiles of a kernel, or where nothing is said of it those of its spec."""
+        tiles = self._own_tiles_of(spec, request)
+        if spec.part == "bias" and self.bias_tiles and spec.tensor_cores and tiles is not None:
+            return bias_tiles.in_block(request, tiles) or tiles
+        return tiles
+
+    def _own_tiles_of(self, spec: KernelSpec, request: Request) -> Tiles | None:
+        """Return the same without tiles of a bias in a block of dbias."""
         problem = request.problem
         if spec is sm80.FORWARD:
             return self.tensor_tiles(problem)
@@ -113,6 +121,9 @@ class Blocks:
             return self.tiles(spec.name, problem, spec.slope and request.slope)
         if spec is sm90.FORWARD:
             return self.warpgroup_tiles(request)
+        if spec is sm90.DKDV and self.bias_tiles:
+            usual = sm90.fit_dkdv(problem.d, problem.d_v)
+            return bias_tiles.beside_queries(request, usual) or usual
         return spec.configure(request)
 
     def warpgroup_tiles(self, request: Request) -> Tiles:
@@ -122,9 +133,17 @@ class Blocks:
             sm90.register_class(request.call),
             (request.problem.d, request.problem.d_v),
         )
+        tiles_of_bias = self.bias_tiles and bias_tiles.obstacle(request) is None
+        if self.warpgroups is None and tiles_of_bias:
+            return sm90.fit_forward_bias(*sizes, bias_tiles.itemsize(request))
         if self.warpgroups is None:
             return sm90.fit_forward(*sizes, registers)
         block_q, block_kv, resident = self.warpgroups
+        if tiles_of_bias:
+            more = bias_tiles.itemsize(request), resident, request.call.rows.known_k <= block_kv
+            found = sm90.forward_bias_tiles(block_q, block_kv, *sizes, *more)
+            assert found is not None
+            return found
         one_tile, room = request.call.rows.known_k <= block_kv, registers not in sm90.CHANGED
         return sm90.forward_tiles(block_q, block_kv, *sizes, room, resident, one_tile)
 

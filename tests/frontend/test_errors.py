@@ -146,7 +146,7 @@ FORWARD = {
     "p of 1": case(V, "dropout: got 1.0", "less than 1", dropout=1, seed=1),
     "p negative": case(V, "dropout: got -0.1", dropout=-0.1, seed=1),
     "p NaN": case(V, "dropout: got nan", dropout=float("nan"), seed=1),
-    "p rounds to 1": case(V, "dropout: got 0.99999", "rounds to 1", dropout=1 - 2**-34, seed=1),
+    "p rounds to 1": case(V, "dropout: got 0.99999", "rounds to 1", dropout=1 - 2**-17, seed=1),
     "p without seed": case(V, "dropout: got 0.5 without a seed", "expected seed=", dropout=0.5),
     "p None": case(T, "dropout: got NoneType", dropout=None),
     "seed negative": case(V, "seed: got -1", "2**64 - 1", seed=-1),

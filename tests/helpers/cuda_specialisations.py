@@ -14,7 +14,7 @@ from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.functions import SCORE
 from cupyflash.expr.key_range import key_range
-from cupyflash.gpu.kernels import decode, simt, sm80, sm80_f64, sm90, sm90_fp8
+from cupyflash.gpu.kernels import bias_tiles, decode, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import NONE, Specialisation
@@ -91,7 +91,8 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
-    # Of gradients "parts", or "whole dq". Or "short" and the number of a row of `SHORT_ROWS`.
+    # Of gradients "parts", or "whole dq". Or "short" and the number of a row of `SHORT_ROWS`. Or
+    # "tiles" and the type of a bias that comes in tiles.
     cache: str = ""
 
 
@@ -141,6 +142,18 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False))
     for n, (own, options, _, _) in enumerate(SHORT_ROWS):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"short {n}"))
+    for n, (own, options, kind) in enumerate([
+        ((64, 64), "pair bias", "bfloat16"), ((64, 64), "pair bias", "float32"),
+        ((128, 128), "everything", "float16"), ((128, 128), "pair bias", "float32"),
+        ((256, 256), "pair bias", "float16"),
+    ]):  # fmt: skip
+        case = Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"tiles {kind}")
+        found.append(case)
+    for kernel, own in [
+        ("backward_sm90_dkdv", (64, 64)), ("backward_sm90_dkdv", (128, 128)),
+        ("backward_sm90_bias", (64, 64)), ("backward_sm80_bias", (32, 32)),
+    ]:  # fmt: skip
+        found.append(Case(kernel, BFLOAT16, own, "pair bias", False, "tiles bfloat16"))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
     for n, (hardware, own, options, which) in enumerate([
@@ -290,6 +303,9 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     if spec is sm90.FORWARD:
         assert request.call is not None
         registers = sm90.register_class(request.call)
+        if case.cache.startswith("tiles"):
+            kind = np.dtype(case.cache.split()[1].replace("bfloat16", "float16"))
+            return sm90.fit_forward_bias(*case.sizes, kind.itemsize)
         if case.cache.startswith("short"):
             _, _, len_q, len_k = SHORT_ROWS[int(case.cache.split()[1])]
             has_bias = request.call.bias is not None
@@ -314,6 +330,9 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     if whole and spec is sm80.DECODE:
         tiles = sm80.whole_tiles(request)
     assert tiles is not None
+    if case.cache.startswith("tiles"):
+        held = bias_tiles.with_stages if spec.part == "dkdv" else bias_tiles.with_whole
+        return held(tiles)
     return dataclasses.replace(tiles, whole=whole)
 
 
@@ -323,7 +342,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     options = (OPTIONS | MORE_OPTIONS)[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
     resumes, parts, whole_dq = (case.cache == x for x in ("resumes", "parts", "whole dq"))
-    plain = "rows", "float8", "short"
+    plain = "rows", "float8", "short", "tiles"
     held = "" if resumes or parts or whole_dq or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
@@ -339,7 +358,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         call = cached.call(q[None], q[None], v[None], 24, None, None, Options(**options))
     else:
         call = validate.call(q, q, v, Options(**options), given=given)
-    spec, problem, made = SPECS[case.kernel], call.problem, trees(call)
+    spec, problem = SPECS[case.kernel], call.problem
+    in_tiles = case.cache.startswith("tiles")
+    made = trees(dataclasses.replace(call, bias=None) if in_tiles else call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
     slope = (
         made.slope if spec.part not in ("forward", "forward_codes", "decode", "shared") else None
@@ -377,6 +398,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         v_rows=case.cache.startswith("rows"),
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
+        bias=case.cache.split()[1] if in_tiles else "",
         tma_store=not (case.packed or resumes or parts) and _tma_stores(spec, problem, tiles),
         parts=parts,
         whole_dq=whole_dq,

@@ -176,7 +176,7 @@ def solve(
     theta = np.where(_known(theta) < 0.5, theta, np.inf)
     z = np.ones(shape)
     if o.dropout:
-        rest = 1 - round(o.dropout * 2**32) / 2**32
+        rest = 1 - round(o.dropout * 2**15) / 2**15
         z = np.where(kept(o.seed, o.dropout, at), 1 / work(rest), work(0))
     out = _product(p * z, seen, v)
     visible = _size(v)

@@ -203,15 +203,16 @@ def _erf(x: Array) -> Array:
 
 
 def kept(seed: int, p: float, at: Sequence) -> Array:
-    """Return which pairs dropout keeps: Philox4x32-10 of (seed, b Hq + h, i, j)."""
+    """Return which pairs dropout keeps: Philox4x32-7 of (seed, b Hq + h, i, j), 15 bits each."""
     low = np.uint64(0xFFFFFFFF)
     head = (at.b * at.heads + at.h).astype(np.uint64)
     shape = np.broadcast_shapes(at.b.shape, at.h.shape, at.i.shape, at.j.shape)
-    j = at.j.astype(np.uint64)
-    words = [j >> np.uint64(2), at.i.astype(np.uint64), head & low, head >> np.uint64(32)]
+    i, j = at.i.astype(np.int64), at.j.astype(np.int64)
+    keys, queries = j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8
+    words = [keys.astype(np.uint64), queries.astype(np.uint64), head & low, head >> np.uint64(32)]
     c = [np.broadcast_to(x, shape) for x in words]
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
-    for _ in range(10):
+    for _ in range(7):
         a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
         high = np.uint64(32)
         c = [
@@ -221,5 +222,6 @@ def kept(seed: int, p: float, at: Sequence) -> Array:
             a & low,
         ]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    word = np.choose(np.broadcast_to(at.j & 3, shape), c)
-    return word >= np.uint64(round(p * 2**32))
+    word = np.choose(np.broadcast_to(i % 16 // 8 * 2 + j % 16 // 8, shape), c)
+    number = np.where(j % 2 == 1, word >> np.uint64(16), word) % np.uint64(2**15)
+    return number >= np.uint64(round(p * 2**15))

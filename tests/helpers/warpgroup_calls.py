@@ -65,6 +65,7 @@ def run(
     offsets=None,
     multiprocessors=2,
     warpgroups=None,
+    bias_tiles=False,
     **options,
 ):
     """Compute out and lse on the emulator, into memory that holds NaN."""
@@ -79,7 +80,9 @@ def run(
     out[...] = np.nan
     lse = np.full(out.shape[:-1], np.nan, np.float32)
     visited = np.zeros(1, np.uint64)
-    blocks = Warpgroups(multiprocessors=multiprocessors, warpgroups=warpgroups)
+    blocks = Warpgroups(
+        multiprocessors=multiprocessors, warpgroups=warpgroups, bias_tiles=bias_tiles
+    )
     Emulator(blocks, schedule, read=read).forward(call, out, lse, visited)
     return out, lse, int(visited[0])
 

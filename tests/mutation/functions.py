@@ -85,10 +85,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     to[4] = number::load<double>(doubles, KIND_FLOAT64, n);
     const unsigned long long seed = 0x123456789abcdef0ULL + n;
     const philox::Key key = philox::split_seed(seed);
-    to[5] = philox::keep(key, 0x80000000ULL, 0x300000007ULL * n, n * 977u, n);
-    to[6] = philox::keep(key, 0x40000000ULL, n, n, 0x200000000ULL + 3 * n);
-    const unsigned long long word = philox::words(key, n >> 2, n, n).word[n & 3];
-    to[7] = philox::keep(key, n % 3 == 0 ? 0x100000000ULL : word + n % 3 - 1, n, n, n);
+    to[5] = philox::keep(key, 0x4000, 0x300000007ULL * n, n * 977u, n);
+    to[6] = philox::keep(key, 0x2000, n, n, 0x200000000ULL + 3 * n);
+    const unsigned int keys = philox::group_of_key(n), queries = philox::group_of_query(n);
+    const philox::Words drawn = philox::draw(key, keys, queries, n);
+    const unsigned int word = philox::words_of_query(drawn, n).word[n >> 3 & 1];
+    const unsigned int number = word >> 16 * (n & 1) & 0x7fff;
+    to[7] = philox::keep(key, n % 3 == 0 ? 0x8000 : number + n % 3 - 1, n, n, n);
   }}
 }}
 """
@@ -189,7 +192,7 @@ class FunctionCheck(Check):
                 philox.keep(0x123456789ABCDEF0 + m, p, m * step, i * m, first + j * m)
                 for m in range(len(n))
             ])  # fmt: skip
-        kept.append([m % 3 == 1 for m in range(len(n))])  # below 2^32, at the word, just above it
+        kept.append([m % 3 == 1 for m in range(len(n))])  # below 2^15, at the number, just above it
         rest = np.stack([np.asarray(x).astype(np.float64) for x in (*loaded, *kept)], axis=1)
         whole = np.stack([np.asarray(x, np.float64) for x in columns], axis=1)
         return np.concatenate([whole.reshape(-1), rest.reshape(-1)])

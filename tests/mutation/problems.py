@@ -246,10 +246,12 @@ def looked_up(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _dropped(rng: np.random.Generator) -> dict[str, Any]:
-    """At a probability that is one word's own: of a pair of `PACKED`'s last sequence."""
-    words = philox.philox4x32((np.arange(8), 18, 6, 0), philox.split_seed(99))
-    word = min(np.ravel(words).tolist(), key=lambda x: abs(x - 2**30))
-    return {"mask": masks.causal(), "dropout": word / 2.0**32, "seed": 99}
+    """At a probability that is one number's own: of a pair of `PACKED`'s last sequence."""
+    counter = np.arange(8), 18 >> 4 << 3 | 18 & 7, 6, 0
+    words = np.ravel(philox.philox4x32(counter, philox.split_seed(99), philox.DROPOUT_ROUNDS))
+    numbers = [int(x) >> bits & (philox.DRAWS - 1) for x in words for bits in (0, 16)]
+    number = min(numbers, key=lambda x: abs(x - philox.DRAWS // 4))
+    return {"mask": masks.causal(), "dropout": number / philox.DRAWS, "seed": 99}
 
 
 def _one_key(case: Case) -> Case:

@@ -125,7 +125,8 @@ def test_a_spec_tells_what_its_kernel_is(name):
     own = re.sub(r"//[^\n]*", "", (SOURCES / spec.source).read_text())
     assert bool(spec.atomic_dq) == ("ATOMIC_DQ" in own)
     # As many tensor maps follow its parameters, in this order.
-    maps = re.findall(r"__grid_constant__ ptx::TensorMap (\w+)_map", own)
+    parameter = r"__grid_constant__ (?:ptx::TensorMap|warpgroup::LastMaps) (\w+)_map"
+    maps = re.findall(parameter, own)
     operands = [] if spec.tma is None else [*spec.tma.loads, *spec.tma.stores]
     assert maps == [{"d_out": "do"}.get(each, each) for each in operands]
 
@@ -232,7 +233,10 @@ OTHERS = {
     "dtype": "float64",
     "d": 96,
     "d_v": 80,
-    "tiles": Tiles(16, 32, 64, 48, resident_blocks=3, whole=True, one_tile=True, row_sharers=2),
+    "tiles": Tiles(
+        16, 32, 64, 48, resident_blocks=3, whole=True, one_tile=True, row_sharers=2, bias_stages=1
+    ),
+    "bias": "bfloat16",
     "page_rows": 16,
     "functions": Functions("", 4, 5, 6, True, True, True, True, True, 7, 8, True, 9, True),
     "team": 2,

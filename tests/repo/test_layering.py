@@ -121,7 +121,7 @@ INSIDE = {
         ["driver"],
         ["strides", "tma"],
         ["kernels"],
-        ["specialisation", "workspace"],
+        ["call_code", "specialisation", "workspace"],
         ["source"],
         ["jit", "writer"],
         ["decode_route", "offsets", "rowwise", "uploads"],

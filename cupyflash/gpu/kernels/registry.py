@@ -12,7 +12,7 @@ import numpy as np
 
 from ...arrays.cuda_device import OLDEST_CAPABILITY
 from ...errors import ArgumentError
-from . import rowwise, simt, sm80, sm80_f64, sm90, sm90_decode, sm90_fp8
+from . import rowwise, simt, sm80, sm80_f64, sm90, sm90_bias, sm90_decode, sm90_fp8
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
@@ -28,7 +28,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "dkdv": (sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),
     "dq": (sm80.DQ, sm80_f64.DQ, simt.DQ),
     "dq_rows": (rowwise.DQ_ROWS,),
-    "bias": (sm90.BIAS, sm80.BIAS, simt.BIAS),
+    "bias": (sm90_bias.BIAS, sm80.BIAS, simt.BIAS),
     "sums": (rowwise.SUMS,),
     **{spec.part: (spec,) for spec in rowwise.OPERATIONS},
 }

@@ -6,6 +6,7 @@ Every kernel asserts that it agrees with this module about the bytes of shared m
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ...problem.rows import UNKNOWN
 from .. import params, tma
 from . import cost, grid, sm80, tma_operands
 from .cost import Cost, Rates
-from .sm80 import ENTRY_BYTES, HALVES, LARGEST_OF_WARP, bias_storage_bytes
+from .sm80 import ENTRY_BYTES, HALVES, LARGEST_OF_WARP
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
@@ -40,6 +41,8 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "bias": _MASKED | {64: (192, 112), 320: (128, 32)},
     "scores": _MASKED | {64: (192, 112), 320: (128, 32)},
 }
+# Largest head -> queries and keys of a tile with tiles of a bias in shared memory.
+FORWARD_BIAS_TILES: dict[int, tuple[int, int]] = {128: (128, 128), 256: (128, 64)}
 # Largest head -> keys of a tile in addition to these, for rows that are one tile, or few that have
 # less padding. Masked pairs are bits of a word.
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -95,6 +98,30 @@ def _forward_bytes(
     return held + SCHEDULER_BYTES + STAGE_BYTES * (stages + queries)
 
 
+def forward_bias_tiles(
+    block_q: int,
+    block_kv: int,
+    d: int,
+    d_v: int,
+    itemsize: int,
+    resident: int = 1,
+    one_tile: bool = False,
+) -> Tiles | None:
+    """Return tiles of forward_sm90.cu with tiles of a bias, or None if they do not fit.
+
+    A tile of the bias has two stages if there is room, and results have what is left.
+    """
+    tiles = forward_tiles(block_q, block_kv, d, d_v, False, resident, one_tile)
+    most = (SHARED_MEMORY + RESERVED) // resident - RESERVED
+    stage = block_q * row_bytes(block_kv, itemsize) + 16  # with barriers
+    out = block_q * row_bytes(d_v)
+    for stages, results in ((2, out), (2, 0), (1, out), (1, 0)):
+        shared = tiles.shared_memory + stages * stage + results
+        if shared <= most:
+            return replace(tiles, shared_memory=shared, bias_stages=stages, bias_bytes=stage)
+    return None
+
+
 def forward_tiles(
     block_q: int,
     block_kv: int,
@@ -120,6 +147,9 @@ def forward_tiles(
 def results_have_room(tiles: Tiles, d: int, d_v: int) -> bool:
     """Whether tiles of forward_sm90.cu have room for results."""
     blocks = tiles.block_q, tiles.block_kv
+    if tiles.bias_stages:
+        least = _forward_bytes(*blocks, d, d_v, False, tiles.one_tile)
+        return tiles.shared_memory > least + tiles.bias_stages * tiles.bias_bytes
     return tiles.shared_memory > _forward_bytes(*blocks, d, d_v, True, tiles.one_tile)
 
 
@@ -128,6 +158,13 @@ def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
     blocks = at_head(FORWARD_TILES[registers], d, d_v)
     # A bias is read through the L1 cache, which shares its memory with shared memory.
     return forward_tiles(*blocks, d, d_v, room=registers not in CHANGED)
+
+
+def fit_forward_bias(d: int, d_v: int, itemsize: int) -> Tiles:
+    """Return the tiles of forward_sm90.cu with tiles of a bias of `itemsize` bytes."""
+    tiles = forward_bias_tiles(*at_head(FORWARD_BIAS_TILES, d, d_v), d, d_v, itemsize)
+    assert tiles is not None
+    return tiles
 
 
 def product_columns(width: int) -> int:
@@ -277,8 +314,10 @@ FORWARD = KernelSpec(
             "k": tiles.block_kv,
             "v": tiles.block_kv,
             "out": WARP_ROWS,
+            "bias": 64,
         },
         has_room=_has_room,
+        bias=True,
     ),
     caches=True,
     ends_with_queries=True,
@@ -369,7 +408,7 @@ def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
     return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
 
 
-def _dkdv_slower(request: Request) -> str | None:
+def dkdv_slower(request: Request) -> str | None:
     """Return None, or in words that backward_sm80_dkdv takes less time."""
     tiles = fit_dkdv(request.problem.d, request.problem.d_v)
     return _slower(request, (DKDV, tiles), sm80.DKDV)
@@ -378,7 +417,7 @@ def _dkdv_slower(request: Request) -> str | None:
 def _dkdv_obstacle(request: Request) -> str | None:
     if request.call is None:
         return "its arrays are not known"
-    slower = _dkdv_slower(request)
+    slower = dkdv_slower(request)
     if slower is not None:
         return slower
     if request.params_bytes + _MAPS_BYTES > params.MAX_BYTES:
@@ -388,7 +427,8 @@ def _dkdv_obstacle(request: Request) -> str | None:
 
 def _dkdv_rows(tiles: Tiles) -> dict[str, int]:
     # a tile's queries; a consumer's keys; a warp's rows
-    return {"q": tiles.block_q, "k": 64, "v": 64, "d_out": tiles.block_q, "dk": 16, "dv": 16}
+    rows = {"q": tiles.block_q, "k": 64, "v": 64, "d_out": tiles.block_q, "dk": 16, "dv": 16}
+    return {**rows, "bias": tiles.block_q}
 
 
 DKDV = KernelSpec(
@@ -405,49 +445,10 @@ DKDV = KernelSpec(
     obstacle=_dkdv_obstacle,
     configure=lambda request: fit_dkdv(request.problem.d, request.problem.d_v),
     grid=grid.by_keys,
-    tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows),
+    tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows, bias=True),
     slope=True,
     atomic_dq=HALVES,
     whole_dq=True,
     parts=True,
     cost=_cost_of_dkdv,
-)
-
-# -- backward_sm90_bias ---------------------------------------------------------------------------
-
-# Largest head -> queries and keys of a tile of backward_sm90_bias.cu, and blocks that share an SM:
-# one multiplies while another computes weights.
-BIAS_TILES: dict[int, tuple[int, int, int]] = {
-    128: (64, 128, 2),
-    192: (64, 64, 2),
-    256: (128, 64, 1),
-}
-
-
-def bias_tiles(block_q: int, block_kv: int, resident: int, d: int, d_v: int) -> Tiles:
-    """Return tiles of backward_sm90_bias.cu: a warpgroup for 64 queries each."""
-    operands = (block_q + block_kv) * (row_bytes(d) + row_bytes(d_v))
-    sums = block_q * (block_kv + 8) * 4
-    shared = max(operands, sums) + bias_storage_bytes(block_q, block_q // 16)
-    return Tiles(block_q, block_kv, 2 * block_q, shared, resident, stages=1)
-
-
-def fit_bias(d: int, d_v: int) -> Tiles:
-    """Return the tiles of backward_sm90_bias.cu."""
-    return bias_tiles(*at_head(BIAS_TILES, d, d_v), d, d_v)
-
-
-BIAS = KernelSpec(
-    source="sm90/backward_sm90_bias.cu",
-    part="bias",
-    computes="dbias",
-    method="multiplies {dtype} by the tensor cores of warpgroups",
-    heads=dict.fromkeys(HALVES, max(BIAS_TILES)),
-    capability=CAPABILITY,
-    architecture=ARCHITECTURE,
-    tensor_cores=True,
-    condition="by the model of cost `backward_sm90_dkdv` takes less time than that of sm80",
-    obstacle=_dkdv_slower,
-    configure=lambda request: fit_bias(request.problem.d, request.problem.d_v),
-    grid=grid.by_tiles,
 )

@@ -51,6 +51,10 @@ class Tiles:
         Whether the keys of every row are one tile.
     row_sharers : int
         Warps that have the same rows of wide heads, and each some of the columns.
+    bias_stages : int
+        Stages of tiles of the bias in shared memory; 0 if the bias is part of the score change.
+    bias_bytes : int
+        Bytes of such a stage, with its barriers.
     """
 
     block_q: int
@@ -63,6 +67,8 @@ class Tiles:
     whole: bool = False
     one_tile: bool = False
     row_sharers: int = 1
+    bias_stages: int = 0
+    bias_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +241,8 @@ class TmaOperands:
         Returns the rows of a TMA tile of each array.
     has_room : function
         Returns whether results have room in shared memory, from which they are stored.
+    bias : bool
+        Whether it loads a bias, too, where its tiles have stages for it; that map is the last one.
     """
 
     loads: tuple[str, ...]
@@ -242,6 +250,7 @@ class TmaOperands:
     rows: Callable[[Tiles], Mapping[str, int]]
     has_room: Callable[[Request, Tiles], bool] = _always
     optional: bool = False
+    bias: bool = False
 
 
 def _unknown(_: Request, __: Tiles) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from ...arrays import device_arrays
 from .. import tma
 from ..params import Operand
+from . import bias_tiles
 from .spec import Request, Tiles, TmaOperands, TmaUse
 
 # Initcheck of CUDA's compute-sanitizer does not see that TMA writes to memory, and reports reads of
@@ -102,4 +103,7 @@ def use(operands: TmaOperands | None, request: Request, tiles: Tiles) -> TmaUse:
         tma.of(name, dtype, *_described(request, name), rows[name])
         for name in (*loads, *(stores if stored else ()))
     )
-    return TmaUse(maps if stored else (*maps, *maps[: len(stores)]), stored)
+    maps = maps if stored else (*maps, *maps[: len(stores)])
+    if tiles.bias_stages:
+        maps = (*maps, bias_tiles.tensor_map(request, operands.rows(tiles)[bias_tiles.NAME]))
+    return TmaUse(maps, stored)

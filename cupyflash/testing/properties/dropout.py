@@ -36,7 +36,7 @@ def _inputs(s: Subject, p: Problem) -> tuple[Array, Array, Array, dict[str, Any]
 
 @a_property("dropout", weight=0.5)
 def dropped_pairs(s: Subject, p: Problem) -> None:
-    """O_ij = z_ij / N for Q = 0, V = 1: z by Philox4x32-10 of (seed, b Hq + h, i, j) alone.
+    """O_ij = z_ij / N for Q = 0, V = 1: z by Philox4x32-7 of (seed, b Hq + h, i, j) alone.
 
     And dV_ji = z_ij / N for dO = 1: the backward drops the same pairs.
     """
@@ -139,11 +139,11 @@ def mean_over_seeds(s: Subject, p: Problem) -> None:
 
 @a_property("dropout", weight=0.5)
 def dropout_of_nearly_nothing(s: Subject, p: Problem) -> None:
-    """A rate below the last bit drops nothing, bitwise; one of 1 - 2**-20 drops nearly all."""
+    """A rate below the last bit drops nothing, bitwise; one of 1 - 2**-15 drops nearly all."""
     ours = s.attend(p.q, p.k, p.v)
     tiny = s.attend(p.q, p.k, p.v, dropout=2.0**-40, seed=0)
     s.same_rows(ours, tiny, lambda: s.bound(p.q, p.k, p.v))
-    rate, heads, rows, keys = 1 - 2.0**-20, p.q.shape[1], p.q.shape[2], p.k.shape[2]
+    rate, heads, rows, keys = 1 - 2.0**-15, p.q.shape[1], p.q.shape[2], p.k.shape[2]
     b, h, i, j = np.ogrid[:2, :heads, :rows, :keys]
     kept = philox.keep(0, rate, b * heads + h, i, j).any(axis=-1)
     almost_all = s.attend(p.q, p.k, p.v, dropout=rate, seed=0).out
