@@ -50,7 +50,7 @@ def cards() -> Table:
             run.setdefault(record["capability"], []).append(record["card"])
     compiled = {
         capability(arch): f"{len(made['kernels'])} kernels, {made['specialisations']} "
-        f"specialisations, by {record['card']}"
+        f"specialisations, by {record['card']}, commit {record['commit']}"
         for record in reversed(records("compiled"))
         for arch, made in record["archs"].items()
     }
