@@ -49,8 +49,8 @@ def cards() -> Table:
         for record in records(what):
             run.setdefault(record["capability"], []).append(record["card"])
     compiled = {
-        capability(arch): f"{made['specialisations']} specialisations of {len(made['kernels'])} "
-        f"kernels, by {record['card']}"
+        capability(arch): f"{len(made['kernels'])} kernels, {made['specialisations']} "
+        f"specialisations, by {record['card']}, commit {record['commit']}"
         for record in reversed(records("compiled"))
         for arch, made in record["archs"].items()
     }
