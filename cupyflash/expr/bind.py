@@ -20,6 +20,7 @@ from .evaluate import evaluate_exactly, host
 from .functions import POSITIONS
 from .interval import EVERYTHING, Bounds, bounds
 from .nodes import (
+    LOOKUPS,
     Expr,
     array_type,
     as_expr,
@@ -99,11 +100,12 @@ class Alignment:
     axes: tuple[Axis, ...]
     lead: bool = True  # leading axes broadcast with the batch's
     packed: bool = False  # in variable-length calls packed rows index it, without a batch axis
+    contains: bool = False  # a condition: whether a row of the last axis has its index
 
 
 def aligned(alignment: Alignment) -> Expr:
     """Return a node that reads an aligned array at the positions of a problem."""
-    kind = array_type(alignment.array, alignment.argument)
+    kind = "bool" if alignment.contains else array_type(alignment.array, alignment.argument)
     return Expr("aligned", tuple(axis.index for axis in alignment.axes), kind, alignment)
 
 
@@ -120,7 +122,7 @@ def bind(root: Expr, sizes: Sizes, numbers: Mapping[str, int] = NO_NUMBERS) -> E
     """
 
     def resolved(node: Expr) -> Expr | None:
-        if node.op == "lookup":
+        if node.op in LOOKUPS:
             check_whole(node.value[0], "lookup")
         return resolve(node.value, sizes) if node.op == "aligned" else None
 
@@ -140,15 +142,16 @@ def hold_indices(root: Expr) -> Expr:
     reads: set[Expr] = set()  # nodes that depend on elements
     for node in walk(root):
         args = tuple(done[arg] for arg in node.args)
-        if node.op == "lookup":
+        if node.op in LOOKUPS:
             shape = node.value[0].shape
+            axes = len(shape) - (node.op == "contains")  # its last operand is not an index
             args = tuple(
-                operation("maximum", operation("minimum", held, size - 1), 0)
-                if index in reads
+                operation("maximum", operation("minimum", held, shape[n] - 1), 0)
+                if n < axes and index in reads
                 else held
-                for index, held, size in zip(node.args, args, shape, strict=True)
+                for n, (index, held) in enumerate(zip(node.args, args, strict=True))
             )
-        if node.op == "lookup" or any(arg in reads for arg in node.args):
+        if node.op in LOOKUPS or any(arg in reads for arg in node.args):
             reads.add(node)
         same = all(new is old for new, old in zip(args, node.args, strict=True))
         done[node] = node if same else Expr(node.op, args, node.type, node.value)
@@ -172,15 +175,15 @@ def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
     copies: dict[int, Any] = {}
 
     def replaced(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        if node.op not in ("lookup", "aligned"):
+        if node.op not in (*LOOKUPS, "aligned"):
             return None
-        array = node.value[0] if node.op == "lookup" else node.value.array
+        array = node.value.array if node.op == "aligned" else node.value[0]
         if isinstance(array, HeldArray):
             return None  # pieces have its elements
         if id(array) not in copies:
             copies[id(array)] = copy(array)
         mine = copies[id(array)]
-        if node.op == "lookup":
+        if node.op in LOOKUPS:
             return Expr(node.op, args, node.type, (mine, *node.value[1:]))
         return Expr(node.op, args, node.type, replace(node.value, array=mine))
 
@@ -247,6 +250,8 @@ def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     indices = indices[len(full) - len(shape) :]
     zero = as_expr(0)
     chosen = tuple(zero if size == 1 else index for index, size in zip(indices, shape, strict=True))
+    if alignment.contains:
+        return Expr("contains", (*chosen[:-1], indices[-1]), "bool", (array, True))
     return lookup_node(array, chosen, proven=True)
 
 
