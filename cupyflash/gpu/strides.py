@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from ..arrays import device_arrays
 from ..errors import ArgumentError
+from ..problem.call import Call
 from .params import MAX_AXES, MAX_LEAD, Operand, Table
 
 Strides = tuple[int, ...]
@@ -131,4 +133,17 @@ def table(array: Any) -> Table:
         data=0,
         shape=(*array.shape, *padding),
         strides=(*array.strides, *padding),
+    )
+
+
+ROW_ALIGNMENT = 16  # bytes, that a thread copies at once
+
+
+def are_aligned(call: Call) -> bool:
+    """Return whether rows of q, k and v are contiguous and begin at multiples of 16 bytes."""
+    return all(
+        x.strides[-1] == x.itemsize
+        and not any(step % ROW_ALIGNMENT for step in x.strides[:-1])
+        and not device_arrays.address(x) % ROW_ALIGNMENT
+        for x in (call.q, call.k, call.v)
     )

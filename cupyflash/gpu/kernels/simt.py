@@ -15,6 +15,8 @@ from . import decode, grid
 from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
+ANY_HEAD = 2**31 - 1
+LIST_THREADS = 128
 STAGES = 2  # the two buffers of `Shape.stage`
 
 
@@ -273,6 +275,13 @@ def _configure_decode(request: Request) -> Tiles | None:
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _METHOD = "runs the portable kernel in {accumulator}"
 
+
+def _configure_lists(request: Request) -> Tiles | None:
+    """Return the tiles of the kernel that reads the lists."""
+    assert request.blocks is not None
+    return Tiles(*request.blocks, threads=LIST_THREADS, shared_memory=0)
+
+
 FORWARD = KernelSpec(
     source="simt/forward_simt.cu",
     part="forward",
@@ -282,6 +291,7 @@ FORWARD = KernelSpec(
     chooses_tiles=True,
     configure=functools.partial(_configure, "forward_simt", False),
     grid=grid.by_queries,
+    lists="queries",
 )
 TANGENTS = KernelSpec(
     source="simt/forward_simt_tangent.cu",
@@ -305,6 +315,7 @@ DKDV = KernelSpec(
     grid=grid.by_keys,
     slope=True,
     atomic_dq=("float32",),
+    lists="keys",
 )
 DQ = KernelSpec(
     source="simt/backward_simt_dq.cu",
@@ -316,6 +327,7 @@ DQ = KernelSpec(
     configure=functools.partial(_configure, "backward_simt_dq", True),
     grid=grid.by_queries,
     slope=True,
+    lists="queries",
 )
 BIAS = KernelSpec(
     source="simt/backward_bias.cu",
@@ -326,6 +338,19 @@ BIAS = KernelSpec(
     chooses_tiles=True,
     configure=functools.partial(_configure, "backward_bias", False),
     grid=grid.by_tiles,
+)
+TILE_LISTS = KernelSpec(
+    source="simt/tile_lists.cu",
+    part="lists",
+    computes="which tiles the mask leaves",
+    method="compares in integers and float32",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),  # it is compiled for one of them
+    condition="tiles of a mask are listed once for the heads that share it",
+    chooses_tiles=True,
+    configure=_configure_lists,
+    grid=grid.by_warps,
+    sizes=(),
+    operands=(),
 )
 DECODE = KernelSpec(
     source="simt/decode_simt.cu",

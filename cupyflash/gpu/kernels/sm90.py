@@ -282,6 +282,8 @@ FORWARD = KernelSpec(
     ),
     caches=True,
     ends_with_queries=True,
+    lists="queries",
+    most_listed=2048,  # warpgroup_tile::GROUPS
     cost=_cost_of_forward,
 )
 
@@ -317,6 +319,7 @@ TF32_FORWARD = KernelSpec(
     tensor_cores=True,
     configure=lambda request: fit_tf32(request.problem.d, request.problem.d_v),
     grid=grid.by_queries,
+    lists="queries",
 )
 
 # -- backward_sm90_dkdv ---------------------------------------------------------------------------
@@ -410,6 +413,7 @@ DKDV = KernelSpec(
     atomic_dq=HALVES,
     whole_dq=True,
     parts=True,
+    lists="keys",
     cost=_cost_of_dkdv,
 )
 

@@ -92,4 +92,6 @@ FORWARD = KernelSpec(
     ),
     codes=True,
     ends_with_queries=True,
+    lists="queries",
+    most_listed=2048,  # warpgroup_tile::GROUPS
 )

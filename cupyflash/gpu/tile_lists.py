@@ -1,0 +1,134 @@
+"""Lists of tiles: the classes of all tiles of a mask, found once for all heads that share it.
+
+Without lists, a block asks the mask about each tile of its row, in each head. With them, a kernel
+of its own does so once and writes two bits for each tile, and the kernels of the call read these.
+Their memory is at most `MOST_BYTES`; a call whose lists would take more is computed without. No bit
+of a result depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays.cuda_device import Target
+from ..expr.key_range import key_range
+from ..expr.nodes import Expr, walk
+from ..problem.bound_exprs import trees
+from ..problem.call import Call
+from .kernels import registry
+from .kernels.spec import KernelSpec, Request, Tiles
+from .params import MAX_AXES, Table
+from .workspace import ArraySpec
+
+TILES = 32  # of a word
+WORD = 2 * 4  # bytes: a bit for each tile that is not EMPTY, and one for each that is FULL
+MOST_BYTES = 64 << 20
+FEWEST_TILES = 16  # of a row, for which they pay
+# Which masks have lists: by default those whose classes are searched for in arrays of indices.
+SWITCH = os.environ.get("CUPYFLASH_TILE_LISTS", "")
+
+
+class Lists(NamedTuple):
+    """The lists that a kernel reads, see kernels_cu/common/tile_lists.cuh.
+
+    Attributes
+    ----------
+    entries, heads : int
+        Of different lists: 1 where all share them.
+    rows, words : int
+        Rows of tiles, and words of a row.
+    of_keys : bool
+        Whether a row is a block of keys.
+    shift : int
+        2**shift neighbouring tiles count as one.
+    """
+
+    entries: int
+    heads: int
+    rows: int
+    words: int
+    of_keys: bool
+    shift: int
+
+    @property
+    def count(self) -> int:
+        """The words of all rows."""
+        return self.entries * self.heads * self.rows * self.words
+
+    @property
+    def array(self) -> ArraySpec:
+        """Their memory."""
+        shape = self.entries, self.heads, self.rows, self.words, 2
+        return ArraySpec(shape, np.dtype(np.uint32))
+
+    @property
+    def table(self) -> Table:
+        """What kernels are told of them."""
+        shape = self.entries, self.heads, self.rows, self.words, int(self.of_keys), self.shift
+        row = self.words * WORD
+        head = self.rows * row
+        strides = head * self.heads * (self.entries > 1), head * (self.heads > 1), row
+        return Table(
+            0, shape + (0,) * (MAX_AXES - len(shape)), strides + (0,) * (MAX_AXES - len(strides))
+        )
+
+
+def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> Lists | None:
+    """Return the lists with which a kernel with these tiles serves a call; None if with none.
+
+    `classes` is the class of the mask over a tile; it is None of a mask that is a range of keys,
+    which are found faster without.
+    """
+    problem, rows = call.problem, call.rows
+    if classes is None or not spec.lists or not _wanted(classes):
+        return None
+    if rows.adjoin or rows.cache is not None or problem.whole is not None:
+        return None
+    names = {node.value for node in walk(classes) if node.op == "symbol"}
+    entries = problem.batch if "b" in names else 1
+    heads = problem.heads if "h" in names else 1
+    of_keys = spec.lists == "keys"
+    of_queries = _ceil(int(np.max(problem.len_q, initial=0)), tiles.block_q)
+    across, along = of_queries, _ceil(int(np.max(problem.len_k, initial=0)), tiles.block_kv)
+    if of_keys:
+        across, along = along, across
+    if along < FEWEST_TILES or problem.batch * problem.heads < 2 * entries * heads:
+        return None
+    shift = 0
+    while spec.most_listed and _ceil(along, 1 << shift) > spec.most_listed:
+        shift += 1
+    words = _ceil(_ceil(along, 1 << shift), TILES)
+    found = Lists(entries, heads, across, words, of_keys, shift)
+    return found if found.array.nbytes <= MOST_BYTES else None
+
+
+def most_scratch(call: Call, target: Target) -> dict[str, ArraySpec]:
+    """Return the lists of a backward, at least as large as those of the kernels that serve it."""
+    made = trees(call)
+    if made.allowed is None or key_range(made.allowed, call.problem) is not None:
+        return {}
+    found: dict[str, ArraySpec] = {}
+    for part in ("dkdv", "dq"):
+        for spec in registry.KERNELS[part]:
+            for slope in (False, True) if spec.is_for(call.problem, target) else ():
+                tiles = spec.configure(Request(call.problem, target, call, slope=slope))
+                lists = None if tiles is None else of(call, made.classes, spec, tiles)
+                if lists is not None and lists.array.nbytes > found.get(part, _NONE).nbytes:
+                    found[part] = lists.array
+    return found
+
+
+_NONE = ArraySpec((0,), np.dtype(np.uint32))
+
+
+def _ceil(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+def _wanted(classes: Expr) -> bool:
+    if SWITCH in ("0", "1"):
+        return SWITCH == "1"
+    return any(node.op.startswith("contains") for node in walk(classes))

@@ -1,0 +1,184 @@
+"""Lists of tiles on the emulator: kernels that read them visit the same tiles, bit for bit."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_specialisations import SHARED_MEMORY
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from emulator.machine import REVERSE
+from halves import mostly_thorough
+from placement import same_bits
+
+from cupyflash import masks
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu import route, tile_lists
+from cupyflash.problem import validate
+from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
+from cupyflash.testing import Precision, forward_bound, rho
+
+emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+
+HALF, BRAIN, SINGLE, DOUBLE = (
+    np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+)
+DEVICES = {
+    "simt": (SINGLE, Blocks(tensor=False)),
+    "simt, half": (HALF, Blocks(tensor=False)),
+    "sm80": (BRAIN, Blocks()),
+    "f64": (DOUBLE, Blocks()),
+    "sm90": (HALF, Blocks(hopper=True)),
+}
+LENGTHS = 330, 300
+DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 7, max(LENGTHS)))
+INDICES = np.random.default_rng(2).integers(-2, 7, (2, 1, 11, 3))
+MASKS = {
+    "documents": masks.segments(DOCUMENTS[: LENGTHS[0]], DOCUMENTS[: LENGTHS[1]]) & masks.causal(),
+    "chosen": masks.chosen(INDICES, (30, 50)),
+    "chosen, causal": masks.chosen(INDICES[:1], (30, 50)) & masks.causal(),
+    "by head": masks.mask(lambda b, h, i, j: (h // 2 == 0) | (abs(i - 2 * j) % 100 < 9)),
+    "no key": masks.mask(lambda b, h, i, j: (j < 0) | (i * j < 0)),
+}
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """Say whether calls have lists, however short they are."""
+    monkeypatch.setattr(tile_lists, "FEWEST_TILES", 1)
+    return lambda on: monkeypatch.setattr(tile_lists, "SWITCH", "1" if on else "0")
+
+
+def draw(dtype, d=24):
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, LENGTHS[0], d), (2, 2, LENGTHS[1], d), (2, 2, LENGTHS[1], d)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def forward(q, k, v, blocks, **options):
+    call = validate.call(q, k, v, Options(**options))
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+    lse = np.full(q.shape[:-1], np.nan, np.float64 if q.dtype == DOUBLE else np.float32)
+    visited = np.zeros(1, np.uint64)
+    Emulator(blocks, REVERSE).forward(call, out, lse, visited)
+    return out, lse, visited
+
+
+def backward(q, k, v, out, lse, blocks, **options):
+    call = validate.call(q, k, v, Options(**options))
+    do = np.random.default_rng(5).standard_normal(out.shape).astype(q.dtype)
+    made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
+    emulator, visited = Emulator(blocks, REVERSE, deterministic=True), np.zeros(1, np.uint64)
+    emulator.backward(call, do, out, lse, None, made, None, visited)
+    return *made[:3], visited
+
+
+@emulated
+@mostly_thorough(
+    ("device", "name"),
+    [(device, name) for device in DEVICES for name in MASKS],
+    quick=[("sm90", "chosen, causal")],
+    why="more kernels and masks",
+)
+def test_lists_change_no_bit_and_no_tile(listed, device, name):
+    dtype, blocks = DEVICES[device]
+    q, k, v = draw(dtype)
+    options = {"mask": MASKS[name]}
+    found = []
+    for on in (False, True):
+        listed(on)
+        made = forward(q, k, v, blocks, **options)
+        found.append((*made, *backward(q, k, v, *made[:2], blocks, **options)))
+    for without, with_lists in zip(*found, strict=True):
+        assert same_bits(without, with_lists)
+    out, lse, _ = found[1][:3]
+    precision = Precision.of(dtype, tensor_cores=device.startswith("sm"))
+    bound = forward_bound(q, k, v, precision=precision, block_kv=64, **options)
+    assert rho(out, *bound.out).value <= 1
+    assert rho(lse, *bound.lse).value <= 1
+
+
+@pytest.mark.thorough("long rows; lists of short ones are quick")
+@emulated
+def test_neighbours_share_a_bit_where_a_row_has_many_tiles(listed, monkeypatch):
+    """The forward of warpgroups tells 2048 tiles apart."""
+    listed(True)
+    dtype, _ = DEVICES["sm90"]
+    length = 2100 * 32
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 8)).astype(dtype) for n in (20, length, length))
+    mask = masks.chosen([[3, 2090, 41, 42], [2099, 700, 0, -1]], (16, 32))
+    narrow = Blocks(hopper=True, warpgroups=(64, 32, 1))
+    out, lse, _ = forward(q, k, v, narrow, mask=mask)
+    monkeypatch.setattr(tile_lists, "SWITCH", "0")
+    for one, other in zip((out, lse), forward(q, k, v, narrow, mask=mask), strict=False):
+        assert same_bits(one, other)
+
+
+def route_of(mask, backward=False, shape=(2, 16, 4096, 128), **options):
+    q, k, v = (np.empty(shape, BRAIN) for _ in "qkv")
+    call = validate.call(q, k, v, Options(mask=mask, **options))
+    return route.of_gradients(call, H200) if backward else route.of(call, H200)
+
+
+H200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
+IDS = np.arange(4096) // 100
+ROWS = np.zeros((32, 4), np.int32)
+SHARED_LISTS = {
+    "chosen": (masks.chosen(ROWS, 128), (1, 1, 32, 1)),
+    "chosen, causal": (masks.chosen(ROWS, 128) & masks.causal(), (1, 1, 32, 1)),
+    "of an entry": (masks.chosen(np.stack([ROWS] * 2)[:, None], 128), (2, 1, 32, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_LISTS)
+def test_lists_are_written_once_for_what_shares_them(name):
+    mask, shape = SHARED_LISTS[name]
+    made = route_of(mask)
+    assert [step.part for step in made.steps] == ["lists", "forward"]
+    lists, main = made.steps
+    assert made.main is main
+    assert "from lists" in made.plan.reason
+    assert lists.special.tiles.block_q == main.block_q
+    assert lists.special.tiles.block_kv == main.block_kv
+    rows = -(-4096 // main.block_q)
+    assert made.recipe.scratch["tiles of queries"].shape == (*shape[:2], rows, shape[3], 2)
+    gradients = route_of(mask, backward=True)
+    parts = [step.part for step in gradients.steps]
+    assert parts.index("lists") == parts.index("dkdv") - 1
+    keys = next(step for step in gradients.steps if step.part == "dkdv").block_kv
+    held = gradients.recipe.scratch["tiles of keys"]
+    assert held.shape == (*shape[:2], -(-4096 // keys), 2, 2)
+    # What users are told to bring is enough.
+    most = tile_lists.most_scratch(gradients.call, H200)
+    assert most["dkdv"].nbytes >= held.nbytes
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (masks.causal(), {}),
+        (masks.window(100, 0), {}),
+        (masks.chosen(np.zeros((1, 16, 32, 4), int), 128), {"shape": (1, 16, 4096, 128)}),
+        (masks.chosen(ROWS[:4], 128), {"shape": (2, 16, 512, 128)}),  # few tiles
+        (masks.segments(IDS), {}),  # until it was timed
+    ],
+    ids=["range", "window", "nobody shares", "short", "documents"],
+)
+def test_calls_without_lists(mask, options):
+    assert [step.part for step in route_of(mask, **options).steps] == ["forward"]
+
+
+def test_the_switch(monkeypatch):
+    mask = masks.segments(IDS) & masks.causal()
+    monkeypatch.setattr(tile_lists, "SWITCH", "1")
+    assert [step.part for step in route_of(mask).steps] == ["lists", "forward"]
+    monkeypatch.setattr(tile_lists, "SWITCH", "0")
+    assert [step.part for step in route_of(masks.chosen(ROWS, 128)).steps] == ["forward"]
+
+
+def test_their_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(tile_lists, "MOST_BYTES", 100)
+    assert [step.part for step in route_of(masks.chosen(ROWS, 128)).steps] == ["forward"]
