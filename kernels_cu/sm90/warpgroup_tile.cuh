@@ -48,6 +48,7 @@ __device__ __forceinline__ void find_classes(const Params& p, TileClasses& class
       classes_smem.nonempty[n] = word.nonempty;
       classes_smem.full[n] = word.full;
     }
+    __syncwarp();  // the words of all lanes, which one of them reads and publishes
   } else if constexpr (HAS_MASK) {
     const long long keys = static_cast<long long>(BLOCK_KV) << shift;
 #pragma unroll 1
