@@ -168,6 +168,7 @@ class BackwardCall(PreparedCall):
         ):  # fmt: skip
             operand.load(array)
         self._dq.place(dq)
+        self._classes.fill(0)
         if not self._apart:
             self._dk.place(dk)
             self._dv.place(dv)
@@ -253,6 +254,8 @@ class BackwardCall(PreparedCall):
         )
         tiles = self._tiles
         changes = changes_of(layout, self._programs, pointers, self._ranges, tiles is not None)
+        self._classes = changes.lists.classes
+        self.nbytes += self._classes.nbytes
         block_q, block_kv = layout.block_q, layout.block_kv
         _, members, starts = self._groups
         counts = -(-layout.len_k[members[starts]] // block_kv)

@@ -78,7 +78,8 @@ def class_of_leaf(shape, changes, symbols, b, head, heads, i0, queries, j0, keys
     if changes.pointers.classify == 0:
         return FULL
     some, full = False, True
-    for h in range(head, head + heads):
+    last = head + (heads if changes.lists.by_head else 1)
+    for h in range(head, last):
         describe_tile(symbols, shape, b, h, i0, queries, j0, keys)
         found = class_of_tile(changes, symbols, queries, keys, edges, ri, rf)
         some |= found != EMPTY

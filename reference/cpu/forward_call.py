@@ -73,6 +73,8 @@ class ForwardCall(PreparedCall):
         changes = changes_of(
             layout, self._programs, self._pointers, self._ranges, bool(self._tiles)
         )
+        self._classes = changes.lists.classes
+        self.nbytes += self._classes.nbytes
         sizes = tile_sizes(layout.shape, changes)
         tiles = self._tiles
 
@@ -178,6 +180,7 @@ class ForwardCall(PreparedCall):
         self._lse.place(lse)
         if sink is not None:
             self._sinks[...] = sink
+        self._classes.fill(0)
         parallel(self._kernel, self._visited.size, (q, k, v, out, lse, self), self._seconds)
         self._out.finish(out)
         self._lse.finish(lse[..., None])

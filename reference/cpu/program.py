@@ -297,7 +297,8 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
         find_places(table, program.operands, b, axes - 1, ri, n, places)
         number = ri[program.operands[b + axes - 1]]
         for l in range(n):
-            ri[to, l] = row_contains(table, places[l], number[l])
+            alike = l > 0 and places[l] == places[l - 1] and number[l] == number[l - 1]
+            ri[to, l] = ri[to, l - 1] if alike else row_contains(table, places[l], number[l])
     elif op == Op.CONTAINS_ALL_INT or op == Op.CONTAINS_ANY_INT:
         every, some = rows_contain(table, program.operands, b, ri, op == Op.CONTAINS_ANY_INT)
         ri[to, 0] = some if op == Op.CONTAINS_ANY_INT else every
