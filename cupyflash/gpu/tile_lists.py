@@ -24,6 +24,7 @@ from .params import MAX_AXES, Table
 from .workspace import ArraySpec
 
 TILES = 32  # of a word
+RANK = 4  # bytes: the number of a row
 WORD = 2 * 4  # bytes: a bit for each tile that is not EMPTY, and one for each that is FULL
 MOST_BYTES = 64 << 20
 FEWEST_TILES = 16  # of a row, for which they pay
@@ -44,6 +45,8 @@ class Lists(NamedTuple):
         Whether a row is a block of keys.
     shift : int
         2**shift neighbouring tiles count as one.
+    ordered : bool
+        Whether the order of rows, the longest first, lies behind them.
     """
 
     entries: int
@@ -52,6 +55,7 @@ class Lists(NamedTuple):
     words: int
     of_keys: bool
     shift: int
+    ordered: bool = False
 
     @property
     def count(self) -> int:
@@ -61,16 +65,25 @@ class Lists(NamedTuple):
     @property
     def array(self) -> ArraySpec:
         """Their memory."""
-        shape = self.entries, self.heads, self.rows, self.words, 2
-        return ArraySpec(shape, np.dtype(np.uint32))
+        orders = self.entries * self.heads * self.rows * self.ordered
+        return ArraySpec((2 * self.count + orders,), np.dtype(np.uint32))
 
     @property
     def table(self) -> Table:
         """What kernels are told of them."""
-        shape = self.entries, self.heads, self.rows, self.words, int(self.of_keys), self.shift
+        shape = (
+            self.entries, self.heads, self.rows, self.words, int(self.of_keys), self.shift,
+            self.count * WORD,
+        )  # fmt: skip
         row = self.words * WORD
-        head = self.rows * row
-        strides = head * self.heads * (self.entries > 1), head * (self.heads > 1), row
+        strides = (
+            self.heads * self.rows * row * (self.entries > 1),
+            self.rows * row * (self.heads > 1),
+            row,
+            WORD,
+            self.heads * self.rows * RANK * (self.entries > 1),
+            self.rows * RANK * (self.heads > 1),
+        )
         return Table(
             0, shape + (0,) * (MAX_AXES - len(shape)), strides + (0,) * (MAX_AXES - len(strides))
         )
@@ -101,7 +114,7 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
     while spec.most_listed and _ceil(along, 1 << shift) > spec.most_listed:
         shift += 1
     words = _ceil(_ceil(along, 1 << shift), TILES)
-    found = Lists(entries, heads, across, words, of_keys, shift)
+    found = Lists(entries, heads, across, words, of_keys, shift, spec.deals)
     return found if found.array.nbytes <= MOST_BYTES else None
 
 

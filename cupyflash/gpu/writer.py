@@ -160,7 +160,7 @@ def step_of(launch: Launch, scratch: Mapping[str, ArraySpec], why: Callable[[], 
     """Return the step of a launch."""
     spec, tiles = launch.special.spec, launch.special.tiles
     # The tiles of a call are those of its main kernel, which include what entries share.
-    beside = spec.part in ("shared", "lists")
+    beside = spec.part in ("shared", "lists", "order")
     blocks = (0, 0) if beside or not tiles.block_kv else (tiles.block_q, tiles.block_kv)
     return KernelStep(spec.name, spec.part, spec.computes, *blocks, why, launch, scratch)
 
@@ -340,8 +340,7 @@ class Writer:
         if lists is None:
             lists = tile_lists.of(self.call, self.classes, spec, tiles)
             if lists is not None:
-                listed = Extent(lists.count, 0, 1)
-                self.add("lists", listed, blocks=(tiles.block_q, tiles.block_kv), lists=lists)
+                self._add_lists((tiles.block_q, tiles.block_kv), lists)
                 after += "; it reads which tiles the mask leaves from lists"
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
         assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
@@ -413,6 +412,12 @@ class Writer:
         launch = Launch(special, grid.size, template, tuple(slots), tma.maps)
         why = partial(registry.reason, choice, request, before, after)
         self.steps.append(step_of(launch, self.scratch, why))
+
+    def _add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
+        """Add the kernels that write lists for a kernel with these tiles."""
+        self.add("lists", Extent(lists.count, 0, 1), blocks=blocks, lists=lists)
+        if lists.ordered:
+            self.add("order", Extent(lists.entries * lists.heads, 0, 1), blocks=blocks, lists=lists)
 
     def route(
         self, call: Call, shared: decode.Shared = decode.NOT_SHARED, adds_dq: bool = False

@@ -17,6 +17,9 @@ constexpr int TILES = 32;  // of a word
 // Lengths of the table's axes, and what it has beyond them: whether a row is a block of keys, whose
 // tiles are those of queries, and the shift.
 constexpr int ENTRIES = 0, HEADS = 1, ROWS = 2, WORDS = 3, OF_KEYS = 4, SHIFT = 5;
+// Where the orders of rows begin, in bytes, if tile_order.cu wrote them; and the strides of their
+// entries and heads.
+constexpr int ORDERS = 6, ORDER_ENTRIES = 4, ORDER_HEADS = 5;
 
 __device__ __forceinline__ const Table& table(const Params& p) { return p.tables[NUM_TABLES - 1]; }
 
@@ -25,6 +28,14 @@ __device__ __forceinline__ const Word* words_of(const Params& p, long long b, lo
   const Table& lists = table(p);
   return reinterpret_cast<const Word*>(lists.data + b * lists.strides[ENTRIES] +
                                        h * lists.strides[HEADS] + row * lists.strides[ROWS]);
+}
+
+// The rows of an entry's head, the longest first.
+__device__ __forceinline__ const int* order_of(const Params& p, long long b, long long h) {
+  const Table& lists = table(p);
+  return reinterpret_cast<const int*>(lists.data + lists.shape[ORDERS] +
+                                      b * lists.strides[ORDER_ENTRIES] +
+                                      h * lists.strides[ORDER_HEADS]);
 }
 
 // Bits 0 and 1: whether the tile that begins with a query and a key is not EMPTY, and is FULL.

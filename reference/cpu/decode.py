@@ -260,6 +260,8 @@ def decode(first, last, work, scratch):
     leaves = 0
     # Where a mask lets queries see one range of keys, units have no others.
     may_hide = changes.mask.code.shape[0] > 0
+    # Whether heads hide the same pairs, so that the mask is evaluated once.
+    shares, zero = not (has_score or changes.lists.by_head), like
 
     while leaves < (last - first) * work.most_leaves:
         unit = arrive(first_address(counters))
@@ -340,10 +342,18 @@ def decode(first, last, work, scratch):
                     if classes[member] == EMPTY:
                         block[:] = -math.inf
                         continue
+                    if shares and classes[member] == FULL:
+                        continue
+                    if shares and x % heads:  # they see what the first of them sees
+                        for i in range(queries):
+                            for j in range(keys):
+                                if turned[j * across + i] == -math.inf:
+                                    block[i * LEAF + j] = -math.inf
+                        continue
                     task = members[first_member + member, 0]
                     for i in range(queries):
                         for j in range(keys):
-                            turned[j * across + i] = block[i * LEAF + j]
+                            turned[j * across + i] = zero if shares else block[i * LEAF + j]
                     describe_tile(
                         symbols, shape, tasks[task, 0], head + x - member * heads, tasks[task, 4],
                         queries, j0, keys,
@@ -362,7 +372,10 @@ def decode(first, last, work, scratch):
                         )  # fmt: skip
                     for i in range(queries):
                         for j in range(keys):
-                            block[i * LEAF + j] = turned[j * across + i]
+                            if not shares:
+                                block[i * LEAF + j] = turned[j * across + i]
+                            elif turned[j * across + i] == -math.inf:
+                                block[i * LEAF + j] = -math.inf
             hidden = 0
             if has_score or partial:
                 for r in range(rows):

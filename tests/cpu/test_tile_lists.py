@@ -96,3 +96,20 @@ def test_heads_with_masks_of_their_own_share_none():
     own = tile_lists.lists_of(OF_HEADS, 0, 2, *lengths, 4, 4, 4)
     assert own.by_head
     assert not len(own.classes)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_cache_is_asked_once_for_the_heads_of_a_group(queries):
+    """A mask that names the head, and says the same of each, is evaluated for each of them."""
+    rng = np.random.default_rng(3)
+    k, v = (rng.standard_normal((3, 2, 1500, 16)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((3, 8, queries, 16)).astype(np.float32)
+    lengths = np.array([1500, 70, 1289])
+    each = masks.mask(lambda b, h, i, j: h >= 0)
+    for mask in (masks.window(200, 0) | masks.prefix(90), ~masks.dilated(3), masks.blocks(
+        rng.random((1, 24)) < 0.3, queries, 64
+    )):  # fmt: skip
+        found, lse = cupyflash.attention_cached(q, k, v, lengths, mask=mask, return_lse=True)
+        own = cupyflash.attention_cached(q, k, v, lengths, mask=mask & each, return_lse=True)
+        assert same_bits(found, own[0])
+        assert same_bits(lse, own[1])

@@ -127,9 +127,9 @@ H200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
 IDS = np.arange(4096) // 100
 ROWS = np.zeros((32, 4), np.int32)
 SHARED_LISTS = {
-    "chosen": (masks.chosen(ROWS, 128), (1, 1, 32, 1)),
-    "chosen, causal": (masks.chosen(ROWS, 128) & masks.causal(), (1, 1, 32, 1)),
-    "of an entry": (masks.chosen(np.stack([ROWS] * 2)[:, None], 128), (2, 1, 32, 1)),
+    "chosen": (masks.chosen(ROWS, 128), (1, 1, 1)),
+    "chosen, causal": (masks.chosen(ROWS, 128) & masks.causal(), (1, 1, 1)),
+    "of an entry": (masks.chosen(np.stack([ROWS] * 2)[:, None], 128), (2, 1, 1)),
 }
 
 
@@ -137,20 +137,23 @@ SHARED_LISTS = {
 def test_lists_are_written_once_for_what_shares_them(name):
     mask, shape = SHARED_LISTS[name]
     made = route_of(mask)
-    assert [step.part for step in made.steps] == ["lists", "forward"]
-    lists, main = made.steps
+    assert [step.part for step in made.steps] == ["lists", "order", "forward"]
+    lists, _, main = made.steps
     assert made.main is main
     assert "from lists" in made.plan.reason
     assert lists.special.tiles.block_q == main.block_q
     assert lists.special.tiles.block_kv == main.block_kv
     rows = -(-4096 // main.block_q)
-    assert made.recipe.scratch["tiles of queries"].shape == (*shape[:2], rows, shape[3], 2)
+    planes, words = shape[0] * shape[1], shape[2]
+    # Two words of 32 bits, and where a row comes in the order of their lengths.
+    size = planes * rows * (words * 2 + 1)
+    assert made.recipe.scratch["tiles of queries"].shape == (size,)
     gradients = route_of(mask, backward=True)
     parts = [step.part for step in gradients.steps]
     assert parts.index("lists") == parts.index("dkdv") - 1
     keys = next(step for step in gradients.steps if step.part == "dkdv").block_kv
     held = gradients.recipe.scratch["tiles of keys"]
-    assert held.shape == (*shape[:2], -(-4096 // keys), 2, 2)
+    assert held.shape == (planes * -(-4096 // keys) * 2 * 2,)
     # What users are told to bring is enough.
     most = tile_lists.most_scratch(gradients.call, H200)
     assert most["dkdv"].nbytes >= held.nbytes
@@ -174,7 +177,7 @@ def test_calls_without_lists(mask, options):
 def test_the_switch(monkeypatch):
     mask = masks.segments(IDS) & masks.causal()
     monkeypatch.setattr(tile_lists, "SWITCH", "1")
-    assert [step.part for step in route_of(mask).steps] == ["lists", "forward"]
+    assert [step.part for step in route_of(mask).steps] == ["lists", "order", "forward"]
     monkeypatch.setattr(tile_lists, "SWITCH", "0")
     assert [step.part for step in route_of(masks.chosen(ROWS, 128)).steps] == ["forward"]
 

@@ -87,8 +87,8 @@ class Use:
 
     @property
     def lists(self) -> int:
-        """Bytes of the lists of tiles that it writes."""
-        return self.step.scratch if self.part == "lists" else 0
+        """Bytes of the lists of tiles that it writes or puts in order."""
+        return self.step.scratch if self.part in ("lists", "order") else 0
 
     @property
     def units(self) -> Units:

@@ -141,14 +141,15 @@ class Sizes:
         parts : int
             Bytes of parts of dk and dv, which are summed at the end.
         lists : int
-            Bytes of lists of tiles, which a kernel writes; what others read of them is not counted.
+            Bytes of lists of tiles, which a kernel writes, and another one puts in order; what the
+            others read of them is not counted.
         """
         sums = self.queries * self.sum_row
         if part == "sums":
             rows = made({"parts": parts}, {"dk": self.k, "dv": self.v})
             return rows, rows
-        if part == "lists":
-            rows = made({}, {"lists": lists})
+        if part in ("lists", "order"):
+            rows = made({}, {"lists": lists}) if part == "lists" else made({"lists": lists}, {})
             return rows, rows
         if part == "delta":
             rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
@@ -236,6 +237,6 @@ def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":
         return 2 * pairs * (2 * d + d_v)
-    if part in ("delta", "dq_rows", "join", "lists", "numbers", "sums"):
+    if part in ("delta", "dq_rows", "join", "lists", "numbers", "order", "sums"):
         return 0
     return 2 * pairs * (d + d_v)

@@ -31,6 +31,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "bias": (sm90.BIAS, sm80.BIAS, simt.BIAS),
     "sums": (rowwise.SUMS,),
     "lists": (simt.TILE_LISTS,),
+    "order": (simt.TILE_ORDER,),
     **{spec.part: (spec,) for spec in rowwise.OPERATIONS},
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}

@@ -16,7 +16,7 @@ from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
 ANY_HEAD = 2**31 - 1
-LIST_THREADS = 128
+LIST_THREADS, ORDER_THREADS = 128, 512
 STAGES = 2  # the two buffers of `Shape.stage`
 
 
@@ -282,6 +282,11 @@ def _configure_lists(request: Request) -> Tiles | None:
     return Tiles(*request.blocks, threads=LIST_THREADS, shared_memory=0)
 
 
+def _configure_order(request: Request) -> Tiles | None:
+    assert request.blocks is not None
+    return Tiles(*request.blocks, threads=ORDER_THREADS, shared_memory=4 * ORDER_THREADS)
+
+
 FORWARD = KernelSpec(
     source="simt/forward_simt.cu",
     part="forward",
@@ -349,6 +354,19 @@ TILE_LISTS = KernelSpec(
     chooses_tiles=True,
     configure=_configure_lists,
     grid=grid.by_warps,
+    sizes=(),
+    operands=(),
+)
+TILE_ORDER = KernelSpec(
+    source="simt/tile_order.cu",
+    part="order",
+    computes="which blocks of queries take longest",
+    method="counts tiles in integers",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
+    condition="blocks share work tiles, and tiles of a mask are listed",
+    chooses_tiles=True,
+    configure=_configure_order,
+    grid=grid.by_blocks,
     sizes=(),
     operands=(),
 )

@@ -283,6 +283,7 @@ FORWARD = KernelSpec(
     caches=True,
     ends_with_queries=True,
     lists="queries",
+    deals=True,
     most_listed=2048,  # warpgroup_tile::GROUPS
     cost=_cost_of_forward,
 )

@@ -93,5 +93,6 @@ FORWARD = KernelSpec(
     codes=True,
     ends_with_queries=True,
     lists="queries",
+    deals=True,
     most_listed=2048,  # warpgroup_tile::GROUPS
 )

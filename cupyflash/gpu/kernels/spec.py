@@ -323,6 +323,8 @@ class KernelSpec:
         Whether it waits for earlier launches itself, and so may begin while the last one ends.
     lists : {"", "queries", "keys"}
         Whether it can read lists of tiles, and of what blocks its rows of tiles are.
+    deals : bool
+        Whether its blocks share work tiles, which lists let it deal by their cost.
     most_listed : int
         The tiles of a row that it tells apart; of more, neighbours count as one. 0: all of them.
     cost : function
@@ -363,6 +365,7 @@ class KernelSpec:
     ends_with_queries: bool = False
     overlaps: bool = False
     lists: str = ""
+    deals: bool = False
     most_listed: int = 0
     cost: Callable[[Request, Tiles], Cost | None] = _unknown
     beside: str = ""
