@@ -14,8 +14,12 @@ from placement import same_bits
 
 from cupyflash import masks
 from cupyflash.arrays.cuda_device import Target
+from cupyflash.expr.interval import EMPTY, FULL, PARTIAL
+from cupyflash.expr.tile_classes import tile_classes
 from cupyflash.gpu import route, tile_lists
+from cupyflash.gpu.kernels import sm90
 from cupyflash.problem import validate
+from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, rho
@@ -37,8 +41,8 @@ DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 7, max(LENGTHS)))
 INDICES = np.random.default_rng(2).integers(-2, 7, (2, 1, 11, 3))
 MASKS = {
     "documents": masks.segments(DOCUMENTS[: LENGTHS[0]], DOCUMENTS[: LENGTHS[1]]) & masks.causal(),
-    "chosen": masks.chosen(INDICES, (30, 50)),
-    "chosen, causal": masks.chosen(INDICES[:1], (30, 50)) & masks.causal(),
+    "chosen": masks.chosen(INDICES[:1], (30, 50)),
+    "chosen, causal": masks.chosen(INDICES, (30, 50)) & masks.causal(),
     "by head": masks.mask(lambda b, h, i, j: (h // 2 == 0) | (abs(i - 2 * j) % 100 < 9)),
     "no key": masks.mask(lambda b, h, i, j: (j < 0) | (i * j < 0)),
 }
@@ -98,6 +102,39 @@ def test_lists_change_no_bit_and_no_tile(listed, device, name):
     bound = forward_bound(q, k, v, precision=precision, block_kv=64, **options)
     assert rho(out, *bound.out).value <= 1
     assert rho(lse, *bound.lse).value <= 1
+
+
+@emulated
+def test_lists_have_the_classes_of_all_tiles_and_rows_in_order(listed):
+    listed(True)
+    dtype, blocks = DEVICES["sm90"]
+    q, k, v = draw(dtype)
+    mask = MASKS["chosen, causal"]
+    call = validate.call(q, k, v, Options(mask=mask))
+    out, lse = np.empty_like(q), np.empty(q.shape[:-1], np.float32)
+    memory = np.zeros(1 << 16, np.uint8)
+    memory = memory[-memory.ctypes.data % 256 :][: 1 << 15]  # lists begin where it does
+    Emulator(blocks, REVERSE).forward(call, out, lse, workspace=memory)
+    chosen = sm90.fit_forward(24, 24, sm90.register_class(call))
+    block_q, block_kv = chosen.block_q, chosen.block_kv
+    rows, tiles = -(-LENGTHS[0] // block_q), -(-LENGTHS[1] // block_kv)
+    i, j = np.arange(rows)[:, None] * block_q, np.arange(tiles) * block_kv
+    ends = {
+        "i_low": i, "i_high": np.minimum(i + block_q, LENGTHS[0]) - 1,
+        "j_low": j, "j_high": np.minimum(j + block_kv, LENGTHS[1]) - 1,
+        "len_q": LENGTHS[0], "len_k": LENGTHS[1],
+    }  # fmt: skip
+    words = memory.view(np.uint32)
+    for b in range(2):
+        symbols = {name: np.asarray(x) for name, x in (ends | {"b": b, "h": 0}).items()}
+        classes = np.broadcast_to(tile_classes(trees(call).classes, symbols, "gpu"), (rows, tiles))
+        for n, least in enumerate((PARTIAL, FULL)):
+            bits = ((classes >= least) << np.arange(tiles)).sum(1)
+            assert (words[b * rows * 2 + n : (b + 1) * rows * 2 : 2] == bits).all()
+        cost = 5 * (classes != EMPTY).sum(1) - (classes == FULL).sum(1)
+        order = words[4 * rows + b * rows :][:rows].astype(int)
+        assert sorted(order) == list(range(rows))
+        assert (np.diff(cost[order]) <= 0).all()
 
 
 @pytest.mark.thorough("long rows; lists of short ones are quick")
