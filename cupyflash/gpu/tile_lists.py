@@ -98,8 +98,8 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
     problem, rows = call.problem, call.rows
     if classes is None or not spec.lists or not _wanted(classes):
         return None
-    if rows.adjoin or rows.cache is not None or problem.whole is not None:
-        return None
+    if any(rows.flags.values()) or problem.whole is not None:
+        return None  # packed, over a cache, or a piece
     names = {node.value for node in walk(classes) if node.op == "symbol"}
     entries = problem.batch if "b" in names else 1
     heads = problem.heads if "h" in names else 1

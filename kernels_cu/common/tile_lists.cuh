@@ -1,5 +1,5 @@
 // Lists of tiles: of each row of tiles, those that are not EMPTY and those that are FULL, as the
-// bits of words. tile_lists.cu writes them once for all heads that share a mask, and kernels with
+// bits of words. list_tiles.cu writes them once for all heads that share a mask, and kernels with
 // HAS_LISTS read them where others evaluate the mask's class.
 //
 // The last table of the parameters describes them. Its axes are entries, heads, rows and words; an
@@ -10,24 +10,24 @@
 namespace tile_lists {
 
 // Bit n of word w is that of tile 32 w + n, where 2^shift neighbours count as one tile.
-struct Word {
+struct ClassWord {
   unsigned int nonempty, full;
 };
 constexpr int TILES = 32;  // of a word
 // Lengths of the table's axes, and what it has beyond them: whether a row is a block of keys, whose
 // tiles are those of queries, and the shift.
 constexpr int ENTRIES = 0, HEADS = 1, ROWS = 2, WORDS = 3, OF_KEYS = 4, SHIFT = 5;
-// Where the orders of rows begin, in bytes, if tile_order.cu wrote them; and the strides of their
+// Where the orders of rows begin, in bytes, if order_tiles.cu wrote them; and the strides of their
 // entries and heads.
 constexpr int ORDERS = 6, ORDER_ENTRIES = 4, ORDER_HEADS = 5;
 
 __device__ __forceinline__ const Table& table(const Params& p) { return p.tables[NUM_TABLES - 1]; }
 
-__device__ __forceinline__ const Word* words_of(const Params& p, long long b, long long h,
-                                                int row) {
+__device__ __forceinline__ const ClassWord* words_of(const Params& p, long long b, long long h,
+                                                     int row) {
   const Table& lists = table(p);
-  return reinterpret_cast<const Word*>(lists.data + b * lists.strides[ENTRIES] +
-                                       h * lists.strides[HEADS] + row * lists.strides[ROWS]);
+  return reinterpret_cast<const ClassWord*>(lists.data + b * lists.strides[ENTRIES] +
+                                            h * lists.strides[HEADS] + row * lists.strides[ROWS]);
 }
 
 // The rows of an entry's head, the longest first.
@@ -45,7 +45,7 @@ __device__ __forceinline__ unsigned int bits_of(const Params& p, long long b, lo
   const int of_query = static_cast<int>(i) / BLOCK_Q, of_key = static_cast<int>(j) / BLOCK_KV;
   const bool of_keys = lists.shape[OF_KEYS] != 0;
   const int tile = (of_keys ? of_query : of_key) >> static_cast<int>(lists.shape[SHIFT]);
-  const Word word = words_of(p, b, h, of_keys ? of_key : of_query)[tile / TILES];
+  const ClassWord word = words_of(p, b, h, of_keys ? of_key : of_query)[tile / TILES];
   return (word.nonempty >> tile % TILES & 1) | (word.full >> tile % TILES & 1) << 1;
 }
 

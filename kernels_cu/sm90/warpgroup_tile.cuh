@@ -38,13 +38,13 @@ __device__ __forceinline__ void find_classes(const Params& p, TileClasses& class
   if constexpr (HAS_LISTS) {
     // They have the words of the same groups.
     const TileBox box = describe(0, 1);
-    const tile_lists::Word* const words =
+    const tile_lists::ClassWord* const words =
         tile_lists::words_of(p, box.b, box.h, static_cast<int>(box.i_low) / BLOCK_Q);
 #pragma unroll 1
     for (int n = lane;
          n < GROUPS / 32 && (static_cast<long long>(n) * 32 * BLOCK_KV << shift) < length;
          n += ptx::WARP_SIZE) {
-      const tile_lists::Word word = words[n];
+      const tile_lists::ClassWord word = words[n];
       classes_smem.nonempty[n] = word.nonempty;
       classes_smem.full[n] = word.full;
     }

@@ -17,6 +17,7 @@ from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 LARGEST_HEAD = 512
 ANY_HEAD = 2**31 - 1
 LIST_THREADS, ORDER_THREADS = 128, 512
+ANY_TILE = 64, 64
 STAGES = 2  # the two buffers of `Shape.stage`
 
 
@@ -277,14 +278,14 @@ _METHOD = "runs the portable kernel in {accumulator}"
 
 
 def _configure_lists(request: Request) -> Tiles | None:
-    """Return the tiles of the kernel that reads the lists."""
-    assert request.blocks is not None
-    return Tiles(*request.blocks, threads=LIST_THREADS, shared_memory=0)
+    """Return the tiles of the kernel that reads the lists, if it is known."""
+    blocks = request.blocks or ANY_TILE
+    return Tiles(*blocks, threads=LIST_THREADS, shared_memory=0)
 
 
 def _configure_order(request: Request) -> Tiles | None:
-    assert request.blocks is not None
-    return Tiles(*request.blocks, threads=ORDER_THREADS, shared_memory=4 * ORDER_THREADS)
+    blocks = request.blocks or ANY_TILE
+    return Tiles(*blocks, threads=ORDER_THREADS, shared_memory=4 * ORDER_THREADS)
 
 
 FORWARD = KernelSpec(
@@ -344,8 +345,8 @@ BIAS = KernelSpec(
     configure=functools.partial(_configure, "backward_bias", False),
     grid=grid.by_tiles,
 )
-TILE_LISTS = KernelSpec(
-    source="simt/tile_lists.cu",
+LIST_TILES = KernelSpec(
+    source="simt/list_tiles.cu",
     part="lists",
     computes="which tiles the mask leaves",
     method="compares in integers and float32",
@@ -357,8 +358,8 @@ TILE_LISTS = KernelSpec(
     sizes=(),
     operands=(),
 )
-TILE_ORDER = KernelSpec(
-    source="simt/tile_order.cu",
+ORDER_TILES = KernelSpec(
+    source="simt/order_tiles.cu",
     part="order",
     computes="which blocks of queries take longest",
     method="counts tiles in integers",

@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const unsigned int nonempty = ptx::ballot(tile <= last && found != EMPTY);
   const unsigned int full = ptx::ballot(tile <= last && found == FULL);
   if (ptx::lane_index() == 0) {
-    const_cast<Word*>(words_of(p, b, h, static_cast<int>(row)))[word] = Word{nonempty, full};
+    const_cast<ClassWord*>(words_of(p, b, h, static_cast<int>(row)))[word] =
+        ClassWord{nonempty, full};
   }
 }

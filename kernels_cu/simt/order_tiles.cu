@@ -8,7 +8,7 @@
 
 namespace {
 
-__device__ __forceinline__ int cost_of(const tile_lists::Word* words, int count) {
+__device__ __forceinline__ int cost_of(const tile_lists::ClassWord* words, int count) {
   int cost = 0;
 #pragma unroll 4
   for (int n = 0; n < count; ++n) {
