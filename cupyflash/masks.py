@@ -393,7 +393,8 @@ def chosen(indices: ArrayLike, block: SupportsIndex | tuple[SupportsIndex, Suppo
     indices : array of int
         Blocks of keys, in any order; -1 stands for none, and so does every number that is no block
         of keys. A block that comes twice counts once. It broadcasts to
-        (..., Hq, ceil(Lq / block_q), n), and is read in place, when the call is computed.
+        (..., Hq, ceil(Lq / block_q), n), and is read in place, when the call is computed. With
+        fewer heads, as many as divide Hq, a group of query heads shares those of one.
     block : int or tuple of 2 int
         The size of blocks, 1 or more, or ``(block_q, block_k)``: how many queries share a row of
         `indices`, and how many keys are a block. ``(1, 64)`` chooses for each query.
@@ -422,7 +423,7 @@ def chosen(indices: ArrayLike, block: SupportsIndex | tuple[SupportsIndex, Suppo
         got = f"dtype {array.dtype}, shape {array.shape}"
         raise ArgumentTypeError(f"chosen: indices: got {got}; expected rows of integers.")
     axes = (
-        Axis(_H, "heads"),
+        Axis(_H, "heads", shared=True),
         Axis(_block(_I, block_q), f"len_q/{block_q}"),
         Axis(_block(_J, block_k), f"len_k/{block_k}", exact=int(array.shape[-1])),
     )

@@ -89,6 +89,7 @@ class Axis:
     index: Expr
     size: str  # "heads", "len_q", "len_k", or a quotient rounded up, as in "len_q/64"
     exact: int | None = None  # a fixed size instead
+    shared: bool = False  # the array's length may divide the size: neighbours share an element
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,10 @@ def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     full = lead + wanted
     # The specification asks for one sequence at a time, and an array may serve longer ones.
     some = sizes.packed and np.size(sizes.len_q) < math.prod(sizes.lead)
+    shares = (False,) * len(lead) + tuple(axis.shared for axis in axes)
     fits = len(shape) <= len(full) and all(
-        size in (1, want) or (some and size > want)
-        for size, want in zip(reversed(shape), reversed(full), strict=False)
+        size in (1, want) or (some and size > want) or (share and size > 0 and want % size == 0)
+        for size, want, share in zip(*map(reversed, (shape, full, shares)), strict=False)
     )
     if not fits:
         names = "".join(f", {axis.size}" for axis in axes if axis.exact is None)
@@ -247,7 +249,12 @@ def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     for axis in axes:
         start = symbol(axis.size.replace("len", "start")) if packed else None
         indices.append(axis.index if start is None else start + axis.index)
-    indices = indices[len(full) - len(shape) :]
+    missing = len(full) - len(shape)
+    of_axes = zip(indices[missing:], shape, full[missing:], shares[missing:], strict=True)
+    indices = [
+        index // (want // size) if share and 1 < size < want else index
+        for index, size, want, share in of_axes
+    ]
     zero = as_expr(0)
     chosen = tuple(zero if size == 1 else index for index, size in zip(indices, shape, strict=True))
     if alignment.contains:

@@ -132,7 +132,7 @@ def _value(node: Expr, arrays: dict[int, tuple[int, Any]]) -> Any:
         return _place(array, arrays), proven
     if node.op == "aligned":
         alignment = node.value
-        axes = tuple((axis.size, axis.exact) for axis in alignment.axes)
+        axes = tuple((axis.size, axis.exact, axis.shared) for axis in alignment.axes)
         own = alignment.argument, alignment.lead, alignment.packed, alignment.contains
         return _place(alignment.array, arrays), axes, own
     # -0.0 equals 0.0 and NaN does not equal itself, so numbers are compared by their digits.

@@ -8,6 +8,7 @@ of a result depends on it.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ class Lists(NamedTuple):
     ----------
     entries, heads : int
         Of different lists: 1 where all share them.
+    each : int
+        Neighbouring heads that share a list, where there are several.
     rows, words : int
         Rows of tiles, and words of a row.
     of_keys : bool
@@ -51,6 +54,7 @@ class Lists(NamedTuple):
 
     entries: int
     heads: int
+    each: int
     rows: int
     words: int
     of_keys: bool
@@ -73,7 +77,7 @@ class Lists(NamedTuple):
         """What kernels are told of them."""
         shape = (
             self.entries, self.heads, self.rows, self.words, int(self.of_keys), self.shift,
-            self.count * WORD,
+            self.count * WORD, self.each,
         )  # fmt: skip
         row = self.words * WORD
         strides = (
@@ -102,19 +106,22 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
         return None  # packed, over a cache, or a piece
     names = {node.value for node in walk(classes) if node.op == "symbol"}
     entries = problem.batch if "b" in names else 1
-    heads = problem.heads if "h" in names else 1
+    each = _heads_of_list(classes, problem.heads) if "h" in names else problem.heads
+    heads = problem.heads // max(each, 1)
     of_keys = spec.lists == "keys"
     of_queries = _ceil(int(np.max(problem.len_q, initial=0)), tiles.block_q)
     across, along = of_queries, _ceil(int(np.max(problem.len_k, initial=0)), tiles.block_kv)
     if of_keys:
         across, along = along, across
-    if along < FEWEST_TILES or problem.batch * problem.heads < 2 * entries * heads:
+    # Searches take long enough to have warps of their own, even if nobody shares them.
+    pays = problem.batch * problem.heads >= 2 * entries * heads or _searches(classes)
+    if along < FEWEST_TILES or not pays:
         return None
     shift = 0
     while spec.most_listed and _ceil(along, 1 << shift) > spec.most_listed:
         shift += 1
     words = _ceil(_ceil(along, 1 << shift), TILES)
-    found = Lists(entries, heads, across, words, of_keys, shift, spec.deals)
+    found = Lists(entries, heads, each, across, words, of_keys, shift, spec.deals)
     return found if found.array.nbytes <= MOST_BYTES else None
 
 
@@ -144,4 +151,19 @@ def _ceil(x: int, y: int) -> int:
 def _wanted(classes: Expr) -> bool:
     if SWITCH in ("0", "1"):
         return SWITCH == "1"
+    return _searches(classes)
+
+
+def _searches(classes: Expr) -> bool:
     return any(node.op.startswith("contains") for node in walk(classes))
+
+
+def _heads_of_list(classes: Expr, heads: int) -> int:
+    """Return how many neighbouring heads a mask cannot tell apart."""
+    found = heads
+    for node in walk(classes):
+        is_group = node.op == "floor_divide" and node.args[1].op == "constant"
+        for arg in node.args:
+            if arg.op == "symbol" and arg.value == "h":
+                found = math.gcd(found, node.args[1].value if is_group else 1)
+    return found

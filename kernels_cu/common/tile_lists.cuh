@@ -20,14 +20,20 @@ constexpr int ENTRIES = 0, HEADS = 1, ROWS = 2, WORDS = 3, OF_KEYS = 4, SHIFT = 
 // Where the orders of rows begin, in bytes, if order_tiles.cu wrote them; and the strides of their
 // entries and heads.
 constexpr int ORDERS = 6, ORDER_ENTRIES = 4, ORDER_HEADS = 5;
+constexpr int EACH = 7;  // neighbouring heads that share a list
 
 __device__ __forceinline__ const Table& table(const Params& p) { return p.tables[NUM_TABLES - 1]; }
+
+__device__ __forceinline__ int list_of(const Table& lists, long long h) {
+  return static_cast<int>(h) / static_cast<int>(lists.shape[EACH]);
+}
 
 __device__ __forceinline__ const ClassWord* words_of(const Params& p, long long b, long long h,
                                                      int row) {
   const Table& lists = table(p);
   return reinterpret_cast<const ClassWord*>(lists.data + b * lists.strides[ENTRIES] +
-                                            h * lists.strides[HEADS] + row * lists.strides[ROWS]);
+                                            list_of(lists, h) * lists.strides[HEADS] +
+                                            row * lists.strides[ROWS]);
 }
 
 // The rows of an entry's head, the longest first.
@@ -35,7 +41,7 @@ __device__ __forceinline__ const int* order_of(const Params& p, long long b, lon
   const Table& lists = table(p);
   return reinterpret_cast<const int*>(lists.data + lists.shape[ORDERS] +
                                       b * lists.strides[ORDER_ENTRIES] +
-                                      h * lists.strides[ORDER_HEADS]);
+                                      list_of(lists, h) * lists.strides[ORDER_HEADS]);
 }
 
 // Bits 0 and 1: whether the tile that begins with a query and a key is not EMPTY, and is FULL.

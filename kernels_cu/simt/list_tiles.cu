@@ -14,9 +14,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const unsigned int heads = static_cast<unsigned int>(lists.shape[HEADS]);
   const unsigned int number = (blockIdx.x * THREADS + threadIdx.x) / ptx::WARP_SIZE;
   const unsigned int word = number % words, row = number / words % rows;
-  const unsigned int h = number / words / rows % heads, b = number / words / rows / heads;
+  const unsigned int list = number / words / rows % heads, b = number / words / rows / heads;
   if (b >= lists.shape[ENTRIES]) return;  // a whole warp
 
+  const long long h = list * lists.shape[EACH];  // the first head that has it
   const bool of_keys = lists.shape[OF_KEYS] != 0;
   const long long length = of_keys ? p.len_k : p.len_q, along = of_keys ? p.len_q : p.len_k;
   const int block = of_keys ? BLOCK_KV : BLOCK_Q;

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int rows = static_cast<int>(lists.shape[ROWS]),
             words = static_cast<int>(lists.shape[WORDS]);
   const unsigned int heads = static_cast<unsigned int>(lists.shape[HEADS]);
-  const long long b = blockIdx.x / heads, h = blockIdx.x % heads;
+  const long long b = blockIdx.x / heads, h = blockIdx.x % heads * lists.shape[EACH];
   const int thread = static_cast<int>(threadIdx.x);
   const auto cost = [&](int row) {
     return row < rows ? cost_of(words_of(p, b, h, row), words) : -1;

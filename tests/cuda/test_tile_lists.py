@@ -41,7 +41,7 @@ DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 7, max(LENGTHS)))
 INDICES = np.random.default_rng(2).integers(-2, 7, (2, 1, 11, 3))
 MASKS = {
     "documents": masks.segments(DOCUMENTS[: LENGTHS[0]], DOCUMENTS[: LENGTHS[1]]) & masks.causal(),
-    "chosen": masks.chosen(INDICES[:1], (30, 50)),
+    "chosen": masks.chosen(INDICES.reshape(1, 2, 11, 3), (30, 50)),  # for heads of keys
     "chosen, causal": masks.chosen(INDICES, (30, 50)) & masks.causal(),
     "by head": masks.mask(lambda b, h, i, j: (h // 2 == 0) | (abs(i - 2 * j) % 100 < 9)),
     "no key": masks.mask(lambda b, h, i, j: (j < 0) | (i * j < 0)),
@@ -166,6 +166,7 @@ ROWS = np.zeros((32, 4), np.int32)
 SHARED_LISTS = {
     "chosen": (masks.chosen(ROWS, 128), (1, 1, 1)),
     "chosen, causal": (masks.chosen(ROWS, 128) & masks.causal(), (1, 1, 1)),
+    "for heads of keys": (masks.chosen(np.stack([ROWS] * 4), 128), (1, 4, 1)),
     "of an entry": (masks.chosen(np.stack([ROWS] * 2)[:, None], 128), (2, 1, 1)),
 }
 
@@ -201,11 +202,10 @@ def test_lists_are_written_once_for_what_shares_them(name):
     [
         (masks.causal(), {}),
         (masks.window(100, 0), {}),
-        (masks.chosen(np.zeros((1, 16, 32, 4), int), 128), {"shape": (1, 16, 4096, 128)}),
         (masks.chosen(ROWS[:4], 128), {"shape": (2, 16, 512, 128)}),  # few tiles
         (masks.segments(IDS), {}),  # until it was timed
     ],
-    ids=["range", "window", "nobody shares", "short", "documents"],
+    ids=["range", "window", "short", "documents"],
 )
 def test_calls_without_lists(mask, options):
     assert [step.part for step in route_of(mask, **options).steps] == ["forward"]
@@ -217,6 +217,14 @@ def test_the_switch(monkeypatch):
     assert [step.part for step in route_of(mask).steps] == ["lists", "order", "forward"]
     monkeypatch.setattr(tile_lists, "SWITCH", "0")
     assert [step.part for step in route_of(masks.chosen(ROWS, 128)).steps] == ["forward"]
+
+
+def test_what_nobody_shares_is_listed_where_it_takes_a_search(monkeypatch):
+    own = masks.chosen(np.zeros((1, 16, 32, 4), int), 128)
+    assert len(route_of(own, shape=(1, 16, 4096, 128)).steps) == 3
+    monkeypatch.setattr(tile_lists, "SWITCH", "1")
+    by_head = masks.mask(lambda b, h, i, j: (h == 3) | (i * j > 9))
+    assert len(route_of(by_head, shape=(1, 16, 4096, 128)).steps) == 1
 
 
 def test_their_memory_is_bounded(monkeypatch):

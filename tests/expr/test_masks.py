@@ -165,16 +165,17 @@ def allowed_by(indices, block_q, block_k, length_q, length_k):
 )
 def test_chosen(lengths, block, count, seed):
     draws = np.random.default_rng(seed)
-    blocks = [-(-length // size) for length, size in zip(lengths, block, strict=True)]
-    lead = [(), (1,), (2,), (3, 1), (3, 2)][seed % 5]
+    blocks = -(-np.array(lengths) // block)
+    lead = [(), (1,), (4,), (3, 1), (3, 2)][seed % 5]
     shape = (*lead, blocks[0] if seed % 3 else 1, count)
     # Out of order, repeated, none, and numbers of blocks that do not exist.
     indices = draws.integers(-2, blocks[1] + 2, shape).astype(draws.choice(["i1", "u4", "i8"]))
-    expected = allowed_by(np.broadcast_to(indices, (3, 2, blocks[0], count)), *block, *lengths)
-    same(masks.chosen(indices, block), (3,), 2, *lengths, expected)
+    wide = indices.repeat(2, -3) if len(lead) == 2 and lead[1] == 2 else indices  # of 4 heads
+    expected = allowed_by(np.broadcast_to(wide, (3, 4, blocks[0], count)), *block, *lengths)
+    same(masks.chosen(indices, block), (3,), 4, *lengths, expected)
     joined = masks.chosen(indices.tolist() if indices.size else indices, block) & masks.causal()
     i, j = grid(*lengths)
-    same(joined, (3,), 2, *lengths, expected & (j <= i + lengths[1] - lengths[0]))
+    same(joined, (3,), 4, *lengths, expected & (j <= i + lengths[1] - lengths[0]))
 
 
 @pytest.mark.parametrize("lengths", [(3, 7), (4, 4), (5, 2), (1, 6)])
