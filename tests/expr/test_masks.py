@@ -155,8 +155,7 @@ def test_blocks(shape):
 
 def allowed_by(indices, block_q, block_k, length_q, length_k):
     """Chosen blocks of keys as Booleans of pairs: (..., Lq, Lk)."""
-    blocks = np.arange(-(-length_k // block_k))
-    layout = (indices[..., None] == blocks).any(-2)
+    layout = (indices[..., None] == np.arange(-(-length_k // block_k))).any(-2)
     return layout.repeat(block_q, -2).repeat(block_k, -1)[..., :length_q, :length_k]
 
 
