@@ -24,8 +24,7 @@ _CACHE = (
 )
 _ROPE = "call cupyflash.rope(x, positions, rotary), which rotates rows of q or k"
 PACKAGE: Mapping[str, str] = {
-    "BlockMask": "masks.mask(function), masks.blocks(layout, block_q, block_k) and "
-    "masks.chosen(indices, block) make such masks",
+    "BlockMask": "masks.mask(function) and masks.blocks(layout, block_q, block_k) make such masks",
     "attention_bwd": "call attention_backward(do, q, k, v, out, lse), or attention_vjp(q, k, v)",
     "attention_forward": "call attention(q, k, v, return_lse=True)",
     "attention_fwd": "call attention(q, k, v, return_lse=True)",
