@@ -62,7 +62,7 @@ class Lists(NamedTuple):
     ordered: bool = False
 
     @property
-    def count(self) -> int:
+    def word_count(self) -> int:
         """The words of all rows."""
         return self.entries * self.heads * self.rows * self.words
 
@@ -70,14 +70,14 @@ class Lists(NamedTuple):
     def array(self) -> ArraySpec:
         """Their memory."""
         orders = self.entries * self.heads * self.rows * self.ordered
-        return ArraySpec((2 * self.count + orders,), np.dtype(np.uint32))
+        return ArraySpec((2 * self.word_count + orders,), np.dtype(np.uint32))
 
     @property
     def table(self) -> Table:
         """What kernels are told of them."""
         shape = (
             self.entries, self.heads, self.rows, self.words, int(self.of_keys), self.shift,
-            self.count * WORD, self.each,
+            self.word_count * WORD, self.each,
         )  # fmt: skip
         row = self.words * WORD
         strides = (

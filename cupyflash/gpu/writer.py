@@ -415,7 +415,7 @@ class Writer:
 
     def _add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
         """Add the kernels that write lists for a kernel with these tiles."""
-        self.add("lists", Extent(lists.count, 0, 1), blocks=blocks, lists=lists)
+        self.add("lists", Extent(lists.word_count, 0, 1), blocks=blocks, lists=lists)
         if lists.ordered:
             self.add("order", Extent(lists.entries * lists.heads, 0, 1), blocks=blocks, lists=lists)
 
