@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays.cuda_device import Target
+from ..expr.edges import has_edges
 from ..expr.key_range import key_range
 from ..expr.nodes import Expr, walk
-from ..problem.bound_exprs import trees
+from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Call
 from .kernels import registry
 from .kernels.spec import KernelSpec, Request, Tiles
@@ -93,11 +94,21 @@ class Lists(NamedTuple):
         )
 
 
+def classes_of(made: Trees, has_range: bool) -> Expr | None:
+    """Return the class over a tile of a mask that may have lists, or None.
+
+    A mask that is a range of keys is found faster without, and of one that may change at every key,
+    such as an array of Booleans, hardly anything is proven.
+    """
+    if made.allowed is None or made.classes is None or has_range:
+        return None
+    return made.classes if has_edges(made.allowed) or _searches(made.classes) else None
+
+
 def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> Lists | None:
     """Return the lists with which a kernel with these tiles serves a call; None if with none.
 
-    `classes` is the class of the mask over a tile; it is None of a mask that is a range of keys,
-    which are found faster without.
+    `classes` is what `classes_of` returned.
     """
     problem, rows = call.problem, call.rows
     if classes is None or not spec.lists or not _wanted(classes):
@@ -128,14 +139,15 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
 def most_scratch(call: Call, target: Target) -> dict[str, ArraySpec]:
     """Return the lists of a backward, at least as large as those of the kernels that serve it."""
     made = trees(call)
-    if made.allowed is None or key_range(made.allowed, call.problem) is not None:
+    if made.allowed is None:
         return {}
+    classes = classes_of(made, key_range(made.allowed, call.problem) is not None)
     found: dict[str, ArraySpec] = {}
     for part in ("dkdv", "dq"):
         for spec in registry.KERNELS[part]:
             for slope in (False, True) if spec.is_for(call.problem, target) else ():
                 tiles = spec.configure(Request(call.problem, target, call, slope=slope))
-                lists = None if tiles is None else of(call, made.classes, spec, tiles)
+                lists = None if tiles is None else of(call, classes, spec, tiles)
                 if lists is not None and lists.array.nbytes > found.get(part, _NONE).nbytes:
                     found[part] = lists.array
     return found

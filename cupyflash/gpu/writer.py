@@ -225,7 +225,7 @@ class Writer:
         size = self._layout(functions).size
         _check_size(functions, size)
         self.request = replace(request, slope=functions.has_dscore, params_bytes=size)
-        self.classes = None if functions.has_range else made.classes
+        self.classes = tile_lists.classes_of(made, functions.has_range)
         assert self.request.lead is not None
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []

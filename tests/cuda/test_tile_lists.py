@@ -211,6 +211,12 @@ def test_calls_without_lists(mask, options):
     assert [step.part for step in route_of(mask, **options).steps] == ["forward"]
 
 
+def test_a_mask_of_which_nothing_is_proven_has_no_lists(monkeypatch):
+    monkeypatch.setattr(tile_lists, "SWITCH", "1")
+    for mask in (masks.dense(np.ones((4096, 4096), bool)), masks.dilated(3)):
+        assert [step.part for step in route_of(mask).steps] == ["forward"]
+
+
 def test_the_switch(monkeypatch):
     mask = masks.segments(IDS) & masks.causal()
     monkeypatch.setattr(tile_lists, "SWITCH", "1")
