@@ -43,7 +43,7 @@ MASKS = {
     "documents": masks.segments(DOCUMENTS[: LENGTHS[0]], DOCUMENTS[: LENGTHS[1]]) & masks.causal(),
     "chosen": masks.chosen(INDICES.reshape(1, 2, 11, 3), (30, 50)),  # for heads of keys
     "chosen, causal": masks.chosen(INDICES, (30, 50)) & masks.causal(),
-    "by head": masks.mask(lambda b, h, i, j: (h // 2 == 0) | (abs(i - 2 * j) % 100 < 9)),
+    "by head": masks.mask(lambda b, h, i, j: (h // 2 == 0) | (abs(i - 2 * j) < 60)),
     "no key": masks.mask(lambda b, h, i, j: (j < 0) | (i * j < 0)),
 }
 
