@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from ..arrays import device_arrays
 from ..errors import ArgumentError
-from ..problem.call import Call
+from ..problem.call import Call, scale_steps
+from ..problem.encoding import Encoding
 from .params import MAX_AXES, MAX_LEAD, Operand, Table
 
 Strides = tuple[int, ...]
@@ -147,3 +148,15 @@ def are_aligned(call: Call) -> bool:
         and not device_arrays.address(x) % ROW_ALIGNMENT
         for x in (call.q, call.k, call.v)
     )
+
+
+def scales(encoding: Encoding, paged: bool) -> dict[str, Any]:
+    """Return how the scales of a cache lie in memory, by the names of kernels."""
+    told: dict[str, Any] = {}
+    for name, scale in encoding.scales.items():
+        page, head, row, group = (step // scale.itemsize for step in scale_steps(scale))
+        entry = 0 if paged else page
+        lead = (*(0,) * (MAX_LEAD - 1), entry)
+        told[name] = Operand(lead=lead, head=head, row=row, col=group)
+        told[f"{name}_page"] = page if paged else 0
+    return told

@@ -24,15 +24,15 @@ from ..expr.functions import SCORE
 from ..expr.key_range import key_range
 from ..expr.nodes import LOOKUPS, Expr, walk
 from ..problem.bound_exprs import added, trees
-from ..problem.call import Cache, Call, Plan, Problem, scale_steps
-from ..problem.encoding import NUMBERS, Encoding
+from ..problem.call import Cache, Call, Plan, Problem
+from ..problem.encoding import NUMBERS
 from ..problem.route import Route, Step
 from ..problem.tangents import Tangents
 from . import params, strides, tile_lists
 from .kernels import decode, registry, tma_operands
 from .kernels.registry import Choice
 from .kernels.spec import Extent, KernelSpec, Request
-from .params import KINDS, Operand
+from .params import KINDS
 from .specialisation import NONE, Specialisation
 from .tile_lists import Lists
 from .tma import TensorMap
@@ -303,7 +303,7 @@ class Writer:
                 x.strides[0] // x.itemsize for x in (call.k, call.v)
             )
         self.named += cache.encoding.scales
-        self.told |= _scales(cache.encoding, paged=table is not None)
+        self.told |= strides.scales(cache.encoding, paged=table is not None)
 
     def add(
         self,
@@ -443,18 +443,6 @@ def _page_rows(call: Call, spec: KernelSpec) -> int:
     """Return the neighbouring positions of a cache that lie in the same page, for a kernel."""
     in_pages = "k" in call.rows.apart
     return spec.page_rows if in_pages and call.k.shape[-2] % spec.page_rows == 0 else 1
-
-
-def _scales(encoding: Encoding, paged: bool) -> dict[str, Any]:
-    """Return how the scales of a cache lie in memory, by the names of kernels."""
-    told: dict[str, Any] = {}
-    for name, scale in encoding.scales.items():
-        page, head, row, group = (step // scale.itemsize for step in scale_steps(scale))
-        entry = 0 if paged else page
-        lead = (*(0,) * (params.MAX_LEAD - 1), entry)
-        told[name] = Operand(lead=lead, head=head, row=row, col=group)
-        told[f"{name}_page"] = page if paged else 0
-    return told
 
 
 def _with_origins(generated: Generated, problem: Problem) -> Generated:

@@ -198,6 +198,8 @@ class BackwardCall(PreparedCall):
         """
         if self._is_empty or self._apart or self._has_sink or self._no_dlse is None:
             return None
+        if self._classes.size:  # which are found anew in each call
+            return None
         arrays: dict[str, Operand | Result] = {
             "d_out": self._do, "q": self._q, "k": self._k, "v": self._v, "out": self._out,
             "lse": self._lse, "dq": self._dq, "dk": self._dk, "dv": self._dv,

@@ -103,7 +103,7 @@ class ForwardCall(PreparedCall):
 
     def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:
         """Return what makes the call again at addresses: of q, k, v, out and lse, and of tables."""
-        if self._has_sink or not self._visited.size:
+        if self._has_sink or not self._visited.size or self._classes.size:
             return None
         step = Step(self._kernel, self._visited.size, self._seconds)
         return self._placed([step], self._arrays(wants_lse), tables)
@@ -132,7 +132,8 @@ class ForwardCall(PreparedCall):
         """
         layout = self._layout
         lengths = layout.len_k
-        if self._has_sink or not self._visited.size or self._programs.ranges is not None:
+        ranges = self._programs.ranges
+        if self._has_sink or not self._visited.size or self._classes.size or ranges is not None:
             return None
         if not lengths.all():  # its time says nothing of others'
             return None

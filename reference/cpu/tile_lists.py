@@ -16,6 +16,7 @@ from .jit import INT, vector
 from .program import SYMBOLS, Op, Program
 from .structs import Struct
 
+FEWEST_TILES = 32  # of a call for which lists pay
 MOST_BYTES = 1 << 24  # of a call; one whose lists would take more asks for each head
 
 
@@ -61,7 +62,7 @@ def lists_of(
     )
     entry = rows * row if differ else 0
     size = rows * row * (len(len_q) if differ else 1)
-    if not 0 < size <= MOST_BYTES:
+    if not FEWEST_TILES <= size <= MOST_BYTES:
         return none
     classes = np.zeros(size, np.uint8)
     return TileLists(classes, entry, row, queries, block_kv, none.by_head)

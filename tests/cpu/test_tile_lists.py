@@ -32,6 +32,11 @@ MASKS = {
 OF_ENTRIES, OF_HEADS = (lower(as_expr(POSITIONS["bhij".index(x)] > 0)) for x in "bh")
 
 
+@pytest.fixture(autouse=True)
+def however_few(monkeypatch):
+    monkeypatch.setattr(tile_lists, "FEWEST_TILES", 1)
+
+
 def draw():
     rng = np.random.default_rng(0)
     shapes = (2, 4, LENGTHS[0], 24), (2, 2, LENGTHS[1], 24), (2, 2, LENGTHS[1], 24)
