@@ -255,7 +255,9 @@ class BackwardCall(PreparedCall):
             0.02,
         )
         tiles = self._tiles
-        changes = changes_of(layout, self._programs, pointers, self._ranges, tiles is not None)
+        changes = changes_of(
+            layout, self._programs, pointers, self._ranges, tiles is not None, keeps_classes=True
+        )
         self._classes = changes.lists.classes
         self.nbytes += self._classes.nbytes
         block_q, block_kv = layout.block_q, layout.block_kv

@@ -97,7 +97,7 @@ class DecodeCall(PreparedCall):
         self._out = Result(layout, out, scratch, narrow=pointers.narrow)
         self._lse = Result(layout, lse[..., None], scratch)
         self._sinks = sinks_of(layout, sink)
-        changes = changes_of(layout, programs, pointers, self._ranges, keeps_classes=False)
+        changes = changes_of(layout, programs, pointers, self._ranges)
         self._described, self._cache = cache, PackedCache(cache)
         self._changes = changes
         self._sizes = lambda top: decode_sizes(layout.shape, changes, cache, top)

@@ -71,7 +71,12 @@ class ForwardCall(PreparedCall):
         """Return the kernel with its arguments."""
         layout = self._layout
         changes = changes_of(
-            layout, self._programs, self._pointers, self._ranges, bool(self._tiles)
+            layout,
+            self._programs,
+            self._pointers,
+            self._ranges,
+            bool(self._tiles),
+            keeps_classes=True,
         )
         self._classes = changes.lists.classes
         self.nbytes += self._classes.nbytes

@@ -154,11 +154,12 @@ def sinks_of(layout: Layout, sink: Array | None) -> Array:
 
 def changes_of(
     layout: Layout, programs: Programs, pointers: FunctionPointers, ranges: KeyRanges,
-    by_tiles: bool = False, keeps_classes: bool = True,
+    by_tiles: bool = False, keeps_classes: bool = False,
 ) -> Changes:  # fmt: skip
     """Return what happens to scores, for kernels at these addresses; some multiply by tiles.
 
-    With `keeps_classes`, kernels visit tiles of the layout's blocks and no others.
+    With `keeps_classes`, kernels visit tiles of the layout's blocks and no others, and each call
+    begins with classes of 0.
     """
     # What works on whole rows of a tile costs least for long ones.
     whole_rows = layout.problem.dropout or any(
