@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -24,23 +23,19 @@ from .expr.arguments import (
     Indices,
     PerBatch,
     as_array,
+    boolean_array,
     length_or_per_batch,
     number_or_per_batch,
+    positive,
     remembered,
     traced,
     untraced,
 )
-from .expr.bind import (
-    Alignment,
-    Axis,
-    Dense,
-    Sizes,
-    aligned,
-    bind,
-)
+from .expr.bind import Alignment, Axis, Dense, aligned, bind
 from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, clip, len_k, len_q
-from .expr.nodes import Expr, as_expr
+from .expr.nodes import Expr, array_type, as_expr
+from .expr.sizes import flat_sizes, position_symbols
 from .expr.structure import Structured
 from .hints import other_libraries
 
@@ -48,6 +43,7 @@ __all__ = [
     "Mask",
     "blocks",
     "causal",
+    "chosen",
     "dense",
     "dilated",
     "lengths",
@@ -159,37 +155,6 @@ class Mask(Structured):
         b, h, i, j = np.ix_(np.arange(count), np.arange(H), np.arange(Lq), np.arange(Lk))
         values = self.evaluate(b, h, i, j, sizes)
         return np.array(values).reshape((*lead, H, Lq, Lk))
-
-
-@dataclass(frozen=True)
-class _Flat:
-    lead: tuple[int, ...]
-    heads: int
-    len_q: Any
-    len_k: Any
-    start_q: Any
-    start_k: Any
-    packed: bool
-
-
-def flat_sizes(sizes: Any) -> Sizes:
-    """Return sizes whose lengths are numbers or one-dimensional arrays over b."""
-    varying = {name: getattr(sizes, name, 0) for name in ("len_q", "len_k", "start_q", "start_k")}
-    flat = {
-        name: int(value) if np.ndim(value) == 0 else np.asarray(value).reshape(-1)
-        for name, value in varying.items()
-    }
-    default = any(np.ndim(value) for value in varying.values())
-    packed = bool(getattr(sizes, "packed", default))
-    return _Flat(tuple(sizes.lead), sizes.heads, packed=packed, **flat)
-
-
-def position_symbols(b: Any, h: Any, i: Any, j: Any, sizes: Any) -> dict[str, Any]:
-    """Return the values of every symbol but the score."""
-    names = ("len_q", "len_k", "start_q", "start_k")
-    symbols = {name: np.asarray(getattr(sizes, name, 0), np.int64) for name in names}
-    positions = zip("bhij", (b, h, i, j), strict=True)
-    return symbols | {name: np.asarray(value, np.int64) for name, value in positions}
 
 
 @untraced
@@ -371,14 +336,6 @@ def prefix(n: PerBatch) -> Mask:
     return Mask(length_or_per_batch(n, "prefix: n") > _J)
 
 
-def _positive(value: Any, name: str) -> int:
-    """Return an integer of 1 or more, or raise."""
-    number = integer(value)
-    if number is None or number < 1:
-        raise ArgumentError(f"{name} is {value!r}; expected an integer of 1 or more.")
-    return number
-
-
 @remembered
 def dilated(step: int) -> Mask:
     """Let query i see every `step`-th key from its own on: ``(i + Lk - Lq - j) % step == 0``.
@@ -392,7 +349,7 @@ def dilated(step: int) -> Mask:
     -------
     Mask
     """
-    return Mask((_I + len_k - len_q - _J) % _positive(step, "dilated: step") == 0)
+    return Mask((_I + len_k - len_q - _J) % positive(step, "dilated: step") == 0)
 
 
 @untraced
@@ -414,14 +371,67 @@ def blocks(layout: ArrayLike, block_q: SupportsIndex, block_k: SupportsIndex) ->
     ----------
     Dao et al. 2022, FlashAttention, section 3.3 (block-sparse FlashAttention).
     """
-    block_q, block_k = _positive(block_q, "blocks: block_q"), _positive(block_k, "blocks: block_k")
-    array = _boolean(layout, "blocks: layout")
+    block_q, block_k = positive(block_q, "blocks: block_q"), positive(block_k, "blocks: block_k")
+    array = boolean_array(layout, "blocks: layout")
     axes = (
         Axis(_H, "heads"),
         Axis(_I // block_q, f"len_q/{block_q}"),
         Axis(_J // block_k, f"len_k/{block_k}"),
     )
     return Mask(aligned(Alignment(array, "blocks: layout", axes)))
+
+
+@untraced
+def chosen(indices: ArrayLike, block: SupportsIndex | tuple[SupportsIndex, SupportsIndex]) -> Mask:
+    r"""Let each block of queries see the blocks of keys that are chosen for it.
+
+    Query i sees key j when ``j // block_k`` is an element of ``indices[..., h, i // block_q, :]``.
+    Join it with `causal` or `segments` as any mask: a chosen block may have keys of the future.
+
+    Parameters
+    ----------
+    indices : array of int
+        Blocks of keys, in any order; -1 stands for none, and so does every number that is no block
+        of keys. A block that comes twice counts once. It broadcasts to
+        (..., Hq, ceil(Lq / block_q), n), and is read in place, when the call is computed. With
+        fewer heads, as many as divide Hq, a group of query heads shares those of one.
+    block : int or tuple of 2 int
+        The size of blocks, 1 or more, or ``(block_q, block_k)``: how many queries share a row of
+        `indices`, and how many keys are a block. ``(1, 64)`` chooses for each query.
+
+    Returns
+    -------
+    Mask
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import masks
+    >>> chosen = masks.chosen(np.array([[0, -1], [1, 0]]), block=2)
+    >>> (chosen & masks.causal()).to_array(1, 1, 4, 4)[0, 0].astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 1, 1, 1]])
+    """
+    sizes = block if isinstance(block, tuple) else (block, block)
+    if len(sizes) != 2:
+        raise ArgumentError(f"chosen: block is {block!r}; expected (block_q, block_k).")
+    block_q, block_k = (positive(size, "chosen: block") for size in sizes)
+    array = as_array(indices, "chosen: indices")
+    if array_type(array, "chosen: indices") != "int" or not array.ndim:
+        got = f"dtype {array.dtype}, shape {array.shape}"
+        raise ArgumentTypeError(f"chosen: indices: got {got}; expected rows of integers.")
+    axes = (
+        Axis(_H, "heads", shared=True),
+        Axis(_block(_I, block_q), f"len_q/{block_q}"),
+        Axis(_block(_J, block_k), f"len_k/{block_k}", exact=int(array.shape[-1])),
+    )
+    return Mask(aligned(Alignment(array, "chosen: indices", axes, contains=True)))
+
+
+def _block(position: Expr, size: int) -> Expr:
+    return position if size == 1 else position // size
 
 
 @untraced
@@ -458,7 +468,7 @@ def tree(ancestors: ArrayLike) -> Mask:
            [1, 1, 0, 1, 0],
            [1, 1, 1, 0, 1]])
     """
-    array = _boolean(ancestors, "tree: ancestors")
+    array = boolean_array(ancestors, "tree: ancestors")
     shape = tuple(array.shape)
     if len(shape) not in (2, 3) or shape[-1] != shape[-2]:
         raise ArgumentError(
@@ -486,14 +496,4 @@ def dense(array: ArrayLike) -> Mask:
     Mask
     """
     axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
-    return Mask(aligned(Alignment(_boolean(array, "mask"), "mask", axes)))
-
-
-def _boolean(array: Any, argument: str) -> Any:
-    array = as_array(array, argument)
-    if np.dtype(array.dtype) != np.bool_:
-        raise ArgumentTypeError(
-            f"{argument}: got an array of dtype {array.dtype}; expected bool, where True means "
-            "attend. Pass an additive mask as bias=."
-        )
-    return array
+    return Mask(aligned(Alignment(boolean_array(array, "mask"), "mask", axes)))

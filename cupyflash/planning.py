@@ -167,6 +167,8 @@ def workspace_size(
 ) -> int:
     """Return the most bytes of workspace that `attention_backward` needs: linear in Lq and Lk.
 
+    A mask of which tiles are listed adds two bits for each tile of scores, 64 MiB at most.
+
     Parameters
     ----------
     q, k, v : array

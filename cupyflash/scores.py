@@ -33,9 +33,9 @@ from .expr.functions import (
 )
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
+from .expr.sizes import flat_sizes, position_symbols
 from .expr.structure import Structured
 from .hints import other_libraries
-from .masks import flat_sizes, position_symbols
 
 __all__ = ["Score", "alibi", "alibi_slopes", "relative_bias", "score", "softcap"]
 

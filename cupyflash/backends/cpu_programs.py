@@ -14,11 +14,11 @@ from ..expr.functions import SCORE
 from ..expr.interval import FULL, tile_class
 from ..expr.key_range import KeyRange, key_range
 from ..expr.nodes import convert, walk
+from ..expr.sizes import position_symbols
 from ..expr.strided import strided_condition
 from ..expr.structure import MOST_NUMBER, Structure, named, tree
 from ..expr.tile_classes import tile_classes
 from ..lazy import Kept
-from ..masks import position_symbols
 from ..problem import positions
 from ..problem.bound_exprs import Trees, added, bound, trees
 from ..problem.cache import Cache

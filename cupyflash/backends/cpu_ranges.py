@@ -16,8 +16,8 @@ from ..expr.bind import NO_NUMBERS
 from ..expr.evaluate import NUMPY, evaluate, node_value
 from ..expr.key_range import KeyRange
 from ..expr.nodes import Expr, walk
+from ..expr.sizes import position_symbols
 from ..expr.structure import named
-from ..masks import position_symbols
 from ..problem.call import Array, Problem
 
 _FIRST, _LAST = 0, 2**62

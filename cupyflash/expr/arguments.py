@@ -168,3 +168,22 @@ def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
     held = np.asarray(array) if isinstance(array, (list, tuple)) else interop.array(array, "lookup")
     array_type(held)
     return LookupTable(held)
+
+
+def positive(value: Any, name: str) -> int:
+    """Return an integer of 1 or more, or raise."""
+    number = integer(value)
+    if number is None or number < 1:
+        raise ArgumentError(f"{name} is {value!r}; expected an integer of 1 or more.")
+    return number
+
+
+def boolean_array(array: Any, argument: str) -> Any:
+    """Return an array of bool, or raise."""
+    array = as_array(array, argument)
+    if np.dtype(array.dtype) != np.bool_:
+        raise ArgumentTypeError(
+            f"{argument}: got an array of dtype {array.dtype}; expected bool, where True means "
+            "attend. Pass an additive mask as bias=."
+        )
+    return array

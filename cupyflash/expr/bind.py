@@ -20,6 +20,7 @@ from .evaluate import evaluate_exactly, host
 from .functions import POSITIONS
 from .interval import EVERYTHING, Bounds, bounds
 from .nodes import (
+    LOOKUPS,
     Expr,
     array_type,
     as_expr,
@@ -88,6 +89,7 @@ class Axis:
     index: Expr
     size: str  # "heads", "len_q", "len_k", or a quotient rounded up, as in "len_q/64"
     exact: int | None = None  # a fixed size instead
+    shared: bool = False  # the array's length may divide the size: neighbours share an element
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,12 @@ class Alignment:
     axes: tuple[Axis, ...]
     lead: bool = True  # leading axes broadcast with the batch's
     packed: bool = False  # in variable-length calls packed rows index it, without a batch axis
+    contains: bool = False  # a condition: whether a row of the last axis has its index
 
 
 def aligned(alignment: Alignment) -> Expr:
     """Return a node that reads an aligned array at the positions of a problem."""
-    kind = array_type(alignment.array, alignment.argument)
+    kind = "bool" if alignment.contains else array_type(alignment.array, alignment.argument)
     return Expr("aligned", tuple(axis.index for axis in alignment.axes), kind, alignment)
 
 
@@ -120,7 +123,7 @@ def bind(root: Expr, sizes: Sizes, numbers: Mapping[str, int] = NO_NUMBERS) -> E
     """
 
     def resolved(node: Expr) -> Expr | None:
-        if node.op == "lookup":
+        if node.op in LOOKUPS:
             check_whole(node.value[0], "lookup")
         return resolve(node.value, sizes) if node.op == "aligned" else None
 
@@ -140,15 +143,16 @@ def hold_indices(root: Expr) -> Expr:
     reads: set[Expr] = set()  # nodes that depend on elements
     for node in walk(root):
         args = tuple(done[arg] for arg in node.args)
-        if node.op == "lookup":
+        if node.op in LOOKUPS:
             shape = node.value[0].shape
+            axes = len(shape) - (node.op == "contains")  # its last operand is not an index
             args = tuple(
-                operation("maximum", operation("minimum", held, size - 1), 0)
-                if index in reads
+                operation("maximum", operation("minimum", held, shape[n] - 1), 0)
+                if n < axes and index in reads
                 else held
-                for index, held, size in zip(node.args, args, shape, strict=True)
+                for n, (index, held) in enumerate(zip(node.args, args, strict=True))
             )
-        if node.op == "lookup" or any(arg in reads for arg in node.args):
+        if node.op in LOOKUPS or any(arg in reads for arg in node.args):
             reads.add(node)
         same = all(new is old for new, old in zip(args, node.args, strict=True))
         done[node] = node if same else Expr(node.op, args, node.type, node.value)
@@ -172,15 +176,15 @@ def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
     copies: dict[int, Any] = {}
 
     def replaced(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        if node.op not in ("lookup", "aligned"):
+        if node.op not in (*LOOKUPS, "aligned"):
             return None
-        array = node.value[0] if node.op == "lookup" else node.value.array
+        array = node.value.array if node.op == "aligned" else node.value[0]
         if isinstance(array, HeldArray):
             return None  # pieces have its elements
         if id(array) not in copies:
             copies[id(array)] = copy(array)
         mine = copies[id(array)]
-        if node.op == "lookup":
+        if node.op in LOOKUPS:
             return Expr(node.op, args, node.type, (mine, *node.value[1:]))
         return Expr(node.op, args, node.type, replace(node.value, array=mine))
 
@@ -225,9 +229,10 @@ def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     full = lead + wanted
     # The specification asks for one sequence at a time, and an array may serve longer ones.
     some = sizes.packed and np.size(sizes.len_q) < math.prod(sizes.lead)
+    shares = (False,) * len(lead) + tuple(axis.shared for axis in axes)
     fits = len(shape) <= len(full) and all(
-        size in (1, want) or (some and size > want)
-        for size, want in zip(reversed(shape), reversed(full), strict=False)
+        size in (1, want) or (some and size > want) or (share and size > 0 and want % size == 0)
+        for size, want, share in zip(*map(reversed, (shape, full, shares)), strict=False)
     )
     if not fits:
         names = "".join(f", {axis.size}" for axis in axes if axis.exact is None)
@@ -244,9 +249,16 @@ def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     for axis in axes:
         start = symbol(axis.size.replace("len", "start")) if packed else None
         indices.append(axis.index if start is None else start + axis.index)
-    indices = indices[len(full) - len(shape) :]
+    missing = len(full) - len(shape)
+    of_axes = zip(indices[missing:], shape, full[missing:], shares[missing:], strict=True)
+    indices = [
+        index // (want // size) if share and 1 < size < want else index
+        for index, size, want, share in of_axes
+    ]
     zero = as_expr(0)
     chosen = tuple(zero if size == 1 else index for index, size in zip(indices, shape, strict=True))
+    if alignment.contains:
+        return Expr("contains", (*chosen[:-1], indices[-1]), "bool", (array, True))
     return lookup_node(array, chosen, proven=True)
 
 

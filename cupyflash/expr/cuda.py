@@ -24,7 +24,7 @@ from .cuda_functions import Functions, Generated
 from .distance import with_distances
 from .edges import has_edges
 from .key_range import KeyRange
-from .nodes import Expr, abbreviated, rebuild, show_node, walk
+from .nodes import READS, Expr, abbreviated, rebuild, show_node, walk
 from .width import narrow
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
@@ -387,7 +387,7 @@ class _Body:
             if place is None:
                 return _literal(node, kind)
             return place if kind == "long long" else f"static_cast<{kind}>({place})"
-        if node.op in ("lookup", "range_minimum", "range_maximum"):
+        if node.op in READS:
             return self._read(node, args)
         if node.op == "given":
             return f"given.x[{node.value}]"
@@ -425,10 +425,19 @@ class _Body:
         array = node.value[0]
         table, axes = self.parameters.table(array), array.ndim
         # An axis of length 1 has one element, whatever the index's tree is.
-        args = ["0LL" if array.shape[n % axes] == 1 else arg for n, arg in enumerate(args)]
+        last = axes - 1 if node.op.startswith("contains") else axes  # is a number, not an index
+        args = [
+            "0LL" if n % axes != last and array.shape[n % axes] == 1 else arg
+            for n, arg in enumerate(args)
+        ]
         kind = "float" if node.type == "float" else "int"
         element = f"KIND_{array.dtype.name.upper()}"
         parameter = f"<{self.types['float']}, {element}>" if kind == "float" else f"<{element}>"
+        if node.op == "contains":
+            return f"row_contains<{element}>({', '.join([table, *args])})"
+        if node.op in ("contains_all", "contains_any"):
+            call = f"rows_contain<{element}>({', '.join([table, *args])})"
+            return f"{self._named('auto', call)}.{node.op.removeprefix('contains_')}"
         if node.op == "lookup":
             value = f"lookup_{kind}{parameter}({', '.join([table, *args])})"
         else:
@@ -441,7 +450,7 @@ class _Body:
         if node.op == "constant":
             place = self.parameters.constant(node)
             return _literal(node, self.types[node.type]) if place is None else place[2:]
-        if node.op in ("lookup", "range_minimum", "range_maximum"):
+        if node.op in READS:
             return f"{self.parameters.table(node.value[0])[2:]}[{', '.join(args)}]"
         if node.op == "given":
             return f"given[{node.value}]"

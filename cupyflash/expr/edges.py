@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .nodes import Expr, walk
+from .nodes import LOOKUPS, Expr, walk
 
 
 def has_edges(mask: Expr) -> bool:
@@ -21,6 +21,6 @@ def has_edges(mask: Expr) -> bool:
         if node.op == "remainder":
             return False
         each = any(index.op not in ("floor_divide", "right_shift") for index in indices)
-        if node.op == "lookup" and node.type == "bool" and each:
+        if node.op in LOOKUPS and node.type == "bool" and each:
             return False
     return True

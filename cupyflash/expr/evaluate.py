@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -126,9 +127,21 @@ def node_value(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_ty
         return np.asarray(symbols[node.value])
     if node.op == "lookup":
         return host(node.value[0])[tuple(args)].astype(dtypes[node.type])
+    if node.op == "contains":
+        *indices, number = args
+        return contained(host(node.value[0])[tuple(indices)], number)
     if node.op == "to_float":
         return np.asarray(args[0]).astype(float_type)
     return NUMPY[node.op](*args)
+
+
+def contained(rows: Any, number: Any) -> Any:
+    """Return whether the last axis of `rows` has a number, which broadcasts with the others."""
+    shape = np.broadcast_shapes(rows.shape[:-1], np.shape(number))
+    found = np.zeros(shape, np.bool_)
+    for n in range(rows.shape[-1]):  # one after the other, so that no array has them all
+        found |= rows[..., n] == number
+    return found
 
 
 def evaluate_exactly(
@@ -167,10 +180,29 @@ def _exact(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: 
             part = array[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
             found = part.min() if node.op == "range_minimum" else part.max()
         return float_type(found) if node.type == "float" else found.item()
+    if node.op.startswith("contains"):
+        return _exactly_contained(node, args)
     if node.op in EXACT and all(isinstance(arg, int) for arg in args):
         return EXACT[node.op](*args)
     chosen = NUMPY[node.op](*args)
     return float_type(chosen) if node.type == "float" else chosen.item()
+
+
+def _exactly_contained(node: Expr, args: list[Any]) -> bool:
+    """Return whether rows have a number, or all or any of a range of numbers."""
+    if device_arrays.is_device_array(node.value[0]):
+        return node.op != "contains_all"
+    array = np.asarray(node.value[0])
+    low = args[: array.ndim]
+    high = args[array.ndim :] or low
+    rows = array[tuple(slice(a, b + 1) for a, b in zip(low[:-1], high[:-1], strict=True))]
+    inside = rows[(rows >= low[-1]) & (rows <= high[-1])]
+    if node.op != "contains_all":
+        return bool(inside.size)
+    return all(
+        len(np.unique(row[(row >= low[-1]) & (row <= high[-1])])) == high[-1] - low[-1] + 1
+        for row in rows.reshape(math.prod(rows.shape[:-1]), array.shape[-1])
+    )
 
 
 def host(array: Any) -> np.ndarray[Any, Any]:

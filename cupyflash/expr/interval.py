@@ -66,6 +66,8 @@ def _rule(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
         return node, node
     if op == "lookup":
         return _lookup(node, ends, varying)
+    if op == "contains":
+        return _contains(node, ends)
     if all(low is high for low, high in ends):
         exact = Expr(op, tuple(low for low, _ in ends), node.type, node.value)
         return exact, exact
@@ -112,6 +114,14 @@ def _lookup(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
         Expr("range_minimum", corners, node.type, (array, proven)),
         Expr("range_maximum", corners, node.type, (array, proven)),
     )
+
+
+def _contains(node: Expr, ends: list[Bounds]) -> Bounds:
+    # Whether all rows between the first indices have all numbers between the last ones, and whether
+    # a row has one of them. A row of an array of the device may have changed since it was written.
+    corners = tuple(low for low, _ in ends) + tuple(high for _, high in ends)
+    every, some = (Expr(f"contains_{name}", corners, "bool", node.value) for name in ("all", "any"))
+    return every, some
 
 
 def _smallest(*values: Expr) -> Expr:

@@ -19,7 +19,7 @@ from cupyflash.reference.cpu.program import (
 )
 from cupyflash.reference.cpu.tables import TABLE_WORDS, describe_table
 
-from .nodes import Expr, walk
+from .nodes import READS, Expr, walk
 from .strided import strided_bias, strided_condition
 
 _PER_LANE = ("i", "score")
@@ -132,7 +132,7 @@ def _emit(
         kinds = [_kind(arg) for arg in node.args]
         args = [state.spread(k, register) for k, register in zip(kinds, args, strict=True)]
     numbers = [register[0] for register in args]
-    if node.op in ("lookup", "range_minimum", "range_maximum"):
+    if node.op in READS:
         table = state.table(node.value[0])
         key = (f"{node.op}_{kind}", table, *numbers)
         if key not in state.seen:

@@ -285,6 +285,13 @@ def lookup_node(array: Any, indices: tuple[Expr, ...], proven: bool = False) -> 
     return Expr("lookup", indices, array_type(array), (array, proven))
 
 
+# Nodes of a bound tree that read an array, ``value[0]``: its element at some indices; and whether
+# its row at all indices but the last has the last one, which is a number, among its elements.
+LOOKUPS = "lookup", "contains"
+# These, and the bounds of their values over a tile.
+READS = (*LOOKUPS, "range_minimum", "range_maximum", "contains_all", "contains_any")
+
+
 def as_expr(value: Any) -> Expr:
     """Return `value` as a node: an expression stays, a number becomes a constant."""
     if isinstance(value, Expr):
@@ -473,6 +480,10 @@ def show_node(node: Expr, args: list[str]) -> str:
         return str(node.value)
     if node.op == "lookup":
         return f"lookup(<{tuple(node.value[0].shape)}>)[{', '.join(args)}]"
+    if node.op == "contains":
+        return f"({args[-1]} in lookup(<{tuple(node.value[0].shape)}>)[{', '.join(args[:-1])}])"
+    if node.op == "aligned" and node.value.contains:
+        return f"({args[-1]} in {node.value.argument}[{', '.join(args[:-1])}])"
     if node.op == "aligned":
         return f"{node.value.argument}[{', '.join(args)}]"
     if node.op in _INFIX:

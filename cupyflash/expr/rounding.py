@@ -132,6 +132,8 @@ def _error(
     """Return a number's error bound, or a condition's possible outcomes."""
     if node.op == "lookup":
         return _lookup(node, value, e, arithmetic)
+    if node.op == "contains":  # of positions, which are exact
+        return Outcomes(value, ~value)
     if node.op == "symbol" and node.value == "score":
         return _known(score_error)
     if node.type == "bool":

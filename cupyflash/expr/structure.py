@@ -92,11 +92,16 @@ def _conditions(nodes: tuple[Any, ...]) -> frozenset[int]:
         if op == "logical_and" and place not in joins:
             joins.add(place)
             left += args
-        elif op in _READS and kind == "bool":
+        elif op in _READS and kind == "bool" and not _contains(op, nodes[place][3]):
             read.add(place)
     read -= {arg for place, node in enumerate(nodes) if place not in joins for arg in node[2]}
     others = {n[3][0] for place, n in enumerate(nodes) if n[0] in _READS and place not in read}
     return frozenset({nodes[place][3][0] for place in read} - others)
+
+
+def _contains(op: str, value: Any) -> bool:
+    """Return whether a node is true where an array has a number, not where its element is true."""
+    return op == "aligned" and bool(value[2][-1])
 
 
 def _name(number: int) -> str:
@@ -127,8 +132,8 @@ def _value(node: Expr, arrays: dict[int, tuple[int, Any]]) -> Any:
         return _place(array, arrays), proven
     if node.op == "aligned":
         alignment = node.value
-        axes = tuple((axis.size, axis.exact) for axis in alignment.axes)
-        own = alignment.argument, alignment.lead, alignment.packed
+        axes = tuple((axis.size, axis.exact, axis.shared) for axis in alignment.axes)
+        own = alignment.argument, alignment.lead, alignment.packed, alignment.contains
         return _place(alignment.array, arrays), axes, own
     # -0.0 equals 0.0 and NaN does not equal itself, so numbers are compared by their digits.
     return node.value.hex() if isinstance(node.value, float) else node.value
@@ -153,9 +158,9 @@ def _restored(op: str, kind: str, args: tuple[Expr, ...], value: Any, arrays: Se
         place, proven = value
         return arrays[place], proven
     if op == "aligned":
-        place, sizes, (argument, lead, packed) = value
+        place, sizes, (argument, *own) = value
         axes = tuple(Axis(arg, *size) for arg, size in zip(args, sizes, strict=True))
-        return Alignment(arrays[place], argument, axes, lead, packed)
+        return Alignment(arrays[place], argument, axes, *own)
     return float.fromhex(value) if op == "constant" and kind == "float" else value
 
 

@@ -18,6 +18,8 @@ from .nodes import Expr, walk
 
 # Elements that are examined for a tile: reference/cpu/tables.py, kernels_cu/common/lookup.cuh.
 RANGE_LIMIT = {"cpu": 16384, "gpu": 1024, "exact": 2**63}
+# Elements of rows that are searched for a tile, and numbers for which all rows are searched.
+CONTAINS_LIMIT, MOST_CONTAINED = 16384, 64
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _SURE = 2.0**62  # below this, a product of floats shows that integers do not overflow
 
@@ -45,6 +47,8 @@ def tile_classes(root: Expr, symbols: Mapping[str, Any], machine: str) -> Any:
             args = [values[arg] for arg in node.args]
             if node.op in ("range_minimum", "range_maximum"):
                 values[node] = _extremes(node, args, machine)
+            elif node.op in ("contains_all", "contains_any"):
+                values[node] = _contained(node, args, machine)
             elif machine == "gpu" and node.type == "int" and node.op in _SATURATING:
                 values[node] = _SATURATING[node.op](*args)
             else:
@@ -75,6 +79,37 @@ def _extremes(node: Expr, args: list[Any], machine: str) -> Any:
         low, high = corners[: array.ndim], corners[array.ndim :]
         found[n] = _extreme(array, low, high, dtype, smallest, machine)
     return found[place].reshape(shape)
+
+
+def _contained(node: Expr, args: list[Any], machine: str) -> Any:
+    """Return whether many ranges of rows have all of a range of numbers, or any of it."""
+    array, is_all = host(node.value[0]), node.op == "contains_all"
+    axes = array.ndim - 1
+    shape = np.broadcast_shapes(*(np.shape(arg) for arg in args))
+    ends = [np.broadcast_to(arg, shape).reshape(-1) for arg in args]
+    least, most = ends[axes], ends[-1]
+    rows = np.stack([*ends[:axes], *ends[axes + 1 : -1], np.zeros_like(least)], axis=-1)
+    corners, place = np.unique(rows, axis=0, return_inverse=True)
+    found = np.zeros(len(least), np.bool_)
+    for n, corner in enumerate(corners):
+        here = np.flatnonzero(place.reshape(-1) == n)
+        low, high = corner[:axes], corner[axes:-1]
+        part = array[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
+        found[here] = _rows_contain(part, least[here], most[here], is_all, machine)
+    return found.reshape(shape)
+
+
+def _rows_contain(rows: Any, least: Any, most: Any, is_all: bool, machine: str) -> Any:
+    """Return whether all rows have all, or any has any, of the numbers of some ranges."""
+    if machine != "exact" and rows.size > CONTAINS_LIMIT:
+        return not is_all
+    wanted = most - least + 1
+    enough = np.full(len(least), is_all)
+    for row in rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]):
+        numbers = np.unique(row.astype(np.int64))
+        count = np.searchsorted(numbers, most, "right") - np.searchsorted(numbers, least)
+        enough = enough & (count == wanted) if is_all else enough | (count > 0)
+    return enough if machine == "exact" or not is_all else enough & (wanted <= MOST_CONTAINED)
 
 
 def _of_runs(array: Any, low: Any, high: Any, dtype: type, smallest: bool) -> Any:

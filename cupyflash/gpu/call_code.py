@@ -11,7 +11,7 @@ from ..expr.cuda import generate
 from ..expr.cuda_functions import Functions, Generated
 from ..expr.functions import SCORE
 from ..expr.key_range import key_range
-from ..expr.nodes import Expr, walk
+from ..expr.nodes import LOOKUPS, Expr, walk
 from ..problem.bound_exprs import added, trees
 from ..problem.call import Call, Problem
 from ..problem.tangents import Tangents
@@ -65,7 +65,7 @@ def _is_short(call: Call, *roots: Expr | None) -> bool:
         abs(stride)
         for root in roots
         for node in (walk(root) if root is not None else ())
-        if node.op == "lookup"
+        if node.op in LOOKUPS
         for stride in node.value[0].strides
     ]
     return max(sizes) <= width.LIMIT and max(strides, default=0) < 2**31

@@ -19,7 +19,7 @@ from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
 from ..problem.tangents import RESULTS, TangentResults, Tangents
-from . import decode_route, driver, offsets, route
+from . import decode_route, driver, offsets, route, tile_lists
 from .compiled import CompiledLaunches
 from .uploads import Uploads
 from .workspace import ArraySpec, parts_of
@@ -375,10 +375,12 @@ def backward_addresses(
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
     # What a deterministic one needs is part of what others do.
-    parts = route.scratch_of_gradients(call, cuda_device.of(_device(call))).arrays
+    target = cuda_device.of(_device(call))
+    parts = route.scratch_of_gradients(call, target).arrays
+    lists = tile_lists.most_scratch(call, target)
     if call.sink is not None:  # whose gradient may have to be computed there
         parts[parts_of("dsink")] = ArraySpec(call.sink.shape, call.problem.accumulator)
-    return ALIGNMENT + _size_of({**parts, **offsets.scratch(call)})
+    return ALIGNMENT + _size_of({**parts, **lists, **offsets.scratch(call)})
 
 
 def workspace_size_cached(call: Call) -> int:

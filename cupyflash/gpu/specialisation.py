@@ -331,6 +331,12 @@ class Specialisation:
         "Whether each row of values has a scale, where queries are codes, too.",
         "vrows",
     )
+    lists: bool = _option(
+        "lists",
+        "HAS_LISTS",
+        "Whether another kernel found the classes of all tiles, which the last table lists.",
+        "lists",
+    )
     aligned: bool = _option(
         "aligned",
         "ALIGNED",

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from ..arrays import device_arrays
 from ..errors import ArgumentError
+from ..problem.call import Call, scale_steps
+from ..problem.encoding import Encoding
 from .params import MAX_AXES, MAX_LEAD, Operand, Table
 
 Strides = tuple[int, ...]
@@ -140,3 +143,28 @@ def table(array: Any) -> Table:
         shape=(*array.shape, *padding),
         strides=(*array.strides, *padding),
     )
+
+
+ROW_ALIGNMENT = 16  # bytes, that a thread copies at once
+
+
+def are_aligned(call: Call) -> bool:
+    """Return whether rows of q, k and v are contiguous and begin at multiples of 16 bytes."""
+    return all(
+        x.strides[-1] == x.itemsize
+        and not any(step % ROW_ALIGNMENT for step in x.strides[:-1])
+        and not device_arrays.address(x) % ROW_ALIGNMENT
+        for x in (call.q, call.k, call.v)
+    )
+
+
+def scales(encoding: Encoding, paged: bool) -> dict[str, Any]:
+    """Return how the scales of a cache lie in memory, by the names of kernels."""
+    told: dict[str, Any] = {}
+    for name, scale in encoding.scales.items():
+        page, head, row, group = (step // scale.itemsize for step in scale_steps(scale))
+        entry = 0 if paged else page
+        lead = (*(0,) * (MAX_LEAD - 1), entry)
+        told[name] = Operand(lead=lead, head=head, row=row, col=group)
+        told[f"{name}_page"] = page if paged else 0
+    return told

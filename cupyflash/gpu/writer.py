@@ -15,28 +15,28 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import device_arrays
 from ..arrays.cuda_device import MAX_GRID, Target
 from ..errors import ArgumentError
 from ..expr.cuda_functions import Functions, Generated
 from ..lazy import cached_property
 from ..problem import scalars
-from ..problem.call import Cache, Call, Plan, Problem, scale_steps
-from ..problem.encoding import NUMBERS, Encoding
+from ..problem.bound_exprs import trees
+from ..problem.call import Cache, Call, Plan, Problem
+from ..problem.encoding import NUMBERS
 from ..problem.route import Route, Step
 from ..problem.tangents import Tangents
-from . import call_code, params, strides
+from . import call_code, params, strides, tile_lists
 from .call_code import keys_of
 from .kernels import bias_tiles, decode, registry, tma_operands
 from .kernels.registry import Choice
 from .kernels.spec import Extent, KernelSpec, Request
-from .params import KINDS, Operand
+from .params import KINDS
 from .specialisation import NONE, Specialisation
+from .tile_lists import Lists
 from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
-ROW_ALIGNMENT = 16  # bytes, that a thread copies at once
 _OF_CODES = "forward_codes", "decode", "shared"  # parts of which codes change the kernel
 _RESULT = {
     "forward": "out",
@@ -158,7 +158,8 @@ def step_of(launch: Launch, scratch: Mapping[str, ArraySpec], why: Callable[[], 
     """Return the step of a launch."""
     spec, tiles = launch.special.spec, launch.special.tiles
     # The tiles of a call are those of its main kernel, which include what entries share.
-    blocks = (tiles.block_q, tiles.block_kv) if tiles.block_kv and spec.part != "shared" else (0, 0)
+    beside = spec.part in ("shared", "lists", "order")
+    blocks = (0, 0) if beside or not tiles.block_kv else (tiles.block_q, tiles.block_kv)
     return KernelStep(spec.name, spec.part, spec.computes, *blocks, why, launch, scratch)
 
 
@@ -216,6 +217,7 @@ class Writer:
         size = self._layout(functions).size
         call_code.check_size(functions, size)
         self.request = replace(request, slope=functions.has_dscore, params_bytes=size)
+        self.classes = tile_lists.classes_of(trees(call), functions.has_range)
         assert self.request.lead is not None
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []
@@ -307,7 +309,7 @@ class Writer:
                 x.strides[0] // x.itemsize for x in (call.k, call.v)
             )
         self.named += cache.encoding.scales
-        self.told |= _scales(cache.encoding, paged=table is not None)
+        self.told |= strides.scales(cache.encoding, paged=table is not None)
 
     def add(
         self,
@@ -324,20 +326,27 @@ class Writer:
         choice: Choice | None = None,
         before: str = "",
         after: str = "",
+        lists: Lists | None = None,
     ) -> None:
-        """Add the kernel that serves a part of the call.
+        """Add the kernel that serves a part of the call, after that of its lists, if it reads some.
 
         `fields` override the common parameters, and `named` are additional addresses. `adds_dq`
         says whether the kernel adds its share of dq to memory, `stores_dq` whether it stores all of
         dq, and `parts` whether it computes parts of dk and dv. `blocks` are the queries and keys of
         a tile, if those of another kernel decide. `shared` and `team` are as in `Specialisation`.
         `choice` is the kernel if it has been selected; `before` and `after` are as in
-        `registry.reason`.
+        `registry.reason`. `lists` are those that the kernel writes.
         """
         problem = self.call.problem
         request = self.request if blocks is None else replace(self.request, blocks=blocks)
         choice = choice or registry.select(part, request)
         spec, tiles = choice.spec, choice.tiles
+        writes_lists = lists is not None
+        if lists is None:
+            lists = tile_lists.of(self.call, self.classes, spec, tiles)
+            if lists is not None:
+                self._add_lists((tiles.block_q, tiles.block_kv), lists)
+                after += "; it reads which tiles the mask leaves from lists"
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
         assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
         grid = spec.grid(extent, tiles)
@@ -356,6 +365,9 @@ class Writer:
         else:
             code, functions = Generated(NONE), NONE
             told |= call_code.constants(code)
+        if lists is not None:
+            told["tables"] = [*told["tables"], lists.table]
+            functions = replace(functions, num_tables=functions.num_tables + 1)
         if spec.operands is not None:
             others = self.arrays.keys() - spec.operands
             addresses = [name for name in addresses if name not in others]
@@ -364,6 +376,8 @@ class Writer:
         stored, wide_result = problem.dtype.name, result != problem.dtype
         if part == "forward_codes" and problem.dtype.itemsize > 2:
             stored, wide_result = "bfloat16", True
+        if writes_lists:
+            stored, wide_result = "float32", False  # whatever the type of the call
         special = Specialisation(
             spec=spec,
             dtype=stored,
@@ -372,9 +386,10 @@ class Writer:
             tiles=tiles,
             **self.call.rows.flags,
             page_rows=_page_rows(self.call, spec),
-            aligned=spec.aligned and _are_aligned(self.call),
-            dropout=spec.scores and problem.dropout > 0,
-            count_tiles=spec.scores and "tiles_visited" in self.named,
+            aligned=spec.aligned and strides.are_aligned(self.call),
+            lists=lists is not None and not writes_lists,
+            dropout=spec.scores and problem.dropout > 0 and not writes_lists,
+            count_tiles=spec.scores and "tiles_visited" in self.named and not writes_lists,
             functions=functions,
             bias=bias_tiles.kind(request) if tiles.bias_stages else "",
             atomic_dq=adds_dq or stores_dq,
@@ -402,11 +417,21 @@ class Writer:
             maps = tuple(x._replace(name=table) if x.name == bias_tiles.NAME else x for x in maps)
         told["tma_rows"] = next((x.rows for x in tma.maps if x.name == "k"), 0)
         layout = self._layout(functions)
-        slots = tuple((layout.place(x), name) for x, name in places)
+        slots = [(layout.place(x), name) for x, name in places]
+        if lists is not None:
+            of_lists = f"tiles of {spec.lists or ('keys' if lists.of_keys else 'queries')}"
+            slots.append((layout.place(f"table {functions.num_tables - 1}"), of_lists))
+            self.scratch[of_lists] = lists.array
         template = layout.pack({**told, **(fields or {})})
-        launch = Launch(special, grid.size, template, slots, maps)
+        launch = Launch(special, grid.size, template, tuple(slots), maps)
         why = partial(registry.reason, choice, request, before, after)
         self.steps.append(step_of(launch, self.scratch, why))
+
+    def _add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
+        """Add the kernels that write lists for a kernel with these tiles."""
+        self.add("lists", Extent(lists.word_count, 0, 1), blocks=blocks, lists=lists)
+        if lists.ordered:
+            self.add("order", Extent(lists.entries * lists.heads, 0, 1), blocks=blocks, lists=lists)
 
     def route(
         self, call: Call, shared: decode.Shared = decode.NOT_SHARED, adds_dq: bool = False
@@ -432,28 +457,6 @@ def _page_rows(call: Call, spec: KernelSpec) -> int:
     """Return the neighbouring positions of a cache that lie in the same page, for a kernel."""
     in_pages = "k" in call.rows.apart
     return spec.page_rows if in_pages and call.k.shape[-2] % spec.page_rows == 0 else 1
-
-
-def _are_aligned(call: Call) -> bool:
-    """Return whether rows of q, k and v are contiguous and begin at multiples of 16 bytes."""
-    return all(
-        x.strides[-1] == x.itemsize
-        and not any(step % ROW_ALIGNMENT for step in x.strides[:-1])
-        and not device_arrays.address(x) % ROW_ALIGNMENT
-        for x in (call.q, call.k, call.v)
-    )
-
-
-def _scales(encoding: Encoding, paged: bool) -> dict[str, Any]:
-    """Return how the scales of a cache lie in memory, by the names of kernels."""
-    told: dict[str, Any] = {}
-    for name, scale in encoding.scales.items():
-        page, head, row, group = (step // scale.itemsize for step in scale_steps(scale))
-        entry = 0 if paged else page
-        lead = (*(0,) * (params.MAX_LEAD - 1), entry)
-        told[name] = Operand(lead=lead, head=head, row=row, col=group)
-        told[f"{name}_page"] = page if paged else 0
-    return told
 
 
 def check_grid(kernel: str, blocks: int) -> None:

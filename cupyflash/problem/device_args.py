@@ -97,7 +97,7 @@ def longest(size: str, total: int, aligned: Iterable[Array], exprs: Iterable[Exp
             axes, shape = node.value.axes, node.value.array.shape
             for own, length in zip(reversed(axes), reversed(shape), strict=False):
                 base, _, divisor = own.size.partition("/")
-                if base == size and length != 1:
+                if base == size and own.exact is None and length != 1:
                     lengths.append(length * int(divisor or 1))
     return min([total, *(length for length in lengths if length != 1)])
 

@@ -15,7 +15,7 @@ from ..arrays import dtypes
 from ..arrays.device_arrays import is_device_array
 from ..arrays.interop import array, floats, one_home, outputs
 from ..errors import ArgumentError, ArgumentTypeError
-from ..expr.nodes import Expr, LookupTable, walk
+from ..expr.nodes import LOOKUPS, Expr, LookupTable, walk
 from ..expr.sharded import HeldArray, check_whole
 from ..masks import Mask, dense
 from ..scores import Score, chain
@@ -315,9 +315,9 @@ def read_arrays(request: Call) -> dict[str, Array]:
 
 def _looked_up(node: Expr, name: str) -> tuple[Any, ...]:
     """Return the array that a node reads, if it reads one."""
-    if node.op not in ("lookup", "aligned"):
+    if node.op not in (*LOOKUPS, "aligned"):
         return ()
-    array = node.value[0] if node.op == "lookup" else node.value.array
+    array = node.value.array if node.op == "aligned" else node.value[0]
     check_whole(array, name)
     return (array.own if isinstance(array, HeldArray) else array,)
 

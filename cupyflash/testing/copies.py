@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cupyflash.expr.nodes import Expr, lookup_node, walk
+from cupyflash.expr.nodes import LOOKUPS, Expr, walk
 from cupyflash.masks import Mask
 from cupyflash.scores import Score
 
@@ -201,9 +201,9 @@ class Copies:
         done: dict[Expr, Expr] = {}
         for node in walk(root):
             args = tuple(done[arg] for arg in node.args)
-            if node.op == "lookup":
+            if node.op in LOOKUPS:
                 array, proven = node.value
-                done[node] = lookup_node(self.array(array), args, proven)
+                done[node] = Expr(node.op, args, node.type, (self.array(array), proven))
             elif node.op == "aligned":
                 moved = dataclasses.replace(node.value, array=self.array(node.value.array))
                 done[node] = Expr("aligned", args, node.type, moved)

@@ -174,6 +174,14 @@ def _blocks(z: Sizes) -> masks.Mask:
     return masks.blocks(np.asarray(z.rng.random(shape) < 0.6), block_q, block_k)
 
 
+def _chosen(z: Sizes) -> masks.Mask:
+    block_q, block_k = int(z.rng.integers(1, 20)), int(z.rng.integers(1, 20))
+    blocks, count = -(-z.len_k // block_k), int(z.rng.integers(6))
+    shape = (*z.broadcast(z.heads, -(-z.len_q // block_q), 1)[:-1], count)
+    indices = z.rng.integers(-2, blocks + 2, shape).astype(z.rng.choice(["i1", "i4", "i8"]))
+    return masks.chosen(np.asarray(indices), (block_q, block_k))
+
+
 def _tree(z: Sizes) -> masks.Mask:
     lead = z.lead if len(z.lead) == 1 and z.rng.random() < 0.5 else ()
     return masks.tree(np.asarray(z.rng.random((*lead, z.len_q, z.len_q)) < 0.5))
@@ -210,6 +218,7 @@ MASKS: dict[str, Callable[[Sizes], masks.Mask]] = {
     "prefix": lambda z: masks.prefix(z.per_batch(0, z.len_k)),
     "dilated": lambda z: masks.dilated(int(z.rng.integers(1, 6))),
     "blocks": _blocks,
+    "chosen": _chosen,
     "tree": _tree,
     "dense": lambda z: masks.dense(_array(z)),
     "user": _user_mask,

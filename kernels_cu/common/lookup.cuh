@@ -262,6 +262,53 @@ __device__ __forceinline__ FloatEnds<T> float_extremes(const Table& table, const
   return extremes;
 }
 
+// Rows of more elements than this in all are not searched for a tile, and not for all numbers of a
+// range of more than a word has bits.
+constexpr long long CONTAINS_LIMIT = 16384;
+constexpr int MOST_CONTAINED = 64;
+
+// Whether rows have all, or any, of a range of numbers.
+struct Contained {
+  bool all, any;
+};
+
+// The rows of the last axis between two indices of each other axis, which are positions' and so in
+// range; the ends of the last axis are those of the numbers.
+template <int KIND, int AXES>
+__device__ __forceinline__ Contained contained(const Table& table, const long long* ends) {
+  const long long low = ends[AXES - 1], wanted = ends[2 * AXES - 1] - low + 1;
+  const int columns = static_cast<int>(table.shape[AXES - 1]);
+  const long long stride = table.strides[AXES - 1];
+  long long rows = 1;
+#pragma unroll
+  for (int axis = 0; axis < AXES - 1; ++axis) rows *= ends[AXES + axis] - ends[axis] + 1;
+  if (rows * columns > CONTAINS_LIMIT) return Contained{false, true};
+  const bool countable = wanted <= MOST_CONTAINED;
+  const unsigned long long full = countable ? ~0ULL >> (MOST_CONTAINED - wanted) : 0;
+  Contained found{countable, false};
+#pragma unroll 1
+  for (int n = 0; n < static_cast<int>(rows); ++n) {
+    const char* at = table.data;
+    int rest = n;
+#pragma unroll
+    for (int axis = AXES - 2; axis >= 0; --axis) {
+      const int size = static_cast<int>(ends[AXES + axis] - ends[axis]) + 1;
+      at += (ends[axis] + rest % size) * table.strides[axis];
+      rest /= size;
+    }
+    unsigned long long bits = 0;
+#pragma unroll 4
+    for (int x = 0; x < columns; ++x, at += stride) {
+      const long long number = load_as_int<KIND>(at) - low;
+      const bool inside = number >= 0 && number < wanted;
+      found.any = found.any || inside;
+      bits |= inside ? 1ULL << (number & 63) : 0;
+    }
+    found.all = found.all && bits == full;
+  }
+  return found;
+}
+
 }  // namespace lookup
 
 // Called by generated code. There is one index per axis; for a range, all first ones, then all last
@@ -275,6 +322,30 @@ __device__ __forceinline__ long long lookup_int(const Table& table, Index... ind
 template <typename T, int KIND, typename... Index>
 __device__ __forceinline__ T lookup_float(const Table& table, Index... index) {
   return number::load<T>(lookup::element_address(table, index...), KIND, 0);
+}
+
+template <int KIND, typename... End>
+__device__ __forceinline__ lookup::Contained rows_contain(const Table& table, End... end) {
+  const long long ends[] = {static_cast<long long>(end)...};
+  return lookup::contained<KIND, sizeof...(End) / 2>(table, ends);
+}
+
+// Whether the row of the last axis at some indices has a number, which comes after them.
+template <int KIND, typename... Index>
+__device__ __forceinline__ bool row_contains(const Table& table, Index... index) {
+  constexpr int AXES = sizeof...(Index);
+  const long long at[] = {static_cast<long long>(index)...};
+  const char* row = table.data;
+#pragma unroll
+  for (int axis = 0; axis < AXES - 1; ++axis) row += at[axis] * table.strides[axis];
+  const int columns = static_cast<int>(table.shape[AXES - 1]);
+  const long long stride = table.strides[AXES - 1];
+  bool found = false;
+#pragma unroll 4
+  for (int x = 0; x < columns; ++x, row += stride) {
+    found = found || lookup::load_as_int<KIND>(row) == at[AXES - 1];
+  }
+  return found;
 }
 
 template <int KIND, typename... End>

@@ -8,6 +8,7 @@
 #include "lookup.cuh"
 #include "matmul.cuh"
 #include "philox.cuh"
+#include "tile_lists.cuh"
 
 // A pair of a query and a key. step_i and step_j are the parts of i and j that the compiler knows,
 // for `distance` of cupyflash/expr/distance.py.
@@ -68,7 +69,10 @@ __device__ __forceinline__ TileBox describe_tile(const layout::Entry& entry, lon
 
 // EMPTY, PARTIAL or FULL. All threads of the block call it together and get the same answer.
 __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box) {
-  if constexpr (HAS_MASK) {
+  if constexpr (HAS_LISTS) {
+    const unsigned int bits = tile_lists::bits_of(p, box.b, box.h, box.i_low, box.j_low);
+    return bits == 0 ? EMPTY : bits == 1 ? PARTIAL : FULL;
+  } else if constexpr (HAS_MASK) {
     return tile_class(p, box);
   } else {
     return FULL;

@@ -84,6 +84,8 @@ struct ScheduledTile {
 // of heads beyond 128. Every other round is dealt in reverse, and the first block is another one
 // from time to time, so that the same blocks do not get long tiles again.
 //
+// With lists of tiles, the blocks of a head are dealt by their tiles, the longest first.
+//
 // Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on. Where all
 // keys of a row are one tile, a block has neighbouring tiles: most have the head of the one before,
 // whose keys and values stay, and are found by counting.
@@ -209,8 +211,10 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
   } else {
     const unsigned int index = scheduler.tile_index(p, round);
     const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
-    const layout::WorkTile work =
-        cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
+    layout::WorkTile work = cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
+    if constexpr (HAS_LISTS) {  // the longest first; the layout deals the last block first
+      work.block = tile_lists::order_of(p, work.entry.b, work.head)[p.blocks - 1 - work.block];
+    }
     idle = work.idle || index == work_tiles;
     const int of_first = rows_of_first_block(work.entry);
     const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;

@@ -35,7 +35,21 @@ __device__ __forceinline__ void find_classes(const Params& p, TileClasses& class
     classes_smem.tiles = tiles;
     classes_smem.whole = static_cast<int>(length / BLOCK_KV);
   }
-  if constexpr (HAS_MASK) {
+  if constexpr (HAS_LISTS) {
+    // They have the words of the same groups.
+    const TileBox box = describe(0, 1);
+    const tile_lists::ClassWord* const words =
+        tile_lists::words_of(p, box.b, box.h, static_cast<int>(box.i_low) / BLOCK_Q);
+#pragma unroll 1
+    for (int n = lane;
+         n < GROUPS / 32 && (static_cast<long long>(n) * 32 * BLOCK_KV << shift) < length;
+         n += ptx::WARP_SIZE) {
+      const tile_lists::ClassWord word = words[n];
+      classes_smem.nonempty[n] = word.nonempty;
+      classes_smem.full[n] = word.full;
+    }
+    __syncwarp();  // the words of all lanes, which one of them reads and publishes
+  } else if constexpr (HAS_MASK) {
     const long long keys = static_cast<long long>(BLOCK_KV) << shift;
 #pragma unroll 1
     for (int n = lane; n < GROUPS && (n - lane) * keys < length; n += ptx::WARP_SIZE) {

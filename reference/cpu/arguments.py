@@ -10,6 +10,7 @@ from numba import types
 from .jit import INT, INTS
 from .program import PROGRAM, Program
 from .structs import Struct
+from .tile_lists import TILE_LISTS, TileLists
 
 
 class Shape(NamedTuple):
@@ -83,11 +84,12 @@ class Changes(NamedTuple):
     pointers: FunctionPointers
     may_mask: int  # 1 if pairs can be left out: these must not meet NaN or infinity
     panel: int  # queries of a block that are worked on at once, at most
+    lists: TileLists  # classes of tiles that have been found
 
 
 KEY_RANGES = Struct(KeyRanges, (INTS, INTS, INTS, INT))
 FUNCTION_POINTERS = Struct(FunctionPointers, (INT,) * len(FunctionPointers._fields))
-CHANGES = Struct(Changes, (PROGRAM,) * 4 + (KEY_RANGES, FUNCTION_POINTERS, INT, INT))
+CHANGES = Struct(Changes, (PROGRAM,) * 4 + (KEY_RANGES, FUNCTION_POINTERS, INT, INT, TILE_LISTS))
 
 
 def shape_of(number: types.Type) -> Struct:

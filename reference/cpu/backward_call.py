@@ -168,6 +168,7 @@ class BackwardCall(PreparedCall):
         ):  # fmt: skip
             operand.load(array)
         self._dq.place(dq)
+        self._classes.fill(0)
         if not self._apart:
             self._dk.place(dk)
             self._dv.place(dv)
@@ -196,6 +197,8 @@ class BackwardCall(PreparedCall):
         a bias is contiguous, and in the accumulator's type.
         """
         if self._is_empty or self._apart or self._has_sink or self._no_dlse is None:
+            return None
+        if self._classes.size:  # which are found anew in each call
             return None
         arrays: dict[str, Operand | Result] = {
             "d_out": self._do, "q": self._q, "k": self._k, "v": self._v, "out": self._out,
@@ -252,7 +255,11 @@ class BackwardCall(PreparedCall):
             0.02,
         )
         tiles = self._tiles
-        changes = changes_of(layout, self._programs, pointers, self._ranges, tiles is not None)
+        changes = changes_of(
+            layout, self._programs, pointers, self._ranges, tiles is not None, keeps_classes=True
+        )
+        self._classes = changes.lists.classes
+        self.nbytes += self._classes.nbytes
         block_q, block_kv = layout.block_q, layout.block_kv
         _, members, starts = self._groups
         counts = -(-layout.len_k[members[starts]] // block_kv)

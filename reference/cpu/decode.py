@@ -78,7 +78,8 @@ def class_of_leaf(shape, changes, symbols, b, head, heads, i0, queries, j0, keys
     if changes.pointers.classify == 0:
         return FULL
     some, full = False, True
-    for h in range(head, head + heads):
+    last = head + (heads if changes.lists.by_head else 1)
+    for h in range(head, last):
         describe_tile(symbols, shape, b, h, i0, queries, j0, keys)
         found = class_of_tile(changes, symbols, queries, keys, edges, ri, rf)
         some |= found != EMPTY
@@ -259,6 +260,8 @@ def decode(first, last, work, scratch):
     leaves = 0
     # Where a mask lets queries see one range of keys, units have no others.
     may_hide = changes.mask.code.shape[0] > 0
+    # Whether heads hide the same pairs, so that the mask is evaluated once.
+    shares, zero = not (has_score or changes.lists.by_head), like
 
     while leaves < (last - first) * work.most_leaves:
         unit = arrive(first_address(counters))
@@ -339,10 +342,18 @@ def decode(first, last, work, scratch):
                     if classes[member] == EMPTY:
                         block[:] = -math.inf
                         continue
+                    if shares and classes[member] == FULL:
+                        continue
+                    if shares and x % heads:  # they see what the first of them sees
+                        for i in range(queries):
+                            for j in range(keys):
+                                if turned[j * across + i] == -math.inf:
+                                    block[i * LEAF + j] = -math.inf
+                        continue
                     task = members[first_member + member, 0]
                     for i in range(queries):
                         for j in range(keys):
-                            turned[j * across + i] = block[i * LEAF + j]
+                            turned[j * across + i] = zero if shares else block[i * LEAF + j]
                     describe_tile(
                         symbols, shape, tasks[task, 0], head + x - member * heads, tasks[task, 4],
                         queries, j0, keys,
@@ -361,7 +372,10 @@ def decode(first, last, work, scratch):
                         )  # fmt: skip
                     for i in range(queries):
                         for j in range(keys):
-                            block[i * LEAF + j] = turned[j * across + i]
+                            if not shares:
+                                block[i * LEAF + j] = turned[j * across + i]
+                            elif turned[j * across + i] == -math.inf:
+                                block[i * LEAF + j] = -math.inf
             hidden = 0
             if has_score or partial:
                 for r in range(rows):

@@ -71,8 +71,15 @@ class ForwardCall(PreparedCall):
         """Return the kernel with its arguments."""
         layout = self._layout
         changes = changes_of(
-            layout, self._programs, self._pointers, self._ranges, bool(self._tiles)
+            layout,
+            self._programs,
+            self._pointers,
+            self._ranges,
+            bool(self._tiles),
+            keeps_classes=True,
         )
+        self._classes = changes.lists.classes
+        self.nbytes += self._classes.nbytes
         sizes = tile_sizes(layout.shape, changes)
         tiles = self._tiles
 
@@ -101,7 +108,7 @@ class ForwardCall(PreparedCall):
 
     def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:
         """Return what makes the call again at addresses: of q, k, v, out and lse, and of tables."""
-        if self._has_sink or not self._visited.size:
+        if self._has_sink or not self._visited.size or self._classes.size:
             return None
         step = Step(self._kernel, self._visited.size, self._seconds)
         return self._placed([step], self._arrays(wants_lse), tables)
@@ -130,7 +137,8 @@ class ForwardCall(PreparedCall):
         """
         layout = self._layout
         lengths = layout.len_k
-        if self._has_sink or not self._visited.size or self._programs.ranges is not None:
+        ranges = self._programs.ranges
+        if self._has_sink or not self._visited.size or self._classes.size or ranges is not None:
             return None
         if not lengths.all():  # its time says nothing of others'
             return None
@@ -178,6 +186,7 @@ class ForwardCall(PreparedCall):
         self._lse.place(lse)
         if sink is not None:
             self._sinks[...] = sink
+        self._classes.fill(0)
         parallel(self._kernel, self._visited.size, (q, k, v, out, lse, self), self._seconds)
         self._out.finish(out)
         self._lse.finish(lse[..., None])

@@ -22,6 +22,7 @@ from .placed import OWN, Placed, Step, Value
 from .repeat import Repeat
 from .structs import Packed, form_for
 from .threads import SHORT, workers_for
+from .tile_lists import lists_of, no_lists
 
 Ends = tuple[Array, Array]
 
@@ -153,15 +154,26 @@ def sinks_of(layout: Layout, sink: Array | None) -> Array:
 
 def changes_of(
     layout: Layout, programs: Programs, pointers: FunctionPointers, ranges: KeyRanges,
-    by_tiles: bool = False,
+    by_tiles: bool = False, keeps_classes: bool = False,
 ) -> Changes:  # fmt: skip
-    """Return what happens to scores, for kernels at these addresses; some multiply by tiles."""
+    """Return what happens to scores, for kernels at these addresses; some multiply by tiles.
+
+    With `keeps_classes`, kernels visit tiles of the layout's blocks and no others, and each call
+    begins with classes of 0.
+    """
     # What works on whole rows of a tile costs least for long ones.
     whole_rows = layout.problem.dropout or any(
         len(program.code) > program.once_per_tile
         for program in (programs.score, programs.slope, programs.mask)
     )
     block = round_up(layout.block_q, layout.lanes)
+    panel = block if whole_rows else min(block, TILE_PANEL if by_tiles else PANEL)
+    lists = no_lists(programs.tile, ranges.head)
+    if keeps_classes:
+        lists = lists_of(
+            programs.tile, ranges.head, layout.problem.heads, layout.len_q, layout.len_k,
+            layout.block_q, layout.block_kv, panel,
+        )  # fmt: skip
     return Changes(
         programs.score,
         programs.slope,
@@ -170,5 +182,6 @@ def changes_of(
         ranges,
         pointers,
         int(programs.may_mask),
-        block if whole_rows else min(block, TILE_PANEL if by_tiles else PANEL),
+        panel,
+        lists,
     )

@@ -26,6 +26,8 @@ from .tables import (
     load_as_int,
     load_float32,
     range_extremes,
+    row_contains,
+    rows_contain,
 )
 from .waves import FAR, cos, erf, sin
 
@@ -33,6 +35,7 @@ from .waves import FAR, cos, erf, sin
 Op = enum.IntEnum(
     "Op",
     """SYMBOL I SCORE CONSTANT_INT CONSTANT_FLOAT TO_FLOAT LOOKUP_INT LOOKUP_FLOAT
+    CONTAINS_INT CONTAINS_ALL_INT CONTAINS_ANY_INT
     RANGE_MINIMUM_INT RANGE_MAXIMUM_INT RANGE_MINIMUM_FLOAT RANGE_MAXIMUM_FLOAT
     ADD_INT SUBTRACT_INT MULTIPLY_INT MINIMUM_INT MAXIMUM_INT NEGATIVE_INT ABSOLUTE_INT
     FLOOR_DIVIDE_INT REMAINDER_INT LEFT_SHIFT_INT RIGHT_SHIFT_INT TO_INT SPREAD_INT WHERE_INT
@@ -273,7 +276,7 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
     table = program.tables[a]
     if op == Op.LOOKUP_INT:
         places = ri[ri.shape[0] - 1]
-        find_places(table, program.operands, b, ri, n, places)
+        find_places(table, program.operands, b, table[2], ri, n, places)
         if table[1] == 0:
             for l in range(n):
                 ri[to, l] = is_true(places[l])
@@ -282,13 +285,23 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
                 ri[to, l] = load_as_int(places[l], table[1])
     elif op == Op.LOOKUP_FLOAT:
         places = ri[ri.shape[0] - 1]
-        find_places(table, program.operands, b, ri, n, places)
+        find_places(table, program.operands, b, table[2], ri, n, places)
         if table[1] == 10:
             for l in range(n):
                 rf[to, l] = load_float32(places[l])
         else:
             for l in range(n):
                 rf[to, l] = load_as_float(places[l], table[1])
+    elif op == Op.CONTAINS_INT:
+        axes, places = table[2], ri[ri.shape[0] - 1]
+        find_places(table, program.operands, b, axes - 1, ri, n, places)
+        number = ri[program.operands[b + axes - 1]]
+        for l in range(n):
+            alike = l > 0 and places[l] == places[l - 1] and number[l] == number[l - 1]
+            ri[to, l] = ri[to, l - 1] if alike else row_contains(table, places[l], number[l])
+    elif op == Op.CONTAINS_ALL_INT or op == Op.CONTAINS_ANY_INT:
+        every, some = rows_contain(table, program.operands, b, ri, op == Op.CONTAINS_ANY_INT)
+        ri[to, 0] = some if op == Op.CONTAINS_ANY_INT else every
     elif op == Op.RANGE_MINIMUM_INT or op == Op.RANGE_MAXIMUM_INT:
         is_minimum = op == Op.RANGE_MINIMUM_INT
         low, high, _, _ = range_extremes(table, program.operands, b, ri, False, is_minimum)

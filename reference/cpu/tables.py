@@ -18,6 +18,8 @@ from .vectors import emit_widened
 # A table: address, element kind, axes, smallest and largest element, lengths, byte strides.
 MAX_AXES = 8
 TABLE_WORDS = 5 + 2 * MAX_AXES
+# Rows are searched for at most as many neighbouring numbers as a word has bits.
+MOST_CONTAINED = 64
 # For a range of more elements than this, the bounds are the whole array's extremes.
 RANGE_LIMIT = 16384
 
@@ -127,11 +129,11 @@ def first_element(program, ri):
 
 
 @helper
-def find_places(table, operands, start, ri, n, places):
-    """Write the addresses of the elements that `n` lanes look up."""
+def find_places(table, operands, start, axes, ri, n, places):
+    """Write the addresses of the elements that `n` lanes look up, by the first axes' indices."""
     for l in range(n):
         places[l] = table[0]
-    for axis in range(table[2]):
+    for axis in range(axes):
         index, stride = ri[operands[start + axis]], table[5 + MAX_AXES + axis]
         for l in range(n):
             places[l] += index[l] * stride
@@ -145,6 +147,55 @@ def _index_range(table, operands, start, ri, axis):
     first = max(ri[operands[start + axis], 0], 0)
     last = min(ri[operands[start + table[2] + axis], 0], table[5 + axis] - 1)
     return first, max(last - first + 1, 0)
+
+
+@helper
+def row_contains(table, place, number):
+    """Return whether the row of a table's last axis at an address has a number."""
+    stride = table[4 + MAX_AXES + table[2]]
+    for n in range(table[4 + table[2]]):
+        if load_as_int(place + n * stride, table[1]) == number:
+            return 1
+    return 0
+
+
+@helper
+def rows_contain(table, operands, start, ri, is_any):
+    """Return whether rows all have all numbers of a range, and whether any has any.
+
+    One is right: the one that `is_any` says. The numbers are between the bounds of the last index.
+    """
+    axes = table[2]
+    low, high = ri[operands[start + axes - 1], 0], ri[operands[start + 2 * axes - 1], 0]
+    count, inner, stride = 1, table[4 + axes], table[4 + MAX_AXES + axes]
+    for axis in range(axes - 1):
+        count *= _index_range(table, operands, start, ri, axis)[1]
+    if count * inner > RANGE_LIMIT:
+        return 0, 1
+    every, wanted = 1, high - low + 1
+    if wanted > MOST_CONTAINED:
+        every = 0
+        if not is_any:
+            return 0, 1
+    for row in range(count):
+        place, rest = table[0], row
+        for axis in range(axes - 2, -1, -1):
+            first, length = _index_range(table, operands, start, ri, axis)
+            place += (first + rest % length) * table[5 + MAX_AXES + axis]
+            rest //= length
+        bits, left = np.uint64(0), wanted
+        for n in range(inner):
+            number = load_as_int(place + n * stride, table[1])
+            if number < low or number > high:
+                continue
+            if is_any:
+                return every, 1
+            bit = np.uint64(1) << np.uint64(number - low)
+            left -= (bits & bit) == np.uint64(0)
+            bits |= bit
+        if left and not is_any:
+            return 0, 1
+    return every, 0
 
 
 _TRUTHS = 16  # Booleans that are looked at together

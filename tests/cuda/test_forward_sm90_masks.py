@@ -31,6 +31,7 @@ MASKS = {
     "first keys": masks.causal(offset=-130),  # and queries that see none
     "window": masks.window(120, 20),
     "documents": masks.segments(np.arange(400) // 110),
+    "chosen": masks.chosen([[1, 2], [-1, 0], [2, 2], [9, 0]], (128, 64)) & masks.causal(),
     "no range": masks.mask(lambda b, h, i, j: (i + j) % 3 > 0),
     "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 280 + i)),
     "no key": masks.mask(lambda b, h, i, j: j < 0),
@@ -42,7 +43,7 @@ MASKS = {
 @mostly_thorough(
     "name",
     MASKS,
-    quick=("documents", "no range"),
+    quick=("chosen", "documents", "no range"),
     why="more masks; a window is quick below, and an entry without keys",
 )
 def test_masks(monkeypatch, name):

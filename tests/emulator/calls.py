@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
-from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches
+from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches, tile_lists
 from cupyflash.gpu.kernels import bias_tiles, registry, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
@@ -394,6 +394,7 @@ class Emulator:
             mock.patch.object(launch_cache, "signature", return_value=None),  # nothing is kept
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(registry, "find", self.blocks.find),
+            mock.patch.object(tile_lists, "configured", self.blocks.tiles_of),
             # The emulator's arrays are small.
             mock.patch.object(sm90, "_slower", return_value=None),
             mock.patch.object(sm90_fp8, "SHORTEST", 1),

@@ -102,6 +102,7 @@ inline double __ddiv_rn(double x, double y) { return x / y; }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned int>(x)); }
+inline int __popc(unsigned int x) { return __builtin_popcount(x); }
 
 inline long long __mul64hi(long long x, long long y) {
   return static_cast<long long>((static_cast<__int128>(x) * y) >> 64);

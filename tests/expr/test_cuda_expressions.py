@@ -19,7 +19,7 @@ from halves import mostly_thorough
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from cupyflash import lookup
+from cupyflash import lookup, masks
 from cupyflash.errors import ArgumentError
 from cupyflash.expr import (
     absolute,
@@ -166,6 +166,7 @@ B, H, I, J = POSITIONS
 SIZES = Sizes((2,), 2, 40, 50)
 TILE = (1, 1, 3, 20, 7, 30)
 TABLE = np.array([[3, -1, 4], [1, -5, 9]], np.int8)[:, ::-1]
+CHOSEN = np.array([[[3, -1, 2], [2, 0, 99], [5, 1, 1]]] * 2, np.int16)[:, :, ::-1]
 REALS = np.array([0.5, -2.0, np.nan, np.inf], np.float16)
 
 MASKS = {
@@ -178,6 +179,8 @@ MASKS = {
     "shifts": ((I - J) >> 1) + (J << 2) + ((I - J) >> (J + 40)) > (I << (J % 9)) % 77,
     "short shifts": (I >> (J >> 1)) + ((J - I) >> 40) > ((I - J) >> J),
     "roots": sqrt(J - 3) * 2.0 < sqrt(I + 0.5),
+    "chosen": masks.chosen(CHOSEN, (16, 8)).expr & (I + 3 >= J),
+    "chosen for each query": masks.chosen(CHOSEN[:, :1].repeat(40, 1), (1, 1)).expr,
     "constants": where(J > 3, True, False) ^ (I == 4),
 }
 
@@ -189,10 +192,11 @@ either = pytest.mark.parametrize("short", [False, True], ids=["64 bits", "32 bit
 def test_masks_by_hand(compiled, short):
     roots = [bind(mask, flat_sizes(SIZES)) for mask in MASKS.values()]
     code = compiled([generate(root, tile_class(root), short=short) for root in roots])
-    symbols, _ = tile_symbols(SIZES, TILE)
+    symbols, corners = tile_symbols(SIZES, TILE)
     for n, (name, root) in enumerate(zip(MASKS, roots, strict=True)):
         wanted = by_numpy(root, SIZES, TILE)
         np.testing.assert_array_equal(code.mask(n, symbols, wanted.shape), wanted, name)
+        assert code.tile_class(n, corners) == tile_classes(tile_class(root), corners, "gpu"), name
 
 
 SCORES = {

@@ -153,6 +153,30 @@ def test_blocks(shape):
     same(masks.blocks(layout.tolist(), block_q, block_k), lead, H, Lq, Lk, expected)
 
 
+def allowed_by(indices, block_q, block_k, length_q, length_k):
+    """Chosen blocks of keys as Booleans of pairs: (..., Lq, Lk)."""
+    layout = (indices[..., None] == np.arange(-(-length_k // block_k))).any(-2)
+    return layout.repeat(block_q, -2).repeat(block_k, -1)[..., :length_q, :length_k]
+
+
+@given(
+    lengths_st, st.tuples(*[st.integers(1, 5)] * 2), st.integers(0, 4), st.integers(0, 2**32 - 1)
+)
+def test_chosen(lengths, block, count, seed):
+    draws = np.random.default_rng(seed)
+    blocks = -(-np.array(lengths) // block)
+    lead = [(), (1,), (4,), (3, 1), (3, 2)][seed % 5]
+    shape = (*lead, blocks[0] if seed % 3 else 1, count)
+    # Out of order, repeated, none, and numbers of blocks that do not exist.
+    indices = draws.integers(-2, blocks[1] + 2, shape).astype(draws.choice(["i1", "u4", "i8"]))
+    wide = indices.repeat(2, -3) if len(lead) == 2 and lead[1] == 2 else indices  # of 4 heads
+    expected = allowed_by(np.broadcast_to(wide, (3, 4, blocks[0], count)), *block, *lengths)
+    same(masks.chosen(indices, block), (3,), 4, *lengths, expected)
+    joined = masks.chosen(indices.tolist() if indices.size else indices, block) & masks.causal()
+    i, j = grid(*lengths)
+    same(joined, (3,), 4, *lengths, expected & (j <= i + lengths[1] - lengths[0]))
+
+
 @pytest.mark.parametrize("lengths", [(3, 7), (4, 4), (5, 2), (1, 6)])
 @pytest.mark.parametrize("lead", [(), (3,), (1,)])
 def test_tree(lengths, lead):
@@ -256,6 +280,7 @@ OFFSETS_Q, OFFSETS_K = np.array([0, 2, 2, 7]), np.array([0, 4, 5, 11])
 IDS_Q, IDS_K = rng.integers(0, 2, 7), rng.integers(0, 2, 11)
 DENSE = rng.random((3, 1, 5, 6)) < 0.5
 LAYOUT = rng.random((1, 3, 3)) < 0.5
+CHOSEN = rng.integers(-1, 3, (3, 1, 3, 2))
 DRAFTS = rng.random((3, 5, 5)) < 0.5
 
 PACKED = {
@@ -276,6 +301,10 @@ PACKED = {
         ),
     ),
     "blocks": (masks.blocks(LAYOUT, 2, 2), lambda n, i, j, lq, lk: LAYOUT[0, i // 2, j // 2]),
+    "chosen": (
+        masks.chosen(CHOSEN, (2, 3)),
+        lambda n, i, j, lq, lk: (CHOSEN[n, 0, i // 2] == j[..., None] // 3).any(-1),
+    ),
 }
 
 
@@ -394,6 +423,11 @@ def test_packed_arrays_of_wrong_size():
             ArgumentTypeError,
             "blocks: layout: .*int64.*expected bool",
         ),
+        (lambda: masks.chosen([[0]], 0), ArgumentError, "chosen: block is 0; expected"),
+        (lambda: masks.chosen([[0]], (1, 2, 3)), ArgumentError, r"block is \(1, 2, 3\); expected"),
+        (lambda: masks.chosen([[0.0]], 1), ArgumentTypeError, "chosen: indices: .*float64.*integ"),
+        (lambda: masks.chosen(np.array(1), 1), ArgumentTypeError, r"indices: .*shape \(\); exp"),
+        (lambda: masks.chosen(np.ones((2, 2), "u8"), 1), ArgumentTypeError, "chosen: .*uint64"),
         (
             lambda: masks.tree(np.ones((2, 3), bool)),
             ArgumentError,
@@ -442,6 +476,7 @@ def test_errors(make, error, words):
         ),
         (masks.dense(np.ones((1, 2, 3, 4, 5), bool)), r"\(1, 2, 3, 4, 5\); expected"),
         (masks.blocks(np.ones((3, 3), bool), 2, 2), r"blocks: layout: .*\(2, 3, 2, 3\)"),
+        (masks.chosen(np.ones((4, 1), int), 2), r"chosen: indices: .*\(4, 1\).*\(2, 3, 2, 1\)"),
         (masks.segments(np.arange(4)), r"segments: k_ids: got .*shape \(4,\); expected .*\(2, 5\)"),
         (masks.mask(lambda b, h, i, j: lookup(np.arange(4))[j] > 0), "clip"),
         (masks.mask(lambda b, h, i, j: i % j == 0), r"maximum\(\.\.\., 1\)"),

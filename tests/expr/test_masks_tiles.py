@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from expressions import changes_of, class_by_machine, class_of_tile, machine_symbols
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cupyflash import lookup, masks
 from cupyflash.expr.bind import bind
 from cupyflash.expr.interval import EMPTY, FULL, PARTIAL, tile_class
 from cupyflash.expr.lower import lower
+from cupyflash.expr.tile_classes import tile_classes
 from cupyflash.masks import flat_sizes
 from cupyflash.reference.spec.naive import Sizes
 
@@ -52,6 +55,7 @@ def test_causal_visits_528_of_1024_tiles():
 
 DOCUMENTS = np.repeat(np.arange(5), [40, 64, 100, 33, 63])
 LAYOUT = np.random.default_rng(1).random((5, 5)) < 0.4
+CHOSEN = np.array([[1, 0, 1], [-1, 0, 9], [2, 1, -5], [3, 2, 4], [-1, -1, -1]])
 PAIRS = np.random.default_rng(2).random((300, 300)) < 0.5
 PAIRS[:64, 96:200] = True
 PAIRS[96:200, :128] = False
@@ -70,6 +74,9 @@ PERFECT = {
     "causal documents": masks.segments(DOCUMENTS) & masks.causal(),
     "blocks": masks.blocks(LAYOUT, 64, 64),
     "small blocks": masks.blocks(np.random.default_rng(3).random((30, 30)) < 0.1, 10, 10),
+    "chosen": masks.chosen(CHOSEN, 64),
+    "chosen, small blocks": masks.chosen(np.concatenate([CHOSEN] * 6), (10, 16)),
+    "chosen for each query": masks.chosen(CHOSEN[np.arange(300) // 70], (1, 32)),
     "dense": masks.dense(PAIRS),
     "tree": masks.tree(PAIRS),
     "dilated by 1": masks.dilated(1),
@@ -87,6 +94,36 @@ def test_every_tile_that_can_be_skipped_is(name, block_q, block_k):
     sizes = Sizes((1,), 1, 300, 300)
     found = classes(PERFECT[name], sizes, block_q, block_k)
     np.testing.assert_array_equal(found, true_classes(PERFECT[name], sizes, block_q, block_k))
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_no_tile_that_has_a_chosen_block_is_skipped(seed):
+    draws = np.random.default_rng(seed)
+    block, tile = draws.integers(1, 20, 2), draws.integers(1, 40, 2)
+    lengths = draws.integers(1, 90, 2)
+    blocks = -(-lengths // block)
+    indices = draws.integers(-2, blocks[1] + 2, (2, 2, blocks[0], int(draws.integers(5))))
+    mask = masks.chosen(indices, (int(block[0]), int(block[1])))
+    if seed % 2:
+        mask = mask & masks.causal()
+    sizes = Sizes((2,), 2, *(int(n) for n in lengths))
+    found = classes(mask, sizes, *(int(n) for n in tile), b=1, h=1)
+    wanted = true_classes(mask, sizes, *(int(n) for n in tile), b=1, h=1)
+    assert ((found == wanted) | (found == PARTIAL)).all()
+    if not seed % 2:  # nothing is lost but by the number of keys for which rows are searched
+        np.testing.assert_array_equal(found, wanted)
+    # The same by NumPy, for the tiles of all heads.
+    tree = tile_class(bind(mask.expr, flat_sizes(sizes)))
+    i, j = (np.arange(0, n, size) for n, size in zip(lengths, tile, strict=True))
+    symbols = {
+        "b": 1, "h": 1, "i_low": i[:, None], "j_low": j,
+        "i_high": np.minimum(i + tile[0], lengths[0])[:, None] - 1,
+        "j_high": np.minimum(j + tile[1], lengths[1]) - 1,
+        "len_q": lengths[0], "len_k": lengths[1], "start_q": 0, "start_k": 0,
+    }  # fmt: skip
+    for machine in ("cpu", "gpu", "exact"):
+        by_numpy = tile_classes(tree, {x: np.asarray(y) for x, y in symbols.items()}, machine)
+        np.testing.assert_array_equal(np.broadcast_to(by_numpy, found.shape), found)
 
 
 @pytest.mark.parametrize(("len_q", "len_k"), [(100, 300), (300, 100), (1, 300), (65, 64)])

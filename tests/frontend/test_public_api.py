@@ -65,6 +65,7 @@ TYPES = {
 }
 MASKS = {
     "blocks",
+    "chosen",
     "causal",
     "dense",
     "dilated",

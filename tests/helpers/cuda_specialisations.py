@@ -91,8 +91,8 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
-    # Of gradients "parts", or "whole dq". Or "short" and the number of a row of `SHORT_ROWS`. Or
-    # "tiles" and the type of a bias that comes in tiles.
+    # Of gradients "parts", or "whole dq". "lists" if lists of tiles are read or written. Or "short"
+    # and the number of a row of `SHORT_ROWS`. Or "tiles" and the type of a bias that is in tiles.
     cache: str = ""
 
 
@@ -255,6 +255,11 @@ def cases() -> list[Case]:
         found.append(Case(kernel, dtypes[0], sizes[0], "plain", False))
     for kernel in ("append", "rope", "quantize"):
         found += [Case(kernel, dtype, sizes[0], "plain", False) for dtype in dtypes]
+    for kernel, dtype in [
+        ("list_tiles", dtypes[0]), ("order_tiles", dtypes[0]), ("forward_sm90", BFLOAT16),
+        ("backward_sm90_dkdv", BFLOAT16), ("forward_simt", dtypes[0]),
+    ]:  # fmt: skip
+        found.append(Case(kernel, dtype, (128, 128), "segments", False, "lists"))
     for n, size in enumerate(((64, 64), (40, 72))):
         found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
     return found
@@ -342,7 +347,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     options = (OPTIONS | MORE_OPTIONS)[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
     resumes, parts, whole_dq = (case.cache == x for x in ("resumes", "parts", "whole dq"))
-    plain = "rows", "float8", "short", "tiles"
+    plain = "rows", "float8", "short", "tiles", "lists"
     held = "" if resumes or parts or whole_dq or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
@@ -374,6 +379,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         functions = generate(*given_trees, short=True, tangent=tangent).functions
     if not spec.slope:
         functions = dataclasses.replace(functions, has_dscore=False)
+    lists = case.cache == "lists"
+    if lists:  # the last table
+        functions = dataclasses.replace(functions, num_tables=functions.num_tables + 1)
     blocks = (16, 64) if spec.part == "join" else None  # those of a decode kernel
     request = Request(problem, target_of(arch), call, slope=functions.has_dscore, blocks=blocks)
     assert spec.is_for(problem, request.device)
@@ -396,6 +404,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         aligned=spec.aligned and held != "",
         k_rows=case.cache.startswith("rows"),
         v_rows=case.cache.startswith("rows"),
+        lists=lists and spec.lists != "",
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
         bias=case.cache.split()[1] if in_tiles else "",

@@ -28,6 +28,7 @@ from cupyflash.reference.cpu.jit import (
     whole_rows,
 )
 from cupyflash.reference.cpu.microkernel import PANEL
+from cupyflash.reference.cpu.tile_lists import no_lists
 from cupyflash.reference.spec.naive import Sizes
 from cupyflash.testing.trees import (  # noqa: F401
     FUNCTIONS,
@@ -164,7 +165,8 @@ def changes_of(number=np.float32, **programs):
     )
     none = program.NO_PROGRAM
     four = [programs.get(name, none) for name in ("score", "slope", "mask", "tile")]
-    return Changes(*four, NO_RANGES, pointers, may_mask=0, panel=PANEL)
+    lists = no_lists(four[3], 0)
+    return Changes(*four, NO_RANGES, pointers, may_mask=0, panel=PANEL, lists=lists)
 
 
 def machine_symbols(sizes, where_):

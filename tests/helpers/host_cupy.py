@@ -15,7 +15,7 @@ import numpy as np
 from fake_cupy import H200
 
 from cupyflash.arrays import copies
-from cupyflash.expr.nodes import rebuild
+from cupyflash.expr.nodes import LOOKUPS, rebuild
 
 
 def in_host(x):
@@ -29,10 +29,10 @@ def read_in_host(made):
 
 
 def _looked_up_in_host(node):
-    if node.op not in ("lookup", "aligned"):
+    if node.op not in (*LOOKUPS, "aligned"):
         return None
     args = tuple(rebuild(arg, _looked_up_in_host) for arg in node.args)
-    if node.op == "lookup":
+    if node.op in LOOKUPS:
         array = in_host(node.value[0])
         return type(node)(node.op, args, node.type, (array, *node.value[1:]))
     value = dataclasses.replace(node.value, array=in_host(node.value.array))

@@ -52,6 +52,9 @@ common/rotary.cuh
         rows_are_rotated_within_the_bound float32, rows_of_whole_vectors float32
 common/tile.cuh
     cuda/test_pieces.py: pieces_are_within_the_bound sm80-dtype1-causal
+common/tile_lists.cuh
+    cuda/test_tile_lists.py: lists_change_no_bit_and_no_tile sm90-chosen,
+        lists_have_the_classes_of_all_tiles_and_rows_in_order
 decode/cursor.cuh
     cuda/test_decode.py: every_entry_is_attention_over_what_it_holds simt-f32,
         no_bit_depends_on_the_grid_or_the_schedule simt 3,
@@ -91,6 +94,10 @@ rowwise/quantize.cu
     cuda/test_quantize.py: codes_are_those_of_the_cpu float32, every_number_of_16_bits int4
 simt/decode_simt.cu
     cuda/test_decode.py: large_nodes simt, masks_and_scores simt causal
+simt/list_tiles.cu
+    cuda/test_tile_lists.py: lists_have_the_classes_of_all_tiles_and_rows_in_order
+simt/order_tiles.cu
+    cuda/test_tile_lists.py: lists_have_the_classes_of_all_tiles_and_rows_in_order
 simt/epilogue.cuh
     cuda/test_pieces.py: keys_join_the_result_before_them 0-simt 40
 sm80/decode_sm80.cu

@@ -122,7 +122,7 @@ INSIDE = {
         ["strides", "tma"],
         ["kernels"],
         ["call_code", "specialisation", "workspace"],
-        ["source"],
+        ["source", "tile_lists"],
         ["jit", "writer"],
         ["decode_route", "offsets", "rowwise", "uploads"],
         ["route"],

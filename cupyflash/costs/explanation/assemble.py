@@ -162,7 +162,9 @@ def _use(subject: Subject, work: Use, found: Survey | None, *, compile: bool) ->
     where, sizes, unknown = subject.where, subject.sizes, subject.unknown
     problem, tiles = subject.call.problem, work.tiles
     joins = tiles is None or not tiles.whole
-    once, most = sizes.moved(work.part, work.adds_dq, found, joins, work.whole_dq, work.parts)
+    once, most = sizes.moved(
+        work.part, work.adds_dq, found, joins, work.whole_dq, work.parts, work.lists
+    )
     taken: Registers | None = None
     held = None
     if work.special is not None and tiles is not None and compile:

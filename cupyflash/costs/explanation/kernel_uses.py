@@ -86,6 +86,11 @@ class Use:
         return sum(spec.nbytes for spec in found if spec is not None)
 
     @property
+    def lists(self) -> int:
+        """Bytes of the lists of tiles that it writes or puts in order."""
+        return self.step.scratch if self.part in ("lists", "order") else 0
+
+    @property
     def units(self) -> Units:
         """What it multiplies by."""
         if self.spec is None or not self.spec.tensor_cores:

@@ -122,6 +122,7 @@ class Sizes:
         joins: bool = True,
         whole_dq: bool = False,
         parts: int = 0,
+        lists: int = 0,
     ) -> tuple[Bytes, Bytes]:
         """Return what a kernel moves at least (everything once) and at most.
 
@@ -139,10 +140,16 @@ class Sizes:
             Whether it stores dq beside dk and dv.
         parts : int
             Bytes of parts of dk and dv, which are summed at the end.
+        lists : int
+            Bytes of lists of tiles, which a kernel writes, and another one puts in order; what the
+            others read of them is not counted.
         """
         sums = self.queries * self.sum_row
         if part == "sums":
             rows = made({"parts": parts}, {"dk": self.k, "dv": self.v})
+            return rows, rows
+        if part in ("lists", "order"):
+            rows = made({}, {"lists": lists}) if part == "lists" else made({"lists": lists}, {})
             return rows, rows
         if part == "delta":
             rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
@@ -230,6 +237,6 @@ def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":
         return 2 * pairs * (2 * d + d_v)
-    if part in ("delta", "dq_rows", "join", "numbers", "sums"):
+    if part in ("delta", "dq_rows", "join", "lists", "numbers", "order", "sums"):
         return 0
     return 2 * pairs * (d + d_v)

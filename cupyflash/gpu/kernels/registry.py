@@ -30,6 +30,8 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "dq_rows": (rowwise.DQ_ROWS,),
     "bias": (sm90_bias.BIAS, sm80.BIAS, simt.BIAS),
     "sums": (rowwise.SUMS,),
+    "lists": (simt.LIST_TILES,),
+    "order": (simt.ORDER_TILES,),
     **{spec.part: (spec,) for spec in rowwise.OPERATIONS},
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}

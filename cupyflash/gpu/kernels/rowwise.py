@@ -6,12 +6,11 @@ import numpy as np
 
 from ...arrays.dtypes import FLOATS
 from . import decode, grid
-from .simt import LARGEST_HEAD, LARGEST_HEAD_OF_CACHE
+from .simt import ANY_HEAD, LARGEST_HEAD, LARGEST_HEAD_OF_CACHE
 from .sm80 import CAPABILITY, DECODE_ROWS, HALVES
 from .spec import KernelSpec, Request, Tiles
 
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
-ANY_HEAD = 2**31 - 1
 TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns of a row at most
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 ENTRIES = Tiles(block_q=256, block_kv=0, threads=256, shared_memory=0)  # block_q offsets

@@ -15,6 +15,9 @@ from . import decode, grid
 from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
+ANY_HEAD = 2**31 - 1
+LIST_THREADS, ORDER_THREADS = 128, 512
+ANY_TILE = 64, 64
 STAGES = 2  # the two buffers of `Shape.stage`
 
 
@@ -273,6 +276,18 @@ def _configure_decode(request: Request) -> Tiles | None:
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _METHOD = "runs the portable kernel in {accumulator}"
 
+
+def _configure_lists(request: Request) -> Tiles | None:
+    """Return the tiles of the kernel that reads the lists, if it is known."""
+    blocks = request.blocks or ANY_TILE
+    return Tiles(*blocks, threads=LIST_THREADS, shared_memory=0)
+
+
+def _configure_order(request: Request) -> Tiles | None:
+    blocks = request.blocks or ANY_TILE
+    return Tiles(*blocks, threads=ORDER_THREADS, shared_memory=4 * ORDER_THREADS)
+
+
 FORWARD = KernelSpec(
     source="simt/forward_simt.cu",
     part="forward",
@@ -282,6 +297,7 @@ FORWARD = KernelSpec(
     chooses_tiles=True,
     configure=functools.partial(_configure, "forward_simt", False),
     grid=grid.by_queries,
+    lists="queries",
 )
 TANGENTS = KernelSpec(
     source="simt/forward_simt_tangent.cu",
@@ -305,6 +321,7 @@ DKDV = KernelSpec(
     grid=grid.by_keys,
     slope=True,
     atomic_dq=("float32",),
+    lists="keys",
 )
 DQ = KernelSpec(
     source="simt/backward_simt_dq.cu",
@@ -316,6 +333,7 @@ DQ = KernelSpec(
     configure=functools.partial(_configure, "backward_simt_dq", True),
     grid=grid.by_queries,
     slope=True,
+    lists="queries",
 )
 BIAS = KernelSpec(
     source="simt/backward_bias.cu",
@@ -326,6 +344,32 @@ BIAS = KernelSpec(
     chooses_tiles=True,
     configure=functools.partial(_configure, "backward_bias", False),
     grid=grid.by_tiles,
+)
+LIST_TILES = KernelSpec(
+    source="simt/list_tiles.cu",
+    part="lists",
+    computes="which tiles the mask leaves",
+    method="compares in integers and float32",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),  # it is compiled for one of them
+    condition="tiles of a mask are listed once for the heads that share it",
+    chooses_tiles=True,
+    configure=_configure_lists,
+    grid=grid.by_warps,
+    sizes=(),
+    operands=(),
+)
+ORDER_TILES = KernelSpec(
+    source="simt/order_tiles.cu",
+    part="order",
+    computes="which blocks of queries take longest",
+    method="counts tiles in integers",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
+    condition="blocks share work tiles, and tiles of a mask are listed",
+    chooses_tiles=True,
+    configure=_configure_order,
+    grid=grid.by_blocks,
+    sizes=(),
+    operands=(),
 )
 DECODE = KernelSpec(
     source="simt/decode_simt.cu",

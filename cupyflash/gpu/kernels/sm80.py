@@ -393,6 +393,7 @@ FORWARD = KernelSpec(
     grid=grid.by_queries,
     caches=True,
     cost=_cost_of_forward,
+    lists="queries",
 )
 DKDV = KernelSpec(
     source="sm80/backward_sm80_dkdv.cu",
@@ -410,6 +411,7 @@ DKDV = KernelSpec(
     parts=True,
     dq_accum_step=LANES,
     cost=_cost_of_dkdv,
+    lists="keys",
 )
 DQ = KernelSpec(
     source="sm80/backward_sm80_dq.cu",
@@ -422,6 +424,7 @@ DQ = KernelSpec(
     configure=functools.partial(_configure_backward, "backward_sm80_dq"),
     grid=grid.by_queries,
     slope=True,
+    lists="queries",
 )
 BIAS = KernelSpec(
     source="sm80/backward_sm80_bias.cu",

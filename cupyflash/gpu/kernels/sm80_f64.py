@@ -92,6 +92,7 @@ DKDV = KernelSpec(
     grid=grid.by_keys,
     slope=True,
     atomic_dq=("float64",),
+    lists="keys",
 )
 DQ = KernelSpec(
     source="sm80/backward_f64_dq.cu",
@@ -104,4 +105,5 @@ DQ = KernelSpec(
     configure=functools.partial(_configure, "backward_f64_dq"),
     grid=grid.by_queries,
     slope=True,
+    lists="queries",
 )

@@ -321,6 +321,9 @@ FORWARD = KernelSpec(
     ),
     caches=True,
     ends_with_queries=True,
+    lists="queries",
+    deals=True,
+    most_listed=2048,  # warpgroup_tile::GROUPS
     cost=_cost_of_forward,
 )
 
@@ -356,6 +359,7 @@ TF32_FORWARD = KernelSpec(
     tensor_cores=True,
     configure=lambda request: fit_tf32(request.problem.d, request.problem.d_v),
     grid=grid.by_queries,
+    lists="queries",
 )
 
 # -- backward_sm90_dkdv ---------------------------------------------------------------------------
@@ -450,5 +454,6 @@ DKDV = KernelSpec(
     atomic_dq=HALVES,
     whole_dq=True,
     parts=True,
+    lists="keys",
     cost=_cost_of_dkdv,
 )

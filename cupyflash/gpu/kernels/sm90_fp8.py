@@ -92,4 +92,7 @@ FORWARD = KernelSpec(
     ),
     codes=True,
     ends_with_queries=True,
+    lists="queries",
+    deals=True,
+    most_listed=2048,  # warpgroup_tile::GROUPS
 )

@@ -330,6 +330,12 @@ class KernelSpec:
         that the first tile may be shorter.
     overlaps : bool
         Whether it waits for earlier launches itself, and so may begin while the last one ends.
+    lists : {"", "queries", "keys"}
+        Whether it can read lists of tiles, and of what blocks its rows of tiles are.
+    deals : bool
+        Whether its blocks share work tiles, which lists let it deal by their cost.
+    most_listed : int
+        The tiles of a row that it tells apart; of more, neighbours count as one. 0: all of them.
     cost : function
         Returns what a head takes by the model of cost; None where the model says nothing.
     beside : str
@@ -367,6 +373,9 @@ class KernelSpec:
     dq_accum_step: int = 1
     ends_with_queries: bool = False
     overlaps: bool = False
+    lists: str = ""
+    deals: bool = False
+    most_listed: int = 0
     cost: Callable[[Request, Tiles], Cost | None] = _unknown
     beside: str = ""
 

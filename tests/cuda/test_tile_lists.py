@@ -1,0 +1,239 @@
+"""Lists of tiles on the emulator: kernels that read them visit the same tiles, bit for bit."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_specialisations import SHARED_MEMORY
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from emulator.machine import REVERSE
+from halves import mostly_thorough
+from placement import same_bits
+
+from cupyflash import masks
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.expr.interval import EMPTY, FULL, PARTIAL
+from cupyflash.expr.tile_classes import tile_classes
+from cupyflash.gpu import route, tile_lists
+from cupyflash.gpu.kernels import sm90
+from cupyflash.problem import validate
+from cupyflash.problem.bound_exprs import trees
+from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
+from cupyflash.testing import Precision, forward_bound, rho
+
+emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+
+HALF, BRAIN, SINGLE, DOUBLE = (
+    np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+)
+DEVICES = {
+    "simt": (SINGLE, Blocks(tensor=False)),
+    "simt, half": (HALF, Blocks(tensor=False)),
+    "sm80": (BRAIN, Blocks()),
+    "f64": (DOUBLE, Blocks()),
+    "sm90": (HALF, Blocks(hopper=True)),
+}
+LENGTHS = 330, 300
+DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 7, max(LENGTHS)))
+INDICES = np.random.default_rng(2).integers(-2, 7, (2, 1, 11, 3))
+MASKS = {
+    "documents": masks.segments(DOCUMENTS[: LENGTHS[0]], DOCUMENTS[: LENGTHS[1]]) & masks.causal(),
+    "chosen": masks.chosen(INDICES.reshape(1, 2, 11, 3), (30, 50)),  # for heads of keys
+    "chosen, causal": masks.chosen(INDICES, (30, 50)) & masks.causal(),
+    "by head": masks.mask(lambda b, h, i, j: (h // 2 == 0) | (abs(i - 2 * j) < 60)),
+    "no key": masks.mask(lambda b, h, i, j: (j < 0) | (i * j < 0)),
+}
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """Say whether calls have lists, however short they are."""
+    monkeypatch.setattr(tile_lists, "FEWEST_TILES", 1)
+    return lambda on: monkeypatch.setattr(tile_lists, "SWITCH", "1" if on else "0")
+
+
+def draw(dtype, d=24):
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, LENGTHS[0], d), (2, 2, LENGTHS[1], d), (2, 2, LENGTHS[1], d)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def forward(q, k, v, blocks, **options):
+    call = validate.call(q, k, v, Options(**options))
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+    lse = np.full(q.shape[:-1], np.nan, np.float64 if q.dtype == DOUBLE else np.float32)
+    visited = np.zeros(1, np.uint64)
+    Emulator(blocks, REVERSE).forward(call, out, lse, visited)
+    return out, lse, visited
+
+
+def backward(q, k, v, out, lse, blocks, **options):
+    call = validate.call(q, k, v, Options(**options))
+    do = np.random.default_rng(5).standard_normal(out.shape).astype(q.dtype)
+    made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
+    emulator, visited = Emulator(blocks, REVERSE, deterministic=True), np.zeros(1, np.uint64)
+    workspace = np.empty(emulator.workspace_size(call), np.uint8)  # none of it is written beyond
+    emulator.backward(call, do, out, lse, None, made, workspace, visited)
+    return *made[:3], visited
+
+
+@emulated
+@mostly_thorough(
+    ("device", "name"),
+    [(device, name) for device in DEVICES for name in MASKS],
+    quick=[("sm90", "chosen, causal")],
+    why="more kernels and masks",
+)
+def test_lists_change_no_bit_and_no_tile(listed, device, name):
+    dtype, blocks = DEVICES[device]
+    q, k, v = draw(dtype)
+    options = {"mask": MASKS[name]}
+    found = []
+    for on in (False, True):
+        listed(on)
+        made = forward(q, k, v, blocks, **options)
+        found.append((*made, *backward(q, k, v, *made[:2], blocks, **options)))
+    for without, with_lists in zip(*found, strict=True):
+        assert same_bits(without, with_lists)
+    out, lse, _ = found[1][:3]
+    precision = Precision.of(dtype, tensor_cores=device.startswith("sm"))
+    bound = forward_bound(q, k, v, precision=precision, block_kv=64, **options)
+    assert rho(out, *bound.out).value <= 1
+    assert rho(lse, *bound.lse).value <= 1
+
+
+@emulated
+def test_lists_have_the_classes_of_all_tiles_and_rows_in_order(listed):
+    listed(True)
+    dtype, blocks = DEVICES["sm90"]
+    q, k, v = draw(dtype)
+    mask = MASKS["chosen, causal"]
+    call = validate.call(q, k, v, Options(mask=mask))
+    out, lse = np.empty_like(q), np.empty(q.shape[:-1], np.float32)
+    memory = np.zeros(1 << 16, np.uint8)
+    memory = memory[-memory.ctypes.data % 256 :][: 1 << 15]  # lists begin where it does
+    Emulator(blocks, REVERSE).forward(call, out, lse, workspace=memory)
+    chosen = sm90.fit_forward(24, 24, sm90.register_class(call))
+    block_q, block_kv = chosen.block_q, chosen.block_kv
+    rows, tiles = -(-LENGTHS[0] // block_q), -(-LENGTHS[1] // block_kv)
+    i, j = np.arange(rows)[:, None] * block_q, np.arange(tiles) * block_kv
+    ends = {
+        "i_low": i, "i_high": np.minimum(i + block_q, LENGTHS[0]) - 1,
+        "j_low": j, "j_high": np.minimum(j + block_kv, LENGTHS[1]) - 1,
+        "len_q": LENGTHS[0], "len_k": LENGTHS[1],
+    }  # fmt: skip
+    words = memory.view(np.uint32)
+    for b in range(2):
+        symbols = {name: np.asarray(x) for name, x in (ends | {"b": b, "h": 0}).items()}
+        classes = np.broadcast_to(tile_classes(trees(call).classes, symbols, "gpu"), (rows, tiles))
+        for n, least in enumerate((PARTIAL, FULL)):
+            bits = ((classes >= least) << np.arange(tiles)).sum(1)
+            assert (words[b * rows * 2 + n : (b + 1) * rows * 2 : 2] == bits).all()
+        cost = 5 * (classes != EMPTY).sum(1) - (classes == FULL).sum(1)
+        order = words[4 * rows + b * rows :][:rows].astype(int)
+        assert sorted(order) == list(range(rows))
+        assert (np.diff(cost[order]) <= 0).all()
+
+
+@pytest.mark.thorough("long rows; lists of short ones are quick")
+@emulated
+def test_neighbours_share_a_bit_where_a_row_has_many_tiles(listed, monkeypatch):
+    """The forward of warpgroups tells 2048 tiles apart."""
+    listed(True)
+    dtype, _ = DEVICES["sm90"]
+    length = 2100 * 32
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 8)).astype(dtype) for n in (20, length, length))
+    mask = masks.chosen([[3, 2090, 41, 42], [2099, 700, 0, -1]], (16, 32))
+    narrow = Blocks(hopper=True, warpgroups=(64, 32, 1))
+    out, lse, _ = forward(q, k, v, narrow, mask=mask)
+    monkeypatch.setattr(tile_lists, "SWITCH", "0")
+    for one, other in zip((out, lse), forward(q, k, v, narrow, mask=mask), strict=False):
+        assert same_bits(one, other)
+
+
+def route_of(mask, backward=False, shape=(2, 16, 4096, 128), **options):
+    q, k, v = (np.empty(shape, BRAIN) for _ in "qkv")
+    call = validate.call(q, k, v, Options(mask=mask, **options))
+    return route.of_gradients(call, H200) if backward else route.of(call, H200)
+
+
+H200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
+IDS = np.arange(4096) // 100
+ROWS = np.zeros((32, 4), np.int32)
+SHARED_LISTS = {
+    "chosen": (masks.chosen(ROWS, 128), (1, 1, 1)),
+    "chosen, causal": (masks.chosen(ROWS, 128) & masks.causal(), (1, 1, 1)),
+    "for heads of keys": (masks.chosen(np.stack([ROWS] * 4), 128), (1, 4, 1)),
+    "of an entry": (masks.chosen(np.stack([ROWS] * 2)[:, None], 128), (2, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_LISTS)
+def test_lists_are_written_once_for_what_shares_them(name):
+    mask, shape = SHARED_LISTS[name]
+    made = route_of(mask)
+    assert [step.part for step in made.steps] == ["lists", "order", "forward"]
+    lists, _, main = made.steps
+    assert made.main is main
+    assert "from lists" in made.plan.reason
+    assert lists.special.tiles.block_q == main.block_q
+    assert lists.special.tiles.block_kv == main.block_kv
+    rows = -(-4096 // main.block_q)
+    planes, words = shape[0] * shape[1], shape[2]
+    # Two words of 32 bits, and where a row comes in the order of their lengths.
+    size = planes * rows * (words * 2 + 1)
+    assert made.recipe.scratch["tiles of queries"].shape == (size,)
+    gradients = route_of(mask, backward=True)
+    parts = [step.part for step in gradients.steps]
+    assert parts.index("lists") == parts.index("dkdv") - 1
+    keys = next(step for step in gradients.steps if step.part == "dkdv").block_kv
+    held = gradients.recipe.scratch["tiles of keys"]
+    assert held.shape == (planes * -(-4096 // keys) * 2 * 2,)
+    # What users are told to bring is enough.
+    most = tile_lists.most_scratch(gradients.call, H200)
+    assert most["dkdv"].nbytes >= held.nbytes
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (masks.causal(), {}),
+        (masks.window(100, 0), {}),
+        (masks.chosen(ROWS[:4], 128), {"shape": (2, 16, 512, 128)}),  # few tiles
+        (masks.segments(IDS), {}),  # until it was timed
+    ],
+    ids=["range", "window", "short", "documents"],
+)
+def test_calls_without_lists(mask, options):
+    assert [step.part for step in route_of(mask, **options).steps] == ["forward"]
+
+
+def test_a_mask_of_which_nothing_is_proven_has_no_lists(monkeypatch):
+    monkeypatch.setattr(tile_lists, "SWITCH", "1")
+    for mask in (masks.dense(np.ones((4096, 4096), bool)), masks.dilated(3)):
+        assert [step.part for step in route_of(mask).steps] == ["forward"]
+
+
+def test_the_switch(monkeypatch):
+    mask = masks.segments(IDS) & masks.causal()
+    monkeypatch.setattr(tile_lists, "SWITCH", "1")
+    assert [step.part for step in route_of(mask).steps] == ["lists", "order", "forward"]
+    monkeypatch.setattr(tile_lists, "SWITCH", "0")
+    assert [step.part for step in route_of(masks.chosen(ROWS, 128)).steps] == ["forward"]
+
+
+def test_what_nobody_shares_is_listed_where_it_takes_a_search(monkeypatch):
+    own = masks.chosen(np.zeros((1, 16, 32, 4), int), 128)
+    assert len(route_of(own, shape=(1, 16, 4096, 128)).steps) == 3
+    monkeypatch.setattr(tile_lists, "SWITCH", "1")
+    by_head = masks.mask(lambda b, h, i, j: (h == 3) | (i * j > 9))
+    assert len(route_of(by_head, shape=(1, 16, 4096, 128)).steps) == 1
+
+
+def test_their_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(tile_lists, "MOST_BYTES", 100)
+    assert [step.part for step in route_of(masks.chosen(ROWS, 128)).steps] == ["forward"]
