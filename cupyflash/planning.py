@@ -85,7 +85,7 @@ def plan(
     rows = dense_or_packed(offsets_q, offsets_k)
     check_flag(tangents, "tangents")
     call = Request(q, k, v, rows, Fp8.of(*given), options).call
-    if tangents and call.encoding.operands:
+    if tangents and any(x is not None for x in given):
         raise ArgumentError(
             "tangents: got True with codes, which have no tangents; expected numbers in q, k and v."
         )

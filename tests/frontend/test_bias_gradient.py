@@ -98,7 +98,7 @@ def test_nothing_is_computed_for_it(monkeypatch):
     from cupyflash.reference.cpu import backward_call
 
     bias = np.zeros((H, L, L), np.float32)
-    monkeypatch.setattr(backward_call, "_BiasSums", None)
+    monkeypatch.setattr(backward_call, "BiasTotals", None)
     with pytest.raises(TypeError):
         dense(bias)
     dense(bias, bias_gradient=False)

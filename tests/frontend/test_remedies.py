@@ -56,6 +56,7 @@ WITHOUT_CASE: dict[tuple[str, str], str] = {
     ("gpu/kernels/registry.py", "cupy.asnumpy"): GPU,
     ("backends/gpu.py", "cupy.asnumpy(q)"): "test_second_order.py::test_arrays_of_a_gpu",
     ("jax/arguments.py", "bias=."): JAX,
+    ("jax/target.py", "jax.device_put(x, jax.devices('cpu')[0])"): GPU,
     ("arrays/reports.py", "check=True"): GPU,
     ("jax/arguments.py", "jax.jit(function, static_argnames={})"): JAX,
     ("problem/coded.py", "out_dtype='float16'"): INSTALL,

@@ -387,7 +387,7 @@ CASES = (
         lambda code: cupyflash.figures.mask_tiles(run(code), 4, 4),
     ),
     Case(
-        "masks.py",
+        "expr/arguments.py",
         "bias=.",
         lambda: masks.dense(np.zeros((4, 4), np.float32)),
         r"bias=",

@@ -77,7 +77,7 @@ def test_parts_of_empty(features, drawn):
 
     @hypothesis.seed(0)
     @hypothesis.settings(
-        max_examples=150, database=None, deadline=None, phases=[hypothesis.Phase.generate],
+        max_examples=400, database=None, deadline=None, phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
     @hypothesis.given(strategy)

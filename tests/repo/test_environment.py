@@ -13,8 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/howto/environment.md").read_text(encoding="utf-8")
 OWN = re.compile(r"\bCUPYFLASH_[A-Z_]*[A-Z]\b")
 READ = re.compile(r"""environ(?:\.get\(|\.pop\(|\[)\s*["']([A-Z][A-Z0-9_]+)["']""")
-# They are no settings for users to know, or other programs': the system's places of files.
-ELSEWHERE = {"XDG_CACHE_HOME", "LOCALAPPDATA", "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"}
+# They are no settings for users to know, or other programs': the system's places of files; and
+# Keras' back end, which `verify` sets in a process of its own.
+ELSEWHERE = {
+    "XDG_CACHE_HOME", "LOCALAPPDATA", "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "KERAS_BACKEND",
+}  # fmt: skip
 
 
 def sources() -> list[str]:

@@ -34,7 +34,7 @@ def _has_other_rows(request: Request) -> str | None:
     """Return in words why places in a launch are not those of the bias, or None."""
     call = request.call
     assert call is not None
-    if call.rows.cache is not None or call.problem.packed or call.problem.heads_in_rows > 1:
+    if any(call.rows.flags.values()) or call.problem.heads_in_rows > 1:
         return "rows of queries are not those of the bias"
     if lead_of(request) is None:
         return "its leading axes cannot be joined as those of q, k and v"
