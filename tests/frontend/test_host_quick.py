@@ -143,6 +143,9 @@ def test_a_mask_that_looks_up_arrays_is_looked_at():
     assert not same_bits(attention(*x, mask=masks.lengths(lengths)), wanted[0])
 
 
+@pytest.mark.filterwarnings(  # JAX warns of forks, if other tests have imported it
+    "ignore:Exception ignored in. <function _at_fork:pytest.PytestUnraisableExceptionWarning"
+)
 def test_threads_and_a_forked_child_make_the_same_call():
     x = drawn()
     wanted, _ = (attention(*x) for _ in range(2))

@@ -331,6 +331,9 @@ def test_another_number_of_threads_is_heeded(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings(  # JAX warns of forks, if other tests have imported it
+    "ignore:Exception ignored in. <function _at_fork:pytest.PytestUnraisableExceptionWarning"
+)
 def test_a_forked_child_makes_the_same_call():
     q, k, v = (x.detach() for x in drawn(*QKV))
     wanted, *_ = (attention(q, k, v) for _ in range(3))
