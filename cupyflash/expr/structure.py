@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 from .bind import Alignment, Axis
-from .nodes import Expr, walk
+from .nodes import LOOKUPS, Expr, walk
 
 # Numbers up to this are symbols of a form, and operations that such a number may be an operand of:
 # proofs for all of them hold for each.
@@ -18,7 +18,7 @@ _OPEN = frozenset(
     ["add", "subtract", "minimum", "maximum", "less", "less_equal", "equal", "not_equal"]
 )
 
-_READS = "lookup", "aligned"
+_READS = (*LOOKUPS, "aligned")
 
 
 class Structure:
@@ -101,7 +101,7 @@ def _conditions(nodes: tuple[Any, ...]) -> frozenset[int]:
 
 def _contains(op: str, value: Any) -> bool:
     """Return whether a node is true where an array has a number, not where its element is true."""
-    return op == "aligned" and bool(value[2][-1])
+    return op == "contains" or (op == "aligned" and bool(value[2][-1]))
 
 
 def _name(number: int) -> str:
@@ -127,7 +127,7 @@ def structure(root: Expr) -> tuple[Structure, tuple[Any, ...]]:
 
 def _value(node: Expr, arrays: dict[int, tuple[int, Any]]) -> Any:
     """Return a node's value as something that compares as it computes."""
-    if node.op == "lookup":
+    if node.op in LOOKUPS:
         array, proven = node.value
         return _place(array, arrays), proven
     if node.op == "aligned":
@@ -154,7 +154,7 @@ def tree(nodes: Sequence[Any], arrays: Sequence[Any]) -> Expr:
 
 def _restored(op: str, kind: str, args: tuple[Expr, ...], value: Any, arrays: Sequence[Any]) -> Any:
     """Return the value of a node of which `_value` returned `value`."""
-    if op == "lookup":
+    if op in LOOKUPS:
         place, proven = value
         return arrays[place], proven
     if op == "aligned":

@@ -9,7 +9,10 @@ import pytest
 
 from cupyflash import lookup, masks, scores
 from cupyflash.expr import sqrt, where
+from cupyflash.expr.bind import bind
 from cupyflash.expr.structure import structure
+from cupyflash.masks import flat_sizes
+from cupyflash.reference.spec.naive import Sizes
 
 F32 = np.dtype(np.float32)
 
@@ -81,3 +84,13 @@ def test_an_array_is_named_once():
 def test_not_a_number_equals_itself():
     made = [scores.score(lambda s, b, h, i, j: s * float("nan")) for _ in range(2)]
     assert of(made[0]) == of(made[1])
+
+
+def test_chosen_keys_that_are_bound_have_a_structure():
+    """Calls over ranks are compared by trees whose arrays have their places already."""
+    chosen = [np.array([[0, -1], [1, 0]]), np.array([[1, 1], [0, 0]])]
+    sizes = flat_sizes(Sizes((1,), 1, 4, 4))
+    made = [structure(bind(masks.chosen(x, 2).expr, sizes)) for x in chosen]
+    assert made[0][0] == made[1][0]
+    assert hash(made[0][0]) == hash(made[1][0])
+    assert [arrays[0] is x for (_, arrays), x in zip(made, chosen, strict=True)] == [True, True]
