@@ -82,6 +82,7 @@ def test_the_record_of_tests_names_what_failed(tmp_path, record):
     assert made["versions"].keys() >= {"python", "numpy", "numba"}
 
 
+@pytest.mark.thorough("it waits for the clock; what is recorded is tested without it")
 def test_what_did_not_end_in_time_is_named_and_counted(tmp_path, record):
     (tmp_path / "test_slow.py").write_text(FILE.replace("1 == 2", "True") + SLOW)
     status, made = record("--jobs", 1, "--minutes", 0.15, "tests", tmp_path / "test_slow.py")
