@@ -17,7 +17,7 @@ KILLED = {
     "common/rotary.cuh": "08e06f60b7bf",
     "rowwise/append.cu": "018d40aaab31",
     "reference/cpu/rope.py": "0178620be3ee",
-    "reference/cpu/decode.py": "00e91aecb113",
+    "reference/cpu/decode.py": "19afa40dd78b",
     "decode/tasks.cuh": "00c4cac12c0e",
     "decode/cursor.cuh": "00751e3d674d",
     "simt/decode_simt.cu": "0117d7dd73fe",
