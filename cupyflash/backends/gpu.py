@@ -73,11 +73,11 @@ class Gpu:
 
     def backward_tangent(
         self,
-        call: Call,  # noqa: ARG002
-        rows: Mapping[str, Array],  # noqa: ARG002
-        tangents: SecondTangents,  # noqa: ARG002
-        gradients: Gradients,  # noqa: ARG002
-        results: Results,  # noqa: ARG002
+        call: Call,  # noqa: ARG002, nothing is computed
+        rows: Mapping[str, Array],  # noqa: ARG002, likewise
+        tangents: SecondTangents,  # noqa: ARG002, likewise
+        gradients: Gradients,  # noqa: ARG002, likewise
+        results: Results,  # noqa: ARG002, likewise
     ) -> CallResult:
         """Refuse the call: no kernel computes tangents of gradients."""
         raise ArgumentTypeError(

@@ -252,7 +252,7 @@ class ReplayedCache(Replayed):
         ]
         return None if scales[0] is scales[1] is None else scales
 
-    def _placed(self, wants_lse: bool) -> Any:  # noqa: ARG002
+    def _placed(self, wants_lse: bool) -> Any:  # noqa: ARG002, either way there is none
         return None  # `host_recent` has those that can be
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:

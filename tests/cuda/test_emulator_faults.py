@@ -25,6 +25,7 @@ from cupyflash.problem import cached, coded, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.hadamard import transform
 from cupyflash.problem.options import Options
+from cupyflash.problem.tangents import Tangents
 from cupyflash.rowwise import HADAMARD
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -382,6 +383,12 @@ def _everything(emulator):
     warpgroups.forward(call, np.empty_like(q), draw(1, 70))
     made = (np.empty_like(x) for x in (q, k, k))
     warpgroups.backward(call, q, q, draw(1, 70), None, Gradients(*made, None, None))
+
+    # Tangents, whose tile and that of weights have pairs dropped.
+    q, k, tq, tk = draw(1, 70, 24), draw(1, 200, 24), draw(1, 70, 24), draw(1, 200, 24)
+    written = draw(1, 70, 24), draw(1, 70, 24), draw(1, 70), draw(1, 70)
+    call = validate.call(q, k, k, Options(dropout=0.5, seed=1))
+    emulator.forward_tangent(call, Tangents(tq, tk, tk), written)
 
     # Lists of tiles, whose rows are dealt in an order.
     chosen = masks.chosen(np.array([[0, 2], [1, -1], [3, 0]]), (64, 64))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 
 import numpy as np
 import pytest
+from other_path import OtherPathError, only_again
 from placement import same_bits
 
-from cupyflash import ArgumentError, ArgumentTypeError, attention, execute, masks
+from cupyflash import ArgumentError, ArgumentTypeError, attention, masks
 from cupyflash.backends import host_quick, host_recent
 from cupyflash.backends.cpu_tiles import FEWEST_KEYS
 from cupyflash.problem import replay
@@ -29,22 +29,6 @@ def known(monkeypatch):
     empty = {}
     monkeypatch.setattr(host_quick, "_known", empty)
     return empty
-
-
-class OtherPathError(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def only_again():
-    """Let no call be made otherwise."""
-    with pytest.MonkeyPatch.context() as patch:
-
-        def other(*args, **named):
-            raise OtherPathError
-
-        patch.setattr(execute, "forward", other)
-        yield
 
 
 def drawn(q=(2, 4, 20, 16), keys=30, heads=2, dtype=F32, seed=0):

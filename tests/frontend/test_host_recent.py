@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from other_path import OtherPathError, only_again
 from placement import same_bits
 
-from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_cached, execute, masks
+from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_cached, masks
 from cupyflash.backends import host_recent
 from cupyflash.reference.cpu import decode_launch, repeat
 
@@ -32,22 +33,6 @@ def known(monkeypatch):
     empty = {}
     monkeypatch.setattr(host_recent, "_known", empty)
     return empty
-
-
-class OtherPathError(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def only_again():
-    """Let no call be made otherwise."""
-    with pytest.MonkeyPatch.context() as patch:
-
-        def other(*args, **named):
-            raise OtherPathError
-
-        patch.setattr(execute, "forward", other)
-        yield
 
 
 def drawn(batch=1, heads=6, heads_kv=6, d=48, room=ROOM, dtype=F32, seed=0, queries=1):

@@ -10,18 +10,15 @@ import weakref
 
 import numpy as np
 import pytest
+from other_path import OtherPathError, only_again
 from placement import same_bits
 
-from cupyflash import ArgumentError, ArgumentTypeError, execute, masks, scores
+from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
 from cupyflash.backends.cpu_tiles import FEWEST_KEYS
 from cupyflash.problem import replay
 
 torch = pytest.importorskip("torch")
 from cupyflash.torch import attention, attention_cached, attention_varlen, recognised_cpu  # noqa: E402
-
-
-class OtherPathError(Exception):
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -32,19 +29,6 @@ def known(monkeypatch):
     empty = {}
     monkeypatch.setattr(recognised_cpu, "_known", empty)
     return empty
-
-
-@contextlib.contextmanager
-def only_again():
-    """Let no call be made otherwise."""
-    with pytest.MonkeyPatch.context() as patch:
-
-        def other(*args, **named):
-            raise OtherPathError
-
-        patch.setattr(execute, "forward", other)
-        patch.setattr(execute, "backward", other)
-        yield
 
 
 @contextlib.contextmanager
