@@ -164,7 +164,7 @@ def test_lanes_that_load_pages_meet_before_a_work_tile_is_left(is_there):
 
     def read(name):
         text = build.read(name)
-        if name != "sm90/forward_sm90.cu" or is_there:
+        if name != "sm90/forward_producer.cuh" or is_there:
             return text
         assert text.count("if constexpr (PAGED) __syncwarp();") == 1
         return text.replace("if constexpr (PAGED) __syncwarp();", "")
