@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <dlfcn.h>
 #include <unordered_map>
 
@@ -39,10 +40,10 @@ struct Write : Step {
 
 Memory place;
 std::size_t threads;
-Clock base;                   // no step of the running block is older
-std::vector<Clock> known;     // [thread, other]: the other's last step that comes before
-std::vector<Write> written;   // per grain of shared memory
-std::vector<Clock> was_read;  // [grain, thread]
+Clock base;                  // no step of the running block is older
+std::vector<Clock> known;    // [thread, other]: the other's last step that comes before
+std::vector<Write> written;  // per grain of shared memory
+Clock* was_read;             // [grain, thread], of zeros; most of its pages are never touched
 std::unordered_map<Address, Write> global;
 std::unordered_map<Address, std::vector<Step>> readers;  // of what is in `global`, since
 std::unordered_map<Address, Blocks> swaps;               // what those told who swapped a place
@@ -211,15 +212,20 @@ void begin_launch(const Memory& memory, unsigned int count, unsigned int grain) 
   threads = count;
   known.assign(threads * threads, 0);
   written.assign(memory.shared_bytes / GRAIN + 1, Write{});
-  was_read.assign(written.size() * threads, 0);
+  was_read = static_cast<Clock*>(std::calloc(written.size() * threads, sizeof(Clock)));
+  if (was_read == nullptr) std::abort();
   published.assign(threads, 0);
-  global.clear();
-  readers.clear();
-  swaps.clear();
   exchanges.assign(threads, Exchange{});
   exchanging = false;
   global_low = ~Address(0);
   global_high = 0;
+}
+
+void end_launch() {
+  std::free(was_read);
+  global.clear();
+  readers.clear();
+  swaps.clear();
 }
 
 // Clocks only grow, so that what earlier blocks did comes before and nothing has to be cleared.

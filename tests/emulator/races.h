@@ -18,6 +18,7 @@ struct Memory {
 
 // `grain` bytes of global memory are checked as one: no thread of the kernel writes fewer.
 void begin_launch(const Memory& memory, unsigned int threads, unsigned int grain);
+void end_launch();  // keeps no memory: many kernels stay loaded
 void begin_block(long long number);
 
 // What these threads did before comes before what they do from now on.

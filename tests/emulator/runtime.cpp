@@ -317,6 +317,7 @@ void allocate() {
 
 // Many kernels stay loaded, and a process may have only so many pieces of memory.
 void release() {
+  races::end_launch();
   munmap(stacks, emulated_kernel.threads * STACK);
 #ifdef EMULATOR_HEAP
   std::free(shared);
