@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from . import analysis, expr, masks, scores
+from . import analysis, expr, masks, reductions, scores
 from .api import (
     attention,
     attention_backward,
@@ -29,6 +29,7 @@ from .problem.rotary import Rotary
 from .problem.tangents import Second
 from .quantization import hadamard, quantize
 from .second_order import attention_backward_jvp, attention_varlen_backward_jvp
+from .statistics import ReductionGradients, reduce, reduce_vjp
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ __all__ = [
     "Explanation",
     "Gradients",
     "Plan",
+    "ReductionGradients",
     "Rotary",
     "Second",
     "TraceError",
@@ -73,6 +75,9 @@ __all__ = [
     "plan",
     "plan_cached",
     "quantize",
+    "reduce",
+    "reduce_vjp",
+    "reductions",
     "rope",
     "scores",
     "streamed",

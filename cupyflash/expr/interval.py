@@ -59,7 +59,7 @@ def _rule(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
     if op == "constant":
         return node, node
     if op == "symbol":
-        if node.value == "score":  # any float, even NaN
+        if node.type == "float":  # a score: any float, even NaN
             return as_expr(float("nan")), as_expr(float("nan"))
         if node.value in varying:
             return symbol(f"{node.value}_low"), symbol(f"{node.value}_high")

@@ -90,7 +90,11 @@ def _size(value: Any) -> Floats:
 
 
 def evaluate_with_error(
-    roots: tuple[Expr, ...], symbols: Mapping[str, Any], score_error: Any, unit: float
+    roots: tuple[Expr, ...],
+    symbols: Mapping[str, Any],
+    score_error: Any,
+    unit: float,
+    others: Mapping[str, Any] | None = None,
 ) -> list[tuple[Any, Floats]]:
     """Return the values of expressions and bounds on the errors of their computed values.
 
@@ -104,6 +108,8 @@ def evaluate_with_error(
         Bound on the error of the computed score.
     unit : float
         Unit roundoff of the arithmetic.
+    others : mapping of str to array_like, optional
+        The same of other symbols of type float.
 
     Returns
     -------
@@ -114,7 +120,8 @@ def evaluate_with_error(
     float_type = np.asarray(symbols["score"]).dtype.type
     values: dict[Expr, Any] = {}
     errors: dict[Expr, Any] = {}
-    score_error = np.asarray(score_error, np.float64)
+    given = {"score": score_error, **(others or {})}
+    of_symbols = {name: np.asarray(error, np.float64) for name, error in given.items()}
     with np.errstate(all="ignore"):
         for root in roots:
             for node in walk(root, known=values):
@@ -122,20 +129,25 @@ def evaluate_with_error(
                 value = node_value(node, operands, symbols, float_type)
                 known = [errors[arg] for arg in node.args]
                 values[node] = value
-                errors[node] = _error(node, value, operands, known, score_error, arithmetic)
+                errors[node] = _error(node, value, operands, known, of_symbols, arithmetic)
         return [(values[root], errors[root]) for root in roots]
 
 
 def _error(
-    node: Expr, value: Any, x: list[Any], e: list[Any], score_error: Floats, arithmetic: Arithmetic
+    node: Expr,
+    value: Any,
+    x: list[Any],
+    e: list[Any],
+    of_symbols: Mapping[str, Floats],
+    arithmetic: Arithmetic,
 ) -> Any:
     """Return a number's error bound, or a condition's possible outcomes."""
     if node.op == "lookup":
         return _lookup(node, value, e, arithmetic)
     if node.op == "contains":  # of positions, which are exact
         return Outcomes(value, ~value)
-    if node.op == "symbol" and node.value == "score":
-        return _known(score_error)
+    if node.op == "symbol" and node.type == "float":
+        return _known(of_symbols[node.value])
     if node.type == "bool":
         return _condition(node, value, x, e)
     if node.op == "symbol":

@@ -3,10 +3,10 @@
 `verify` tests a kernel for every property of attention that applies to it, and returns a report.
 From the shell, ``cupyflash verify`` does that for this package's kernels. The parts are public:
 
-- `forward_bound`, `backward_bound`, `jvp_bound` and `second_bound` give the exact values of a
-  problem and, elementwise, how far a computed value may lie from them in a given arithmetic
-  (`Precision`); `rho` is the worst ratio of error to bound, and at most 1 for a correct kernel
-  whatever its order of summation, tiles or schedule.
+- `forward_bound`, `backward_bound`, `jvp_bound`, `second_bound` and `reduction_bound` give the
+  exact values of a problem and, elementwise, how far a computed value may lie from them in a given
+  arithmetic (`Precision`); `rho` is the worst ratio of error to bound, and at most 1 for a correct
+  kernel whatever its order of summation, tiles or schedule.
 - `typical_errors` compares the errors of many elements with those that the stated arithmetic
   typically makes, which are far below the bound.
 - `problem` makes the inputs of one call from one line; `problems` and `plain` are hypothesis
@@ -53,6 +53,11 @@ from .judge import PropertyError
 from .options import mask_array
 from .placement import Layout, Placed, random_layout, same_bits
 from .properties import PROPERTIES, Property
+from .reduction_bound import (
+    ReductionGradientsBound,
+    reduction_bound,
+    reduction_gradients_bound,
+)
 from .report import Failure, Report, Result
 from .second_bound import SecondBound, second_bound
 from .simulated import Inputs
@@ -90,6 +95,7 @@ __all__ = [
     "Problem",
     "Property",
     "PropertyError",
+    "ReductionGradientsBound",
     "Report",
     "Result",
     "Rho",
@@ -111,6 +117,8 @@ __all__ = [
     "problem",
     "problems",
     "random_layout",
+    "reduction_bound",
+    "reduction_gradients_bound",
     "rho",
     "same_bits",
     "second_bound",

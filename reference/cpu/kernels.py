@@ -36,6 +36,7 @@ from .narrow import halve_rows, narrow_rows
 from .packing import load_columns, store_columns
 from .program import Program, run
 from .quantize import quantize
+from .reduce import reduce_keys, reduce_queries
 from .rows_product import PRODUCTS
 from .tile import (
     classify_by_both,
@@ -85,7 +86,8 @@ KERNELS = (
     accumulate_product, accumulate_columns, load_columns, store_columns, load_ahead, run,
     score_by_program, add_bias, mask_by_array, mask_by_program, mask_by_ranges, draw_dropout,
     fill_gradient_tile, forward_tangent, backward_tangent_dkdv, backward_tangent_dq, decode, merge,
-    widen_rows, quantize, hadamard, narrow_rows, halve_rows, *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
+    widen_rows, quantize, hadamard, narrow_rows, halve_rows, reduce_keys, reduce_queries, *_BY_ROWS,
+    *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
 

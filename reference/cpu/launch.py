@@ -12,6 +12,7 @@ from .forward_call import ForwardCall
 from .forward_tangent_call import ForwardTangentCall
 from .layout import Array, Problem, Programs
 from .program import Program
+from .reduce_call import Form, ReduceCall
 
 
 @own_arithmetic
@@ -130,3 +131,24 @@ def backward_tangent(
     call = BackwardTangentCall(problem, programs, block_q, block_kv)
     call(tbias, curve, *arrays, gradients, results)
     return call
+
+
+@own_arithmetic
+def reduce(
+    problem: Problem,
+    programs: Programs,
+    value: Program | None,
+    form: Form,
+    q: Array,
+    k: Array,
+    lse: Array | None,
+    block_q: int,
+    block_kv: int,
+) -> tuple[Array, Array]:
+    """Return statistics of weights and logits as `form` says, (B, H, ...).
+
+    `value` makes the value of a pair of its logit, if the form says "program"; others need the
+    log-sum-exp, (B, H, L). With "top", the second array has positions of keys.
+    """
+    call = ReduceCall(problem, programs, value, form, q, k, lse, block_q, block_kv)
+    return call(q, k)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cupyflash
-from cupyflash import Gradients, distributed, masks, scores, streamed
+from cupyflash import Gradients, distributed, masks, reductions, scores, streamed
 
 Floats = NDArray[np.floating[Any]]
 Grads32 = Gradients[NDArray[np.float32], Floats | None]
@@ -79,6 +79,13 @@ def arrays_and_numbers_of_numpy() -> None:
     print(cupyflash.plan(q, k, v, mask=keep, scale=np.float32(0.5)))
 
 
+def statistics() -> None:
+    wanted = {"mass": reductions.mass(), "top": reductions.top_keys(4)}
+    print(cupyflash.reduce(q, k, wanted, mask=masks.causal())["top"].indices)
+    _, vjp = cupyflash.reduce_vjp(q, k, {"h": reductions.entropy()}, mask=keep, scale=0.5)
+    print(vjp({"h": q[..., 0]}).dq.shape)
+
+
 def ranks(comm: distributed.Communicator) -> NDArray[np.float32]:
     layout = distributed.layout(comm, 40)
     own: NDArray[np.float32] = layout.take(q)
@@ -103,4 +110,5 @@ if __name__ == "__main__":
     functions_of_gradients()
     packed_sequences()
     arrays_and_numbers_of_numpy()
+    statistics()
     distributed.Threads(2).run(ranks)

@@ -1,0 +1,465 @@
+"""The public functions of statistics: reductions of attention's weights, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple
+
+import numpy as np
+
+from . import execute
+from .arrays import interop
+from .arrays.device_arrays import is_device_array
+from .arrays.dtypes import DTYPES
+from .arrays.interop import DLPackArray
+from .arrays.typed import A, B, FloatArray, Number
+from .backends import cpu_reductions
+from .backends.cpu_reductions import Form
+from .errors import ArgumentError, ArgumentTypeError
+from .expr.bind import Alignment, Axis, aligned
+from .expr.functions import POSITIONS, SCORE, exp, len_k, where
+from .expr.nodes import Expr, rebuild
+from .masks import Mask
+from .problem import validate
+from .problem.call import Array, Call
+from .problem.keywords import explained
+from .problem.options import Options
+from .reductions import LOGIT, LSE, WEIGHT, Reduction, TopKeys, is_symbol
+from .request import Request
+from .scores import Score
+
+_, _H, _I, _J = POSITIONS
+
+
+class ReductionGradients(NamedTuple, Generic[A, B]):
+    """Gradients of reductions, each with the shape and dtype of its array.
+
+    Attributes
+    ----------
+    dq, dk : array
+        Summed over the axes along which q or k was broadcast, and over the query heads that share
+        a key-value head.
+    dbias, dsink : array or None
+        None if the call had no bias or no sink.
+    """
+
+    dq: A
+    dk: A
+    dbias: B
+    dsink: B
+
+
+@explained
+def reduce(
+    q: DLPackArray,
+    k: DLPackArray,
+    reductions: Mapping[str, Reduction],
+    *,
+    lse: DLPackArray | None = None,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: Number | None = None,
+) -> dict[str, Any]:
+    """Compute statistics of attention's weights and logits, without storing either.
+
+    Memory grows with the queries and keys, as in `attention`. Each reduction is a pass over the
+    scores, and the log-sum-exp is one more if it is needed and not given. Results have the same
+    bits in every run and in any batch.
+
+    Parameters
+    ----------
+    q, k : array
+        As in `attention`, on NumPy arrays or others in host memory.
+    reductions : mapping of str to Reduction
+        What to compute, by names of your own: see `cupyflash.reductions`.
+    lse : array, shape (..., Hq, Lq), optional
+        The log-sum-exp that `attention` returned for the same arrays and options.
+    mask, score_mod, bias, sink, scale
+        As in `attention`.
+
+    Returns
+    -------
+    dict of str to array
+        By the same names: arrays of float32, or float64 if `q` is; of int64 by "argmax", and a
+        `TopKeys` by "top". If q and k are matrices, results have no axis of heads.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention`; and if arrays lie in device memory.
+
+    See Also
+    --------
+    reduce_vjp : The same with gradients.
+
+    Notes
+    -----
+    A weight is ``p = exp(t - lse)``, where t is the logit and the log-sum-exp includes the sink.
+    Dropout has no part in it. A pair that does not attend is left out of every reduction.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import masks, reduce, reductions
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 4, 50, 8))
+    >>> found = reduce(q, k, {"mass": reductions.mass()}, mask=masks.causal())
+    >>> bool(np.allclose(found["mass"].sum(axis=-1), 50))  # one for each query
+    True
+    """
+    options = _options(mask, score_mod, bias, sink, scale)
+    named = _named(reductions)
+    prepared = _Prepared.of(q, k, options, lse, any(x.reads_lse for x in named.values()))
+    return {name: prepared.shown(x, prepared.value(x)) for name, x in named.items()}
+
+
+@explained
+def reduce_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    reductions: Mapping[str, Reduction],
+    *,
+    lse: DLPackArray | None = None,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: Number | None = None,
+) -> tuple[dict[str, Any], ReduceVjp]:
+    """Compute reductions, and a function that computes gradients of them.
+
+    Parameters
+    ----------
+    q, k, reductions, lse, mask, score_mod, bias, sink, scale
+        As in `reduce`. Reductions with gradients are `entropy`, `mass`, `distance`, `blocks` of
+        weights, and every sum of an expression of p and positions alone.
+
+    Returns
+    -------
+    found : dict of str to array
+        As returned by `reduce`.
+    vjp : callable
+        ``vjp({name: gradient})`` takes an array of the shape and dtype of each result, or of some,
+        and returns `ReductionGradients`: those of ``sum(gradient * result)``. The log-sum-exp is
+        differentiated, too, also if it was given.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `reduce`; and if a reduction has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import reduce_vjp, reductions
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 4, 50, 8))
+    >>> found, vjp = reduce_vjp(q, k, {"entropy": reductions.entropy()})
+    >>> dq, dk, _, _ = vjp({"entropy": np.ones((4, 50))})  # towards more even weights
+    >>> dq.shape, dk.shape
+    ((4, 50, 8), (4, 50, 8))
+    """
+    options = _options(mask, score_mod, bias, sink, scale)
+    named = _named(reductions)
+    for name, each in named.items():
+        if each.slope is None:
+            raise ArgumentError(
+                f"reductions: {name!r} is {each}, which has no gradient; expected sums of weights "
+                "(entropy, mass, distance, blocks) or of an expression of p and positions alone. "
+                "Compute it with reduce instead."
+            )
+    prepared = _Prepared.of(q, k, options, lse, True)
+    found = {name: prepared.shown(x, prepared.value(x)) for name, x in named.items()}
+    return found, ReduceVjp(prepared, named, {name: x.shape for name, x in found.items()})
+
+
+def _options(mask: Any, score_mod: Any, bias: Any, sink: Any, scale: Any) -> Options:
+    return Options.of(
+        mask=mask, score_mod=score_mod, bias=bias, sink=sink, scale=scale,
+        dropout=0.0, seed=None, precision=None,
+    )  # fmt: skip
+
+
+def _named(reductions: Any) -> dict[str, Reduction]:
+    wanted = 'expected a mapping of names to reductions, as in {"mass": reductions.mass()}'
+    if not isinstance(reductions, Mapping):
+        raise ArgumentTypeError(f"reductions: got {type(reductions).__name__}; {wanted}.")
+    for name, each in reductions.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"reductions: got the name {name!r}; {wanted}.")
+        if not isinstance(each, Reduction):
+            hint = " Call the function." if callable(each) else ""
+            raise ArgumentTypeError(
+                f"reductions: {name!r} is {type(each).__name__}; {wanted}.{hint}"
+            )
+    if not reductions:
+        raise ArgumentError(f"reductions: got none; {wanted}.")
+    return dict(reductions)
+
+
+def _in_host_memory(q: Any, k: Any) -> tuple[Any, Any]:
+    """Return queries and keys as arrays in host memory, or refuse others."""
+    q, k = interop.of_device(q=q, k=k)
+    for name, x in (("q", q), ("k", k)):
+        if is_device_array(x):
+            raise ArgumentTypeError(
+                f"{name}: got an array in device memory; expected arrays in host memory, where "
+                f"reductions are computed. Pass {name}.get() and such copies of the other arrays; "
+                "that of the log-sum-exp, lse=lse.get(), saves a pass."
+            )
+    return interop.array(q, "q"), interop.array(k, "k")
+
+
+class _Prepared(NamedTuple):
+    """A validated call, and its log-sum-exp with an axis of heads if it is needed."""
+
+    call: Call
+    lse: Any
+
+    @classmethod
+    def of(cls, q: Any, k: Any, options: Options, lse: Any, needs_lse: bool) -> _Prepared:
+        """Validate a call, and compute the log-sum-exp if it is needed and not given."""
+        q, k = _in_host_memory(q, k)
+        v = k  # of what validation refuses
+        if k.ndim > 1 and k.dtype.name in DTYPES:
+            # No value counts: all are one column of zeros, which takes no memory.
+            v = np.broadcast_to(np.zeros((), k.dtype), (*k.shape[:-1], 1))
+        request = Request(q, k, v, options=options)
+        call = request.call
+        rows = (*call.problem.lead, call.problem.heads, call.q.shape[-2])
+        seen = rows[-1:] if call.matrices else rows
+        if lse is not None:
+            lse = validate.given(lse, "lse", seen, call.problem.accumulator)
+        elif needs_lse:
+            lse = execute.forward(request, True, None, None)[1]
+        return cls(call, None if lse is None else lse.reshape(rows))
+
+    def of_logits(self, expr: Expr) -> Expr:
+        """Return an expression of p, t and lse as one of the score, which stands for the logit."""
+        lse = None if self.lse is None else self.of_rows(self.lse, "lse")
+        weight = None if lse is None else exp(SCORE - lse)
+
+        def replaced(node: Expr) -> Expr | None:
+            if is_symbol(node, WEIGHT):
+                return weight
+            if is_symbol(node, LSE):
+                return lse
+            return SCORE if is_symbol(node, LOGIT) else None
+
+        return rebuild(expr, replaced)
+
+    def of_rows(self, array: Array, name: str) -> Expr:
+        """Return what reads an array (..., Hq, Lq)."""
+        return aligned(Alignment(array, name, (Axis(_H, "heads"), Axis(_I, "len_q"))))
+
+    def value(self, reduction: Reduction) -> tuple[Array, Array]:
+        """Return what a reduction takes, (B, Hq, ...), and positions of keys."""
+        form = self.form(reduction)
+        value = self.of_logits(reduction.expr) if form.of == "program" else None
+        lse = self.lse if form.of in ("weight", "entropy") else None
+        found, indices = cpu_reductions.reduce(self.call, form, lse, value)
+        if reduction.along == "keys" and reduction.count == 1 and reduction.by != "top":
+            found, indices = found[..., 0], indices[..., 0] if indices.size else indices
+        if reduction.along == "queries":  # one row of blocks, or none without queries
+            start = 0 if reduction.by == "sum" else -math.inf
+            take = np.add if reduction.by == "sum" else np.maximum
+            found = take.reduce(found, axis=2, initial=start)
+        if reduction.name == "entropy" and self.call.sink is not None:
+            found += self.of_sink(lambda gap: gap).reshape(found.shape)
+        return found, indices
+
+    def of_sink(self, function: Any) -> Array:
+        """Return the sink's weights times a function of LSE - sink, (..., Hq, Lq)."""
+        sink = np.asarray(self.call.sink).astype(self.lse.dtype)[:, None]
+        with np.errstate(invalid="ignore"):  # without a sink and keys, -inf less -inf
+            gap = self.lse - sink
+            made: Array = np.where(sink == -np.inf, 0, np.exp(-gap) * function(gap))
+        return made
+
+    def form(self, reduction: Reduction) -> Form:
+        """Return what the kernels take, and over which pairs."""
+        len_q = int(self.call.problem.len_q)
+        rows, along, block = reduction.rows_seen(len_q), reduction.along, reduction.block
+        if along == "queries":
+            along, block = "blocks", (max(len_q, 1), 1)
+        by = "top" if reduction.by == "argmax" else reduction.by
+        of = "entropy" if reduction.name == "entropy" else "program"
+        if is_symbol(reduction.expr, WEIGHT, LOGIT):
+            of = "weight" if is_symbol(reduction.expr, WEIGHT) else "logit"
+        return Form(of, along, by, reduction.raw, reduction.count, rows, block)
+
+    def shown(self, reduction: Reduction, made: tuple[Array, Array]) -> Any:
+        """Return a result as users see it."""
+        found, indices = made
+        problem, matrices = self.call.problem, self.call.matrices
+        if reduction.per_head:
+            found = found.max(axis=-1, initial=-math.inf)
+
+        def seen(x: Array) -> Array:
+            rest = x.shape[2:]
+            return x.reshape(rest if matrices else (*problem.lead, problem.heads, *rest))
+
+        if reduction.by == "top":
+            shape = found.shape
+            return TopKeys(seen(found), seen(indices.reshape(shape)))
+        if reduction.by == "argmax":
+            return seen(indices.reshape(found.shape))
+        return seen(found)
+
+
+class ReduceVjp:
+    """The function that computes gradients of reductions."""
+
+    __slots__ = ("_named", "_prepared", "_shapes")
+
+    def __init__(
+        self,
+        prepared: _Prepared,
+        named: dict[str, Reduction],
+        shapes: dict[str, tuple[int, ...]],
+    ) -> None:
+        self._prepared, self._named, self._shapes = prepared, named, shapes
+
+    def __call__(
+        self, gradients: Mapping[str, DLPackArray], *, bias_gradient: bool = True
+    ) -> ReductionGradients[Array, FloatArray | None]:
+        """Return gradients of q, k, bias and sink, given those of results.
+
+        Parameters
+        ----------
+        gradients : mapping of str to array
+            Of the shape and dtype of results, by their names; those that are missing are 0.
+        bias_gradient : bool
+            Whether that of the bias is computed, which is one more pass.
+
+        Returns
+        -------
+        ReductionGradients
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            If an array does not fit its result; and if a bias that has an element for each pair is
+            shared by heads or entries, whose gradients would take memory for all of them.
+        """
+        prepared, call = self._prepared, self._prepared.call
+        execute.check_flag(bias_gradient, "bias_gradient")
+        checked = self._checked(gradients)
+        if bias_gradient and call.bias is not None:
+            _check_bias(call)
+        rows = prepared.lse.shape
+        # dT = p (sum of c f'(p) - R), where R is the sum of p c f'(p) over a row's keys.
+        factor: Expr | None = None
+        of_sink = np.zeros(rows, prepared.lse.dtype)
+        for name, array in checked.items():
+            reduction = self._named[name]
+            slope = reduction.slope
+            assert slope is not None, "the function was not made otherwise"
+            term = self._cotangent(reduction, array, name) * slope
+            factor = term if factor is None else factor + term
+            if reduction.name == "entropy" and call.sink is not None:
+                of_sink += prepared.of_sink(lambda gap: gap - 1) * array.reshape(rows)
+        if factor is None:
+            factor = WEIGHT * 0.0
+        form, weighted = Form("program", "keys", "sum"), prepared.of_logits(factor * WEIGHT)
+        of_keys = cpu_reductions.reduce(call, form, None, weighted)[0]
+        total = of_keys.reshape(rows) + of_sink
+        made = prepared.of_logits(factor) - prepared.of_rows(total, "the gradient of reductions")
+        dq, dk = np.empty_like(call.q), np.empty_like(call.k)
+        cpu_reductions.backward(call, made, prepared.lse, dq, dk)
+        dbias = self._bias(made) if bias_gradient and call.bias is not None else None
+        dsink = None if call.sink is None else self._sink(checked, total)
+        matrix_q, matrix_k, _ = call.were_matrices
+        return ReductionGradients(
+            dq[0] if matrix_q else dq, dk[0] if matrix_k else dk, dbias, dsink
+        )
+
+    def _checked(self, gradients: Any) -> dict[str, Array]:
+        """Return gradients of results as arrays that fit them."""
+        if not isinstance(gradients, Mapping):
+            raise ArgumentTypeError(
+                f"gradients: got {type(gradients).__name__}; expected a mapping of names to arrays."
+            )
+        checked = {}
+        for name, value in gradients.items():
+            if name not in self._named:
+                known = ", ".join(map(repr, self._named))
+                raise ArgumentError(f"gradients: got {name!r}; expected names among {known}.")
+            dtype = self._prepared.call.problem.accumulator
+            checked[name] = validate.given(value, f"gradients: {name!r}", self._shapes[name], dtype)
+        return checked
+
+    def _cotangent(self, reduction: Reduction, array: Array, name: str) -> Expr:
+        """Return what reads the gradient of the result to which a pair belongs."""
+        call = self._prepared.call
+        if call.matrices:
+            array = array[None]
+        problem = call.problem
+        first, last = reduction.rows_seen(int(problem.len_q))
+        axes: tuple[Axis, ...]
+        if reduction.along == "keys":
+            axes = (Axis(_I, "len_q"),)
+        elif reduction.along == "queries":
+            axes = (Axis(_J, "len_k"),)
+        elif reduction.along == "distance":
+            axes = (Axis(_I - _J + (len_k - 1), "distance", exact=array.shape[-1]),)
+        else:
+            (size_q, size_k), (rows, columns) = reduction.block, array.shape[-2:]
+            axes = (
+                Axis(_I // size_q, "block of queries", exact=rows),
+                Axis(_J // size_k, "block of keys", exact=columns),
+            )
+        read = aligned(Alignment(array, f"gradients: {name!r}", (Axis(_H, "heads"), *axes)))
+        if reduction.queries is not None:
+            read = where((_I >= first) & (_I < last), read, 0.0)  # noqa: SIM300, of expressions
+        return read
+
+    def _sink(self, checked: dict[str, Array], total: Array) -> Array:
+        """Return the gradient of the sink: sums of its weights times what they are worth."""
+        prepared = self._prepared
+        rows = total.shape
+        own = np.zeros(rows, total.dtype)
+        for name, array in checked.items():
+            if self._named[name].name == "entropy":
+                own += prepared.of_sink(lambda gap: gap - 1) * array.reshape(rows)
+        summed = own - prepared.of_sink(np.ones_like) * total
+        axes = tuple(n for n in range(summed.ndim) if n != summed.ndim - 2)
+        sink: Any = prepared.call.sink
+        made: Array = summed.sum(axis=axes).astype(sink.dtype)
+        return made
+
+    def _bias(self, factor: Expr) -> Array:
+        """Return the gradient of the bias: sums of p times the factor over its missing axes."""
+        prepared, call = self._prepared, self._prepared.call
+        bias: Any = call.bias
+        problem = call.problem
+        len_q, len_k = int(problem.len_q), int(problem.len_k)
+        shape = (1,) * (len(problem.lead) + 3 - bias.ndim) + bias.shape
+        by_query, by_key = shape[-2] == len_q, shape[-1] == len_k
+        block = (1 if by_query else max(len_q, 1), 1 if by_key else max(len_k, 1))
+        along = "blocks" if by_key else "keys"
+        form = Form("program", along, "sum", rows=(0, len_q), block=block)
+        weighted = prepared.of_logits(WEIGHT) * factor
+        found = cpu_reductions.reduce(call, form, None, weighted)[0]
+        full = found.reshape(*problem.lead, problem.heads, *found.shape[2:])
+        axes = tuple(n for n, size in enumerate(shape) if size == 1)  # keys may be summed already
+        made: Array = full.sum(axis=axes, keepdims=True).reshape(bias.shape).astype(bias.dtype)
+        return made
+
+
+def _check_bias(call: Call) -> None:
+    """Refuse a bias whose gradient would take more memory than the bias."""
+    problem, bias = call.problem, call.bias
+    assert bias is not None, "the caller has looked"
+    shape = (1,) * (len(problem.lead) + 3 - bias.ndim) + bias.shape
+    len_q, len_k = int(problem.len_q), int(problem.len_k)
+    shared = shape[:-2] != (*problem.lead, problem.heads)
+    if shared and shape[-2] == len_q > 1 and shape[-1] == len_k > 1:
+        full = (*problem.lead, problem.heads, len_q, len_k)
+        raise ArgumentError(
+            f"bias: got shape {bias.shape}, with an element for each pair that heads or entries "
+            "share; the gradients of reductions sum those of one, or of rows or columns, alone. "
+            f"Pass np.broadcast_to(bias, {full}), whose gradient is not summed, or "
+            "bias_gradient=False."
+        )
