@@ -91,6 +91,7 @@ COMMANDS = {
     },
     "python examples/torch_swin.py --attention sdpa --train": "tests/repo/test_programs.py",
     "python examples/train_lm.py --check": "tests/repo/test_train_lm.py",
+    "python examples/head_statistics.py --plot heads.png": "tests/repo/test_head_statistics.py",
     "python examples/match_forces.py": "tests/repo/test_match_forces.py",
     "python examples/match_forces.py --check": "tests/repo/test_match_forces.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
