@@ -84,7 +84,7 @@ __device__ __forceinline__ void weigh(const accum_t (&e)[ROWS][COLUMNS],
                                       accum_t (&tt)[ROWS][COLUMNS], const accum_t (&before)[ROWS],
                                       accum_t (&sum)[ROWS], accum_t (&ref)[ROWS],
                                       unsigned int& seen) {
-  if (ptx::any_lane(seen != (1u << ROWS) - 1)) {
+  if (ptx::any_lane(seen != 0xffffffffu >> (32 - ROWS))) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       accum_t weight = 0, mean = 0;

@@ -25,7 +25,7 @@ constexpr int UNROLL = 1;  // limited by registers
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
 static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES");
-static_assert(ROWS < 32, "a bit for each row of a thread");
+static_assert(ROWS <= 32, "a bit for each row of a thread");
 
 }  // namespace
 

@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     __syncthreads();  // the queries, copied by all threads to where the output goes
   }
   rows.store(
-      acc, weight, p, [&] { return layout::offset(p.out, entry, h, false); }, i0, ni, q_smem);
+      acc, weight, p.out, [&] { return layout::offset(p.out, entry, h, false); }, i0, ni, q_smem);
   // 9 store lse
   const bool is_first = ROW_SHARERS == 1 || fragment_sharers::sharer() == 0;
   const memory::RowStatistic lse = memory::row_statistic(p.lse, entry, h);

@@ -56,9 +56,29 @@ struct RowNumbers {
     }
     wait();  // the numbers, written by the warps that share the rows
   }
+  // Those of all sharers, added in their order, or the largest of them.
+  template <int ROWS>
+  __device__ __forceinline__ void add(float (&of_row)[ROWS]) {
+    exchange(of_row);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      of_row[r] = 0;
+#pragma unroll
+      for (int n = 0; n < ROW_SHARERS; ++n) of_row[r] += x[n][row_of(r)];
+    }
+  }
+  template <int ROWS>
+  __device__ __forceinline__ void take_largest(float (&of_row)[ROWS]) {
+    exchange(of_row);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < ROW_SHARERS; ++n) of_row[r] = fmax(of_row[r], x[n][row_of(r)]);
+    }
+  }
 };
 
-// The rows of a block of forward_sm80.cu: SHARERS warps share each. `WIDTH` columns of values.
+// The rows of a block that owns queries: SHARERS warps share each. `WIDTH` columns of values.
 template <int WIDTH, int SHARERS>
 struct ResultRows {
   using Share = fragment_product::Share<WIDTH, SHARERS, SHARERS>;
@@ -104,13 +124,7 @@ struct ResultRows {
   template <int ROWS>
   __device__ __forceinline__ void row_sum(float (&l)[ROWS]) const {
     fragment_softmax::row_sum(l);
-    numbers().exchange(l);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      l[r] = 0;
-#pragma unroll
-      for (int n = 0; n < SHARERS; ++n) l[r] += numbers().x[n][row_of(r)];
-    }
+    numbers().add(l);
   }
   template <int ROWS, int WORDS>
   __device__ __forceinline__ void put(const unsigned int (&weights)[ROWS][WORDS]) const {
@@ -131,15 +145,15 @@ struct ResultRows {
                                                                      share, [](int) {});
   }
   __device__ __forceinline__ int column(int n) const { return share.column(n); }
-  // Stores the output, each row times a factor, by way of the queries' memory, which no warp uses.
-  // Row 0 of the block goes to row `first` of the head that begins at `offset()`; `valid` rows
-  // exist.
+  // Stores a result, each row times a factor, by way of memory for a block's rows, which no warp
+  // uses. Row 0 of the block goes to row `first` of the head that begins at `offset()`; `valid`
+  // rows exist.
   template <int ROWS, class Offset>
   __device__ __forceinline__ void store(float (&acc)[ROWS][COLUMNS], const float (&factor)[ROWS],
-                                        const Params& p, const Offset& offset, long long first,
+                                        const Operand& to, const Offset& offset, long long first,
                                         int valid, char* out_smem) const {
     fragment_softmax::scale_rows(acc, factor);
-    fragment_product::store_rows<BLOCK_Q>(acc, share, fragment::warp_row(), p.out, WIDE_RESULT,
+    fragment_product::store_rows<BLOCK_Q>(acc, share, fragment::warp_row(), to, WIDE_RESULT,
                                           offset(), first, valid, 1.0f, out_smem);
   }
 };
@@ -180,18 +194,17 @@ struct ResultRows<WIDTH, 1> {
   }
   template <int ROWS, class Offset>
   __device__ __forceinline__ void store(const accum_t (&acc)[ROWS][COLUMNS],
-                                        const accum_t (&factor)[ROWS], const Params& p,
+                                        const accum_t (&factor)[ROWS], const Operand& to,
                                         const Offset& offset, long long first, int valid,
                                         char* out_smem) const {
     const int row = fragment::warp_row();
     if constexpr (WIDE_RESULT) {
-      fragment::store_wide<WIDTH>(acc, factor, p.out, offset() + (first + row) * p.out.row,
-                                  valid - row);
+      fragment::store_wide<WIDTH>(acc, factor, to, offset() + (first + row) * to.row, valid - row);
     } else {
       char* const rows_smem = out_smem + row * fragment::row_bytes(WIDTH);
       fragment::put_rows<WIDTH>(fragment::Kind(), acc, factor, rows_smem);
       __syncwarp();  // the warp's rows of the output, written by its lanes
-      fragment::copy_out<WIDTH>(p.out, offset() + (first + row) * p.out.row, fragment::WARP_ROWS,
+      fragment::copy_out<WIDTH>(to, offset() + (first + row) * to.row, fragment::WARP_ROWS,
                                 valid - row, ptx::lane_index(), ptx::WARP_SIZE, rows_smem);
     }
   }

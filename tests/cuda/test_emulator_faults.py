@@ -390,6 +390,17 @@ def _everything(emulator):
     call = validate.call(q, k, k, Options(dropout=0.5, seed=1))
     emulator.forward_tangent(call, Tangents(tq, tk, tk), written)
 
+    # Those of 16 bits: values that are not finite where a tile is masked, tiles that are not, no
+    # tile, and rows that warps share.
+    for d, last, options in (
+        (24, np.inf, Options(mask=masks.causal())), (136, 1, Options()),
+        (24, 1, Options(mask=masks.lengths(np.array([0, 33])))),
+    ):  # fmt: skip
+        q, k, v = (draw(2, 1, n, d).astype(np.float16) for n in (40, 33, 33))
+        v[:, :, 20] = last
+        written = np.empty_like(q), np.empty_like(q), draw(2, 1, 40), draw(2, 1, 40)
+        emulator.forward_tangent(validate.call(q, k, v, options), Tangents(q, k, k), written)
+
     # Lists of tiles, whose rows are dealt in an order.
     chosen = masks.chosen(np.array([[0, 2], [1, -1], [3, 0]]), (64, 64))
     q, k = draw(1, 180, 64).astype(np.float16), draw(1, 250, 64).astype(np.float16)

@@ -19,7 +19,16 @@ import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches, tile_lists
-from cupyflash.gpu.kernels import bias_tiles, registry, simt, sm80, sm80_f64, sm90, sm90_fp8
+from cupyflash.gpu.kernels import (
+    bias_tiles,
+    registry,
+    simt,
+    sm80,
+    sm80_f64,
+    sm80_tangent,
+    sm90,
+    sm90_fp8,
+)  # fmt: skip
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import Specialisation
@@ -113,6 +122,8 @@ class Blocks:
         problem = request.problem
         if spec is sm80.FORWARD:
             return self.tensor_tiles(problem)
+        if spec is sm80_tangent.TANGENTS:
+            return self.tangent_tiles(problem)
         if spec.name in sm80.BACKWARD_BYTES:
             return self.gradient_tiles(spec.name, problem)
         if spec.name in sm80_f64.BACKWARD_BYTES:
@@ -192,6 +203,15 @@ class Blocks:
         slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
         return sm80.forward_tiles(rows, block_kv, warps, slots, problem.d, problem.d_v, itemsize)
 
+    def tangent_tiles(self, problem: Problem) -> Tiles:
+        """Return tiles of forward mode: as above, but two or four warps share rows beyond 128."""
+        warps, block_kv, sizes = self.threads // 32, self.block_kv, (problem.d, problem.d_v)
+        rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
+        if max(sizes) > 128:
+            warps = max(2, warps)
+            rows, block_kv = 8 * warps, max(32, block_kv)
+        return sm80_tangent.tiles_of(rows, block_kv, warps, *sizes)
+
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
         sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
@@ -234,6 +254,13 @@ class Chosen(Blocks):
         """Return the tiles that the package's table gives the forward for tensor cores."""
         limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
         chosen = sm80.fit_forward(problem.d, problem.d_v, limit, problem.dtype.itemsize)
+        assert chosen is not None
+        return chosen
+
+    def tangent_tiles(self, problem: Problem) -> Tiles:
+        """Return the tiles that the package's table gives forward mode on tensor cores."""
+        limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
+        chosen = sm80_tangent.fit(problem.d, problem.d_v, limit, False)
         assert chosen is not None
         return chosen
 

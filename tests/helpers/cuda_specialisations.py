@@ -124,6 +124,16 @@ def cases() -> list[Case]:
         ("backward_sm80_dq", (320, 320), "everything"), ("backward_sm80_bias", (512, 512), "bias"),
     ]):  # fmt: skip
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, n % 3 == 2))
+    # Forward mode: each way to share rows and none, and what takes most registers.
+    for n, (own, options) in enumerate([
+        ((64, 64), "plain"), ((128, 128), "causal"), ((256, 256), "plain"),
+        ((40, 72), "everything"), ((128, 128), "everything"), ((192, 128), "alibi"),
+        ((1, 3), "bias"),
+        ((64, 64), "everything"), ((128, 128), "plain"), ((256, 256), "everything"),
+        ((96, 104), "segments"), ((128, 128), "softcap"), ((64, 64), "causal"),
+    ]):  # fmt: skip
+        case = Case("forward_sm80_tangent", dtypes[1 + n % 2], own, options, n % 3 == 2)
+        found.append(case)
     for n, own in enumerate([(64, 64), (256, 256), (40, 72), (128, 128)]):
         options = list(OPTIONS)[5 + n % 2]
         found.append(Case("backward_sm80_bias", dtypes[1 + n % 2], own, options, n == 2))

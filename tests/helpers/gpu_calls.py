@@ -12,6 +12,7 @@ from strategies import Problem
 import cupyflash
 from cupyflash.commands import verify
 from cupyflash.problem.call import Gradients
+from cupyflash.testing import Directions
 
 Array = np.ndarray[Any, Any]
 precision_of = verify.precision_of("gpu")
@@ -44,6 +45,27 @@ def run_forward(problem: Problem, memory: Any, **more: Any) -> tuple[Array, Arra
         cupyflash.attention_varlen(*arrays, *problem.offsets, **options)
     copies.check()
     return copies.value(out), copies.value(lse)
+
+
+def run_jvp(problem: Problem, memory: Any, directions: Directions) -> list[Array]:
+    """Compute results and tangents into poisoned memory, and check that nothing else changed."""
+    rng = np.random.default_rng([problem.seed, 4])
+    copies = Copies(memory)
+    rows, types = problem.do.shape[:-1], (problem.dtype, problem.accumulator)
+    made = [_target(problem, rng, problem.do.shape, types[0]) for _ in range(2)]
+    made += [_target(problem, rng, rows, types[1]) for _ in range(2)]
+    arrays = [copies.array(x) for x in (problem.q, problem.k, problem.v)]
+    tq, tk, tv, tbias, tsink = map(copies.array, directions)
+    names = "out", "tout_out", "lse_out", "tlse_out"
+    options = copies.options(problem.options) | {"tbias": tbias, "tsink": tsink}
+    options |= dict(zip(names, (copies.array(x, True) for x in made), strict=True))
+    if problem.offsets is None:
+        cupyflash.attention_jvp(*arrays, tq, tk, tv, return_lse=True, **options)
+    else:
+        more = *problem.offsets, tq, tk, tv
+        cupyflash.attention_varlen_jvp(*arrays, *more, return_lse=True, **options)
+    copies.check()
+    return [copies.value(x) for x in made]
 
 
 def run_backward(problem: Problem, memory: Any, out: Array, lse: Array, **more: Any) -> Gradients:

@@ -12,13 +12,13 @@ import numpy as np
 
 from ...arrays.cuda_device import OLDEST_CAPABILITY
 from ...errors import ArgumentError
-from . import rowwise, simt, sm80, sm80_f64, sm90, sm90_bias, sm90_decode, sm90_fp8
+from . import rowwise, simt, sm80, sm80_f64, sm80_tangent, sm90, sm90_bias, sm90_decode, sm90_fp8
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
-    "tangents": (simt.TANGENTS,),
+    "tangents": (sm80_tangent.TANGENTS, simt.TANGENTS),
     "forward_codes": (sm90_fp8.FORWARD,),
     "decode": (sm80.DECODE, sm90_decode.DECODE, simt.DECODE),  # the first two: for other heads
     "shared": (sm80.SHARED,),

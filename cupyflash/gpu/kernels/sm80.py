@@ -1,7 +1,8 @@
 """The kernels for tensor cores since compute capability 8.0: tiles, shared memory, specs.
 
 The formulas are those of kernels_cu/warp/fragment_rows.cuh; every kernel asserts that it agrees
-with this module about the bytes. `sm80_f64` has the backward of float64.
+with this module about the bytes. `sm80_f64` has the backward of float64,
+`sm80_tangent` forward mode.
 """
 
 from __future__ import annotations
