@@ -5,6 +5,7 @@ A mutant is executed as a module of its own; what its `generate` writes is compi
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import sys
@@ -79,7 +80,8 @@ def mutants(file: str = FILE) -> list[Mutant]:
         starts.append(starts[-1] + len(line))
     found: dict[tuple[int, int, str], Mutant] = {}
     lines = text.splitlines()
-    for operator, start, end, after in _changes(text, starts, file == FILE):
+    changes = [*_changes(text, starts, file == FILE), *_sides_and_clamps(text, starts)]
+    for operator, start, end, after in changes:
         line = text.count("\n", 0, start) + 1
         if _FIXED.match(lines[line - 1]):
             continue
@@ -124,6 +126,37 @@ def _changes(text: str, starts: list[int], in_texts: bool) -> Iterator[tuple[str
             yield "name", start, end, _WORDS[string]
         if kind not in (tokenize.NL, tokenize.COMMENT):
             previous = string
+
+
+def _sides_and_clamps(text: str, starts: list[int]) -> Iterator[tuple[str, int, int, str]]:
+    """One side of a condition is always taken; a call of `min` or `max` loses an operand."""
+    lines = text.splitlines(keepends=True)
+
+    def span(node: ast.expr) -> tuple[int, int]:
+        places = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+        start, end = (
+            starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+            for line, column in places
+        )
+        return start, end
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            yield "side", *span(node.test), "False"
+            if not isinstance(node, ast.While):
+                yield "side", *span(node.test), "True"
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and not node.keywords:
+            function = text[slice(*span(node.func))]
+            if function.rpartition(".")[2] not in operators.BOUNDS:
+                continue
+            operands = [text[slice(*span(each))] for each in node.args]
+            for n in range(len(operands)):
+                left = ", ".join(operands[:n] + operands[n + 1 :])
+                yield (
+                    "clamp",
+                    *span(node),
+                    f"({left})" if len(operands) == 2 else f"{function}({left})",
+                )
 
 
 def _in_text(string: str, start: int) -> Iterator[tuple[str, int, int, str]]:

@@ -144,8 +144,11 @@ def _changes(text: str, all_: list[Token]) -> Iterator[Change]:
         yield from _operators(all_, n)
         yield from _numbers(token)
         yield from _words(text, all_, n)
-    yield from _statements(text, all_)
-    yield from _conditions(text, all_)
+    deletions = list(_statements(text, all_))
+    yield from deletions
+    yield from _conditions(text, all_, {start: end for _, start, end, _ in deletions})
+    yield from _choices(text, all_)
+    yield from _clamps(text, all_)
     yield from _loops(text, all_)
 
 
@@ -272,7 +275,11 @@ def _statement_starts(all_: list[Token]) -> set[int]:
     return begins
 
 
-def _conditions(text: str, all_: list[Token]) -> Iterator[Change]:
+def _conditions(text: str, all_: list[Token], deleted: dict[int, int]) -> Iterator[Change]:
+    """A condition is negated, or one side of it is always taken.
+
+    A loop does not go on for ever, and what another mutant deletes is not passed by as well.
+    """
     for n, token in enumerate(all_):
         if token.text not in ("if", "while"):
             continue
@@ -282,6 +289,96 @@ def _conditions(text: str, all_: list[Token]) -> Iterator[Change]:
         end = _closing(all_, opening)
         start, stop = all_[opening].end, all_[end].start
         yield "negation", start, stop, f"!({text[start:stop]})"
+        if token.text == "if":
+            yield "side", start, stop, "true"
+            behind = deleted.get(all_[end + 1].start)
+            if behind is not None and not re.match(r";\s*else\b", text[behind:]):
+                continue
+        yield "side", start, stop, "false"
+
+
+def _choices(text: str, all_: list[Token]) -> Iterator[Change]:
+    """One side of `a ? b : c` is always taken; where that is the smaller or larger of two, it is a
+    bound that is removed.
+    """
+    for n, token in enumerate(all_):
+        if token.text != "?":
+            continue
+        first = _condition_start(all_, n)
+        if first == n:
+            continue
+        start, stop = all_[first].start, all_[n - 1].end
+        relations = [m for m in range(first, n) if all_[m].spaced and all_[m].text in RELATIONS]
+        name = "side"
+        if len(relations) == 1:
+            (m,) = relations
+            bounds = text[start : all_[m - 1].end], text[all_[m + 1].start : stop]
+            if text[all_[n + 1].start : all_[_colon(all_, n) - 1].end] in bounds:
+                name = "clamp"
+        for side in ("true", "false"):
+            yield name, start, stop, side
+
+
+def _condition_start(all_: list[Token], question: int) -> int:
+    """Return the number of the token with which the condition before a "?" begins."""
+    depth = 0
+    for n in range(question - 1, -1, -1):
+        token = all_[n]
+        depth += (token.text in _CLOSE) - (token.text in _OPEN)
+        ends = token.text in ("?", ":", ",", ";", "return", "}") or token.text in _ASSIGNMENTS
+        in_template = token.text == "<" and not token.spaced
+        if depth < 0 or (depth == 0 and (ends or in_template)):
+            return n + 1
+    return 0
+
+
+def _colon(all_: list[Token], question: int) -> int:
+    """Return the number of the colon that belongs to a "?"."""
+    depth, n = 1, question
+    while depth:
+        n += 1
+        if all_[n].text in _OPEN:
+            n = _closing(all_, n)
+        depth += (all_[n].text == "?") - (all_[n].text == ":")
+    return n
+
+
+BOUNDS = {"min", "max", "fmin", "fmax", "minimum", "maximum", "clamp"}
+
+
+def _clamps(text: str, all_: list[Token]) -> Iterator[Change]:
+    """A call of `min` or `max` becomes either operand; `clamp` loses either bound, or both."""
+    for n, token in enumerate(all_):
+        follows = all_[n + 1].text if n + 1 < len(all_) else ""
+        if token.text not in BOUNDS or follows != "(" or _is_declared(all_, n):
+            continue
+        begin = n
+        while all_[begin - 1].text == "::":
+            begin -= 2
+        end = _closing(all_, n + 1)
+        start, stop = all_[begin].start, all_[end].end
+        operands = _operands(text, all_, n + 1, end)
+        if token.text == "clamp":
+            x, low, high = operands
+            yield "clamp", start, stop, f"({x})"
+            yield "clamp", start, stop, f"(({x}) < ({low}) ? ({low}) : ({x}))"
+            yield "clamp", start, stop, f"(({x}) > ({high}) ? ({high}) : ({x}))"
+        else:
+            for operand in operands:
+                yield "clamp", start, stop, f"({operand})"
+
+
+def _operands(text: str, all_: list[Token], opening: int, end: int) -> list[str]:
+    """Return the texts between the commas of a call."""
+    found, begin, n = [], opening + 1, opening + 1
+    while n <= end:
+        if n == end or all_[n].text == ",":
+            found.append(text[all_[begin].start : all_[n - 1].end])
+            begin = n + 1
+        elif all_[n].text in _OPEN:
+            n = _closing(all_, n)
+        n += 1
+    return found
 
 
 def _loops(text: str, all_: list[Token]) -> Iterator[Change]:

@@ -61,6 +61,23 @@ CHANGES = {
     "name": ("a = row_thread() + column_thread();", {
         "a = column_thread() + column_thread();", "a = row_thread() + row_thread();",
     }),
+    "side": ("void f() { if (a) b = 1; if (c) d(); else e(); while (f) g(); h = i ? j : k; }", {
+        "void f() { if (true) b = 1; if (c) d(); else e(); while (f) g(); h = i ? j : k; }",
+        "void f() { if (a) b = 1; if (true) d(); else e(); while (f) g(); h = i ? j : k; }",
+        "void f() { if (a) b = 1; if (false) d(); else e(); while (f) g(); h = i ? j : k; }",
+        "void f() { if (a) b = 1; if (c) d(); else e(); while (false) g(); h = i ? j : k; }",
+        "void f() { if (a) b = 1; if (c) d(); else e(); while (f) g(); h = true ? j : k; }",
+        "void f() { if (a) b = 1; if (c) d(); else e(); while (f) g(); h = false ? j : k; }",
+    }),
+    "clamp": ("a = fmax(b, c(1, 2)); d = y::clamp(e, 0, f); return g < h ? h : g;", {
+        "a = (b); d = y::clamp(e, 0, f); return g < h ? h : g;",
+        "a = (c(1, 2)); d = y::clamp(e, 0, f); return g < h ? h : g;",
+        "a = fmax(b, c(1, 2)); d = (e); return g < h ? h : g;",
+        "a = fmax(b, c(1, 2)); d = ((e) < (0) ? (0) : (e)); return g < h ? h : g;",
+        "a = fmax(b, c(1, 2)); d = ((e) > (f) ? (f) : (e)); return g < h ? h : g;",
+        "a = fmax(b, c(1, 2)); d = y::clamp(e, 0, f); return true ? h : g;",
+        "a = fmax(b, c(1, 2)); d = y::clamp(e, 0, f); return false ? h : g;",
+    }),
     "loop": ("void f() { for (int a = 1; a < b; ++a) c(); }", {
         "void f() { for (int a = (1) + 1; a < b; ++a) c(); }",
         "void f() { for (int a = 1; a < (b) - 1; ++a) c(); }",
@@ -104,9 +121,32 @@ def test_every_source_has_mutants_of_every_operator():
     assert max(counts.values()) == 1
 
 
+def test_sides_and_bounds_of_python(tmp_path, monkeypatch):
+    text = "if é < 1:\n    a = min(b, np.maximum(c, 2))\nd = max(e, f, g) if h else max(i)\n"
+    (tmp_path / "x.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(generators, "ROOT", tmp_path)
+    made = [x for x in generators.mutants("x.py") if x.operator in ("side", "clamp")]
+    assert len(made) == 11
+    lines = text.splitlines()
+    assert {x.apply(text) for x in made} == {
+        "\n".join([*lines[:n], line, *lines[n + 1 :], ""])
+        for n, changed in enumerate((
+            ("if True:", "if False:"),
+            ("    a = (b)", "    a = (np.maximum(c, 2))", "    a = min(b, (c))",
+             "    a = min(b, (2))"),
+            ("d = max(e, f, g) if True else max(i)", "d = max(e, f, g) if False else max(i)",
+             "d = max(f, g) if h else max(i)", "d = max(e, g) if h else max(i)",
+             "d = max(e, f) if h else max(i)"),
+        ))
+        for line in changed
+    }  # fmt: skip
+
+
 def test_mutants_of_the_code_generators():
     made = generators.mutants()
-    assert {"template", "relation", "constant", "name"} <= {x.operator for x in made}
+    assert {"template", "relation", "constant", "name", "side", "clamp"} <= {
+        x.operator for x in made
+    }
     text = mutants.text_of(generators.FILE)
     changed = {x.apply(text) for x in made}
     assert any('"less": "{0} <= {1}"' in each for each in changed)
