@@ -4,11 +4,41 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 
+import mpi_processes
 import pytest
 from mpi_processes import ROOT, run
 
 from cupyflash.distributed.transport import mpi
+
+
+def test_mpi_is_found_where_its_wheel_lies(tmp_path, monkeypatch):
+    """In another environment than Python's own, of which mpi4py knows nothing."""
+    place = tmp_path / "lib" / "python3" / "site-packages"
+    about = place / "mpich-5.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mpich\nVersion: 5\n")
+    (about / "RECORD").write_text("../../../bin/mpiexec,,\n../../libmpi.so.12,,\n")
+    for path in (tmp_path / "bin" / "mpiexec", tmp_path / "lib" / "libmpi.so.12"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    monkeypatch.syspath_prepend(place)
+    assert mpi_processes.installed() == (tmp_path / "bin" / "mpiexec", tmp_path / "lib")
+
+
+@pytest.mark.parametrize(
+    ("setting", "outcome"), [("", pytest.skip.Exception), ("1", AssertionError)]
+)
+def test_an_mpi_that_cannot_be_loaded_is_said(setting, outcome, monkeypatch):
+    pytest.importorskip("mpi4py")
+    monkeypatch.setenv("CI", setting)
+    why = "RuntimeError: cannot load MPI library\nlibmpi.so: file too short"
+    found = SimpleNamespace(returncode=1, stdout="", stderr=why)
+    monkeypatch.setattr(mpi_processes, "installed", lambda: ("mpiexec", None))
+    monkeypatch.setattr(mpi_processes.subprocess, "run", lambda *_, **__: found)
+    with pytest.raises(outcome, match="file too short"):
+        run("program.py")
 
 
 @pytest.mark.thorough("processes of MPI; the same ranks are threads in quick tests")

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from forks import fork
 from other_path import OtherPathError, only_again
 from placement import same_bits
 
@@ -127,9 +128,6 @@ def test_a_mask_that_looks_up_arrays_is_looked_at():
     assert not same_bits(attention(*x, mask=masks.lengths(lengths)), wanted[0])
 
 
-@pytest.mark.filterwarnings(  # JAX warns of forks, if other tests have imported it
-    "ignore:Exception ignored in. <function _at_fork:pytest.PytestUnraisableExceptionWarning"
-)
 def test_threads_and_a_forked_child_make_the_same_call():
     x = drawn()
     wanted, _ = (attention(*x) for _ in range(2))
@@ -145,7 +143,7 @@ def test_threads_and_a_forked_child_make_the_same_call():
         each.join()
     assert not wrong
     if hasattr(os, "fork"):
-        child = os.fork()
+        child = fork()
         if not child:
             os._exit(not same_bits(attention(*x), wanted))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from forks import fork
 from other_path import OtherPathError, only_again
 from placement import same_bits
 
@@ -426,14 +427,11 @@ def test_an_interrupted_call_can_be_made_again(no_collector):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings(  # JAX warns of forks, if other tests have imported it
-    "ignore:Exception ignored in. <function _at_fork:pytest.PytestUnraisableExceptionWarning"
-)
 def test_a_forked_child_begins_anew():
     q, k, v = drawn()
     warm(q, k, v, 100)
     expected = checked(q, k, v, 100)
-    child = os.fork()
+    child = fork()
     if child == 0:
         is_right = same_bits(attention_cached(q, k, v, 100), expected)
         os._exit(0 if is_right else 1)

@@ -10,6 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
+from forks import fork
 from other_path import OtherPathError, only_again
 from placement import same_bits
 
@@ -315,13 +316,10 @@ def test_another_number_of_threads_is_heeded(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings(  # JAX warns of forks, if other tests have imported it
-    "ignore:Exception ignored in. <function _at_fork:pytest.PytestUnraisableExceptionWarning"
-)
 def test_a_forked_child_makes_the_same_call():
     q, k, v = (x.detach() for x in drawn(*QKV))
     wanted, *_ = (attention(q, k, v) for _ in range(3))
-    child = os.fork()
+    child = fork()
     if not child:
         os._exit(not same_bits(attention(q, k, v).numpy(), wanted.numpy()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

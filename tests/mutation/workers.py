@@ -10,10 +10,11 @@ import shutil
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+from forks import fork
 
 LIMIT = 300  # seconds of the wall, for whatever is stuck and takes no time of its own
 
@@ -49,10 +50,7 @@ class _Child(NamedTuple):
 def _start(trial: Trial[Item], item: Item) -> _Child:
     folder = tempfile.mkdtemp(prefix="cupyflash-mutant-")
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        # Python warns where there are other threads, as those of BLAS: the child calls none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         faulthandler.disable()  # a crash is what is looked for
         os.close(reader)

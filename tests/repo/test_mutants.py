@@ -5,6 +5,7 @@ Whether the kernels' mutants are noticed is not asked here: that is a run by han
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import forks
 import mutants
 import numpy as np
 import pytest
@@ -335,6 +337,27 @@ def test_processes_may_loop_crash_and_fail():
     folder = found["fails"].why.removeprefix("ValueError: ")
     assert not Path(folder).exists()
     assert list(outcomes(_trial, items, until=time.monotonic() - 1)) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_says_nothing_where_jax_has_been_imported():
+    """JAX warns before a fork, for the children that go on with it."""
+    program = """if True:
+        import os, warnings
+        from forks import fork
+        os.register_at_fork(before=lambda: warnings.warn(
+            "os.fork() was called. os.fork() is incompatible with multithreaded code, and JAX is "
+            "multithreaded, so this will likely lead to a deadlock.", RuntimeWarning))
+        child = fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=Path(forks.__file__).parent, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert not done.stderr
 
 
 def test_memory_is_a_process_s_own():
