@@ -27,7 +27,11 @@ from cupyflash.testing import Subject, backward_bound, forward_bound, problem
 
 GRADIENTS = Gradients._fields
 BY_DTYPE = mostly_thorough(
-    "dtype", DTYPES, quick=DTYPES[1:3], why="the same pieces in other types", ids=str
+    "dtype",
+    DTYPES,
+    quick=DTYPES[1:2],
+    why="the same pieces; float32 is quick under each mask",
+    ids=str,
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from halves import mostly_thorough
 
 import cupyflash
 from cupyflash.costs.explanation import registers
@@ -32,7 +33,10 @@ def compiler() -> None:
         pytest.skip(f"NVRTC cannot be used ({error})")
 
 
-@pytest.mark.parametrize(("device", "dtype", "options"), CALLS, ids=str)
+@mostly_thorough(
+    ("device", "dtype", "options"), CALLS, quick=[x for x in CALLS if "16" in x[1]],
+    why="the same log of other kernels", ids=str,
+)  # fmt: skip
 def test_kernels_are_compiled(compiler, device, dtype, options):
     made = cupyflash.explain(
         (2, 16, 1024, 64), dtype=dtype, device=device, backward=True, **options

@@ -26,7 +26,11 @@ from cupyflash.testing import problem
 KEYS_TRAVEL = ("rounds", "gather")
 SCHEMES = (*KEYS_TRAVEL, "nodes", "heads", "heads x rounds")
 BY_DTYPE = mostly_thorough(
-    "dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str
+    "dtype",
+    DTYPES,
+    quick=DTYPES[1:2],
+    why="the same steps; float32 is quick where rows are packed",
+    ids=str,
 )
 
 

@@ -25,7 +25,13 @@ from cupyflash.testing import problem
 SCHEMES = ("rounds", "gather", "nodes", "heads", "heads x rounds")
 
 
-@mostly_thorough("dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str)
+@mostly_thorough(
+    "dtype",
+    DTYPES,
+    quick=DTYPES[2:3],
+    why="the same steps; bfloat16 is quick where rows are not",
+    ids=str,
+)
 def test_all_ranks_together_are_within_the_bound(dtype):
     kinds, schemes, blocks = (st.sampled_from(x) for x in (KINDS, SCHEMES, [1, 4, 8, 16]))
 
