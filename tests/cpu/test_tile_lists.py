@@ -14,9 +14,9 @@ from cupyflash.dispatch import CPU
 from cupyflash.expr.functions import POSITIONS
 from cupyflash.expr.lower import lower
 from cupyflash.expr.nodes import as_expr
-from cupyflash.problem import validate
+from cupyflash.problem import replay, validate
 from cupyflash.problem.options import Options
-from cupyflash.reference.cpu import tile_lists
+from cupyflash.reference.cpu import prepared, tile_lists
 from cupyflash.testing import Precision, forward_bound, rho
 
 LENGTHS = 400, 333
@@ -43,8 +43,23 @@ def draw():
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
+@pytest.fixture
+def sizes(monkeypatch):
+    """How many classes the lists have that calls make."""
+    found, make = [], prepared.lists_of
+
+    def watched(*arguments):
+        lists = make(*arguments)
+        found.append(len(lists.classes))
+        return lists
+
+    monkeypatch.setattr(prepared, "lists_of", watched)
+    return found
+
+
 def computed(q, k, v, mask):
-    """Out, lse and gradients of a call that is made anew, and how many tiles it visited."""
+    """Out, lse and gradients of calls that are made anew, and how many tiles the first visited."""
+    replay._entries.clear()
     call = validate.call(q, k, v, Options(mask=mask))
     out, lse = np.empty_like(q), np.empty(q.shape[:-1], q.dtype)
     visited = CPU.forward(call, out, lse).visited
@@ -53,12 +68,14 @@ def computed(q, k, v, mask):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_they_change_no_bit_and_no_tile(monkeypatch, name):
+def test_they_change_no_bit_and_no_tile(monkeypatch, sizes, name):
     q, k, v = draw()
     found = computed(q, k, v, MASKS[name])
     monkeypatch.setattr(tile_lists, "MOST_BYTES", 0)  # each head asks for itself
-    for one, other in zip(found, computed(q.copy(), k, v, MASKS[name]), strict=True):
+    for one, other in zip(found, computed(q, k, v, MASKS[name]), strict=True):
         assert same_bits(one, other)
+    # Both calls have lists first, and then neither.
+    assert [n > 0 for n in sizes] == 2 * [name != "by head"] + 2 * [False]
     bound = forward_bound(q, k, v, precision=Precision.of(q.dtype), block_kv=64, mask=MASKS[name])
     assert rho(found[0], *bound.out).value <= 1
     assert rho(found[1], *bound.lse).value <= 1
