@@ -466,7 +466,7 @@ def test_host_memory_needs_no_workspace():
     assert workspace_size_cached(q, k, v, table=table) == 0
 
 
-@OF_ALL
+@of_one("simt")
 def test_a_cache_without_pages_holds_nothing(dtype, blocks, monkeypatch):
     """Whatever lengths and tables of a device say."""
     q, k = draw(dtype, (2, 2, 1, 16), (0, 1, 16, 16))
