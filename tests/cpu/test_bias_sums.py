@@ -12,7 +12,7 @@ from strategies import BFLOAT16, DTYPES
 import cupyflash
 from cupyflash import masks
 from cupyflash.problem import replay
-from cupyflash.reference.cpu import backward_work
+from cupyflash.reference.cpu import backward_call, backward_work
 
 HEADS = 4
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,15 +130,26 @@ def test_packed_sequences_have_their_own_or_a_shared_one():
 
 
 def test_other_turns_have_the_same_bits(monkeypatch):
-    """Work is cut so that Ctrl-C is heard."""
+    """Work is cut so that Ctrl-C is heard: between the entries whose sums are one part."""
+    monkeypatch.setattr(backward_work, "_MOST_BYTES", 1)
     rng = np.random.default_rng(4)
     do, q, k, v = drawn(rng, (9,), (9,), 210, 150)
     bias = rng.standard_normal((HEADS, 210, 150)).astype(np.float32)
+    turns, blocks = [], backward_call.key_blocks
+
+    def watched(*arguments):
+        made = list(blocks(*arguments))
+        turns.append(len(made))
+        return made
+
+    monkeypatch.setattr(backward_call, "key_blocks", watched)
     expected = gradients(do, q, k, v, bias)
-    for most in (1, 5 * 10**7):
+    for most in (1, 5 * 10**6):
         monkeypatch.setattr(backward_work, "_MOST_PRODUCTS", most)
+        monkeypatch.setattr(replay, "_entries", {})
         for ours, others in zip(gradients(do, q, k, v, bias), expected, strict=True):
             assert ours is others is None or same_bits(ours, others)
+    assert turns[1] > turns[2] > turns[0] == 1
 
 
 def test_large_sums_have_few_parts(monkeypatch):
