@@ -135,3 +135,19 @@ def test_a_cache_is_asked_once_for_the_heads_of_a_group(queries):
         own = cupyflash.attention_cached(q, k, v, lengths, mask=mask & each, return_lse=True)
         assert same_bits(found, own[0])
         assert same_bits(lse, own[1])
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_score_of_minus_infinity_hides_no_key_of_another_head(queries):
+    """The first head of a group alone is asked what the mask hides."""
+    rng = np.random.default_rng(4)
+    k, v = (rng.standard_normal((1, 1, 700, 16)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((1, 4, queries, 16)).astype(np.float32)
+    q[..., 0], q[:, 0, :, 0] = 0, -1e30
+    k[:, :, [70, 520], 0] = 1e30  # in leaves of which the mask hides some keys
+    mask, each = masks.window(200, 0) | masks.prefix(90), masks.mask(lambda b, h, i, j: h >= 0)
+    found, lse = cupyflash.attention_cached(q, k, v, 700, mask=mask, return_lse=True)
+    own = cupyflash.attention_cached(q, k, v, 700, mask=mask & each, return_lse=True)
+    assert np.isfinite(found).all()
+    assert same_bits(found, own[0])
+    assert same_bits(lse, own[1])

@@ -175,6 +175,7 @@ reference/cpu/decode.py
     cpu/test_cached.py: many_levels_of_nodes, nodes_that_a_mask_shows_or_hides_change_no_bit,
         out_and_lse_are_within_the_bound float32, the_schedule_changes_no_bit
     cpu/test_cached_shared.py: sharing_changes_no_bit
+    cpu/test_tile_lists.py: a_score_of_minus_infinity_hides_no_key_of_another_head
 reference/cpu/decode_nodes.py
     cpu/test_cached.py: the_schedule_changes_no_bit
     cpu/test_cached_shared.py: sharing_changes_no_bit
