@@ -34,6 +34,15 @@ HOST, DEVICE = "host", "device"
 ROWS, KEYS = 70, 400
 
 
+def from_device(array):
+    """Return an array of the device in host memory; one that is not there is no array of a kernel.
+
+    None, where there is none.
+    """
+    assert not isinstance(array, np.ndarray), "a kernel has an array that is not on the device"
+    return in_host(array)
+
+
 class Late(Gpu):
     """A back end that computes on the CPU, when the stream comes to it."""
 
@@ -41,18 +50,17 @@ class Late(Gpu):
         self.cupy = cupy
 
     def forward_piece(self, call, partial, first, results=None):
-        made = tuple(map(in_host, partial)), first, results and tuple(map(in_host, results))
+        made = tuple(map(from_device, partial)), first, results and tuple(map(from_device, results))
         self._later(dispatch.CPU.forward_piece, call, *made)
 
     def backward_piece(self, call, *arrays):
         *rows, gradients, _ = arrays
-        made = [in_host(x) for x in rows], Gradients(*map(in_host, gradients))
+        made = [from_device(x) for x in rows], Gradients(*map(from_device, gradients))
         self._later(lambda call: dispatch.CPU.backward(call, *made[0], made[1], None), call)
 
     def _later(self, work, call, *arguments):
-        for name in ("q", "k", "v", "bias", "sink"):
-            assert not isinstance(getattr(call, name), np.ndarray), f"{name} is not on the device"
-        changed = {name: in_host(getattr(call, name)) for name in ("q", "k", "v", "bias", "sink")}
+        names = ("q", "k", "v", "bias", "sink")
+        changed = {name: from_device(getattr(call, name)) for name in names}
         changed |= {"mask": read_in_host(call.mask), "score_mod": read_in_host(call.score_mod)}
         call = dataclasses.replace(call, device=None, **changed)
         self.cupy.enqueue(lambda: work(call, *arguments))
