@@ -31,6 +31,7 @@ from .expr.functions import (
     len_q,
     tanh,
 )
+from .expr.learned import reads
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
 from .expr.sizes import flat_sizes, position_symbols
@@ -174,6 +175,41 @@ class Score(Structured):
         curve, error = (np.broadcast_to(part, s.shape) for part in pair)
         return curve, error
 
+    def learned(
+        self,
+        s: FloatArray,
+        s_error: npt.ArrayLike,
+        b: Indices,
+        h: Indices,
+        i: Indices,
+        j: Indices,
+        sizes: object,
+        unit: float,
+    ) -> list[tuple[LookupTable, npt.NDArray[np.int64], FloatArray, FloatArray]]:
+        """Return what the change reads of learned look-ups, and its derivatives by that.
+
+        Parameters
+        ----------
+        s, s_error, b, h, i, j, sizes, unit
+            As in `evaluate_with_error`.
+
+        Returns
+        -------
+        list of (table, place, slope, slope_error)
+            The look-up; then arrays with the shape of `s`: the number, in C order, of the element
+            of ``table.array`` that a pair reads, the derivative by it, and a bound on its error.
+            A look-up that is read in several places of the tree may be there several times.
+        """
+        symbols = position_symbols(b, h, i, j, sizes) | {"score": s}
+        if not s.size:
+            return []
+        found = []
+        for table, place, slope in reads(bind(self.expr, flat_sizes(sizes))):
+            (pair,) = evaluate_with_error((slope,), symbols, s_error, unit)
+            parts = evaluate(place, symbols, s.dtype.type), *pair
+            found.append((table, *(np.broadcast_to(part, s.shape) for part in parts)))
+        return found
+
 
 def is_score(node: Expr) -> bool:
     """Whether a node is the symbol of the score."""
@@ -237,10 +273,10 @@ def alibi(slopes: ArrayLike) -> Score:
 
     Parameters
     ----------
-    slopes : array of float
+    slopes : array of float, or LookupTable
         One slope per query head, (Hq,), or per batch entry and query head, (..., Hq), with leading
         axes that broadcast with those of q, k and v; (n, Hq) in variable-length calls.
-        `alibi_slopes` returns the usual slopes.
+        `alibi_slopes` returns the usual slopes. ``lookup(slopes, learned=True)`` has gradients.
 
     Returns
     -------
@@ -250,8 +286,9 @@ def alibi(slopes: ArrayLike) -> Score:
     ----------
     Press, Smith & Lewis 2022, "Train Short, Test Long", section 3.
     """
-    slopes = _floats(slopes, "alibi: slopes")
-    slope = aligned(Alignment(slopes, "alibi: slopes", (Axis(_H, "heads"),)))
+    array = _floats(slopes, "alibi: slopes")
+    axes = (Axis(_H, "heads"),)
+    slope = aligned(Alignment(array, "alibi: slopes", axes, table=_learned(slopes)))
     return Score(SCORE - slope * abs(_I + len_k - len_q - _J))
 
 
@@ -301,18 +338,24 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
 
 
 @remembered
-def softcap(c: float) -> Score:
+def softcap(c: float | LookupTable) -> Score:
     """Limit scores smoothly to (-c, c): ``c tanh(s / c)``.
 
     Parameters
     ----------
-    c : float
-        Positive and finite.
+    c : float or LookupTable
+        Positive and finite. A look-up, as of ``lookup(array, learned=True)``, has one limit, of
+        shape () or (1,), or one for each query head, as the slopes of `alibi`.
 
     Returns
     -------
     Score
     """
+    if isinstance(c, LookupTable):
+        limits = _floats(c, "softcap: c")
+        axes = (Axis(_H, "heads"),)
+        limit = aligned(Alignment(limits, "softcap: c", axes, table=_learned(c)))
+        return Score(limit * tanh(SCORE / limit))
     if isinstance(c, bool) or not isinstance(c, (int, float, np.integer, np.floating)):
         raise ArgumentTypeError(f"softcap: c is {c!r}; expected a positive number.")
     if not (math.isfinite(c) and c > 0):
@@ -331,9 +374,10 @@ def relative_bias(table: ArrayLike) -> Score:
 
     Parameters
     ----------
-    table : array of float
+    table : array of float, or LookupTable
         Shape (Hq, 2 R + 1), (1, 2 R + 1) or (2 R + 1,), with entries from R keys before the query's
         own to R keys after it. Distances beyond R use the first or last entry.
+        ``lookup(table, learned=True)`` has gradients.
 
     Returns
     -------
@@ -354,7 +398,14 @@ def relative_bias(table: ArrayLike) -> Score:
     reach = size // 2
     position = clip(_J - _I - (len_k - len_q), -reach, reach) + reach
     axes = (Axis(_H, "heads"), Axis(position, "distance", exact=size))
-    return Score(SCORE + aligned(Alignment(read, "relative_bias: table", axes, lead=False)))
+    own = _learned(table)
+    alignment = Alignment(read, "relative_bias: table", axes, lead=False, table=own)
+    return Score(SCORE + aligned(alignment))
+
+
+def _learned(value: Any) -> LookupTable | None:
+    """Return a look-up that has gradients."""
+    return value if isinstance(value, LookupTable) and value.learned else None
 
 
 def _floats(value: Any, argument: str) -> Any:

@@ -136,7 +136,7 @@ def as_array(value: Any, argument: str) -> Any:
 
 
 @untraced
-def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
+def lookup(array: DLPackArray | Sequence[Any], learned: bool = False) -> LookupTable:
     """Make an array readable inside a mask or score.
 
     Parameters
@@ -145,6 +145,10 @@ def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
         Booleans, integers or floats, on the device on which q will be. It is read in place at every
         call. If it changes while a call runs, the result is undefined, but no index leaves an
         array.
+    learned : bool
+        Whether the backward computes the gradient of the array, of floats, as far as score changes
+        read it: ``Gradients.dlookups`` has it under the object that this function returns. Masks,
+        conditions and indices that depend on the array add nothing to it.
 
     Returns
     -------
@@ -155,7 +159,8 @@ def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
     Raises
     ------
     ArgumentTypeError
-        If it is not an array, or has a dtype that expressions do not support.
+        If it is not an array, or has a dtype that expressions do not support; or if it is to be
+        learned, and does not have floats.
 
     Examples
     --------
@@ -166,8 +171,15 @@ def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
     <mask (lookup(<(4,)>)[i] == lookup(<(4,)>)[j])>
     """
     held = np.asarray(array) if isinstance(array, (list, tuple)) else interop.array(array, "lookup")
-    array_type(held)
-    return LookupTable(held)
+    kind = array_type(held)
+    if not isinstance(learned, (bool, np.bool_)):
+        raise ArgumentTypeError(f"lookup: learned is {learned!r}; expected True or False.")
+    if learned and kind != "float":
+        raise ArgumentTypeError(
+            f"lookup: got an array of dtype {held.dtype} with learned=True; expected floats, which "
+            "have gradients. Convert it with .astype()."
+        )
+    return LookupTable(held, bool(learned))
 
 
 def positive(value: Any, name: str) -> int:

@@ -22,6 +22,7 @@ from .interval import EVERYTHING, Bounds, bounds
 from .nodes import (
     LOOKUPS,
     Expr,
+    LookupTable,
     array_type,
     as_expr,
     lookup_node,
@@ -102,6 +103,7 @@ class Alignment:
     lead: bool = True  # leading axes broadcast with the batch's
     packed: bool = False  # in variable-length calls packed rows index it, without a batch axis
     contains: bool = False  # a condition: whether a row of the last axis has its index
+    table: LookupTable | None = None  # the look-up that has the array's gradient
 
 
 def aligned(alignment: Alignment) -> Expr:
@@ -225,7 +227,7 @@ def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
         wanted = tuple(_total(sizes, axis.size) for axis in axes)
     lead = sizes.lead if alignment.lead and not packed else ()
     if not axes and shape == (math.prod(lead),):
-        return lookup_node(array, (_B,), proven=True)  # one entry per flat batch index
+        return lookup_node(array, (_B,), True, alignment.table)  # one entry per flat batch index
     full = lead + wanted
     # The specification asks for one sequence at a time, and an array may serve longer ones.
     some = sizes.packed and np.size(sizes.len_q) < math.prod(sizes.lead)
@@ -259,7 +261,7 @@ def resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     chosen = tuple(zero if size == 1 else index for index, size in zip(indices, shape, strict=True))
     if alignment.contains:
         return Expr("contains", (*chosen[:-1], indices[-1]), "bool", (array, True))
-    return lookup_node(array, chosen, proven=True)
+    return lookup_node(array, chosen, True, alignment.table)
 
 
 def _total(sizes: Sizes, name: str) -> int:

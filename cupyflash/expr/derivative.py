@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from .nodes import Expr, as_expr, operation, walk
 
 
-def derivative(root: Expr) -> Expr:
-    """Return d `root` / d score.
+def derivative(root: Expr, by: Collection[Expr] = ()) -> Expr:
+    """Return d `root` / d score, or the derivative by the value of some nodes if `by` has any.
 
     If the change has a kink (`absolute`, `minimum`, `maximum`, `where`), it is the derivative of
     the branch that is taken; at a tie, that of the first operand, and 1 for `absolute` at 0.
@@ -17,7 +18,10 @@ def derivative(root: Expr) -> Expr:
     """
     known: dict[Expr, Expr | None] = {}  # None stands for a derivative that is zero everywhere
     for node in walk(root):
-        known[node] = _rule(node, [known[arg] for arg in node.args])
+        if by and (node in by or node.op == "symbol"):
+            known[node] = as_expr(1.0) if node in by else None
+        else:
+            known[node] = _rule(node, [known[arg] for arg in node.args])
     result = known[root]
     return as_expr(0.0) if result is None else result
 

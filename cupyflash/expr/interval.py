@@ -103,7 +103,7 @@ def _nan_unless_finite(result: Bounds, ends: list[Bounds]) -> Bounds:
 
 
 def _lookup(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
-    array, proven = node.value
+    array, proven = node.value[:2]
     # The classes of all tiles are bounded in host memory, where no element of the device is known.
     known = tuple(varying) == TILE or not device_arrays.is_device_array(array)
     if known and all(low is high for low, high in ends):

@@ -235,10 +235,10 @@ class Expr:
 class LookupTable:
     """An array made readable inside a mask or score: index it with expressions."""
 
-    __slots__ = ("array",)
+    __slots__ = ("array", "learned")
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    def __init__(self, array: Any, learned: bool = False) -> None:
+        self.array, self.learned = array, learned
 
     def __getitem__(self, index: Any) -> Expr:
         indices = index if isinstance(index, tuple) else (index,)
@@ -247,7 +247,8 @@ class LookupTable:
                 f"lookup of an array of shape {tuple(self.array.shape)} was indexed with "
                 f"{len(indices)} expressions; give one for each of its {self.array.ndim} axes."
             )
-        return lookup_node(self.array, tuple(as_expr(position) for position in indices))
+        places = tuple(as_expr(position) for position in indices)
+        return lookup_node(self.array, places, table=self if self.learned else None)
 
     def _not_a_number(self, *_: Any) -> Any:
         raise TraceError("A lookup is read by indexing: write lookup(array)[h] and the like.")
@@ -277,12 +278,15 @@ def array_type(array: Any, argument: str = "lookup") -> Type:
     )
 
 
-def lookup_node(array: Any, indices: tuple[Expr, ...], proven: bool = False) -> Expr:
-    """Read `array` at `indices`; `proven` where the indices are in range by construction."""
+def lookup_node(
+    array: Any, indices: tuple[Expr, ...], proven: bool = False, table: Any = None
+) -> Expr:
+    """Read `array` at `indices`, `proven` to be in range; `table` is what has its gradient."""
     for position in indices:
         if position.type != "int":
             raise TraceError(f"A lookup's index must be an integer expression; {position} is not.")
-    return Expr("lookup", indices, array_type(array), (array, proven))
+    value = (array, proven) if table is None else (array, proven, table)
+    return Expr("lookup", indices, array_type(array), value)
 
 
 # Nodes of a bound tree that read an array, ``value[0]``: its element at some indices; and whether

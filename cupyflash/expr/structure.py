@@ -128,7 +128,7 @@ def structure(root: Expr) -> tuple[Structure, tuple[Any, ...]]:
 def _value(node: Expr, arrays: dict[int, tuple[int, Any]]) -> Any:
     """Return a node's value as something that compares as it computes."""
     if node.op in LOOKUPS:
-        array, proven = node.value
+        array, proven = node.value[:2]
         return _place(array, arrays), proven
     if node.op == "aligned":
         alignment = node.value

@@ -202,8 +202,8 @@ class Copies:
         for node in walk(root):
             args = tuple(done[arg] for arg in node.args)
             if node.op in LOOKUPS:
-                array, proven = node.value
-                done[node] = Expr(node.op, args, node.type, (self.array(array), proven))
+                held = self.array(node.value[0]), *node.value[1:]
+                done[node] = Expr(node.op, args, node.type, held)
             elif node.op == "aligned":
                 moved = dataclasses.replace(node.value, array=self.array(node.value.array))
                 done[node] = Expr("aligned", args, node.type, moved)

@@ -1,0 +1,71 @@
+"""The learned look-ups of a score change: what it reads of them, where, and its derivatives."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from .derivative import derivative
+from .nodes import Expr, LookupTable, as_expr, convert, walk
+from .structure import Structure, structure
+
+
+class Read(NamedTuple):
+    """What a bound score change reads of a learned look-up.
+
+    Attributes
+    ----------
+    table : LookupTable
+        The look-up.
+    place : Expr
+        The number of the element that is read, in C order.
+    slope : Expr
+        The derivative of the score change by that element.
+    """
+
+    table: LookupTable
+    place: Expr
+    slope: Expr
+
+
+def tables(*roots: Expr) -> tuple[LookupTable, ...]:
+    """Return the learned look-ups that trees read, bound or not, each once."""
+    found: dict[LookupTable, None] = {}
+    for node in walk(*roots):
+        table = node.value.table if node.op == "aligned" else _table(node)
+        if table is not None:
+            found[table] = None
+    return tuple(found)
+
+
+def reads(root: Expr) -> list[Read]:
+    """Return what a bound score change reads of learned look-ups.
+
+    Elements that are read in several places of the tree, by equal indices, are one.
+    """
+    nodes = [node for node in walk(root) if _table(node) is not None]
+    groups: dict[tuple[LookupTable, Structure, tuple[int, ...]], list[Expr]] = {}
+    for node in nodes:
+        index, arrays = structure(_place(node))
+        key = node.value[2], index, tuple(map(id, arrays))
+        groups.setdefault(key, []).append(node)
+    return [
+        Read(table, _place(alike[0]), convert(derivative(root, frozenset(alike)), "float"))
+        for (table, *_), alike in groups.items()
+    ]
+
+
+def _table(node: Expr) -> LookupTable | None:
+    """Return the learned look-up that a node of a bound tree reads, if it does."""
+    is_learned = node.op == "lookup" and len(node.value) > 2
+    return node.value[2] if is_learned else None
+
+
+def _place(node: Expr) -> Expr:
+    """Return the number of the element that a node reads."""
+    shape, place = node.value[0].shape, as_expr(0)
+    for axis, index in enumerate(node.args):
+        step = math.prod(shape[axis + 1 :])
+        term = index if step == 1 else index * step
+        place = term if place.op == "constant" and place.value == 0 else place + term
+    return place
