@@ -19,6 +19,7 @@ from .arrays.typed import F, FloatArray
 from .errors import ArgumentTypeError
 from .executor import Executor, Recalled, carry_out
 from .gpu import checksum_launches
+from .problem import lookups
 from .problem.call import Array, Gradients
 from .problem.tangents import RESULTS, Second, SecondTangents, Tangents
 from .request import Request
@@ -156,6 +157,8 @@ def backward_signature(
         written = {} if grads_out is None else grads_out._asdict()
         written["workspace"] = workspace
     kind = "deterministic backward" if deterministic else "backward"
+    if lookups.learns(getattr(request, "options", None) and request.options.score_mod):
+        return None
     if not bias_gradient:
         kind += " without dbias"
     return request.signature(kind, read, written)
@@ -212,6 +215,10 @@ def _checked_backward(
         _check_flags(flags)
         if before is not None and (changed := before.check()):
             raise changes.refused(changed)  # computing results again takes all ranks
+        if request.refuses_learned:
+            lookups.refuse(request.call, request.refuses_learned)
+        elif request.call.device is not None:
+            lookups.refuse(request.call, "for arrays in the memory of a GPU")
         return outputs.targets(request.call, read, grads_out, *how, request.in_one_place)
 
     computed: Gradients = request.carry_out(prepare, request.backward, recalled)

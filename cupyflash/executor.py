@@ -70,6 +70,8 @@ class Executor(ABC):
         Whether all arrays have to be in one device's memory.
     needs_lse : bool
         Whether the LSE is computed even if nobody wants it.
+    refuses_learned : str
+        How gradients of learned look-ups would be computed, which they are not; empty if they are.
     is_watched : bool
         Whether changes of the call's arrays can be noticed.
     is_summed : bool
@@ -83,6 +85,7 @@ class Executor(ABC):
     is_shared: bool = False
     in_one_place: bool = True
     needs_lse: bool = False
+    refuses_learned: str = "by chunks or over ranks"
     seen: Any = None
     was_replayed: bool = False
 

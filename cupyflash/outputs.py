@@ -12,7 +12,7 @@ from .arrays import interop
 from .arrays.device_arrays import device_of
 from .errors import ArgumentTypeError
 from .problem import tangents as problem_tangents
-from .problem import validate
+from .problem import lookups, validate
 from .problem.call import Array, Call, Gradients, Results
 from .problem.tangents import Second, SecondTangents, TangentResults, Tangents
 
@@ -202,6 +202,7 @@ def second_targets(
     if tdlse is not None:
         tdlse = validate.given(tdlse, "tdlse", lse_shape, call.problem.accumulator)
     arrays = problem_tangents.checked(tangents.arrays, call)
+    lookups.refuse(call, "with the tangents of gradients")
     named = {"tdo": tdo, "tdlse": tdlse, **arrays.named}
     more = {name: x for name, x in named.items() if x is not None}
     made = targets(call, read, grads_out, deterministic, bias_gradient, None, True, more)
@@ -240,18 +241,30 @@ def targets(
     owners = {"q": call.q, "k": call.k, "v": call.v, "bias": call.bias, "sink": call.sink}
     named = {f"grads_out.d{name}": x for name, x in owners.items() if x is not None}
 
+    learned = lookups.targets(grads_out, call)
+    more_written = lookups.checks(learned)
+    named |= dict.fromkeys(more_written, call.q)
+
     def check(written: dict[str, Target], inputs: dict[str, Array]) -> None:
-        _check_written(written, named, inputs, in_one_place)
+        _check_written(written | more_written, named, inputs, in_one_place)
 
     given = validate.gradients(grads_out, call, inputs, bias_gradient, check)
     scratch = None
     if workspace is not None:
         size = dispatch.backend_of(call.q).workspace_size(call)
         written = {f"grads_out.{n}": x for n, x in given._asdict().items() if x is not None}
+        written |= {name: target[0] for name, target in more_written.items()}
         scratch = validate.workspace(workspace, size, inputs | written)
     if call.matrices:
         rows = {name: array[None] for name, array in rows.items()}
     arrays = _gradient_arrays(call, given, bias_gradient)
+    if learned:
+        dlookups = {
+            table: dispatch.backend_of(table.array).empty_like(table.array) if x is None else x
+            for table, x in learned.items()
+        }
+        for each in arrays:
+            each.dlookups = dlookups
     return Targets(rows, *arrays, scratch, bool(deterministic), bool(bias_gradient))
 
 

@@ -37,6 +37,8 @@ class Request(Executor):
         As users pass them.
     """
 
+    refuses_learned = ""
+
     def __init__(
         self,
         q: Any,
@@ -148,7 +150,10 @@ class Request(Executor):
         rows, how = made.rows, made.deterministic
         arrays = rows["do"], rows["out"], rows["lse"], rows.get("dlse"), made.gradients
         backend = dispatch.backend_of(self.call.q)
-        return backend.backward(self.call, *arrays, made.scratch, deterministic=how)
+        served = backend.backward(self.call, *arrays, made.scratch, deterministic=how)
+        if made.gradients.dlookups:
+            backend.backward_lookups(self.call, rows, made.gradients.dlookups)
+        return served
 
     def _host_signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]

@@ -311,7 +311,10 @@ def to_library_of(value: Any, like: Any) -> Any:
     """
     if isinstance(value, tuple):
         made = [to_library_of(each, like) for each in value]
-        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        result = type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        if learned := getattr(value, "dlookups", None):
+            result.dlookups = {key: to_library_of(each, like) for key, each in learned.items()}
+        return result
     if value is None or (isinstance(like, np.ndarray) and isinstance(value, np.ndarray)):
         return value
     if is_device_array(like) and is_device_array(value):

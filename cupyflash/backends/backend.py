@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ..expr.nodes import LookupTable
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
 from ..problem.tangents import SecondTangents, TangentResults, Tangents
@@ -57,6 +58,12 @@ class Backend(Protocol):
         deterministic: bool = False,
     ) -> CallResult:
         """Compute `gradients`; those that the call does not have are None."""
+        ...
+
+    def backward_lookups(
+        self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
+    ) -> None:
+        """Compute the gradients of learned look-ups; `rows` are as in `backward_tangent`."""
         ...
 
     def forward_tangent(

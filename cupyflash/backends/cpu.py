@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..expr.nodes import LookupTable
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
 from ..problem.formats import values
 from ..problem.route import CallResult
 from ..problem.tangents import SecondTangents, TangentResults, Tangents
 from ..rowwise import Arrays, Operation, scales_on_cpu
-from . import cpu_programs, cpu_tiles
+from . import cpu_lookups, cpu_programs, cpu_tiles
 from .backend import output_shape
 from .cpu_ranges import OtherNumbers
 from .host_calls import Replayed, ReplayedCache, ReplayedGrowing
@@ -195,6 +196,12 @@ class Cpu:
             made, made, cpu_programs.looked_up(programs), {**read, "dlse": dlse}, of_mask
         )
         return CallResult(made.visited, None if workspace is not None else again)
+
+    def backward_lookups(
+        self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
+    ) -> None:
+        """Compute the gradients of learned look-ups, always in the same order."""
+        cpu_lookups.backward(call, rows, gradients)
 
     def forward_tangent(
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None

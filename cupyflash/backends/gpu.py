@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
 from ..errors import ArgumentTypeError
+from ..expr.nodes import LookupTable
 from ..gpu import launch, piece_launches, row_launches
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
@@ -64,6 +65,12 @@ class Gpu:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
         arrays = do, out, lse, dlse, gradients, workspace
         return launch.backward(call, *arrays, plan, deterministic=deterministic)
+
+    def backward_lookups(
+        self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
+    ) -> None:
+        """Refuse the call, as its checks have done: no kernel computes gradients of look-ups."""
+        raise AssertionError(f"a call with {len(rows)} arrays and {len(gradients)} of {call.q}")
 
     def forward_tangent(
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None

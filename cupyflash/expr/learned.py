@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .derivative import derivative
 from .nodes import Expr, LookupTable, as_expr, convert, walk
-from .structure import Structure, structure
+from .structure import Structure, structure, table_of
 
 
 class Read(NamedTuple):
@@ -28,22 +28,12 @@ class Read(NamedTuple):
     slope: Expr
 
 
-def tables(*roots: Expr) -> tuple[LookupTable, ...]:
-    """Return the learned look-ups that trees read, bound or not, each once."""
-    found: dict[LookupTable, None] = {}
-    for node in walk(*roots):
-        table = node.value.table if node.op == "aligned" else _table(node)
-        if table is not None:
-            found[table] = None
-    return tuple(found)
-
-
 def reads(root: Expr) -> list[Read]:
     """Return what a bound score change reads of learned look-ups.
 
     Elements that are read in several places of the tree, by equal indices, are one.
     """
-    nodes = [node for node in walk(root) if _table(node) is not None]
+    nodes = [node for node in walk(root) if table_of(node) is not None]
     groups: dict[tuple[LookupTable, Structure, tuple[int, ...]], list[Expr]] = {}
     for node in nodes:
         index, arrays = structure(_place(node))
@@ -53,12 +43,6 @@ def reads(root: Expr) -> list[Read]:
         Read(table, _place(alike[0]), convert(derivative(root, frozenset(alike)), "float"))
         for (table, *_), alike in groups.items()
     ]
-
-
-def _table(node: Expr) -> LookupTable | None:
-    """Return the learned look-up that a node of a bound tree reads, if it does."""
-    is_learned = node.op == "lookup" and len(node.value) > 2
-    return node.value[2] if is_learned else None
 
 
 def _place(node: Expr) -> Expr:

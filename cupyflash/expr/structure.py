@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 from .bind import Alignment, Axis
-from .nodes import LOOKUPS, Expr, walk
+from .nodes import LOOKUPS, Expr, LookupTable, walk
 
 # Numbers up to this are symbols of a form, and operations that such a number may be an operand of:
 # proofs for all of them hold for each.
@@ -125,6 +125,14 @@ def structure(root: Expr) -> tuple[Structure, tuple[Any, ...]]:
     return Structure(tuple(nodes)), tuple(array for _, array in arrays.values())
 
 
+def table_of(node: Expr) -> LookupTable | None:
+    """Return the learned look-up that a node reads, if it reads one."""
+    if node.op == "aligned":
+        table: LookupTable | None = node.value.table
+        return table
+    return node.value[2] if node.op == "lookup" and len(node.value) > 2 else None
+
+
 def _value(node: Expr, arrays: dict[int, tuple[int, Any]]) -> Any:
     """Return a node's value as something that compares as it computes."""
     if node.op in LOOKUPS:
@@ -173,7 +181,7 @@ class Structured:
         The tree.
     """
 
-    __slots__ = ("__weakref__", "_compiled_as", "_structure", "expr")
+    __slots__ = ("__weakref__", "_compiled_as", "_learned", "_structure", "expr")
 
     # Takes each new object, and returns what a compiler of functions passes in its place. It is
     # None until there is such a compiler.
@@ -182,6 +190,7 @@ class Structured:
     def __init__(self, expr: Expr) -> None:
         self.expr = expr
         self._structure: tuple[Structure, tuple[Any, ...]] | None = None
+        self._learned: tuple[LookupTable, ...] | None = None
         watcher = Structured.watcher
         self._compiled_as = None if watcher is None else watcher(self)
 
@@ -190,6 +199,7 @@ class Structured:
         """Return an object with this tree, and do not show it to the watcher."""
         made = cls.__new__(cls)
         made.expr, made._structure, made._compiled_as = expr, None, None
+        made._learned = None
         return made
 
     def __reduce__(self) -> Any:
@@ -201,3 +211,11 @@ class Structured:
         if self._structure is None:
             self._structure = structure(self.expr)
         return self._structure
+
+    @property
+    def learned_tables(self) -> tuple[LookupTable, ...]:
+        """The learned look-ups that its tree reads, each once."""
+        if self._learned is None:
+            read = (table_of(node) for node in walk(self.expr))
+            self._learned = tuple(dict.fromkeys(table for table in read if table is not None))
+        return self._learned

@@ -16,6 +16,7 @@ from ..expr.nodes import walk
 from ..masks import Mask
 from ..problem.arguments import Dense, Packed
 from ..problem.bound_exprs import trees
+from ..problem import lookups
 from ..problem.call import Call
 from ..problem.options import NAMES, Options
 from ..request import Request
@@ -91,6 +92,7 @@ def checked(given: Taken, offsets: tuple[Any, ...] | None = None, bound: bool = 
     """Check a call. Masks and scores are bound to its shape unless its offsets are not known."""
     rows = Dense() if offsets is None else Packed(*offsets)
     call = Request(*given.qkv, rows, options=given.alike).call
+    lookups.refuse(call, "for arrays of JAX")
     if bound:
         trees(call)
     return call

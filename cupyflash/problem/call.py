@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
 from ..arrays import dtypes
 from ..arrays.typed import A, Array, B
+from ..expr.nodes import LookupTable
 from ..masks import Mask
 from ..scores import Score
 from .cache import Cache, Length
@@ -43,8 +46,18 @@ def changed(record: T, **fields: Any) -> T:
     return made
 
 
-class Gradients(NamedTuple, Generic[A, B]):
+class _Gradients(NamedTuple, Generic[A, B]):
+    dq: A
+    dk: A
+    dv: A
+    dbias: B = None  # type: ignore[assignment]
+    dsink: B = None  # type: ignore[assignment]
+
+
+class Gradients(_Gradients[A, B]):
     """Gradients, each with the shape and dtype of its array.
+
+    They are a tuple of five, and what learned look-ups have is an attribute besides.
 
     Attributes
     ----------
@@ -53,13 +66,28 @@ class Gradients(NamedTuple, Generic[A, B]):
         share a key-value head.
     dbias, dsink : array or None
         None if the call had no bias or no sink.
+    dlookups : mapping of LookupTable to array
+        The gradient of ``table.array`` for each ``table = lookup(array, learned=True)`` that the
+        score changes read; empty if there is none.
     """
 
-    dq: A
-    dk: A
-    dv: A
-    dbias: B = None  # type: ignore[assignment]
-    dsink: B = None  # type: ignore[assignment]
+    dlookups: Mapping[LookupTable, Any] = MappingProxyType({})
+
+    def __new__(
+        cls,
+        dq: A,
+        dk: A,
+        dv: A,
+        dbias: B = None,  # type: ignore[assignment]
+        dsink: B = None,  # type: ignore[assignment]
+        *,
+        dlookups: Mapping[LookupTable, Any] | None = None,
+    ) -> Self:
+        """Make gradients of arrays."""
+        made = super().__new__(cls, dq, dk, dv, dbias, dsink)
+        if dlookups is not None:
+            made.dlookups = dlookups
+        return made
 
 
 @dataclass(frozen=True, eq=False)

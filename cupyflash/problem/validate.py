@@ -261,6 +261,11 @@ def mask(value: Any) -> Mask | None:
                 "your own with masks.mask(function); convert a list with np.asarray(list)."
             )
         result = dense(array(value, "mask"))
+    if result.learned_tables:
+        raise ArgumentError(
+            f"mask: got one that reads a learned look-up, {result}; expected none, because a "
+            "condition has no derivative. Make the look-up without learned=True."
+        )
     return result
 
 
@@ -369,7 +374,7 @@ def gradients(
             f"grads_out: got {came}; expected Gradients, or a tuple of arrays (or None) for dq, "
             "dk, dv[, dbias[, dsink]]."
         )
-    result = Gradients(*value)
+    result: Gradients[Any, Any] = Gradients(*value)
     bias = request.bias if bias_gradient else None
     owners = (request.q, request.k, request.v, bias, request.sink)
     matrices = (*request.were_matrices, False, False)

@@ -35,7 +35,9 @@ def _request(settings: Settings, x: Operands) -> Request:
         if x.offsets_k is not x.offsets_q:
             offsets_k = array_of(x.offsets_k)
         rows = Packed(offsets_q, offsets_k, settings.check)
-    return Request(array_of(x.q), array_of(x.k), array_of(x.v), rows, options=options)
+    request = Request(array_of(x.q), array_of(x.k), array_of(x.v), rows, options=options)
+    request.refuses_learned = "for tensors"
+    return request
 
 
 def _seed(seed: torch.Tensor, q: torch.Tensor) -> Any:

@@ -28,7 +28,7 @@ from .threads import parallel
 from .widen import kind_of
 
 
-def _row_sums(a: Array, b: Array, number: np.dtype[Any]) -> Array:
+def row_sums(a: Array, b: Array, number: np.dtype[Any]) -> Array:
     """Return the sums of products of rows; where an element of `a` is 0, `b` does not matter."""
     products = np.where(a != 0, a.astype(number) * b.astype(number), 0)
     total: Array = products.sum(axis=-1, dtype=number)
@@ -85,9 +85,9 @@ class BackwardTangentCall(PreparedCall):
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return delta and its tangent, less what comes through the log-sum-exp."""
         number = self._layout.number
-        delta, tdelta = _row_sums(out, do, number), _row_sums(tout, do, number)
+        delta, tdelta = row_sums(out, do, number), row_sums(tout, do, number)
         if tdo is not None:
-            tdelta += _row_sums(out, tdo, number)
+            tdelta += row_sums(out, tdo, number)
         if dlse is not None:
             delta -= dlse
         if tdlse is not None:

@@ -29,6 +29,7 @@ from .gradient_tile import fill_gradient_tile
 from .hadamard import hadamard
 from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Problem, Programs
+from .lookup_gradient import backward_lookup
 from .memory import load_ahead
 from .merge import merge
 from .microkernel import product
@@ -85,9 +86,9 @@ KERNELS = (
     forward, backward_delta, backward_dkdv, backward_dq, sum_bias_parts, combine, product,
     accumulate_product, accumulate_columns, load_columns, store_columns, load_ahead, run,
     score_by_program, add_bias, mask_by_array, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, forward_tangent, backward_tangent_dkdv, backward_tangent_dq, decode, merge,
-    widen_rows, quantize, hadamard, narrow_rows, halve_rows, reduce_keys, reduce_queries, *_BY_ROWS,
-    *_OF_INTEGERS, *_BY_TILES,
+    fill_gradient_tile, forward_tangent, backward_tangent_dkdv, backward_tangent_dq,
+    backward_lookup, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
+    reduce_keys, reduce_queries, *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
 

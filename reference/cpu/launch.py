@@ -5,12 +5,15 @@ Programs are already lowered; they contain addresses, so the caller must keep th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .backward_call import BackwardCall
 from .backward_tangent_call import BackwardTangentCall
 from .float_modes import own_arithmetic
 from .forward_call import ForwardCall
 from .forward_tangent_call import ForwardTangentCall
 from .layout import Array, Problem, Programs
+from .lookup_gradient_call import LookupGradientCall
 from .program import Program
 from .reduce_call import Form, ReduceCall
 
@@ -152,3 +155,28 @@ def reduce(
     """
     call = ReduceCall(problem, programs, value, form, q, k, lse, block_q, block_kv)
     return call(q, k)
+
+
+@own_arithmetic
+def backward_lookups(
+    problem: Problem,
+    programs: Programs,
+    reads: Sequence[tuple[Program, Program, Array]],
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    block_q: int,
+    block_kv: int,
+) -> None:
+    """Add to the gradients of arrays that score changes look up.
+
+    `reads` are, for each place of the score changes that reads an array, the program of the
+    element's number in C order, that of the derivative of the changed scores by the element, and
+    the gradient, a contiguous array of float64. An empty program is a derivative of 1.
+    """
+    call = LookupGradientCall(problem, programs, block_q, block_kv)
+    call(reads, do, q, k, v, out, lse, dlse)
