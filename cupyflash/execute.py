@@ -157,7 +157,7 @@ def backward_signature(
         written = {} if grads_out is None else grads_out._asdict()
         written["workspace"] = workspace
     kind = "deterministic backward" if deterministic else "backward"
-    if lookups.learns(getattr(request, "options", None) and request.options.score_mod):
+    if request.learns:
         return None
     if not bias_gradient:
         kind += " without dbias"

@@ -105,6 +105,11 @@ class Executor(ABC):
         return False
 
     @property
+    def learns(self) -> bool:
+        """Whether score changes read learned look-ups; calls by chunks are not recognised."""
+        return False
+
+    @property
     @abstractmethod
     def backward_name(self) -> str:
         """Name of the public function that computes the call's gradients."""

@@ -11,8 +11,8 @@ from . import dispatch
 from .arrays import interop
 from .arrays.device_arrays import device_of
 from .errors import ArgumentTypeError
-from .problem import tangents as problem_tangents
 from .problem import lookups, validate
+from .problem import tangents as problem_tangents
 from .problem.call import Array, Call, Gradients, Results
 from .problem.tangents import Second, SecondTangents, TangentResults, Tangents
 

@@ -13,7 +13,7 @@ from .executor import Executor
 from .gpu import launch_cache, recent
 from .lazy import cached_property
 from .outputs import Outputs, SecondTargets, TangentOutputs, Targets
-from .problem import cached, validate
+from .problem import cached, lookups, validate
 from .problem.arguments import DENSE, Cached, Dense, Operands, Packed
 from .problem.call import Call
 from .problem.coded import Fp8
@@ -88,6 +88,11 @@ class Request(Executor):
     def is_summed(self) -> bool:
         """Whether kernels notice changes of the call's arrays, without waiting for the device."""
         return self.on_device and not cached.CHECKS_ALL
+
+    @property
+    def learns(self) -> bool:
+        """Whether score changes read learned look-ups."""
+        return lookups.learns(self.options.score_mod)
 
     @property
     def backward_name(self) -> str:

@@ -207,7 +207,8 @@ class Score(Structured):
         for table, place, slope in reads(bind(self.expr, flat_sizes(sizes))):
             (pair,) = evaluate_with_error((slope,), symbols, s_error, unit)
             parts = evaluate(place, symbols, s.dtype.type), *pair
-            found.append((table, *(np.broadcast_to(part, s.shape) for part in parts)))
+            places, slopes, errors = (np.broadcast_to(part, s.shape) for part in parts)
+            found.append((table, places, slopes, errors))
         return found
 
 

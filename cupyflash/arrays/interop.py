@@ -311,7 +311,7 @@ def to_library_of(value: Any, like: Any) -> Any:
     """
     if isinstance(value, tuple):
         made = [to_library_of(each, like) for each in value]
-        result = type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        result: Any = type(value)(*made) if hasattr(value, "_fields") else tuple(made)
         if learned := getattr(value, "dlookups", None):
             result.dlookups = {key: to_library_of(each, like) for key, each in learned.items()}
         return result

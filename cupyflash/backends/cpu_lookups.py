@@ -15,9 +15,7 @@ from ..problem.lookups import REMEDY
 from . import cpu_programs, cpu_tiles
 
 
-def backward(
-    call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
-) -> None:
+def backward(call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]) -> None:
     """Write gradients; `rows` are do, out, lse and, if it is given, dlse."""
     from cupyflash.reference.cpu import launch
     from cupyflash.reference.cpu.program import NO_PROGRAM

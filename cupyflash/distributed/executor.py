@@ -121,6 +121,11 @@ class Distributed(Executor):
         self.facts: Facts = {}
 
     @property
+    def learns(self) -> bool:
+        """Whether score changes read learned look-ups."""
+        return self._request.learns
+
+    @property
     def backward_name(self) -> str:
         """Name of the public function that computes the call's gradients."""
         return f"cupyflash.distributed.{self._request.backward_name}"

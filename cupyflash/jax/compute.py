@@ -14,9 +14,9 @@ from .. import api, outputs, varlen
 from ..errors import ArgumentError
 from ..expr.nodes import walk
 from ..masks import Mask
+from ..problem import lookups
 from ..problem.arguments import Dense, Packed
 from ..problem.bound_exprs import trees
-from ..problem import lookups
 from ..problem.call import Call
 from ..problem.options import NAMES, Options
 from ..request import Request

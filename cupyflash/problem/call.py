@@ -84,7 +84,7 @@ class Gradients(_Gradients[A, B]):
         dlookups: Mapping[LookupTable, Any] | None = None,
     ) -> Self:
         """Make gradients of arrays."""
-        made = super().__new__(cls, dq, dk, dv, dbias, dsink)
+        made = tuple.__new__(cls, (dq, dk, dv, dbias, dsink))
         if dlookups is not None:
             made.dlookups = dlookups
         return made

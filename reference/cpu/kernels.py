@@ -88,6 +88,8 @@ KERNELS = (
     score_by_program, add_bias, mask_by_array, mask_by_program, mask_by_ranges, draw_dropout,
     fill_gradient_tile, forward_tangent, backward_tangent_dkdv, backward_tangent_dq,
     backward_lookup, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
+    fill_gradient_tile, forward_tangent, backward_tangent_dkdv, backward_tangent_dq,
+    backward_lookup, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
     reduce_keys, reduce_queries, *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
