@@ -3,10 +3,10 @@
 `verify` tests a kernel for every property of attention that applies to it, and returns a report.
 From the shell, ``cupyflash verify`` does that for this package's kernels. The parts are public:
 
-- `forward_bound`, `backward_bound`, `jvp_bound`, `second_bound` and `reduction_bound` give the
-  exact values of a problem and, elementwise, how far a computed value may lie from them in a given
-  arithmetic (`Precision`); `rho` is the worst ratio of error to bound, and at most 1 for a correct
-  kernel whatever its order of summation, tiles or schedule.
+- `forward_bound`, `backward_bound`, `jvp_bound`, `second_bound`, `lookup_bound` and
+  `reduction_bound` give the exact values of a problem and, elementwise, how far a computed value
+  may lie from them in a given arithmetic (`Precision`); `rho` is the worst ratio of error to bound,
+  and at most 1 for a correct kernel whatever its order of summation, tiles or schedule.
 - `typical_errors` compares the errors of many elements with those that the stated arithmetic
   typically makes, which are far below the bound.
 - `problem` makes the inputs of one call from one line; `problems` and `plain` are hypothesis
@@ -50,6 +50,7 @@ from .cases import Problem, problem
 from .families import FAMILIES
 from .features import FEATURES
 from .judge import PropertyError
+from .lookup_bound import LookupBound, lookup_bound
 from .options import mask_array
 from .placement import Layout, Placed, random_layout, same_bits
 from .properties import PROPERTIES, Property
@@ -90,6 +91,7 @@ __all__ = [
     "Inputs",
     "JvpBound",
     "Layout",
+    "LookupBound",
     "Placed",
     "Precision",
     "Problem",
@@ -111,6 +113,7 @@ __all__ = [
     "forward_bound_varlen",
     "jvp_bound",
     "jvp_bound_varlen",
+    "lookup_bound",
     "mask_array",
     "mask_names",
     "plain",

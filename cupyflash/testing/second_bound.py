@@ -84,7 +84,7 @@ class Arithmetic(NamedTuple):
 def _curve(f: naive.Forward, score_mod: tuple[Any, ...], precision: Precision) -> Number:
     """Return the second derivative of the score chain, with its error."""
     of = Arithmetic(precision.unit, precision.underflow)
-    s, s_error = f.scores, _raw_score_errors(f, precision)
+    s, s_error = f.scores, raw_score_errors(f, precision)
     slope = Number(np.ones(s.shape), np.zeros(s.shape))
     curve = Number(np.zeros(s.shape), np.zeros(s.shape))
     for change in score_mod:
@@ -102,7 +102,7 @@ def _curve(f: naive.Forward, score_mod: tuple[Any, ...], precision: Precision) -
     return Number(curve.size, 2 * curve.error)
 
 
-def _raw_score_errors(f: naive.Forward, precision: Precision) -> Floats:
+def raw_score_errors(f: naive.Forward, precision: Precision) -> Floats:
     products = magnitude(f.q) @ magnitude(f.k).swapaxes(-1, -2)
     scale = float(abs(f.scale))
     depth = f.q.shape[-1]

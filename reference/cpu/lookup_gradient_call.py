@@ -49,7 +49,8 @@ class LookupGradientCall(PreparedCall):
         """Add to totals, of float64: of each the program of places, that of slopes, and it."""
         layout, scratch = self._layout, Scratch()
         heads = layout.problem.heads
-        if not layout.batch or not heads:
+        blocks = layout.blocks(layout.block_q, last_first=False)
+        if not len(blocks) or not heads:
             return
         delta = self._delta(do, out, dlse)
 
@@ -61,7 +62,6 @@ class LookupGradientCall(PreparedCall):
         operands = [read(q), read(k, keys=True), read(v, keys=True), read(do)]
         operands += [read(x[..., None]) for x in (lse, delta)]
         rows = [each.rows for each in operands]
-        blocks = layout.blocks(layout.block_q, last_first=False)
         work = np.empty((len(blocks), heads, 3), np.int64)
         work[..., 0], work[..., 2] = blocks[:, :1], blocks[:, 1:]
         work[..., 1] = np.arange(heads)
