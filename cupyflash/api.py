@@ -275,7 +275,7 @@ def attention_backward(
     grads_out : Gradients or tuple, optional
         Arrays for dq, dk, dv and, if the call has a bias or a sink, dbias and dsink; None for a
         fresh array. They may be views: three views of one packed QKV gradient receive the gradients
-        without a copy.
+        without a copy. `Gradients` takes arrays for learned look-ups, too: ``dlookups={table: x}``.
     workspace : array of uint8, optional
         Scratch memory of at least `workspace_size` bytes, on the device of `q`. It is needed while
         a CUDA graph is being captured.
@@ -285,7 +285,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        dq, dk, dv, dbias, dsink, each with its input's shape and dtype.
+        dq, dk, dv, dbias, dsink, each with its input's shape and dtype; ``dlookups`` has those of
+        learned look-ups of `score_mod`, as of ``lookup(array, learned=True)``, by look-up.
 
     Raises
     ------

@@ -257,7 +257,8 @@ def attention_varlen_backward(
     Returns
     -------
     Gradients
-        dq, dk, dv, dbias, dsink, each with its input's shape and dtype.
+        dq, dk, dv, dbias, dsink, each with its input's shape and dtype; ``dlookups`` has those of
+        learned look-ups of `score_mod`, as of ``lookup(array, learned=True)``, by look-up.
 
     Raises
     ------
