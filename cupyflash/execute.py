@@ -11,7 +11,7 @@ from typing import Any, Generic, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from . import changes, outputs
+from . import changes, dispatch, outputs
 from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .arrays.interop import DLPackArray
@@ -217,8 +217,8 @@ def _checked_backward(
             raise changes.refused(changed)  # computing results again takes all ranks
         if request.refuses_learned:
             lookups.refuse(request.call, request.refuses_learned)
-        elif request.call.device is not None:
-            lookups.refuse(request.call, "for arrays in the memory of a GPU")
+        elif lookups.of_call(request.call):
+            dispatch.backend_of(request.call.q).check_lookups(request.call)
         return outputs.targets(request.call, read, grads_out, *how, request.in_one_place)
 
     computed: Gradients = request.carry_out(prepare, request.backward, recalled)

@@ -204,7 +204,7 @@ class Score(Structured):
         if not s.size:
             return []
         found = []
-        for table, place, slope in reads(bind(self.expr, flat_sizes(sizes))):
+        for table, _, place, slope in reads(bind(self.expr, flat_sizes(sizes))):
             (pair,) = evaluate_with_error((slope,), symbols, s_error, unit)
             parts = evaluate(place, symbols, s.dtype.type), *pair
             places, slopes, errors = (np.broadcast_to(part, s.shape) for part in parts)

@@ -66,6 +66,10 @@ class Backend(Protocol):
         """Compute the gradients of learned look-ups; `rows` are as in `backward_tangent`."""
         ...
 
+    def check_lookups(self, call: Call) -> None:
+        """Refuse learned look-ups whose gradients are not computed."""
+        ...
+
     def forward_tangent(
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
     ) -> CallResult:

@@ -203,6 +203,10 @@ class Cpu:
         """Compute the gradients of learned look-ups, always in the same order."""
         cpu_lookups.backward(call, rows, gradients)
 
+    def check_lookups(self, call: Call) -> None:
+        """Refuse learned look-ups whose gradients are not computed."""
+        cpu_lookups.check(call)
+
     def forward_tangent(
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
     ) -> CallResult:

@@ -27,7 +27,6 @@ def backward(call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTab
     totals = {table: np.zeros(x.shape, np.float64) for table, x in gradients.items()}
     programs, made, held = [], [], []
     for read in reads(bound(call.score_mod.expr, call.problem)):
-        check_place(read)
         is_one = read.slope.op == "constant" and read.slope.value == 1
         place = lowered(read.place)
         slope = (NO_PROGRAM, []) if is_one else lowered(read.slope)
@@ -52,8 +51,14 @@ def backward(call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTab
         store(total, gradients[table])
 
 
-def check_place(read: Read) -> None:
-    """Refuse an element whose number depends on the score."""
+def check(call: Call) -> None:
+    """Refuse elements whose number depends on the score."""
+    assert call.score_mod is not None, "it reads them"
+    for read in reads(bound(call.score_mod.expr, call.problem)):
+        _check_place(read)
+
+
+def _check_place(read: Read) -> None:
     if any(node.op == "symbol" and node.value == "score" for node in walk(read.place)):
         raise ArgumentError(
             f"score_mod: got a learned look-up that is read at {read.place}, which depends on the "

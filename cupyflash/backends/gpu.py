@@ -8,7 +8,7 @@ from typing import Any, cast
 from ..arrays import cuda_device, device_arrays
 from ..errors import ArgumentTypeError
 from ..expr.nodes import LookupTable
-from ..gpu import launch, piece_launches, row_launches
+from ..gpu import launch, lookups, piece_launches, row_launches
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
 from ..problem.tangents import SecondTangents, TangentResults, Tangents
@@ -69,8 +69,12 @@ class Gpu:
     def backward_lookups(
         self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
     ) -> None:
-        """Refuse the call, as its checks have done: no kernel computes gradients of look-ups."""
-        raise AssertionError(f"a call with {len(rows)} arrays and {len(gradients)} of {call.q}")
+        """Compute the gradients of learned look-ups, always in the same order."""
+        launch.backward_lookups(call, rows, gradients)
+
+    def check_lookups(self, call: Call) -> None:
+        """Refuse learned look-ups whose gradients are not computed."""
+        lookups.check(call)
 
     def forward_tangent(
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None

@@ -17,13 +17,16 @@ class Read(NamedTuple):
     ----------
     table : LookupTable
         The look-up.
+    indices : tuple of Expr
+        Those of the element that is read.
     place : Expr
-        The number of the element that is read, in C order.
+        The number of that element, in C order.
     slope : Expr
         The derivative of the score change by that element.
     """
 
     table: LookupTable
+    indices: tuple[Expr, ...]
     place: Expr
     slope: Expr
 
@@ -40,7 +43,12 @@ def reads(root: Expr) -> list[Read]:
         key = node.value[2], index, tuple(map(id, arrays))
         groups.setdefault(key, []).append(node)
     return [
-        Read(table, _place(alike[0]), convert(derivative(root, frozenset(alike)), "float"))
+        Read(
+            table,
+            alike[0].args,
+            _place(alike[0]),
+            convert(derivative(root, frozenset(alike)), "float"),
+        )
         for (table, *_), alike in groups.items()
     ]
 

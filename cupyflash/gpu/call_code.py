@@ -18,10 +18,12 @@ from ..problem.tangents import Tangents
 from . import params, strides
 
 
-def of(call: Call, slope: bool, tangents: Tangents | None = None) -> Generated:
+def of(
+    call: Call, slope: bool, tangents: Tangents | None = None, by: Expr | None = None
+) -> Generated:
     """Return the code of a call's expressions, and of what is added to tangents of scores.
 
-    `slope` says whether derivatives are needed.
+    `slope` says whether derivatives are needed; `by` is one by something else than the score.
     """
     made, problem, tangent = trees(call), call.problem, None
     if tangents is not None and tangents.tbias is not None:
@@ -30,7 +32,7 @@ def of(call: Call, slope: bool, tangents: Tangents | None = None) -> Generated:
         made.allowed,
         made.classes,
         made.changed,
-        made.slope if slope else None,
+        (made.slope if by is None else by) if slope else None,
         None if made.allowed is None else key_range(made.allowed, problem),
         short=_is_short(call, made.allowed, made.changed, tangent),
         tangent=tangent,

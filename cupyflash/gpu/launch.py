@@ -15,11 +15,12 @@ import numpy as np
 
 from ..arrays import cuda_device, device_arrays, reports, tape
 from ..errors import ArgumentError
+from ..expr.nodes import LookupTable
 from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
 from ..problem.tangents import RESULTS, TangentResults, Tangents
-from . import decode_route, driver, offsets, route, tile_lists
+from . import decode_route, driver, lookups, offsets, route, tile_lists
 from .compiled import CompiledLaunches
 from .uploads import Uploads
 from .workspace import ArraySpec, parts_of
@@ -353,6 +354,24 @@ def backward(
             addresses["tiles_visited"] = device_arrays.address(visited)
         compiled.backward(addresses, gradients, workspace)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
+
+
+def backward_lookups(
+    call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
+) -> None:
+    """Write gradients of learned look-ups; `rows` are do, out, lse and, if it is given, dlse."""
+    device = _device(call)
+    read = rows["do"], rows["out"], rows["lse"], rows.get("dlse")
+    with cuda_device.current(device):
+        for gradient, slope in lookups.served(call, gradients):
+            target = cuda_device.of(device)
+            made = route.lookup_gradient(call, target, *read, gradient, slope).recipe
+            compiled = compiled_recipe(made, device, _in_host_memory(call))
+            addresses, copies = _read_in_place(call, made)
+            written: Gradients = Gradients(None, None, None, dbias=gradient)
+            addresses |= backward_addresses(*read, written)
+            compiled.backward(addresses, written, None)
+            del copies  # of other kernels, which have been queued
 
 
 def _no_workspace(size: int) -> ArgumentError:

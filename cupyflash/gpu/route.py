@@ -15,6 +15,7 @@ from typing import Any
 from ..arrays.cuda_device import Target
 from ..arrays.dtypes import accumulator
 from ..arrays.unallocated import unallocated, unallocated_like
+from ..expr.nodes import Expr
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
@@ -23,7 +24,7 @@ from . import decode_route, offsets, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .params import KINDS
-from .workspace import ArraySpec, GradientScratch, parts_of, scratch_of
+from .workspace import ArraySpec, GradientScratch, parts_of, parts_of_planes, scratch_of
 from .writer import KernelRoute, Launch, Recipe, Writer, request_of, step_of, with_names
 
 
@@ -306,7 +307,43 @@ def scratch_of_gradients(
     return scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
 
 
-def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:
+def lookup_gradient(
+    call: Call,
+    target: Target,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradient: Array,
+    slope: Expr | None,
+) -> KernelRoute:
+    """Return the route of the gradient of a look-up, which is that of a bias times a `slope`.
+
+    `gradient` has all axes of a bias; a slope that is None is 1.
+    """
+    problem = call.problem
+    if not problem.batch or not problem.heads:
+        return KernelRoute(call, (), Recipe(all_zero=True))
+    scratch = {"delta": ArraySpec(lse.shape, problem.accumulator)}
+    made: Any = gradient
+    parts = parts_of_planes(call, gradient.shape)
+    if parts > 1:
+        scratch[parts_of("dbias")] = ArraySpec((parts, *gradient.shape), problem.accumulator)
+        made = ArraySpec(gradient.shape, problem.accumulator)
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2), "d_out": (do, 3)}
+    arrays["dbias"] = (made, 3)
+    if dlse is not None:
+        arrays["dlse"] = (dlse, 2)
+    writer = Writer(call, target, arrays, slope=slope is not None, by=slope)
+    writer.scratch.update(scratch)
+    writer.add("delta", writer.extent(writer.lead.sizes))
+    _bias_gradient(writer, made, parts, "lookup")
+    _sums(writer, Gradients(None, None, None, dbias=gradient))
+    return offsets.read_first(writer.route(call), call)
+
+
+def _bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") -> None:
     heads, len_q, len_k = dbias.shape[-3:]
     own = writer.lead.own("dbias", rows=False)
     fields: dict[str, Any] = {
@@ -319,7 +356,7 @@ def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:
     }
     shared = f"; {parts} blocks share the planes of a tile" if parts > 1 else ""
     extent = Extent(len_q, len_k, heads, math.prod(own) * parts)
-    writer.add("bias", extent, fields, after=shared)
+    writer.add(part, extent, fields, after=shared)
 
 
 def _sums(writer: Writer, gradients: Gradients) -> None:

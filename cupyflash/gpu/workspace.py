@@ -96,7 +96,8 @@ def scratch_of(
         )
     }
     shared = _shared_lead(call)
-    key_parts, bias_parts = _key_parts(call) if share_queries else 1, _bias_parts(call)
+    key_parts = _key_parts(call) if share_queries else 1
+    bias_parts = 1 if call.bias is None else parts_of_planes(call, call.bias.shape)
     if shared is not None or key_parts > 1:
         for name, array in (("dk", call.k), ("dv", call.v)):
             lead = array.shape[:-3] if shared is None else shared
@@ -134,16 +135,14 @@ def _key_parts(call: Call) -> int:
     return max(1, min(group, -(-ENOUGH_BLOCKS // max(blocks, 1)), -(-group * len_q // FEWEST_ROWS)))
 
 
-def _bias_parts(call: Call) -> int:
-    """Return how many blocks share the planes whose scores were given the same tile of the bias.
+def parts_of_planes(call: Call, shape: tuple[int, ...]) -> int:
+    """Return how many blocks share the planes whose scores were given the same tile of a bias.
 
     A plane is a head of a batch entry. Tiles that many planes share are few: without parts, each
     would be one block's, and most of a GPU idle. The parts of a slice of the bias do not depend on
     how many slices there are.
     """
-    if call.bias is None:
-        return 1
-    *lead, heads, len_q, len_k = (1,) * (3 - call.bias.ndim) + call.bias.shape
+    *lead, heads, len_q, len_k = (1,) * (3 - len(shape)) + shape
     tiles: int = heads * -(-len_q // TILE_Q) * -(-len_k // TILE_K)
     planes: int = call.problem.batch // max(math.prod(lead), 1)
     if heads == 1:

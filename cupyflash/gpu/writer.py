@@ -18,6 +18,7 @@ import numpy as np
 from ..arrays.cuda_device import MAX_GRID, Target
 from ..errors import ArgumentError
 from ..expr.cuda_functions import Functions, Generated
+from ..expr.nodes import Expr
 from ..lazy import cached_property
 from ..problem import scalars
 from ..problem.bound_exprs import trees
@@ -197,7 +198,7 @@ class Writer:
     """Writes the launches of one call, with its expressions and the parameters of all its kernels.
 
     `arrays` maps the name of a field to an array and its number of trailing axes: 3 for (H, L, D),
-    or 2 for (H, L).
+    or 2 for (H, L). `slope` and `by` are as in `call_code.of`.
     """
 
     def __init__(
@@ -209,10 +210,11 @@ class Writer:
         plan: Plan | None = None,
         count_tiles: bool = False,
         tangents: Tangents | None = None,
+        by: Expr | None = None,
     ) -> None:
         self.call, self.target, self._slope = call, target, slope
         request = request_of(call, target, arrays, plan)
-        self.generated = call_code.of(call, slope, tangents)
+        self.generated = call_code.of(call, slope, tangents, by)
         functions, self.has_tangents = self.generated.functions, tangents is not None
         size = self._layout(functions).size
         call_code.check_size(functions, size)

@@ -134,7 +134,7 @@ def _add(
             product = np.where(counts, exact * weight, 0)
             parts = product, term.error, term.size + term.error, one
             for to, part in zip(total, parts, strict=True):
-                part = np.where(np.isnan(part), np.inf, part)
-                np.add.at(to.reshape(-1), at, part[f.allowed])
+                known = np.where(np.isnan(part), np.inf, part)
+                np.add.at(to.reshape(-1), at, known[f.allowed])
         exact = np.where(exact != 0, exact * slope, 0)
         after = of.times(after, Number(magnitude(slope), slope_error))

@@ -17,6 +17,7 @@ from .arguments import FunctionPointers
 from .array_mask import mask_by_array
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import backward_delta
+from .backward_lookup import backward_lookup
 from .backward_tangent import backward_tangent_dkdv, backward_tangent_dq
 from .bias import add_bias
 from .bias_gradient import sum_bias_parts
@@ -29,7 +30,6 @@ from .gradient_tile import fill_gradient_tile
 from .hadamard import hadamard
 from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Problem, Programs
-from .lookup_gradient import backward_lookup
 from .memory import load_ahead
 from .merge import merge
 from .microkernel import product

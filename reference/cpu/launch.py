@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .backward_call import BackwardCall
+from .backward_lookup_call import BackwardLookupCall
 from .backward_tangent_call import BackwardTangentCall
 from .float_modes import own_arithmetic
 from .forward_call import ForwardCall
 from .forward_tangent_call import ForwardTangentCall
 from .layout import Array, Problem, Programs
-from .lookup_gradient_call import LookupGradientCall
 from .program import Program
 from .reduce_call import Form, ReduceCall
 
@@ -178,5 +178,5 @@ def backward_lookups(
     element's number in C order, that of the derivative of the changed scores by the element, and
     the gradient, a contiguous array of float64. An empty program is a derivative of 1.
     """
-    call = LookupGradientCall(problem, programs, block_q, block_kv)
+    call = BackwardLookupCall(problem, programs, block_q, block_kv)
     call(reads, do, q, k, v, out, lse, dlse)

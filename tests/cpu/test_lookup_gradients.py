@@ -12,7 +12,7 @@ from strategies import BFLOAT16, DTYPES, problems
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, expr, lookup, masks, scores
-from cupyflash.reference.cpu import lookup_gradient_call
+from cupyflash.reference.cpu import backward_lookup_call
 from cupyflash.reference.spec import naive, naive_lookups
 
 OPTIONS = {"mask": masks.window(9, 5), "dropout": 0.2, "seed": 5}
@@ -113,7 +113,7 @@ def test_bits_depend_on_no_thread_and_no_turn(monkeypatch):
     made = []
     for threads in ("1", "2", "7"):
         monkeypatch.setenv("CUPYFLASH_NUM_THREADS", threads)
-        monkeypatch.setattr(lookup_gradient_call, "_SECONDS_OF_TURN", 1e-9 if threads == "2" else 1)
+        monkeypatch.setattr(backward_lookup_call, "_SECONDS_OF_TURN", 1e-9 if threads == "2" else 1)
         tables, changes = changes_of(arrays)
         found = gradients(x, score_mod=changes).dlookups
         made.append([found[tables[name]] for name in arrays])

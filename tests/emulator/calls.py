@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
+from cupyflash.expr.nodes import LookupTable
 from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches, tile_lists
 from cupyflash.gpu.kernels import (
     bias_tiles,
@@ -368,6 +369,12 @@ class Emulator:
                 deterministic=self.deterministic if deterministic is None else deterministic,
             )
         )
+
+    def backward_lookups(
+        self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
+    ) -> None:
+        """Write gradients of learned look-ups, as `cupyflash.launch.backward_lookups`."""
+        self._run(lambda: launch.backward_lookups(_on_device(call), rows, gradients))
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of workspace of `backward`, as `cupyflash.launch.workspace_size`."""

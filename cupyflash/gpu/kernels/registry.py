@@ -29,6 +29,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "dq": (sm80.DQ, sm80_f64.DQ, simt.DQ),
     "dq_rows": (rowwise.DQ_ROWS,),
     "bias": (sm90_bias.BIAS, sm80.BIAS, simt.BIAS),
+    "lookup": (simt.LOOKUP,),
     "sums": (rowwise.SUMS,),
     "lists": (simt.LIST_TILES,),
     "order": (simt.ORDER_TILES,),

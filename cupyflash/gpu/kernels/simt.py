@@ -137,7 +137,10 @@ def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> i
 
 
 def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_bias.cu: chunks of both operands, tiles, lse and delta."""
+    """Shared elements of backward_bias.cu: chunks of both operands, tiles, lse and delta.
+
+    Those of backward_lookup.cu are the same.
+    """
     chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
     held = (block_q + block_kv) * chunk + (1 + spare) * _tile(shape, block_q, block_kv)
     return held + 2 * block_q
@@ -159,6 +162,7 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
         False,
         lambda x: 2 * x.padded_columns(x.d_v) + 64,
     ),
+    "backward_lookup": (backward_bias, False, lambda x: 0),
 }
 
 # Kernel, bytes of the accumulator's type -> rows of a block's results, rows that are streamed at a
@@ -170,6 +174,8 @@ BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_bias", 4): ((64, 64, 256, 512),),
     ("backward_bias", 8): ((64, 64, 256, 512),),
+    ("backward_lookup", 4): ((64, 64, 256, 512),),
+    ("backward_lookup", 8): ((64, 64, 256, 512),),
 }
 # After these, for every kernel: smaller tiles, for larger heads and elements or less memory.
 SMALLER: tuple[tuple[int, int, int, int], ...] = (
@@ -344,6 +350,17 @@ BIAS = KernelSpec(
     chooses_tiles=True,
     configure=functools.partial(_configure, "backward_bias", False),
     grid=grid.by_tiles,
+)
+LOOKUP = KernelSpec(
+    source="simt/backward_lookup.cu",
+    part="lookup",
+    computes="the gradient of a learned look-up",
+    method=_METHOD,
+    heads=_HEADS,
+    chooses_tiles=True,
+    configure=functools.partial(_configure, "backward_lookup", True),
+    grid=grid.by_tiles,
+    slope=True,
 )
 LIST_TILES = KernelSpec(
     source="simt/list_tiles.cu",

@@ -34,7 +34,7 @@ def add_to_elements(pointer, program, scratch, ri, rf, of_lanes, sums, ni, lanes
 
     `of_lanes` has memory for a number of each query.
     """
-    # 6 accumulate the gradient of the look-up
+    # 6 accumulate dlookup
     ds, edges, symbols = scratch.ds, scratch.edges, scratch.symbols
     i0, j0, row = symbols[7], symbols[9], scratch.lse
     first, last = program.once_per_tile, program.code.shape[0]
@@ -89,7 +89,7 @@ def backward_lookup(
             b, h = work[item, 0], work[item, 1]
             h_kv, i0 = h // shape.group, work[item, 2] * shape.block_q
             end_i = min(i0 + shape.block_q, shape.len_q[b])
-            # 1 load q and do
+            # The block's queries and gradients of the output.
             for i in range(i0, end_i, changes.panel):
                 ni = min(changes.panel, end_i - i)
                 lanes = padded(ni, vector)

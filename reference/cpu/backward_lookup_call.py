@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from .arguments import registers_of, tile_sizes
+from .backward_lookup import backward_lookup
 from .backward_tangent_call import row_sums
 from .calls import Bound
 from .float_modes import own_arithmetic
 from .gradient_tile import gradient_scratch
 from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
-from .lookup_gradient import backward_lookup
 from .memory import aligned
 from .microkernel import round_up
 from .operands import Operand
@@ -34,7 +34,7 @@ from .widen import kind_of
 _MOST_PARTS, _MOST_BYTES, _SECONDS_OF_TURN = 64, 2**26, 0.2
 
 
-class LookupGradientCall(PreparedCall):
+class BackwardLookupCall(PreparedCall):
     """Adds to the gradients of arrays once: see `launch.backward_lookups`."""
 
     def __init__(self, problem: Problem, programs: Programs, block_q: int, block_kv: int) -> None:

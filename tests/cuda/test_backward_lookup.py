@@ -1,0 +1,139 @@
+"""Gradients of learned look-ups by the portable kernel, on the emulator, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda_specialisations import BFLOAT16
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from emulator.machine import REVERSE
+from halves import mostly_thorough
+from placement import same_bits
+
+from cupyflash import ArgumentError, lookup, masks, scores
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu import lookups, route
+from cupyflash.problem import validate
+from cupyflash.problem.lookups import of_call
+from cupyflash.problem.options import Options
+from cupyflash.testing import Precision, lookup_bound, rho
+
+emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+
+
+def learned(rng, *shape, low=-1.0, high=1.0, dtype=np.float32):
+    return lookup(rng.uniform(low, high, shape).astype(dtype), learned=True)
+
+
+def changes_of(rng):
+    """Score changes with learned look-ups of every kind that the kernel serves, by name."""
+    cap, slopes = learned(rng, low=1, high=2), learned(rng, 2, 4, dtype=np.float64)
+    temperature, gate = learned(rng, 4, dtype=np.float16), learned(rng, 21, 2)
+    keys, pairs = learned(rng, 1, 4, 26), learned(rng, 26, 21)
+    return {
+        "one number": scores.softcap(cap),
+        "entries and heads": scores.alibi(slopes),
+        "heads": scores.score(lambda s, b, h, i, j: s * temperature[h]),
+        "queries": scores.score(lambda s, b, h, i, j: s + s * gate[i, b]),
+        "keys": scores.score(lambda s, b, h, i, j: s + keys[0, h, j]),
+        "pairs": scores.score(lambda s, b, h, i, j: s + pairs[j, i]),
+    }
+
+
+def problem(name, dtype, packed=False):
+    rng = np.random.default_rng(0)
+    change = changes_of(rng)[name]
+    shapes = [(2, 4, 21, 6), (2, 4, 21, 8), (1, 2, 26, 8), (2, 2, 26, 6)]
+    if packed:
+        shapes = [(4, 40, 6), (4, 40, 8), (2, 45, 8), (2, 45, 6)]
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    options = {"score_mod": change, "mask": masks.window(9, 5), "dropout": 0.2, "seed": 5}
+    return arrays, options, ([0, 19, 40], [0, 26, 45]) if packed else None
+
+
+def computed(arrays, options, offsets, blocks, schedule=REVERSE):
+    """Gradients on the emulator, in memory that holds NaN, and their bounds."""
+    do, q, k, v = arrays
+    if offsets is None:
+        call = validate.call(q, k, v, Options(**options))
+    else:
+        call = validate.varlen_call(q, k, v, *offsets, True, Options(**options))
+    emulator = Emulator(blocks, schedule)
+    out, lse = np.empty(do.shape, do.dtype), np.empty(do.shape[:-1], call.problem.accumulator)
+    emulator.forward(call, out, lse)
+    rows = {"do": do, "out": out, "lse": lse}
+    made = {x: np.full(x.array.shape, np.nan, x.array.dtype) for x in of_call(call)}
+    emulator.backward_lookups(call, rows, made)
+    bound = lookup_bound(
+        do, q, k, v, offsets=offsets, precision=Precision.of(do.dtype), block_kv=16, **options
+    )
+    assert set(made) == set(bound.dlookups)
+    return made, bound.dlookups
+
+
+@emulated
+@mostly_thorough(
+    "name",
+    list(changes_of(np.random.default_rng(0))),
+    quick=["one number", "queries"],
+    why="other axes along which sums run",
+)
+def test_gradients_are_within_the_bound(name):
+    dtypes = np.dtype(np.float32), BFLOAT16, np.dtype(np.float64)
+    for dtype in dtypes[: 1 if name == "one number" else 3]:
+        made, bounds = computed(*problem(name, dtype), Blocks(16, 16, 64))
+        for table, gradient in made.items():
+            assert rho(gradient, *bounds[table]).value <= 1, (dtype, gradient)
+
+
+@emulated
+@pytest.mark.parametrize("name", ["one number", "heads"])
+def test_packed_sequences(name):
+    made, bounds = computed(*problem(name, np.float32, packed=True), Blocks(16, 16, 64))
+    for table, gradient in made.items():
+        assert rho(gradient, *bounds[table]).value <= 1
+
+
+@emulated
+@pytest.mark.thorough("the same kernel again")
+def test_bits_depend_on_no_schedule():
+    found = [
+        list(computed(*problem("heads", np.float32), Blocks(16, 16, 64), schedule)[0].values())
+        for schedule in (REVERSE, Emulator().schedule)
+    ]
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_other_indices_are_refused_by_their_kind():
+    rng = np.random.default_rng(0)
+    bucket = lookup(rng.integers(0, 3, 26))
+    table, pairs, square = learned(rng, 3), learned(rng, 3, 3), learned(rng, 21, 21)
+    x = np.zeros((1, 4, 21, 8), np.float32)
+
+    def kind(function):
+        call = validate.call(x, x, x, Options(score_mod=scores.score(function)))
+        with pytest.raises(ArgumentError, match="no kernel of a GPU") as caught:
+            lookups.check(call)
+        return str(caught.value)
+
+    buckets = kind(lambda s, b, h, i, j: s + table[bucket[abs(i - j)]])
+    assert "pairs of positions or of their distances" in buckets
+    assert "pairs of positions" in kind(lambda s, b, h, i, j: s + pairs[bucket[i], bucket[j]])
+    assert "made of positions" in kind(lambda s, b, h, i, j: s + table[h % 3])
+    assert "two different indices" in kind(lambda s, b, h, i, j: s * square[i, j] + square[j, i])
+
+
+def test_a_route_has_the_kernel_and_its_parts():
+    x = np.zeros((64, 4, 21, 8), np.float32)
+    slopes = lookup(np.ones(4, np.float32), learned=True)
+    call = validate.call(x, x, x, Options(score_mod=scores.alibi(slopes)))
+    made = {slopes: np.zeros(4, np.float32)}
+    (served,) = lookups.served(call, made)
+    assert served.gradient.shape == (1, 4, 1, 1)
+    assert np.shares_memory(served.gradient, made[slopes])
+    target = Target(0, "a GPU", (8, 0), 108, 166912)
+    found = route.lookup_gradient(call, target, x, x, x[..., 0], None, *served)
+    assert [step.kernel for step in found.steps] == [
+        "backward_delta", "backward_lookup", "backward_sums",
+    ]  # fmt: skip
