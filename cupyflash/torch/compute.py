@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import dispatch, execute
+from ..problem import lookups
 from ..problem.arguments import DENSE, Dense, Packed
 from ..problem.call import Gradients
 from ..problem.options import Options
@@ -35,9 +36,7 @@ def _request(settings: Settings, x: Operands) -> Request:
         if x.offsets_k is not x.offsets_q:
             offsets_k = array_of(x.offsets_k)
         rows = Packed(offsets_q, offsets_k, settings.check)
-    request = Request(array_of(x.q), array_of(x.k), array_of(x.v), rows, options=options)
-    request.refuses_learned = "for tensors"
-    return request
+    return Request(array_of(x.q), array_of(x.k), array_of(x.v), rows, options=options)
 
 
 def _seed(seed: torch.Tensor, q: torch.Tensor) -> Any:
@@ -139,6 +138,8 @@ def backward(
 
     `forward` is the signature of the forward if that has gradients.
     """
+    if lookups.learns(settings.score_mod):  # of calls that are recognised, too
+        lookups.refuse(_request(settings, x).call, "for tensors")
     out, lse = results
     if do is None:
         do = torch.zeros_like(out)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, ArgumentTypeError, lookup, scores
+from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores, streamed
 
 X = np.random.default_rng(0).standard_normal((4, 1, 4, 40, 16), dtype=np.float32)
 
@@ -77,3 +77,30 @@ def test_ranks_refuse_them():
         return True
 
     assert distributed.Threads(2).run(work) == [True, True]
+
+
+def test_remedies_work():
+    q, k, v, do = X
+    with pytest.raises(ArgumentTypeError, match=r"learned=True; .*\.astype\(\)"):
+        lookup(np.arange(4), learned=True)
+    slopes = lookup(np.arange(4).astype(np.float32), learned=True)
+    hides = masks.mask(lambda b, h, i, j: slopes[h] > j)
+    with pytest.raises(ArgumentError, match="Make the look-up without learned=True"):
+        cupyflash.attention(q, k, v, mask=hides)
+    plain = lookup(slopes.array)
+    cupyflash.attention(q, k, v, mask=masks.mask(lambda b, h, i, j: plain[h] > j))
+    out, vjp = cupyflash.attention_vjp(q, k, v, score_mod=scores.alibi(slopes))
+    learned = vjp(do).dlookups[slopes]
+    # What a call that refuses them says: the scores as a bias, and sums of dbias.
+    distance = np.abs(np.arange(40)[:, None] - np.arange(40)).astype(np.float32)
+    with pytest.raises(ArgumentTypeError, match="pass that as bias, and sum dbias"):
+        streamed.attention_vjp(q, k, v, score_mod=scores.alibi(slopes))[1](do)
+    bias = -slopes.array[:, None, None] * distance
+    same, vjp = streamed.attention_vjp(q, k, v, score_mod=scores.alibi(0 * plain.array), bias=bias)
+    assert np.allclose(out, same, atol=1e-5)
+    assert np.allclose(-(vjp(do).dbias * distance).sum((1, 2)), learned, rtol=1e-4, atol=1e-3)
+    given = cupyflash.Gradients(None, None, None, dlookups={plain: np.zeros(4, np.float32)})
+    lse = cupyflash.attention(q, k, v, return_lse=True, score_mod=scores.alibi(slopes))[1]
+    how = {"score_mod": scores.alibi(slopes), "grads_out": given}
+    with pytest.raises(ArgumentError, match=r"made by cupyflash\.lookup\(array, learned=True\)"):
+        cupyflash.attention_backward(do, q, k, v, out, lse, **how)
