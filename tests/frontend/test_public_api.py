@@ -48,17 +48,30 @@ FUNCTIONS = {
     "plan",
     "plan_cached",
     "quantize",
+    "reduce",
+    "reduce_vjp",
     "rope",
     "workspace_size",
     "workspace_size_cached",
 }
-MODULES = {"analysis", "distributed", "expr", "figures", "foreign", "masks", "scores", "streamed"}
+MODULES = {
+    "analysis",
+    "distributed",
+    "expr",
+    "figures",
+    "foreign",
+    "masks",
+    "reductions",
+    "scores",
+    "streamed",
+}
 TYPES = {
     "ArgumentError",
     "ArgumentTypeError",
     "Explanation",
     "Gradients",
     "Plan",
+    "ReductionGradients",
     "Rotary",
     "Second",
     "TraceError",
@@ -148,7 +161,7 @@ def documented() -> list[str]:
     names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
     for module in (
         cupyflash.analysis, cupyflash.bench, cupyflash.distributed, cupyflash.figures,
-        cupyflash.foreign, cupyflash.masks, cupyflash.scores,
+        cupyflash.foreign, cupyflash.masks, cupyflash.reductions, cupyflash.scores,
     ):  # fmt: skip
         found = sorted(name for name in module.__all__ if callable(getattr(module, name)))
         names += [f"{module.__name__}.{name}" for name in found]

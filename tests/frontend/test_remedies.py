@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from remedies import CASES
+import reduction_remedies
+import remedies
 
 import cupyflash
 from cupyflash import masks, scores
 
 PACKAGE = Path(cupyflash.__file__).parent
+CASES = (*remedies.CASES, *reduction_remedies.CASES)
 CODE = re.compile(
     r"""(?:[A-Za-z_][\w.]*)?\.?[A-Za-z_]\w*\((?:[^()]|\([^()]*\))*\)"""  # name(...), .name(...)
     r"""|\b(?:np|cupy|jnp|torch|masks|scores|cupyflash)\.[\w.]*\w"""
@@ -39,7 +41,10 @@ TORCH = f"test_torch_remedies.py::{WORKS}"
 JAX = f"test_jax_remedies.py::{WORKS}"
 SUBCLASSES = "test_torch_subclasses.py::test_no_function_takes_an_unknown_subclass"
 LEARNED = "test_learned_lookups.py::test_remedies_work"
+REDUCED = "../cpu/test_reductions.py::test_arrays_in_device_memory_have_a_remedy"
 WITHOUT_CASE: dict[tuple[str, str], str] = {
+    ("statistics.py", ".get()"): REDUCED,
+    ("statistics.py", "lse=lse"): REDUCED,
     ("expr/arguments.py", ".astype()"): LEARNED,
     ("expr/arguments.py", "learned=True"): LEARNED,
     ("problem/lookups.py", "cupyflash.lookup(array, learned=True)"): LEARNED,
