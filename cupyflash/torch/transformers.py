@@ -185,8 +185,8 @@ def growing_cache(config: Any, rows: int = 0) -> Any:
 
     Examples
     --------
-    Generate with ``model.generate(tokens, past_key_values=growing_cache(model.config))``. The
-    attention may be any implementation.
+    Generate with ``model.generate(tokens, cache=growing_cache(model.config))``; before transformers
+    5.24, the argument is `past_key_values`. The attention may be any implementation.
     """
     from .growing_cache import growing
 

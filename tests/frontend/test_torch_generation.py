@@ -199,6 +199,21 @@ def test_a_step_copies_its_own_rows(window):
     torch.testing.assert_close(attention_cached(q, *found[:3]), wanted)
 
 
+def test_rows_that_others_chose():
+    """What stands in a layer's place may be any part of a room."""
+    rng = torch.Generator().manual_seed(0)
+    layer = GrowingLayer()
+    layer.update(*drawn(2, 8, rng))
+    for part in slice(0, None, 2), slice(2, None), slice(1, 3):
+        layer.keys, layer.values = (x[:, :, part] for x in (layer.keys, layer.values))
+        new = drawn(2, 3, rng)
+        wanted = [
+            torch.cat([x, y], 2) for x, y in zip((layer.keys, layer.values), new, strict=True)
+        ]
+        for a, b in zip(layer.update(*new), wanted, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_rows_with_gradients_are_copied():
     rng = torch.Generator().manual_seed(0)
     found = []
