@@ -40,19 +40,19 @@ def attention(
     options : mapping
         The other arguments of the layer.
     """
-    starts = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    of_q, of_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if mask is None or not query.is_cpu:
         return None
-    if not all(isinstance(each, torch.Tensor) and each.is_cpu for each in starts):
+    if not (isinstance(of_q, torch.Tensor) and isinstance(of_k, torch.Tensor)):
         return None
-    starts_q, starts_k = (each.tolist() for each in starts)
+    starts_q, starts_k = of_q.tolist(), of_k.tolist()
     rows = query.shape[2], key.shape[2]
     if not (starts_q[-1], starts_k[-1]) == rows == tuple(mask.shape[-2:]):
         return None
     left = _window(options.get("sliding_window"), mask[0, 0], starts_q, starts_k)
     band = masks.causal() if left is None else masks.window(left, 0)
     q, k, v = query[0], key[0], value[0]
-    out = functions.run(settings._replace(mask=band), q, k, v, None, sink, *starts, False)
+    out = functions.run(settings._replace(mask=band), q, k, v, None, sink, of_q, of_k, False)
     return out.transpose(0, 1).contiguous()[None]
 
 

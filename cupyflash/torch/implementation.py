@@ -7,7 +7,7 @@ it has the formulas itself. They are the same on the CPU and on a GPU.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.attention
@@ -18,7 +18,7 @@ from . import compute, functions, recipes, tensors
 from .flash_attn import band, by_rows, cached_by_rows
 from .operands import Operands, Settings
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 def register_flash_attention(name: str = "cupyflash") -> None:

@@ -290,7 +290,7 @@ def attention_forward(
         drawn_seed(dropout) if dropout else None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    if options.get("write_index") is not None:
+    if options.get("write_index") is not None and position_bias is indices is None:
         out = continuous.attention(settings, query, key, value, bias, s_aux, options)
         if out is not None:
             return out, None
