@@ -17,7 +17,9 @@ from .flash_packed import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .functions import attention, attention_varlen
+from .implementation import register_flash_attention
 from .sdpa import scaled_dot_product_attention
+from .varlen import varlen_attn
 
 __all__ = [
     "append",
@@ -31,8 +33,10 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "register_flash_attention",
     "rope",
     "scaled_dot_product_attention",
+    "varlen_attn",
 ]
 
 

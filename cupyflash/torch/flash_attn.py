@@ -5,7 +5,7 @@ An argument without support here is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
@@ -39,12 +39,13 @@ def sizes_of(window_size: Window) -> list[int | None]:
     return sizes
 
 
-def _band(causal: bool, window_size: Window) -> Any:
+def band(causal: bool, window_size: Window) -> Any:
+    """Return the mask of a diagonal and a window, aligned at the end."""
     left, right = sizes_of(window_size)
     return recipes.band(causal, left, right, None)
 
 
-def _changes(softcap: float, alibi_slopes: torch.Tensor | None) -> Any:
+def changes_of(softcap: float, alibi_slopes: torch.Tensor | None) -> Any:
     """Return the score changes, in flash_attn's order."""
     changes: list[Any] = []
     if softcap > 0:
@@ -71,26 +72,37 @@ def _flash(
     return_attn_probs: bool,
 ) -> Any:
     """Compute attention of tensors whose axis of heads is the second to last."""
-    named = dict(zip(("q", "k", "v"), qkv, strict=True)) | {"alibi_slopes": alibi_slopes}
-    tensors.check(named, tuple(named))
-    axes = 4 if offsets[0] is None else 3
-    for name, x in zip("qkv", qkv, strict=True):
-        if x.ndim != axes:
-            wanted = "(B, L, H, D)" if axes == 4 else "(total, H, D)"
-            raise ArgumentError(f"{name}: got shape {tuple(x.shape)}; expected {wanted}.")
+    if alibi_slopes is not None:
+        tensors.check({"q": qkv[0], "alibi_slopes": alibi_slopes}, ("q", "alibi_slopes"))
     settings = Settings(
-        mask=_band(causal, window_size),
-        score_mod=_changes(softcap, alibi_slopes),
+        mask=band(causal, window_size),
+        score_mod=changes_of(softcap, alibi_slopes),
         scale=softmax_scale,
         dropout=dropout_p,
         seed=functions.drawn_seed(dropout_p),
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         check=False,
     )
-    q, k, v = (x.transpose(-3, -2) for x in qkv)
-    out, lse = functions.run(settings, q, k, v, None, None, *offsets, True)
-    out = out.transpose(-3, -2)
+    out, lse = by_rows(settings, dict(zip("qkv", qkv, strict=True)), offsets)
     return (out, lse, None) if return_attn_probs else out
+
+
+def by_rows(
+    settings: Settings,
+    qkv: Mapping[str, torch.Tensor],
+    offsets: tuple[torch.Tensor | None, torch.Tensor | None],
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse of tensors, by their names, whose axis of heads is the second to last."""
+    tensors.check(qkv, tuple(qkv))
+    axes = 4 if offsets[0] is None else 3
+    for name, x in qkv.items():
+        if x.ndim != axes:
+            wanted = "(B, L, H, D)" if axes == 4 else "(total, H, D)"
+            raise ArgumentError(f"{name}: got shape {tuple(x.shape)}; expected {wanted}.")
+    q, k, v = (x.transpose(-3, -2) for x in qkv.values())
+    out, lse = functions.run(settings, q, k, v, None, sink, *offsets, True)
+    return out.transpose(-3, -2), lse
 
 
 _flash_eager = torch.compiler.disable(
@@ -294,11 +306,24 @@ def over_cache(
 
     Of the keys that the other arguments allow, queries see those that `seen` allows, too.
     """
-    mask = recipes.made(_band(causal, window_size))
+    mask = band(causal, window_size)
     if seen is not None:
-        mask = seen if mask is None else mask & seen
-    changes = _changes(softcap, alibi_slopes)
+        mask = seen if mask is None else recipes.made(mask) & seen
+    settings = Settings(mask, changes_of(softcap, alibi_slopes), softmax_scale)
+    return cached_by_rows(settings, qkv, lengths, table, offsets_q)
+
+
+def cached_by_rows(
+    settings: Settings,
+    qkv: Iterable[torch.Tensor],
+    lengths: torch.Tensor,
+    table: torch.Tensor | None,
+    offsets_q: torch.Tensor | None,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse over a cache whose axis of heads is the second to last."""
     q, k, v = (x.transpose(-3, -2) for x in qkv)
+    changes = settings.score_mod
     out, lse = attention_cached(
         q,
         k,
@@ -306,9 +331,10 @@ def over_cache(
         lengths,
         table=table,
         offsets_q=offsets_q,
-        mask=mask,
-        score_mod=changes and [recipes.made(each) for each in changes],
-        scale=softmax_scale,
+        mask=recipes.made(settings.mask),
+        score_mod=[*map(recipes.made, changes)] if type(changes) is list else changes,
+        sink=sink,
+        scale=settings.scale,
         return_lse=True,
     )
     return out.transpose(-3, -2), lse

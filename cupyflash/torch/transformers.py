@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from .. import masks, scores
 from ..errors import ArgumentError
-from . import tensors
+from . import autograd, continuous, recognised_cpu, tensors
+from .cached import attention_cached
 from .functions import drawn_seed, run
-from .operands import Settings
+from .held import Held, held
+from .operands import Operands, Settings
+from .tensors import is_transforming
 
-__all__ = ["Held", "attention_forward", "attention_mask", "held", "register"]
+__all__ = ["Held", "attention_forward", "attention_mask", "growing_cache", "held", "register"]
 
 
 def register(name: str = "cupy_attention") -> None:
@@ -28,7 +31,8 @@ def register(name: str = "cupy_attention") -> None:
     ----------
     name : str
         The name. It must not contain "flash", because transformers takes such names for kernels of
-        flash_attn and makes other masks for them.
+        flash_attn and makes other masks for them. "sdpa" takes the place of the library's own, for
+        all models of the process with that name. Continuous batching takes no other new name.
 
     Raises
     ------
@@ -156,87 +160,37 @@ def _asks_the_interface(model: Any) -> bool:
 _CODE = "transformers.models.", "transformers_modules."  # where models are, and users' models
 
 
-class Held(NamedTuple):
-    """What a layer of a cache of transformers holds, as `attention_cached` takes it.
-
-    Attributes
-    ----------
-    k, v : torch.Tensor, shape (B, Hkv, S, D)
-        Keys and values, rotated already where a model rotates them.
-    lengths : torch.Tensor of int32, shape (B,)
-        How many positions hold something.
-    first : int
-        The position of the first of them in its sequence: above 0 where a window let others go.
-    k_scale, v_scale : torch.Tensor of float32, shape (1, 1, 1, 1), or None
-        The scales of codes.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    lengths: torch.Tensor
-    first: int
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-
-
-def held(layer: Any) -> Held:
-    """Return the keys and values that a layer of a cache of transformers holds.
+def growing_cache(config: Any, rows: int = 0) -> Any:
+    """Return a cache with room for later tokens, so that a step copies only its own rows.
 
     Parameters
     ----------
-    layer : object
-        One of ``cache.layers`` of a DynamicCache, a StaticCache or a QuantizedCache, with a window
-        or without one. A layer with a window of w holds the last w - 1 positions, or w if it is
-        static.
+    config : transformers.PreTrainedConfig
+        The configuration of the model.
+    rows : int
+        How many tokens a sequence will have at most, if that is known: a layer without a window
+        then has its room from the start. Otherwise rooms grow by half of what they hold.
 
     Returns
     -------
-    Held
-        Tensors without a copy; codes of float8 with the scales that a QuantizedCache of "fp8" has.
-        The codes of "quanto" and "hqq" have a shift for each group, which no codes here have: their
-        numbers are a copy, bit by bit those that the layer itself returns with the next keys.
+    transformers.DynamicCache
+        The library's own cache, whose layers hold the same numbers as views of larger tensors. It
+        may be cropped, reordered and copied by ``copy.deepcopy``. Rows that need a gradient, and
+        those of compiled models, are copied as always.
 
     Raises
     ------
     ArgumentError
-        Nothing is in the layer yet, or it is of another kind.
+        No layer of the model holds keys of all tokens or of a window, or `rows` is wrong.
+
+    Examples
+    --------
+    Generate with ``model.generate(tokens, cache=growing_cache(model.config))``; before transformers
+    5.24, the argument is `past_key_values`. The attention may be any implementation.
     """
-    from transformers import cache_utils
+    from .growing_cache import growing
 
-    kinds = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer,
-             cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer)  # fmt: skip
-    shifted = cache_utils.QuantoQuantizedLayer, cache_utils.HQQQuantizedLayer
-    scaled = getattr(cache_utils, "Fp8QuantizedLayer", ())  # since 5.24
-    if type(layer) not in kinds and not isinstance(layer, (*shifted, scaled)):
-        raise ArgumentError(
-            f"layer: got {type(layer).__name__}; expected one of "
-            f"{', '.join(kind.__name__ for kind in (*kinds, *shifted))}, whose tensors are "
-            "(B, Hkv, S, D) in the order of positions. Pass an element of cache.layers, or read it "
-            "by its own code."
-        )
-    if not layer.is_initialized or getattr(layer, "_quantized_keys", layer.keys) is None:
-        raise ArgumentError("layer: nothing is in it yet; expected keys and values.")
-    seen = int(layer.get_seq_length())
-    k, v = layer.keys, layer.values
-    scales: tuple[torch.Tensor, torch.Tensor] | tuple[()] = ()
-    if isinstance(layer, shifted):
-        k, v = _numbers(layer)
-    elif isinstance(layer, scaled):
-        (k, k_scale), (v, v_scale) = layer._quantized_keys, layer._quantized_values
-        scales = k_scale.reshape(1, 1, 1, 1), v_scale.reshape(1, 1, 1, 1)
-    length = min(seen, k.shape[2])
-    lengths = torch.full((k.shape[0],), length, dtype=torch.int32, device=k.device)
-    return Held(k, v, lengths, seen - length, *scales)
-
-
-def _numbers(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers of codes with a shift, and behind them those that are not codes yet."""
-    k, v = (layer._dequantize(x) for x in (layer._quantized_keys, layer._quantized_values))
-    if getattr(layer, "_pending_beam_idx", None) is not None:
-        k, v = layer._apply_pending_reorder(k, v)
-    if layer.keys.numel():
-        k, v = torch.cat([k, layer.keys], dim=2), torch.cat([v, layer.values], dim=2)
-    return k, v
+    return growing(config, rows)
 
 
 def attention_forward(
@@ -303,13 +257,17 @@ def attention_forward(
         _refuse_unknown(options, attention_mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if attention_mask is softcap is s_aux is position_bias is indices is None and not dropout:
+        out = _usual(query, key, value, is_causal, scaling)
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
     queries = query.shape[2]
     mask: Any = attention_mask
     if attention_mask is None:
         if is_causal and queries > 1:
             if queries > key.shape[2]:
                 _refuse_missing_queries(queries, key.shape[2])
-            mask = masks.causal()  # queries are the last ones if some are missing
+            mask = _CAUSAL  # queries are the last ones if some are missing
     else:
         is_plain = type(attention_mask) in tensors.PLAIN and not attention_mask.is_nested
         if not is_plain or attention_mask.layout is not torch.strided:
@@ -332,8 +290,69 @@ def attention_forward(
         drawn_seed(dropout) if dropout else None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    if options.get("write_index") is not None and position_bias is indices is None:
+        out = continuous.attention(settings, query, key, value, bias, s_aux, options)
+        if out is not None:
+            return out, None
     out = run(settings, query, key, value, bias, s_aux, None, None, False)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _usual(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scaling: float | None,
+) -> torch.Tensor | None:
+    """Compute a call with nothing but a causal mask as an earlier one; None if there was none.
+
+    Between two layers, a model uses most of the CPU's caches. So this makes few objects and calls.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    queries = query.shape[2]
+    if queries == 1:
+        is_causal = False
+        if query.is_cpu and (scaling is None or scaling == query.shape[3] ** -0.5):
+            out = _one_query(query, key, value)
+            if out is not None:
+                return out
+    elif is_causal and queries > key.shape[2]:
+        return None
+    how = is_causal, scaling, _is_deterministic()
+    settings = _settings.get(how)
+    if settings is None:
+        settings = Settings(_CAUSAL if is_causal else None, scale=scaling, deterministic=how[2])
+        if len(_settings) >= _MOST_SETTINGS:
+            _settings.clear()
+        _settings[how] = settings
+    made = autograd.again(settings, Operands(query, key, value), False)
+    return None if made is None else made[0]
+
+
+_CAUSAL = masks.causal()
+_settings: dict[tuple[bool, float | None, bool], Settings] = {}
+_MOST_SETTINGS = 64
+# The public function is one in Python.
+_is_deterministic = getattr(
+    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+
+
+def _one_query(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """Compute one query of each entry over keys on the CPU as over a cache of that length.
+
+    A step of generation is such a call. None if it has to be computed as any other.
+    """
+    length = key.shape[2]
+    out = recognised_cpu.cached_query(query, key, value, length, None)
+    if out is not None or query.dtype not in (torch.float32, torch.float64):
+        return out
+    qkv = query, key, value
+    if is_transforming() or any(type(x) not in tensors.PLAIN or x.requires_grad for x in qkv):
+        return None
+    return attention_cached(query, key, value, length)
 
 
 def _refuse_missing_queries(queries: int, keys: int) -> NoReturn:
@@ -377,6 +396,8 @@ _HARMLESS = frozenset({
     "input_ids",
     "inputs_embeds",
     "labels",
+    "logits_indices",
+    "logits_processor_args",
     "logits_to_keep",
     "max_length_k",
     "max_length_q",
@@ -385,11 +406,13 @@ _HARMLESS = frozenset({
     "output_hidden_states",
     "output_router_logits",
     "position_ids",
+    "read_index",
     "return_dict",
     "seq_idx",
     "sliding_window",
     "token_type_ids",
     "use_cache",
+    "write_index",
 })  # fmt: skip
 _EAGER = 'Load the model with attn_implementation="eager".'
 

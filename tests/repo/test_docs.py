@@ -174,6 +174,7 @@ def test_of_many_contenders_the_fastest_is_shown(monkeypatch):
     ("page", "module"),
     [
         ("torch", "cupyflash.torch"),
+        ("torch", "cupyflash.torch.cute"),
         ("torch", "cupyflash.torch.transformers"),
         ("jax", "cupyflash.jax"),
     ],

@@ -159,7 +159,11 @@ USERS_OF_REFERENCE = [
 LAZY = {"numba", "llvmlite", "cupy", "cupyx", "cuda", "hypothesis", "typer", "rich", "ml_dtypes"}
 LAZY |= {"matplotlib", "torch", "transformers", "jax", "mpi4py"}
 # For arrays of these libraries, whose users have imported them.
-ADAPTERS = {"cupyflash.torch": {"torch"}, "cupyflash.jax": {"jax"}}
+ADAPTERS = {
+    "cupyflash.torch.growing_cache": {"torch", "transformers"},
+    "cupyflash.torch": {"torch"},
+    "cupyflash.jax": {"jax"},
+}
 REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_names)
 
 # CuPy stays behind these, and even they import it only when one of their functions is called.

@@ -1,0 +1,138 @@
+"""Layers of a cache of transformers with room for later keys: a step copies only its own rows.
+
+Those of the library's DynamicCache copy all rows in every step. What is returned has the same
+numbers, as a view of the room, which attention reads with its strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import cache_utils
+
+from ..arrays.integers import integer
+from ..errors import ArgumentError
+
+_FEWEST = 64  # rows by which a room grows at least
+
+
+class _Rooms:
+    """What both kinds of layers have: rows of keys and of values with room behind them.
+
+    `keys` and `values` are views of the rooms. Where other code has put other tensors in their
+    place, as a reordering of beams does, the next step makes new rooms.
+    """
+
+    keys: Any
+    values: Any
+    _rooms: tuple[torch.Tensor, torch.Tensor] | None = None
+    rows = 0  # that are expected
+
+    def _extended(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows that are held, and the new ones behind them."""
+        rooms = self._rooms or (None, None)
+        all_k, room_k = _with(self.keys, k, rooms[0], self.rows)
+        all_v, room_v = _with(self.values, v, rooms[1], self.rows)
+        self._rooms = room_k, room_v
+        return all_k, all_v
+
+    def _must_copy(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether rows may not be written in place, so that the library's own way is taken."""
+        if torch.compiler.is_compiling():
+            return True
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            return True  # what autograd has saved must stay as it is
+        return any(
+            held is not None and held.numel() and (held.dtype, held.device) != (x.dtype, x.device)
+            for held, x in ((self.keys, k), (self.values, v))
+        )
+
+
+def _with(
+    held: torch.Tensor, new: torch.Tensor, room: torch.Tensor | None, expected: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `held` and `new` rows one after the other, and the room in which they are."""
+    batch, heads, count, columns = new.shape
+    before = held.shape[-2] if held.numel() else 0
+    if before and room is not None:
+        first = _row_of(held, room)
+        end = first + before + count
+        if first >= 0 and end <= room.shape[2]:
+            room[:, :, first + before : end] = new
+            return room[:, :, first:end], room
+    rows = before + count
+    room = new.new_empty(batch, heads, max(rows + max(rows // 2, _FEWEST), expected), columns)
+    if before:
+        room[:, :, :before] = held
+    room[:, :, before:rows] = new
+    return room[:, :, :rows], room
+
+
+def _row_of(held: torch.Tensor, room: torch.Tensor) -> int:
+    """Return which row of a room is the first one of `held`; -1 if this is not in the room."""
+    step = room.stride(2) * room.itemsize
+    at = held.data_ptr() - room.data_ptr()
+    is_there = held.stride() == room.stride() and held.shape[:2] == room.shape[:2]
+    if not (is_there and step and 0 <= at < step * room.shape[2]) or at % step:
+        return -1
+    return at // step
+
+
+class GrowingLayer(_Rooms, cache_utils.DynamicLayer):
+    """A layer that holds all keys."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Hold new rows, and return all of them."""
+        if self._must_copy(key_states, value_states):
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = self._extended(key_states, value_states)
+        return self.keys, self.values
+
+
+class GrowingSlidingLayer(_Rooms, cache_utils.DynamicSlidingWindowLayer):
+    """A layer that holds the keys of a window; those before lie in front of them for a while."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Hold new rows, and return those that the new queries may see."""
+        if self._must_copy(key_states, value_states):
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count, kept = key_states.shape[-2], self.sliding_window - 1
+        self.cumulative_length += count
+        k, v = self._extended(key_states, value_states)
+        rows = k.shape[-2]
+        if self.record_past:  # `crop` will drop those before the window
+            self.keys, self.values = k, v
+            first = max(rows - kept - count, 0)
+            return k[:, :, first:], v[:, :, first:]
+        first = max(rows - kept, 0)
+        self.keys, self.values = k[:, :, first:], v[:, :, first:]
+        return k, v
+
+
+def growing(config: Any, rows: Any) -> cache_utils.DynamicCache:
+    """Return a cache for models of a configuration; see `transformers.growing_cache`."""
+    number = integer(rows)
+    if number is None or number < 0:
+        raise ArgumentError(
+            f"rows: got {rows!r}; expected how many tokens a sequence will have at most, or 0."
+        )
+    cache = cache_utils.DynamicCache(config=config)
+    for n, layer in enumerate(cache.layers):
+        if type(layer) is cache_utils.DynamicLayer:
+            cache.layers[n] = GrowingLayer()
+            cache.layers[n].rows = number
+        elif type(layer) is cache_utils.DynamicSlidingWindowLayer:
+            cache.layers[n] = GrowingSlidingLayer(layer.sliding_window)
+    if not any(isinstance(layer, _Rooms) for layer in cache.layers):
+        names = sorted({type(layer).__name__ for layer in cache.layers})
+        raise ArgumentError(
+            f"config: got one of a model whose layers are {', '.join(names)}; expected some with a "
+            "DynamicLayer or a DynamicSlidingWindowLayer. Use transformers.DynamicCache(config="
+            "config)."
+        )
+    return cache
