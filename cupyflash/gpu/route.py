@@ -289,8 +289,8 @@ def backward(
     elif not atomic_dq and not whole_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dbias is not None:
-        _bias_gradient(writer, dbias, made.bias_parts)
-    _sums(writer, gradients)
+        bias_gradient(writer, dbias, made.bias_parts)
+    sums(writer, gradients)
     return offsets.read_first(writer.route(call, adds_dq=atomic_dq), call)
 
 
@@ -306,7 +306,8 @@ def scratch_of_gradients(
     return scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
 
 
-def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:
+def bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") -> None:
+    """Add the kernel of dbias, or of its tangent, whose blocks write parts if there are several."""
     heads, len_q, len_k = dbias.shape[-3:]
     own = writer.lead.own("dbias", rows=False)
     fields: dict[str, Any] = {
@@ -319,10 +320,10 @@ def _bias_gradient(writer: Writer, dbias: Any, parts: int) -> None:
     }
     shared = f"; {parts} blocks share the planes of a tile" if parts > 1 else ""
     extent = Extent(len_q, len_k, heads, math.prod(own) * parts)
-    writer.add("bias", extent, fields, after=shared)
+    writer.add(part, extent, fields, after=shared)
 
 
-def _sums(writer: Writer, gradients: Gradients) -> None:
+def sums(writer: Writer, gradients: Gradients) -> None:
     """Let kernels write parts to scratch memory, and add the kernel that sums these."""
     pairs = {}
     for name, gradient in gradients._asdict().items():

@@ -18,7 +18,15 @@ from unittest import mock
 import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
-from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches, tile_lists
+from cupyflash.gpu import (
+    driver,
+    launch,
+    launch_cache,
+    piece_launches,
+    row_launches,
+    second_launches,
+    tile_lists,
+)
 from cupyflash.gpu.kernels import (
     bias_tiles,
     registry,
@@ -35,7 +43,7 @@ from cupyflash.gpu.specialisation import Specialisation
 from cupyflash.gpu.tma import TensorMap
 from cupyflash.gpu.writer import Launch
 from cupyflash.problem.call import Array, Call, Gradients, Problem, Results
-from cupyflash.problem.tangents import TangentResults, Tangents
+from cupyflash.problem.tangents import SecondTangents, TangentResults, Tangents
 from cupyflash.rowwise import Operation
 
 from . import build
@@ -129,7 +137,8 @@ class Blocks:
         if spec.name in sm80_f64.BACKWARD_BYTES:
             return self.f64_tiles(spec.name, problem)
         if spec.name in simt.KERNELS:
-            return self.tiles(spec.name, problem, spec.slope and request.slope)
+            slope = spec.part in ("dkdv", "dq") and request.slope  # which have a tile for them
+            return self.tiles(spec.name, problem, slope)
         if spec is sm90.FORWARD:
             return self.warpgroup_tiles(request)
         if spec is sm90.DKDV and self.bias_tiles:
@@ -319,6 +328,19 @@ class Emulator:
         self._run(
             lambda: launch.forward_tangent(_on_device(call), tangents, results, visited=visited)
         )
+
+    def backward_tangent(
+        self,
+        call: Call,
+        rows: Mapping[str, Array],
+        tangents: SecondTangents,
+        gradients: Gradients,
+        results: Results,
+        visited: Array | None = None,
+    ) -> None:
+        """Write the tangents of gradients, of out and of lse, as `Gpu.backward_tangent`."""
+        arrays = rows, tangents, gradients, results
+        self._run(lambda: second_launches.backward(_on_device(call), *arrays, visited=visited))
 
     def forward_piece(
         self, call: Call, partial: Results, first: bool, results: Results | None = None
