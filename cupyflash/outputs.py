@@ -109,12 +109,15 @@ class SecondTargets(NamedTuple):
         Arrays for the tangents of out and lse, with an axis of heads.
     shown : Second
         What users get.
+    scratch : array or None
+        The user's workspace.
     """
 
     targets: Targets
     tangents: SecondTangents
     results: Results
     shown: Second
+    scratch: Array | None = None
 
 
 def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -193,8 +196,13 @@ def second_targets(
     grads_out: Any,
     deterministic: Any,
     bias_gradient: Any,
+    workspace: Any = None,
+    given: tuple[Any, Any] = (None, None),
 ) -> SecondTargets:
-    """Check a direction and what is given, and make what is not; `read` is as in `targets`."""
+    """Check a direction and what is given, and make what is not; `read` is as in `targets`.
+
+    `given` are arrays for the tangents of out and lse, or None.
+    """
     out_shape, lse_shape = result_shapes(call)
     tdo, tdlse = tangents.tdo, tangents.tdlse
     if tdo is not None:
@@ -206,13 +214,31 @@ def second_targets(
     named = {"tdo": tdo, "tdlse": tdlse, **arrays.named}
     more = {name: x for name, x in named.items() if x is not None}
     made = targets(call, read, grads_out, deterministic, bias_gradient, None, True, more)
-    results = dispatch.backend_of(call.q).empty_output(call)
+    backend = dispatch.backend_of(call.q)
+    wanted: dict[str, Target] = {}
+    for name, array, shape, dtype in (
+        ("tout", given[0], out_shape, call.problem.dtype),
+        ("tlse", given[1], lse_shape, call.problem.accumulator),
+    ):
+        if array is not None:
+            wanted[name] = array, shape, dtype
+    inputs = validate.read_arrays(call) | dict(made.rows) | more
+    inputs |= {
+        f"grads_out.{name}": x for name, x in made.gradients._asdict().items() if x is not None
+    }
+    _check_written(wanted, dict.fromkeys(wanted, call.q), inputs, in_one_place=True)
+    scratch = None
+    if workspace is not None:
+        used = inputs | {name: target[0] for name, target in wanted.items()}
+        size = backend.workspace_size(call, second=True)
+        scratch = validate.workspace(workspace, size, used, "workspace_size(..., second=True)")
+    results = backend.empty_output(call, *(_full(call, x) for x in given))
     assert results[1] is not None
     moved = SecondTangents(
         problem_tangents.with_heads(arrays, call), _full(call, tdo), _full(call, tdlse)
     )
-    shown = Second(made.shown, *(_shown(call, None, x) for x in results))
-    return SecondTargets(made, moved, (results[0], results[1]), shown)
+    shown = Second(made.shown, *(_shown(call, *x) for x in zip(given, results, strict=True)))
+    return SecondTargets(made, moved, (results[0], results[1]), shown, scratch)
 
 
 _NO_MORE: Mapping[str, Array] = {}

@@ -164,6 +164,7 @@ def workspace_size(
     dropout: Number = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    second: bool = False,
 ) -> int:
     """Return the most bytes of workspace that `attention_backward` needs: linear in Lq and Lk.
 
@@ -177,6 +178,8 @@ def workspace_size(
         As in `attention_varlen`.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention`.
+    second : bool
+        Whether it is about `attention_backward_jvp`.
 
     Returns
     -------
@@ -198,5 +201,6 @@ def workspace_size(
         seed=seed,
         precision=precision,
     )
+    check_flag(second, "second")
     call = Request(q, k, v, dense_or_packed(offsets_q, offsets_k), options=options).call
-    return dispatch.backend_of(call.q).workspace_size(call)
+    return dispatch.backend_of(call.q).workspace_size(call, second=bool(second))

@@ -133,8 +133,8 @@ class Request(Executor):
     def backward_tangent(self, made: SecondTargets) -> Any:
         """Compute the tangents of gradients, of out and of lse."""
         backend, of = dispatch.backend_of(self.call.q), made.targets
-        results = made.results
-        return backend.backward_tangent(self.call, of.rows, made.tangents, of.gradients, results)
+        written = of.gradients, made.results, made.scratch
+        return backend.backward_tangent(self.call, of.rows, made.tangents, *written)
 
     def remember(self) -> None:
         """Let calls like this one be recognised by arrays and a mask, if it says nothing else."""

@@ -38,6 +38,7 @@ def attention_backward_jvp(
     deterministic: bool = False,
     bias_gradient: bool = True,
     grads_out: Gradients | Sequence[Array | None] | None = None,
+    workspace: Array | None = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -59,7 +60,7 @@ def attention_backward_jvp(
     do : array, shape of out
         Gradient of the output, in the dtype of `q`.
     q, k, v : array
-        As given to `attention`, in host memory.
+        As given to `attention`.
     out, lse : array
         As returned by `attention` with the same options and ``return_lse=True``.
     tq, tk, tv : array, optional
@@ -72,11 +73,14 @@ def attention_backward_jvp(
     tdo, tdlse : array, optional
         Tangents of `do` and `dlse`, likewise; for a double backward they are left out.
     deterministic : bool
-        As in `attention_backward`. On a CPU, results always have the same bits.
+        As in `attention_backward`. All results have the same bits in every run without it, too.
     bias_gradient : bool
         Whether the tangent of the bias's gradient is computed; without it, it is None.
     grads_out : Gradients or tuple, optional
         Arrays for the tangents of dq, dk, dv, dbias and dsink, as in `attention_backward`.
+    workspace : array of uint8, optional
+        Scratch memory of at least ``workspace_size(..., second=True)`` bytes, on the device of `q`.
+        It is needed while a CUDA graph is captured.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As given to `attention`.
 
@@ -89,7 +93,7 @@ def attention_backward_jvp(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        As in `attention_jvp`, and for arrays in the memory of a GPU, for which there is no kernel.
+        As in `attention_jvp`.
 
     Notes
     -----
@@ -102,7 +106,8 @@ def attention_backward_jvp(
         tdk = scale * (tdSᵀ q + dSᵀ tq)
         tdv = (Z * P * (tt - tlse))ᵀ do + (Z * P)ᵀ tdo
 
-    Memory grows with L, as in `attention_backward`. At a kink of a score change, it is that of the
+    Memory grows with L, as in `attention_backward`. On a GPU, kernels without tensor cores compute
+    it in the accumulator's type. At a kink of a score change, it is that of the
     branch that is taken.
 
     Examples
@@ -132,7 +137,7 @@ def attention_backward_jvp(
     request = Request(q, k, v, options=options)
     read = {"do": do, "out": out, "lse": lse, "dlse": dlse}
     moved = SecondTangents(Tangents(tq, tk, tv, tbias, tsink), tdo, tdlse)
-    how = grads_out, deterministic, bias_gradient
+    how = grads_out, deterministic, bias_gradient, workspace
     return execute.backward_tangent(request, read, moved, *how)
 
 
@@ -159,6 +164,7 @@ def attention_varlen_backward_jvp(
     deterministic: bool = False,
     bias_gradient: bool = True,
     grads_out: Gradients | Sequence[Array | None] | None = None,
+    workspace: Array | None = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -180,7 +186,7 @@ def attention_varlen_backward_jvp(
         Tangents of `q`, `k` and `v`, packed like them; None stands for zeros.
     check : bool, optional
         As in `attention_varlen`.
-    tbias, tsink, dlse, tdo, tdlse, deterministic, bias_gradient, grads_out
+    tbias, tsink, dlse, tdo, tdlse, deterministic, bias_gradient, grads_out, workspace
         As in `attention_backward_jvp`.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As given to `attention_varlen`.
@@ -208,5 +214,5 @@ def attention_varlen_backward_jvp(
     request = Request(q, k, v, Packed(offsets_q, offsets_k, check), options=options)
     read = {"do": do, "out": out, "lse": lse, "dlse": dlse}
     moved = SecondTangents(Tangents(tq, tk, tv, tbias, tsink), tdo, tdlse)
-    how = grads_out, deterministic, bias_gradient
+    how = grads_out, deterministic, bias_gradient, workspace
     return execute.backward_tangent(request, read, moved, *how)

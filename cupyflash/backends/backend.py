@@ -83,6 +83,7 @@ class Backend(Protocol):
         tangents: SecondTangents,
         gradients: Gradients,
         results: Results,
+        workspace: Array | None = None,
     ) -> CallResult:
         """Compute the tangents of `gradients`, and of out and lse, which are `results`.
 
@@ -90,8 +91,8 @@ class Backend(Protocol):
         """
         ...
 
-    def workspace_size(self, call: Call) -> int:
-        """Return the bytes of scratch that the call's backward needs."""
+    def workspace_size(self, call: Call, second: bool = False) -> int:
+        """Return the bytes of scratch that the call's backward needs, or its second derivatives."""
         ...
 
     def cached(

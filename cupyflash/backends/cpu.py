@@ -245,6 +245,7 @@ class Cpu:
         tangents: SecondTangents,
         gradients: Gradients,
         results: Results,
+        workspace: Array | None = None,  # noqa: ARG002, only a GPU's is of use
     ) -> CallResult:
         """Compute the tangents of gradients, of out and of lse, always in the same order."""
         from cupyflash.reference.cpu import launch
@@ -279,8 +280,10 @@ class Cpu:
         )
         return CallResult(made.visited)
 
-    def workspace_size(self, call: Call) -> int:
-        """Return the bytes of scratch that the call's backward needs."""
+    def workspace_size(self, call: Call, second: bool = False) -> int:
+        """Return the bytes of scratch that the call's backward needs, or its second derivatives."""
+        if second:
+            return 0
         from cupyflash.reference.cpu.backward_call import backward_scratch_size
 
         return backward_scratch_size(call.problem, cpu_tiles.tiled(call.problem).block_q)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
-from ..errors import ArgumentTypeError
 from ..expr.nodes import LookupTable
-from ..gpu import launch, lookups, piece_launches, row_launches
+from ..gpu import launch, lookups, piece_launches, row_launches, second_launches
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
 from ..problem.tangents import SecondTangents, TangentResults, Tangents
@@ -84,22 +83,19 @@ class Gpu:
 
     def backward_tangent(
         self,
-        call: Call,  # noqa: ARG002, nothing is computed
-        rows: Mapping[str, Array],  # noqa: ARG002, likewise
-        tangents: SecondTangents,  # noqa: ARG002, likewise
-        gradients: Gradients,  # noqa: ARG002, likewise
-        results: Results,  # noqa: ARG002, likewise
+        call: Call,
+        rows: Mapping[str, Array],
+        tangents: SecondTangents,
+        gradients: Gradients,
+        results: Results,
+        workspace: Array | None = None,
     ) -> CallResult:
-        """Refuse the call: no kernel computes tangents of gradients."""
-        raise ArgumentTypeError(
-            "q: got an array in the memory of a GPU, for which no kernel computes tangents of "
-            "gradients; expected arrays in host memory. Pass cupy.asnumpy(q), and the other arrays "
-            "likewise."
-        )
+        """Compute the tangents of gradients, of out and of lse, always in the same order."""
+        return second_launches.backward(call, rows, tangents, gradients, results, workspace)
 
-    def workspace_size(self, call: Call) -> int:
-        """Return the bytes of scratch that the call's backward needs."""
-        return launch.workspace_size(call)
+    def workspace_size(self, call: Call, second: bool = False) -> int:
+        """Return the bytes of scratch that the call's backward needs, or its second derivatives."""
+        return second_launches.workspace_size(call) if second else launch.workspace_size(call)
 
     def cached(
         self, call: Call, out: Array, lse: Array | None, workspace: Array | None

@@ -148,7 +148,9 @@ def lookup(array: DLPackArray | Sequence[Any], learned: bool = False) -> LookupT
     learned : bool
         Whether the backward computes the gradient of the array, of floats, as far as score changes
         read it: ``Gradients.dlookups`` has it under the object that this function returns. Masks,
-        conditions and indices that depend on the array add nothing to it.
+        conditions and indices that depend on the array add nothing to it. It is the derivative of
+        the expression as it is written, which may be NaN where the score is infinite, as that of
+        ``c * tanh(s / c)`` by c is.
 
     Returns
     -------

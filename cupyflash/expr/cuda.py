@@ -148,6 +148,7 @@ def generate(
     keys: KeyRange | None = None,
     short: bool = False,
     tangent: Expr | None = None,
+    curve: Expr | None = None,
 ) -> Generated:
     """Write the functions of a call's bound expressions.
 
@@ -164,9 +165,13 @@ def generate(
         Whether positions and lengths are at most `width.LIMIT`.
     tangent : Expr, optional
         A tangent of the score, to which that of the bias is added.
+    curve : Expr, optional
+        The second derivative of the score change; one that is 0 everywhere has no function.
     """
     if slope is not None and slope.op == "constant" and slope.value == 1.0:
         slope = None
+    if curve is not None and curve.op == "constant" and curve.value == 0.0:
+        curve = None
     parameters = _Parameters(divisors=_divisors(allowed, changed, tangent))
     for root in (
         allowed,
@@ -190,6 +195,7 @@ def generate(
     if keys is not None:
         parts.append(_range_function(keys, parameters))
     scores = {"score_mod": changed, "score_mod_derivative": slope, "score_tangent": tangent}
+    scores["score_mod_curvature"] = curve
     roots = {name: root for name, root in scores.items() if root is not None}
     found = (node for root in roots.values() for node in _given(root, parameters))
     given = list(dict.fromkeys(found))
@@ -215,6 +221,7 @@ def generate(
         score_reads=changed is not None and _reads_by_place(changed),
         num_given=len(given),
         has_tangent=tangent is not None,
+        has_curve=curve is not None,
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))

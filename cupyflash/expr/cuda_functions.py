@@ -16,9 +16,9 @@ class Functions:
         CUDA C++, the same for every call whose expressions have the same structure.
     num_ints, num_floats, num_tables : int
         How many constants and looked-up arrays they read at run time.
-    has_mask, has_score, has_dscore, has_range, has_tangent : bool
-        Which functions are defined; the last two are for the range of keys, and for the tangent of
-        a bias.
+    has_mask, has_score, has_dscore, has_range, has_tangent, has_curve : bool
+        Which functions are defined; the last three are for the range of keys, for the tangent of a
+        bias, and for the second derivative of score changes.
     has_edges : bool
         Whether the mask has edges: see `edges.has_edges`.
     mask_steps, score_steps : int
@@ -44,6 +44,7 @@ class Functions:
     score_reads: bool = False
     num_given: int = 0
     has_tangent: bool = False
+    has_curve: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from ..errors import ArgumentError
 from ..expr import width
 from ..expr.cuda import generate
 from ..expr.cuda_functions import Functions, Generated
+from ..expr.derivative import derivative
 from ..expr.functions import SCORE
 from ..expr.key_range import key_range
-from ..expr.nodes import LOOKUPS, Expr, walk
+from ..expr.nodes import LOOKUPS, Expr, convert, walk
 from ..problem.bound_exprs import added, trees
 from ..problem.call import Call, Problem
 from ..problem.tangents import Tangents
@@ -19,13 +20,20 @@ from . import params, strides
 
 
 def of(
-    call: Call, slope: bool, tangents: Tangents | None = None, by: Expr | None = None
+    call: Call,
+    slope: bool,
+    tangents: Tangents | None = None,
+    by: Expr | None = None,
+    second: bool = False,
 ) -> Generated:
     """Return the code of a call's expressions, and of what is added to tangents of scores.
 
-    `slope` says whether derivatives are needed; `by` is one by something else than the score.
+    `slope` says whether derivatives are needed, and `second` whether second ones are; `by` is one
+    by something else than the score.
     """
-    made, problem, tangent = trees(call), call.problem, None
+    made, problem, tangent, curve = trees(call), call.problem, None, None
+    if second and made.slope is not None:
+        curve = convert(derivative(made.slope), "float")  # it has the nodes of the score change
     if tangents is not None and tangents.tbias is not None:
         tangent = added(SCORE, tangents.tbias, "tbias", problem)
     generated = generate(
@@ -36,6 +44,7 @@ def of(
         None if made.allowed is None else key_range(made.allowed, problem),
         short=_is_short(call, made.allowed, made.changed, tangent),
         tangent=tangent,
+        curve=curve,
     )
     return _with_origins(generated, problem) if has_origins(problem) else generated
 

@@ -194,7 +194,7 @@ def _rounded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
+def read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
     """Return the addresses of what a call reads, and the copies that had to be made for it."""
     problem, copies = call.problem, []
     addresses = {name: device_arrays.address(getattr(call, name)) for name in ("q", "k", "v")}
@@ -217,7 +217,7 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
     return addresses, copies
 
 
-def _in_host_memory(call: Call) -> dict[str, Array]:
+def host_offsets(call: Call) -> dict[str, Array]:
     """Return the offsets of a call that are in host memory, as kernels read them.
 
     Raises
@@ -279,11 +279,11 @@ def forward(
     with cuda_device.current(device):
         counts, target = visited is not None, cuda_device.of(device)
         made = route.forward(call, target, out, lse, plan, counts, before).recipe
-        needs_workspace = call.rows.takes_workspace and _size_of(made.scratch) > 0
+        needs_workspace = call.rows.takes_workspace and size_of(made.scratch) > 0
         if needs_workspace and workspace is None and cuda_device.is_capturing():
-            raise _no_workspace(ALIGNMENT + _size_of(made.scratch))
-        compiled = compiled_recipe(made, device, _in_host_memory(call))
-        addresses, copies = _read_in_place(call, made)
+            raise no_workspace(ALIGNMENT + size_of(made.scratch))
+        compiled = compiled_recipe(made, device, host_offsets(call))
+        addresses, copies = read_in_place(call, made)
         addresses["out"] = device_arrays.address(out)
         if lse is not None:
             addresses["lse"] = device_arrays.address(lse)
@@ -309,8 +309,8 @@ def forward_tangent(
     with cuda_device.current(device):
         counts, target = visited is not None, cuda_device.of(device)
         made = route.forward_tangent(call, target, tangents, results, plan, counts).recipe
-        compiled = compiled_recipe(made, device, _in_host_memory(call))
-        addresses, copies = _read_in_place(call, made)
+        compiled = compiled_recipe(made, device, host_offsets(call))
+        addresses, copies = read_in_place(call, made)
         addresses |= addresses_of(dict(zip(RESULTS, results, strict=True)))
         addresses |= addresses_of({"tq": tangents.tq, "tk": tangents.tk, "tv": tangents.tv})
         if tangents.tsink is not None:
@@ -343,12 +343,12 @@ def backward(
     device = _device(call)
     with cuda_device.current(device):
         if workspace is None and cuda_device.is_capturing():
-            raise _no_workspace(workspace_size(call))
+            raise no_workspace(workspace_size(call))
         arrays = (do, out, lse, dlse, gradients)
         counts, target = visited is not None, cuda_device.of(device)
         made = route.backward(call, target, *arrays, plan, counts, deterministic).recipe
-        compiled = compiled_recipe(made, device, _in_host_memory(call))
-        addresses, copies = _read_in_place(call, made)
+        compiled = compiled_recipe(made, device, host_offsets(call))
+        addresses, copies = read_in_place(call, made)
         addresses |= backward_addresses(do, out, lse, dlse, gradients)
         if visited is not None:
             addresses["tiles_visited"] = device_arrays.address(visited)
@@ -366,15 +366,16 @@ def backward_lookups(
         for gradient, slope in lookups.served(call, gradients):
             target = cuda_device.of(device)
             made = route.lookup_gradient(call, target, *read, gradient, slope).recipe
-            compiled = compiled_recipe(made, device, _in_host_memory(call))
-            addresses, copies = _read_in_place(call, made)
+            compiled = compiled_recipe(made, device, host_offsets(call))
+            addresses, copies = read_in_place(call, made)
             written: Gradients = Gradients(None, None, None, dbias=gradient)
             addresses |= backward_addresses(*read, written)
             compiled.backward(addresses, written, None)
             del copies  # of other kernels, which have been queued
 
 
-def _no_workspace(size: int) -> ArgumentError:
+def no_workspace(size: int) -> ArgumentError:
+    """Return the error for a call without a workspace while a graph is being captured."""
     return ArgumentError(
         f"workspace: got None while a CUDA graph is being captured; expected cupy.empty({size}, "
         "cupy.uint8). Memory of CuPy's pool would be reused before the graph is replayed."
@@ -399,17 +400,18 @@ def workspace_size(call: Call) -> int:
     lists = tile_lists.most_scratch(call, target)
     if call.sink is not None:  # whose gradient may have to be computed there
         parts[parts_of("dsink")] = ArraySpec(call.sink.shape, call.problem.accumulator)
-    return ALIGNMENT + _size_of({**parts, **lists, **offsets.scratch(call)})
+    return ALIGNMENT + size_of({**parts, **lists, **offsets.scratch(call)})
 
 
 def workspace_size_cached(call: Call) -> int:
     """Return the bytes of workspace that a call over a cache needs."""
     parts = decode_route.scratch_of(call, cuda_device.of(_device(call)))
-    size = _size_of({**parts, **offsets.scratch(call)})
+    size = size_of({**parts, **offsets.scratch(call)})
     return ALIGNMENT + size if size else 0
 
 
-def _size_of(scratch: Mapping[str, ArraySpec]) -> int:
+def size_of(scratch: Mapping[str, ArraySpec]) -> int:
+    """Return the bytes of aligned memory that hold scratch memory."""
     return sum(_rounded(part.nbytes) for part in scratch.values())
 
 

@@ -16,6 +16,7 @@ from ..problem.options import Options
 from ..problem.replay import Entry, Signature, UnlikeError, find, keep_as, kept, reach
 from ..problem.route import CallResult
 from ..problem.tangents import RESULTS as TANGENT_RESULTS
+from ..problem.tangents import Second
 from .launch import Addresses
 
 __all__ = [
@@ -57,6 +58,13 @@ class DeviceSignature(Signature):
         """Launch a backward again."""
         entry = find(self)
         return None if entry is None else backward(entry, self.addresses, grads_out, workspace)
+
+    def backward_tangent(
+        self, grads_out: Gradients | None, results: tuple[Any, Any], workspace: Any
+    ) -> Any:
+        """Launch a backward with tangents again."""
+        entry, written = find(self), (grads_out, results, workspace)
+        return None if entry is None else backward_tangent(entry, self.addresses, *written)
 
     def keep(self, served: CallResult, results: Sequence[Any]) -> None:
         """Keep a call that was checked and launched."""
@@ -153,4 +161,29 @@ def backward(
     return gradients
 
 
+def backward_tangent(
+    entry: Entry,
+    addresses: Addresses,
+    grads_out: Gradients | None,
+    results: tuple[Any, Any],
+    workspace: Any,
+) -> Second | None:
+    """Compute the tangents of a call's gradients with a kept entry; None if it must be checked."""
+    compiled = entry.compiled
+    if not compiled.queue.is_here():
+        with cuda_device.current(compiled.queue.device):
+            return backward_tangent(entry, addresses, grads_out, results, workspace)
+    own_memory = compiled.uploads or workspace is None
+    if own_memory and compiled.queue.current_stream().is_capturing():
+        return None  # this is an error, which the full check reports
+    made = [*([None] * len(_GRADIENTS) if grads_out is None else grads_out), *results]
+    for n, spec in enumerate(entry.specs):
+        if spec is not None and made[n] is None:
+            made[n] = array = spec.empty()
+            addresses[_SECOND[n]] = array.data.ptr
+    compiled.forward(addresses, workspace)
+    return Second(Gradients(*made[: len(_GRADIENTS)]), *made[len(_GRADIENTS) :])
+
+
 _GRADIENTS = Gradients._fields
+_SECOND = *_GRADIENTS, "tout", "tlse"

@@ -112,6 +112,8 @@ _TANGENTS: Fields = [
     ("tsink", "Q", 1),
     *((name, "i", 1) for name in "kind_tsink unused".split()),
 ]
+# What follows these in a backward with tangents.
+_SECOND: Fields = [(name, OPERAND, 1) for name in "tdo tdlse tdelta tout_rounded".split()]
 SUMMED: Fields = [
     *((name, "Q" if name == "data" else "q", 1) for name in "data begin size".split()),
     *((name, "q", MAX_AXES) for name in "shape strides".split()),
@@ -251,14 +253,20 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def params(ints: int, floats: int, tables: int, tangents: bool = False) -> Layout:
-    """Return the layout of `Params`, or of `TangentParams`, for so many constants and tables."""
+def params(
+    ints: int, floats: int, tables: int, tangents: bool = False, second: bool = False
+) -> Layout:
+    """Return the layout of `Params` for so many constants and tables.
+
+    With `tangents` it is that of `TangentParams`, and with `second` that of `SecondParams`.
+    """
     return Layout([
         *_FIXED,
         ("ints", "q", max(ints, 1)),
         ("floats", "d", max(floats, 1)),
         ("tables", TABLE, max(tables, 1)),
         *(_TANGENTS if tangents else []),
+        *(_SECOND if second else []),
     ])  # fmt: skip
 
 

@@ -290,8 +290,8 @@ def backward(
     elif not atomic_dq and not whole_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dbias is not None:
-        _bias_gradient(writer, dbias, made.bias_parts)
-    _sums(writer, gradients)
+        bias_gradient(writer, dbias, made.bias_parts)
+    sums(writer, gradients)
     return offsets.read_first(writer.route(call, adds_dq=atomic_dq), call)
 
 
@@ -338,12 +338,13 @@ def lookup_gradient(
     writer = Writer(call, target, arrays, slope=slope is not None, by=slope)
     writer.scratch.update(scratch)
     writer.add("delta", writer.extent(writer.lead.sizes))
-    _bias_gradient(writer, made, parts, "lookup")
-    _sums(writer, Gradients(None, None, None, dbias=gradient))
+    bias_gradient(writer, made, parts, "lookup")
+    sums(writer, Gradients(None, None, None, dbias=gradient))
     return offsets.read_first(writer.route(call), call)
 
 
-def _bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") -> None:
+def bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") -> None:
+    """Add the kernel of dbias, or of its tangent, whose blocks write parts if there are several."""
     heads, len_q, len_k = dbias.shape[-3:]
     own = writer.lead.own("dbias", rows=False)
     fields: dict[str, Any] = {
@@ -359,7 +360,7 @@ def _bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") -
     writer.add(part, extent, fields, after=shared)
 
 
-def _sums(writer: Writer, gradients: Gradients) -> None:
+def sums(writer: Writer, gradients: Gradients) -> None:
     """Let kernels write parts to scratch memory, and add the kernel that sums these."""
     pairs = {}
     for name, gradient in gradients._asdict().items():

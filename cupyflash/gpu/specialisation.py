@@ -247,6 +247,11 @@ class Specialisation:
                 "tbias",
             ),
             _is(
+                "HAS_CURVE",
+                "Whether the second derivative of changed scores is evaluated.",
+                "functions.has_curve",
+            ),
+            _is(
                 "SCORE_READS",
                 "Whether changed scores read arrays at the position of a query or a key.",
                 "functions.score_reads",
@@ -359,6 +364,7 @@ class Specialisation:
     tq: bool = _option("tq", "HAS_TQ", "Whether queries have tangents.", "tq")
     tk: bool = _option("tk", "HAS_TK", "Whether keys have tangents.", "tk")
     tv: bool = _option("tv", "HAS_TV", "Whether values have tangents.", "tv")
+    tdo: bool = _option("tdo", "HAS_TDO", "Whether gradients of the output have tangents.", "tdo")
     k_codes: Format | None = field(
         default=None,
         metadata=_about(

@@ -43,6 +43,8 @@ _RESULT = {
     "forward": "out",
     "forward_codes": "out",
     "dq_rows": "dq",
+    "tangents": "out",
+    "tangent_delta": "tout",
 }  # the result of parts that know two types of it
 
 
@@ -198,7 +200,8 @@ class Writer:
     """Writes the launches of one call, with its expressions and the parameters of all its kernels.
 
     `arrays` maps the name of a field to an array and its number of trailing axes: 3 for (H, L, D),
-    or 2 for (H, L). `slope` and `by` are as in `call_code.of`.
+    or 2 for (H, L). `slope` and `by` are as in `call_code.of`. With `second`, `tangents` are those
+    of a backward.
     """
 
     def __init__(
@@ -211,11 +214,13 @@ class Writer:
         count_tiles: bool = False,
         tangents: Tangents | None = None,
         by: Expr | None = None,
+        second: bool = False,
     ) -> None:
         self.call, self.target, self._slope = call, target, slope
         request = request_of(call, target, arrays, plan)
-        self.generated = call_code.of(call, slope, tangents, by)
+        self.generated = call_code.of(call, slope, tangents, by, second)
         functions, self.has_tangents = self.generated.functions, tangents is not None
+        self.is_second = second
         size = self._layout(functions).size
         call_code.check_size(functions, size)
         self.request = replace(request, slope=functions.has_dscore, params_bytes=size)
@@ -269,7 +274,8 @@ class Writer:
 
     def _layout(self, has: Functions) -> params.Layout:
         """Return the layout of the parameters of a kernel with these functions."""
-        return params.params(has.num_ints, has.num_floats, has.num_tables, self.has_tangents)
+        kind = self.has_tangents, self.is_second
+        return params.params(has.num_ints, has.num_floats, has.num_tables, *kind)
 
     @cached_property
     def without_bias(self) -> Generated:
@@ -410,6 +416,7 @@ class Writer:
             tq="tq" in self.arrays,
             tk="tk" in self.arrays,
             tv="tv" in self.arrays,
+            tdo="tdo" in self.arrays,
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
         maps, places = tma.maps, self._places(addresses, code)

@@ -194,6 +194,12 @@ class Signature(ABC):
         """Compute the gradients of a call likewise."""
         del grads_out, workspace
 
+    def backward_tangent(
+        self, grads_out: Gradients | None, results: tuple[Any, Any], workspace: Any
+    ) -> Any:
+        """Compute the tangents of a call's gradients, of out and of lse likewise."""
+        del grads_out, results, workspace
+
     def keep(self, served: Any, results: Sequence[Any]) -> None:
         """Keep a call that was checked and computed: what a back end returned, and its results."""
         del served, results

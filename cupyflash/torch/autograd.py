@@ -158,6 +158,8 @@ def _gradients(
     x = Operands(*operands)
     wanted = x.bias is not None and ctx.needs_input_grad[4]
     if records() or is_transforming():  # gradients are recorded for derivatives
+        if not is_transforming():
+            out = out.detach()  # otherwise, PyTorch would ask for the gradients of a zero do, too
         made = _run(_Gradients, settings, wanted, do, dlse, out, lse, *operands)
     else:
         made = compute.backward(settings, x, (out, lse), do, dlse, wanted, forward=seen)
@@ -238,8 +240,6 @@ class _Second(torch.autograd.Function):
         tdo, tdlse, do, dlse, out, lse, *rest = tensors
         rows = {"do": do, "dlse": dlse, "out": out, "lse": lse}
         along, x = rest[:MOVING], Operands(*rest[MOVING:])
-        if x.q.is_cuda:
-            raise _no_more("a second derivative of tensors on a GPU", "first ones there")
         return tuple(compute.second(settings, x, rows, along, wants_bias, tdo, tdlse))
 
     @staticmethod

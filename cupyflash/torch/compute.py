@@ -165,9 +165,8 @@ def backward(
             forward.keep_gradients((bool(settings.deterministic), wants_bias), do, of_arrays, made)
         return made
     gradients = empty_gradients(x, wants_bias)
-    names = [*_QKV, *(["dbias"] if wants_bias else []), *([] if x.sink is None else ["dsink"])]
-    named = dict(zip(names, gradients, strict=True))
-    targets = Gradients(*(array_of(named.get(name)) for name in Gradients._fields))
+    named = _named(x, gradients, wants_bias)
+    targets = _as_arrays(named)
     rest = *arrays, settings.deterministic, targets
     with tensors.stream_of(x.q.device):
         if not on_gpu:
@@ -202,12 +201,37 @@ def second(
     arrays = Tangents(*(array_of(each) for each in along))
     moved = SecondTangents(arrays, array_of(tdo), array_of(tdlse))
     with tensors.stream_of(x.q.device):
+        if x.q.is_cuda:
+            return _second_on_gpu(request, x, read, moved, wants_bias)
         made = execute.backward_tangent(request, read, moved, None, False, wants_bias)
     every = *made.gradients, made.tout, made.tlse
     return [tensor_of(each) for each in every if each is not None]
 
 
+def _second_on_gpu(
+    request: Request, x: Operands, read: dict[str, Any], moved: SecondTangents, wants_bias: bool
+) -> list[torch.Tensor]:
+    """Do the same in memory of PyTorch's allocator."""
+    gradients, results = empty_gradients(x, wants_bias), empty(x)
+    size = dispatch.backend_of(request.q).workspace_size(request.call, second=True)
+    scratch = array_of(x.q.new_empty(size, dtype=torch.uint8))
+    targets = _as_arrays(_named(x, gradients, wants_bias))
+    arrays = array_of(results[0]), array_of(results[1])
+    execute.backward_tangent(request, read, moved, targets, False, wants_bias, scratch, arrays)
+    return [*gradients, *results]
+
+
 _QKV = "dq", "dk", "dv"
+
+
+def _named(x: Operands, made: list[torch.Tensor], wants_bias: bool) -> dict[str, torch.Tensor]:
+    """Return what `empty_gradients` made, by name."""
+    names = [*_QKV, *(["dbias"] if wants_bias else []), *([] if x.sink is None else ["dsink"])]
+    return dict(zip(names, made, strict=True))
+
+
+def _as_arrays(named: dict[str, torch.Tensor]) -> Gradients:
+    return Gradients(*(array_of(named.get(name)) for name in Gradients._fields))
 
 
 def empty_gradients(x: Operands, wants_bias: bool) -> list[torch.Tensor]:

@@ -102,7 +102,7 @@ def attention(
     ------
     ArgumentError, ArgumentTypeError
         An argument is wrong. The message names it, what it got and expected, and the remedy.
-        Third derivatives, and second ones on a GPU, also raise ArgumentError.
+        Third derivatives also raise ArgumentError.
 
     Notes
     -----

@@ -308,9 +308,11 @@ __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t facto
   }
 }
 
-// c = a b^T. a is resident in shared memory, its rows A_STRIDE apart; B_ROWS rows of b, of which
-// `valid` exist from `first` on, are streamed through the stage by chunks of columns.
-template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, int ROWS, int COLUMNS, int BUFFER>
+// c = a b^T, or c += a b^T if it ADDS. a is resident in shared memory, its rows A_STRIDE apart;
+// B_ROWS rows of b, of which `valid` exist from `first` on, are streamed through the stage by
+// chunks of columns.
+template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, bool ADDS = false, int ROWS, int COLUMNS,
+          int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
                                               Stage<BUFFER>& stage) {
@@ -318,7 +320,7 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const
   constexpr int STRIDE = odd_stride(CHUNK);
   accum_t* chunk_smem = stage.next();
   memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);
-  clear(c);
+  if constexpr (!ADDS) clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     const accum_t* const filled_smem = chunk_smem;
@@ -333,15 +335,15 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const
   }
 }
 
-// c = a b^T. Both operands are streamed through shared memory by chunks of columns.
-template <int A_ROWS, int B_ROWS, int WIDTH, int ROWS, int COLUMNS>
+// The same, where both operands are streamed through shared memory by chunks of columns.
+template <int A_ROWS, int B_ROWS, int WIDTH, bool ADDS = false, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const memory::Rows& a,
                                               long long first_a, int valid_a, const memory::Rows& b,
                                               long long first_b, int valid_b, accum_t* a_smem,
                                               accum_t* b_smem) {
   constexpr int CHUNK = chunk_columns(WIDTH);
   constexpr int STRIDE = odd_stride(CHUNK);
-  clear(c);
+  if constexpr (!ADDS) clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     __syncthreads();  // both chunks, which other threads may still read
@@ -352,6 +354,19 @@ __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const
     __syncthreads();  // both chunks, filled by all threads
     multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
   }
+}
+
+// The same of rows of global memory, through the two buffers of the stage: for operands that are
+// not resident where others are.
+template <int A_ROWS, int B_ROWS, int WIDTH, bool ADDS, int ROWS, int COLUMNS, int BUFFER>
+__device__ __forceinline__ void multiply_streamed(accum_t (&c)[ROWS][COLUMNS],
+                                                  const memory::Rows& a, long long first_a,
+                                                  int valid_a, const memory::Rows& b,
+                                                  long long first_b, int valid_b,
+                                                  const Stage<BUFFER>& stage) {
+  multiply_both<A_ROWS, B_ROWS, WIDTH, ADDS>(c, a, first_a, valid_a, b, first_b, valid_b,
+                                             stage.stage_smem, stage.stage_smem + BUFFER);
+  __syncthreads();  // both buffers, which other threads may still read
 }
 
 // c += a b. The tile a of weights is in shared memory; B_ROWS rows of b, of which `valid` exist

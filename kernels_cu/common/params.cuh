@@ -147,6 +147,16 @@ struct TangentParams {
   int unused;
 };
 
+// Of a backward with tangents: dq, dk, dv, dbias and dsink of the call are their tangents. tlse is
+// read, and tout in the type of the kernel that wrote it.
+struct SecondParams {
+  TangentParams first;
+  Operand tdo;  // (lead..., H, Lq, Dv), or null
+  Operand tdlse;
+  Operand tdelta;
+  Operand tout_rounded;  // of the storage type, if tout is not
+};
+
 struct CombineParams {
   Operand outs[MAX_PARTS];  // (lead..., H, L, Dv)
   Operand lses[MAX_PARTS];  // (lead..., H, L) of the accumulator's type

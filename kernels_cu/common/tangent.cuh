@@ -14,21 +14,21 @@ __device__ accum_t score_tangent(const Params& p, const HeadConstants& constants
 
 namespace tangent {
 
-// ts, products of directions, becomes tt: the tangents of logits, 0 where s is -inf. tile_smem has
-// the derivatives of changed scores in the thread's cells, and is scratch memory afterwards.
-template <int STRIDE, int ROWS, int COLUMNS>
+// ts, tangents of scores, becomes tt: those of logits, 0 where s is -inf. slope_smem has the
+// derivatives of changed scores in the thread's cells; tile_smem, which may be the same, is scratch
+// memory.
+template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void of_logits(const Params& p, const TileBox& box,
                                           const accum_t (&s)[ROWS][COLUMNS],
-                                          accum_t (&ts)[ROWS][COLUMNS], accum_t* tile_smem) {
-  const accum_t scale = static_cast<accum_t>(p.scale);
+                                          accum_t (&ts)[ROWS][COLUMNS], const accum_t* slope_smem,
+                                          accum_t* tile_smem) {
+  if constexpr (HAS_DSCORE && (HAS_TQ || HAS_TK)) {
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
+    for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      ts[r][n] *= scale;
-      if constexpr (HAS_DSCORE && (HAS_TQ || HAS_TK)) {
+      for (int n = 0; n < COLUMNS; ++n) {
         // Pairs that are not there have no derivative.
-        if (s[r][n] != -number::infinity()) ts[r][n] *= tile_smem[tile::cell<STRIDE>(r, n)];
+        if (s[r][n] != -number::infinity()) ts[r][n] *= slope_smem[tile::cell<STRIDE>(r, n)];
       }
     }
   }
@@ -38,8 +38,7 @@ __device__ __forceinline__ void of_logits(const Params& p, const TileBox& box,
     for (int n = 0; n < ROWS * COLUMNS; ++n) {
       const int row = matmul::row_thread() + ROW_THREADS * (n / COLUMNS);
       const int column = matmul::column_thread() + COLUMN_THREADS * (n % COLUMNS);
-      const Site at{box.b,     box.h,     box.i_low + row, box.j_low + column,
-                    box.len_q, box.len_k, box.start_q,     box.start_k};
+      const Site at = tile::site<KEYS_ARE_ROWS>(box, row, column);
       accum_t* const element = tile_smem + row * STRIDE + column;
       if (at.i <= box.i_high && at.j <= box.j_high) {
         *element = score_tangent(p, score_head_constants(p, at), *element, at);

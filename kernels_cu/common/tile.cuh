@@ -137,6 +137,19 @@ __device__ __forceinline__ accum_t modify_score(const Params& p, const Site& at,
   return score;
 }
 
+// The pair at a row and a column of a tile.
+template <bool KEYS_ARE_ROWS>
+__device__ __forceinline__ Site site(const TileBox& box, int row, int column) {
+  return Site{box.b,
+              box.h,
+              box.i_low + (KEYS_ARE_ROWS ? column : row),
+              box.j_low + (KEYS_ARE_ROWS ? row : column),
+              box.len_q,
+              box.len_k,
+              box.start_q,
+              box.start_k};
+}
+
 // Applies score mod and mask to a thread's scores. Pairs beyond the last query or key get -inf.
 // tile_smem is scratch memory for the thread's cells; dscore_smem, if not null, receives the
 // derivatives there.
@@ -151,14 +164,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
     const int row = matmul::row_thread() + ROW_THREADS * (n / COLUMNS);
     const int column = matmul::column_thread() + COLUMN_THREADS * (n % COLUMNS);
     const int offset = row * STRIDE + column;
-    const Site at{box.b,
-                  box.h,
-                  box.i_low + (KEYS_ARE_ROWS ? column : row),
-                  box.j_low + (KEYS_ARE_ROWS ? row : column),
-                  box.len_q,
-                  box.len_k,
-                  box.start_q,
-                  box.start_k};
+    const Site at = site<KEYS_ARE_ROWS>(box, row, column);
     accum_t score = -number::infinity();
     if (at.i <= box.i_high && at.j <= box.j_high) {
       score = modify_score(p, at, tile_class == PARTIAL, tile_smem[offset],

@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 4 mask
     tile::apply_score_and_mask<false, P_STRIDE>(p, box, tile_class, s, p_smem,
                                                 HAS_DSCORE ? t_smem : nullptr);
-    tangent::of_logits<P_STRIDE>(p, box, s, ts, t_smem);
+    matmul::scale(ts, static_cast<accum_t>(p.scale));
+    tangent::of_logits<false, P_STRIDE>(p, box, s, ts, t_smem, t_smem);
     // 5 row max
     accum_t m_new[ROWS];
     if (softmax::row_max(s, m, m_new)) {

@@ -13,7 +13,7 @@ import numpy as np
 
 from .arguments import registers_of, tile_sizes
 from .backward_lookup import backward_lookup
-from .backward_tangent_call import row_sums
+from .backward_tangent_delta import row_sums
 from .calls import Bound
 from .float_modes import own_arithmetic
 from .gradient_tile import gradient_scratch

@@ -9,30 +9,25 @@ import numpy as np
 from .arguments import registers_of, tile_sizes
 from .backward_call import BiasTotals, summed_to
 from .backward_tangent import backward_tangent_dkdv, backward_tangent_dq
-from .backward_work import key_blocks
+from .backward_tangent_delta import backward_tangent_delta, backward_tangent_sink
+from .backward_work import is_one_pass_faster, key_blocks
 from .bias_gradient import no_bias_sums, sum_bias_parts
 from .calls import Bound
 from .float_modes import own_arithmetic
 from .forward_tangent_call import ForwardTangentCall
 from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch
-from .memory import aligned
+from .memory import ROWS, aligned
 from .microkernel import round_up
 from .operands import Operand, Result
 from .packing import size_of_pairs
 from .prepared import PreparedCall, changes_of, packed_shape, seconds
 from .program import Program
+from .structs import Packed
 from .tangent_tile import Moving, tile_scratch
 from .thread_limits import num_threads
 from .threads import parallel
 from .widen import kind_of
-
-
-def row_sums(a: Array, b: Array, number: np.dtype[Any]) -> Array:
-    """Return the sums of products of rows; where an element of `a` is 0, `b` does not matter."""
-    products = np.where(a != 0, a.astype(number) * b.astype(number), 0)
-    total: Array = products.sum(axis=-1, dtype=number)
-    return total
 
 
 class BackwardTangentCall(PreparedCall):
@@ -67,9 +62,9 @@ class BackwardTangentCall(PreparedCall):
         forward = ForwardTangentCall(problem, programs, tbias_program, *read, *made, *tiles)
         forward(*read, tsink, *made)
         self.visited += forward.visited
-        delta, tdelta = self._statistics(do, out, dlse, tdo, tdlse, tout)
+        delta, tdelta = backward_tangent_delta(number, do, out, dlse, tdo, tdlse, tout)
         if dsink is not None:
-            self._sink(sink, tsink, lse, mu, delta, tdelta, dsink)
+            backward_tangent_sink(number, sink, tsink, lse, mu, delta, tdelta, dsink)
         directions = tq, tk, tv, tdo
         fields: list[Any] = [*(int(x is not None) for x in directions), tbias_program, curve]
         moving = Moving(*fields)
@@ -77,35 +72,6 @@ class BackwardTangentCall(PreparedCall):
         self._tiles(moving, given, (dq, dk, dv), dbias)
         for array, to in zip((tout, mu), results, strict=True):
             to[...] = array
-
-    @own_arithmetic
-    def _statistics(
-        self, do: Array, out: Array, dlse: Array | None, tdo: Array | None, tdlse: Array | None,
-        tout: Array,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """Return delta and its tangent, less what comes through the log-sum-exp."""
-        number = self._layout.number
-        delta, tdelta = row_sums(out, do, number), row_sums(tout, do, number)
-        if tdo is not None:
-            tdelta += row_sums(out, tdo, number)
-        if dlse is not None:
-            delta -= dlse
-        if tdlse is not None:
-            tdelta -= tdlse
-        return delta, tdelta
-
-    @own_arithmetic
-    def _sink(
-        self, sink: Any, tsink: Array | None, lse: Array, mu: Array, delta: Array, tdelta: Array,
-        dsink: Array,
-    ) -> None:  # fmt: skip
-        number, axes = self._layout.number, (-1, *range(lse.ndim - 2))
-        logit = sink.astype(number)[:, None]
-        seen = (logit != -np.inf) & (lse != -np.inf)
-        p = np.exp(np.minimum(np.where(seen, logit - np.where(seen, lse, 0), -np.inf), 0))
-        moved = (0 if tsink is None else tsink.astype(number)[:, None]) - mu
-        terms = p * (-moved * delta - tdelta)
-        dsink[...] = np.where(seen, terms, 0).sum(axis=axes, dtype=number)
 
     def _tiles(
         self, moving: Moving, given: Any, targets: tuple[Any, Any, Any], dbias: Array | None
@@ -145,6 +111,7 @@ class BackwardTangentCall(PreparedCall):
         of_dk, of_dv = (Result(layout, x, scratch, False, pointers.narrow, keys=True) for x in sums)
         of_dq = Result(layout, dq, scratch, False, pointers.narrow)
         groups, members, starts = layout.groups(kv_lead)
+        alone = layout.groups(() if problem.packed else q.shape[:-3])[0] == layout.batch
         parts = np.arange(groups * problem.heads_kv).reshape(groups, problem.heads_kv)
         totals, bias_sums = None, no_bias_sums(number)
         if dbias is not None:
@@ -152,6 +119,10 @@ class BackwardTangentCall(PreparedCall):
             totals.clear()
             parts, bias_sums = totals.parts, totals.sums
 
+        # As in `backward_call`: where there are enough heads, one pass computes dq, too.
+        one_pass = alone and is_one_pass_faster(int(parts.max(initial=-1)) + 1)
+        kept, in_memory = layout.panels(problem.d * int(one_pass), scratch)
+        dq_sums = Packed(ROWS, in_memory)
         changes = changes_of(layout, programs, pointers, self._ranges)
         sizes = tile_sizes(layout.shape, changes)
         registers = registers_of(moving.curve), registers_of(moving.bias)
@@ -163,28 +134,30 @@ class BackwardTangentCall(PreparedCall):
             return lambda: (tile_scratch(sizes, *registers, number), *aligned(counts, number))
 
         common = self.shape, changes, moving, *operands
-        held = given, targets, self
-        work = seconds(layout.shape, 9, layout.itemsize)
+        held = given, targets, kept, self
+        work = seconds(layout.shape, 10 if one_pass else 8, layout.itemsize)
         counts = -(-layout.len_k[members[starts]] // layout.block_kv)
-        lists = list(key_blocks(layout, starts, counts, parts, False))
+        lists = list(key_blocks(layout, starts, counts, parts, one_pass))
         for runs in lists:
             visited = np.zeros(len(runs.rows), np.int64)
-            results = of_dk.rows, of_dv.rows, bias_sums, visited
+            of_queries = int(one_pass), dq_sums, of_dq.rows
+            results = of_dk.rows, of_dv.rows, *of_queries, bias_sums, visited
             bound = Bound(
                 backward_tangent_dkdv, number, *runs, members, *common, *results,
                 scratch=scratch_of(*block),
             )  # fmt: skip
             parallel(bound, len(runs.starts) - 1, held, work / len(lists))
             self.visited += int(visited.sum())
-        q_lead = () if problem.packed else q.shape[:-3]
-        blocks, sharers = layout.shared_blocks(
-            q_lead, layout.len_q, layout.block_q, last_first=True
-        )
-        bound = Bound(
-            backward_tangent_dq, number, blocks, sharers, *common, of_dq.rows,
-            scratch=scratch_of(panel),
-        )  # fmt: skip
-        parallel(bound, len(blocks) * problem.heads, held, work)
+        if not one_pass:
+            q_lead = () if problem.packed else q.shape[:-3]
+            blocks, sharers = layout.shared_blocks(
+                q_lead, layout.len_q, layout.block_q, last_first=True
+            )
+            bound = Bound(
+                backward_tangent_dq, number, blocks, sharers, *common, of_dq.rows,
+                scratch=scratch_of(panel),
+            )  # fmt: skip
+            parallel(bound, len(blocks) * problem.heads, held, 7 * work / 8)
         if totals is not None and dbias is not None:
             totals.finish(dbias)
         of_dq.finish(dq)

@@ -274,7 +274,8 @@ def fill_tile(
     k, tk = k + begin * k_row * itemsize, tk + begin * tk_row * itemsize
     v, tv = v + begin * v_row * itemsize, tv + begin * tv_row * itemsize
     d, d_v = shape.d, shape.d_v
-    # Scores and dP, and the tangents of both.
+    # 2 scores
+    # With dP, and the tangents of both.
     place = first_address(p) + cells
     _product(changes, shape.scale, shape, k, k_row, qt, d, place, lanes, keys, 0)
     place = first_address(ts) + cells
@@ -298,7 +299,7 @@ def fill_tile(
     if not (moving.do or moving.v):
         for n in range(first, last):
             ds[n] = zero
-    # Score changes, with their derivatives, and the mask.
+    # 3 score mod
     if changes.slope.code.shape[0]:
         ri, rf, made = scratch.slope_ri, scratch.slope_rf, scratch.slope
         apply_score(changes.pointers, changes.slope, symbols, ni, edges, lanes, p, made, ri, rf)
@@ -316,9 +317,11 @@ def fill_tile(
     if changes.score.code.shape[0]:
         ri, rf = scratch.score_ri, scratch.score_rf
         apply_score(changes.pointers, changes.score, symbols, ni, edges, lanes, p, p, ri, rf)
+    # 4 mask
     apply_mask(changes, symbols, ni, edges, lanes, p, scratch.mask_ri, scratch.mask_rf)
     if careful:
         note_seen(p, scratch.seen, nj * lanes)
+    # 5 probabilities and the gradient of the output's weights
     if shape.drop_below:
         dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, scratch.z, scratch.words)
     _weigh(shape, scratch, lanes)

@@ -12,6 +12,7 @@ from tangents import directions_of, second_ratios
 
 import cupyflash
 from cupyflash import ArgumentError, masks, scores
+from cupyflash.reference.cpu import backward_tangent_call
 
 OPTIONS = {
     "mask": masks.window(9, 5), "score_mod": [scores.softcap(2.0), scores.alibi(np.ones(4))],
@@ -177,6 +178,16 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch, threads):
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", threads)
     for ours, right in zip(second(x, t).gradients, expected, strict=True):
         assert same_bits(ours, right)
+
+
+def test_one_pass_and_two_have_the_same_bits(monkeypatch):
+    x, draw = drawn(12, np.float32, len_q=200, len_k=150)
+    t, made = draw(), []
+    for one_pass in (False, True):
+        monkeypatch.setattr(backward_tangent_call, "is_one_pass_faster", lambda _, y=one_pass: y)
+        made.append(second(x, t).gradients)
+    for one, two in zip(*made, strict=True):
+        assert same_bits(one, two)
 
 
 def test_packed_sequences_are_each_alone():

@@ -10,8 +10,8 @@ from conformance import ARCH, THREADS, bits, defined, functions
 from conformance_cases import CASES
 from cuda_table import ARCHS, compiled
 from emulator import build, probe
-from emulator.calls import encode
 from emulator.machine import FORWARD, REVERSE, randomly
+from emulator.memory import encode
 from halves import mostly_thorough
 
 from cupyflash.arrays import cuda_device

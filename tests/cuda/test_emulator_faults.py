@@ -16,16 +16,17 @@ from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from emulator.probe import Probe
+from emulator.problems import lean_kernels
 
 import cupyflash.kernels_cu
 from cupyflash import masks
 from cupyflash.gpu import source, tile_lists
-from cupyflash.gpu.kernels import decode
+from cupyflash.gpu.kernels import decode, simt
 from cupyflash.problem import cached, coded, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.hadamard import transform
 from cupyflash.problem.options import Options
-from cupyflash.problem.tangents import Tangents
+from cupyflash.problem.tangents import SecondTangents, Tangents
 from cupyflash.rowwise import HADAMARD
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -401,6 +402,27 @@ def _everything(emulator):
         written = np.empty_like(q), np.empty_like(q), draw(2, 1, 40), draw(2, 1, 40)
         emulator.forward_tangent(validate.call(q, k, v, options), Tangents(q, k, k), written)
 
+    # Their gradients, whose tangents are resident or not, and of a bias that heads share.
+    bias, sink = draw(70, 200), draw(2)
+    q, tq, k, tk = draw(2, 2, 70, 24), draw(2, 2, 70, 24), draw(2, 1, 200, 24), draw(1, 1, 200, 24)
+    options = Options(dropout=0.5, seed=1, bias=bias, sink=sink, mask=masks.window(40, 30))
+    call = validate.call(q, k, tk, options)
+    made = (np.empty_like(x) for x in (q, k, tk, bias, sink))
+    rows = {"do": q, "out": tq, "lse": draw(2, 2, 70), "dlse": draw(2, 2, 70)}
+    moved = SecondTangents(Tangents(tq, k, tk, bias, sink), q, draw(2, 2, 70))
+    written = Gradients(*made), (np.empty_like(q), draw(2, 2, 70))
+    emulator.backward_tangent(call, rows, moved, *written)
+    with mock.patch.dict(simt.KERNELS, lean_kernels()):
+        emulator.backward_tangent(call, rows, moved, *written)
+    # As above: entries share queries, and the first one sees nothing.
+    q, k = draw(2, 40, 8), draw(2, 1, 33, 8)
+    call = validate.call(q, k, k, Options(mask=masks.lengths(np.array([0, 33]))))
+    made = *(np.empty_like(x) for x in (q, k, k)), None, None
+    rows = {"do": do, "out": draw(2, 2, 40, 8), "lse": draw(2, 2, 40)}
+    moved = SecondTangents(Tangents(q, k, k), do)
+    written = Gradients(*made), (draw(2, 2, 40, 8), draw(2, 2, 40))
+    emulator.backward_tangent(call, rows, moved, *written)
+
     # Lists of tiles, whose rows are dealt in an order.
     chosen = masks.chosen(np.array([[0, 2], [1, -1], [3, 0]]), (64, 64))
     q, k = draw(1, 180, 64).astype(np.float16), draw(1, 250, 64).astype(np.float16)
@@ -442,7 +464,8 @@ def test_no_barrier_of_the_sources_may_be_missing(path, number):
     def has_it(special):
         # Deltas and pieces of tasks are what other kernels compute with.
         included = source.flatten((special.spec.source,))
-        return special.spec.part in ("delta", "decode", "shared") or f"// {path}\n" in included
+        needed = special.spec.part in ("delta", "tangent_delta", "decode", "shared")
+        return needed or f"// {path}\n" in included
 
     with pytest.raises(
         Fault, match=r"no barrier since|fence_device since|no thread has written|has not fini"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conformance_warpgroups import COPY, PHASES, STORE, product
 from emulator import build
-from emulator.calls import encode
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from emulator.memory import encode
 from emulator.probe import Probe
 
 from cupyflash.arrays.device_arrays import address

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,7 +18,15 @@ import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.expr.nodes import LookupTable
-from cupyflash.gpu import driver, launch, launch_cache, piece_launches, row_launches, tile_lists
+from cupyflash.gpu import (
+    driver,
+    launch,
+    launch_cache,
+    piece_launches,
+    row_launches,
+    second_launches,
+    tile_lists,
+)
 from cupyflash.gpu.kernels import (
     bias_tiles,
     registry,
@@ -33,14 +40,14 @@ from cupyflash.gpu.kernels import (
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import Specialisation
-from cupyflash.gpu.tma import TensorMap
 from cupyflash.gpu.writer import Launch
 from cupyflash.problem.call import Array, Call, Gradients, Problem, Results
-from cupyflash.problem.tangents import TangentResults, Tangents
+from cupyflash.problem.tangents import SecondTangents, TangentResults, Tangents
 from cupyflash.rowwise import Operation
 
 from . import build
 from .machine import FORWARD, Schedule, machine
+from .memory import Memory, encode, poisoned, poisoned_like
 
 Read = Callable[[str], str]
 
@@ -130,7 +137,10 @@ class Blocks:
         if spec.name in sm80_f64.BACKWARD_BYTES:
             return self.f64_tiles(spec.name, problem)
         if spec.name in simt.KERNELS:
-            return self.tiles(spec.name, problem, spec.slope and request.slope)
+            slope = (
+                spec.part in ("dkdv", "dq", "lookup") and request.slope
+            )  # which have a tile for them
+            return self.tiles(spec.name, problem, slope)
         if spec is sm90.FORWARD:
             return self.warpgroup_tiles(request)
         if spec is sm90.DKDV and self.bias_tiles:
@@ -321,6 +331,19 @@ class Emulator:
             lambda: launch.forward_tangent(_on_device(call), tangents, results, visited=visited)
         )
 
+    def backward_tangent(
+        self,
+        call: Call,
+        rows: Mapping[str, Array],
+        tangents: SecondTangents,
+        gradients: Gradients,
+        results: Results,
+        visited: Array | None = None,
+    ) -> None:
+        """Write the tangents of gradients, of out and of lse, as `Gpu.backward_tangent`."""
+        arrays = rows, tangents, gradients, results
+        self._run(lambda: second_launches.backward(_on_device(call), *arrays, visited=visited))
+
     def forward_piece(
         self, call: Call, partial: Results, first: bool, results: Results | None = None
     ) -> None:
@@ -441,9 +464,9 @@ class Emulator:
             mock.patch.multiple(
                 device_arrays,
                 device_of=lambda _: 0,
-                empty=_poisoned,
-                empty_like=_poisoned_like,
-                memory=lambda size: Memory(_poisoned((size,), np.uint8)),
+                empty=poisoned,
+                empty_like=poisoned_like,
+                memory=lambda size: Memory(poisoned((size,), np.uint8)),
                 memory_of=lambda array, begin: Memory(array[begin:]),
                 view=lambda shape, dtype, memory: memory.view(shape, dtype),
                 convert=lambda array, to: np.copyto(to, array, "unsafe"),
@@ -468,38 +491,5 @@ def _wide_tiles(kernel: str, block_q: int, block_kv: int, warps: int) -> tuple[i
     return max(16, block_q // 2), keys, warps
 
 
-def encode(made: TensorMap, address: int) -> bytes:
-    """Return a map as warpgroups.cpp and the twin of ptx/tma.cuh read it."""
-    words = (address, *made.shape, *made.strides, made.rows)
-    return struct.pack("=16Q", *words, *(0,) * (16 - len(words)))
-
-
-class Memory:
-    """Bytes of host memory, as CuPy's MemoryPointer points to them."""
-
-    def __init__(self, held: Array) -> None:
-        self._held, self.ptr = held, held.ctypes.data
-
-    def memset_async(self, value: int, size: int) -> None:
-        """Write one value to bytes."""
-        self._held[:size] = value
-
-    def view(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an array in C order that begins here."""
-        return np.ndarray(shape, dtype, self._held.data)
-
-
 def _on_device(call: Call) -> Call:
     return dataclasses.replace(call, device=0)
-
-
-def _poisoned_like(array: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
-    """Memory of a pool, in C order."""
-    return _poisoned(shape, array.dtype if dtype is None else dtype)
-
-
-def _poisoned(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Memory of a pool holds anything: here NaN."""
-    made = np.empty(shape, dtype)
-    made.reshape(-1).view(np.uint8).fill(0xFF)
-    return made

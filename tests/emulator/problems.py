@@ -10,8 +10,9 @@ from harness import backward_ratios, call_of, forward_ratios
 from placement import Layout, Placed, random_layout
 from strategies import Problem
 
-from cupyflash.problem.call import Array, Call, Gradients
-from cupyflash.problem.tangents import Tangents, with_heads
+from cupyflash.gpu.kernels import simt
+from cupyflash.problem.call import Array, Call, Gradients, Results
+from cupyflash.problem.tangents import SecondTangents, Tangents, with_heads
 from cupyflash.testing import Directions, Precision
 from cupyflash.testing import copies as memory
 from cupyflash.testing.copies import Copies
@@ -144,3 +145,43 @@ def run_tangent(problem: Problem, emulator: Emulator, directions: Directions) ->
     emulator.forward_tangent(call, with_heads(along, call), results)
     copies.check()
     return [copies.value(x) for x in made]
+
+
+def lean_kernels() -> dict[str, Any]:
+    """Return rows of `simt.KERNELS` with which kernels keep less in shared memory."""
+    return {name: (lean, *simt.KERNELS[name][1:]) for name, lean in simt.LEAN.items()}
+
+
+def run_second(
+    problem: Problem,
+    emulator: Emulator,
+    directions: Directions,
+    cotangents: tuple[Array | None, Array | None],
+    results: Results,
+) -> dict[str, Array]:
+    """Compute second derivatives into poisoned memory, and check that nothing else changed.
+
+    `cotangents` are tdo and tdlse, and `results` are out and lse.
+    """
+    rng = np.random.default_rng([problem.seed, 6])
+    random = problem.layouts == "random"
+    copies = Copies(HostMemory())
+    call = _copied(problem, copies)
+    owners = (problem.q, problem.k, problem.v, *map(problem.options.get, ("bias", "sink")))
+    made = [None if x is None else target(rng, x.shape, x.dtype, random) for x in owners]
+    made += [target(rng, x.shape, x.dtype, random) for x in results]
+    matrices = (*call.were_matrices, False, False, call.matrices, call.matrices)
+    written: list[Any] = [
+        _full(copies.array(x, True), matrix) for x, matrix in zip(made, matrices, strict=True)
+    ]
+    names = ("do", "out", "lse", "dlse", "tdo", "tdlse")
+    given = dict(zip(names, (problem.do, *results, problem.dlse, *cotangents), strict=True))
+    read: dict[str, Any] = {
+        name: _full(copies.array(x), call.matrices) for name, x in given.items() if x is not None
+    }
+    along = Tangents(*(None if x is None else copies.array(x) for x in directions))
+    moved = SecondTangents(with_heads(along, call), read.pop("tdo", None), read.pop("tdlse", None))
+    emulator.backward_tangent(call, read, moved, Gradients(*written[:5]), (written[5], written[6]))
+    copies.check()
+    names = (*Gradients._fields, "tout", "tlse")
+    return {name: copies.value(x) for name, x in zip(names, made, strict=True) if x is not None}

@@ -140,11 +140,12 @@ TAKES_OPTIONS = {
         "deterministic",
         "bias_gradient",
         "grads_out",
+        "workspace",
     },
     "attention_jvp": {"tbias", "tsink", "return_lse", "out", "tout_out", "lse_out", "tlse_out"},
     "attention_vjp": {"check", "deterministic", "bias_gradient", "return_lse"},
     "plan": {"offsets_q", "offsets_k", "tangents", *CODES},
-    "workspace_size": {"offsets_q", "offsets_k"},
+    "workspace_size": {"offsets_q", "offsets_k", "second"},
 }
 TAKES_OPTIONS |= {
     name.replace("attention", "attention_varlen"): {*keywords, "check"}

@@ -77,6 +77,18 @@ def tangents(q, k, v, **options):
     return dict(zip(("out", "tout", "lse", "tlse"), made, strict=True))
 
 
+def second_directions(cupy):
+    arrays, options = directions(cupy)
+    arrays |= {name: full(cupy, (2, 4, 40, 16)) for name in ("do", "out", "tdo")}
+    return arrays | {name: full(cupy, (2, 4, 40)) for name in ("lse", "dlse", "tdlse")}, options
+
+
+def second(q, k, v, do, out, lse, **options):
+    made = cupyflash.attention_backward_jvp(do, q, k, v, out, lse, **options)
+    gradients = {f"t{name}": x for name, x in made.gradients._asdict().items()}
+    return gradients | {"tout": made.tout, "tlse": made.tlse}
+
+
 def packed(kind):
     """The same with offsets, of the host or of a type in device memory."""
 
@@ -194,6 +206,7 @@ KINDS = {
     "dense, causal": (dense(mask=masks.causal()), with_lse, DENSE, {}, 0),
     "gradients": (dense(dtype=F16, do=True), gradients, DENSE, {}, 8),
     "tangents": (directions, tangents, DENSE, {}, 0),
+    "second": (second_directions, second, DENSE, {}, 12),
     "packed, host": (packed("host"), varlen, PACKED, {}, 0),
     "packed, int64": (packed(I64), varlen, PACKED, {}, 0),
     "packed, int32": (packed(I32), varlen, PACKED, {}, 3),

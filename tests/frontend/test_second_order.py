@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
-from host_cupy import HostCupy, in_host
+from host_cupy import HostCupy
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, streamed
+from cupyflash.arrays import cuda_device
+from cupyflash.gpu import second_route
+from cupyflash.problem import validate
 
 
 @pytest.fixture
@@ -27,10 +30,45 @@ def test_streamed_calls(arrays):
         vjp.jvp(q, q)
 
 
-def test_arrays_of_a_gpu(arrays, install):
+def test_arrays_of_two_places(arrays, install):
     cupy = install(HostCupy())
     q, out, lse = map(cupy.asarray, arrays)
-    with pytest.raises(ArgumentTypeError, match=r"Pass cupy\.asnumpy\(q\), and the other"):
-        cupyflash.attention_backward_jvp(q, q, q, q, out, lse, q)
-    q, out, lse = map(in_host, (q, out, lse))  # as cupy.asnumpy does
-    assert cupyflash.attention_backward_jvp(q, q, q, q, out, lse, q).tout.shape == out.shape
+    with pytest.raises(
+        ArgumentTypeError, match=r"tq: got an array in host memory, but q is in the memory"
+    ):
+        cupyflash.attention_backward_jvp(q, q, q, q, out, lse, arrays[0])
+
+
+def test_a_workspace_that_is_too_small(arrays, install):
+    cupy = install(HostCupy())
+    q, out, lse = map(cupy.asarray, arrays)
+    size = cupyflash.workspace_size(q, q, q, second=True)
+    assert size > 0
+    given = q, q, q, q, out, lse, q
+    for n in range(2):  # checked, and recognised
+        workspace = cupy.asarray(np.zeros(size, np.uint8))
+        made = cupyflash.attention_backward_jvp(*given, workspace=workspace)
+        assert made.tout.shape == out.shape, n
+    with pytest.raises(ArgumentError, match=rf"got {size - 1} bytes; expected .* second=True"):
+        cupyflash.attention_backward_jvp(*given, workspace=workspace[1:])
+    assert cupyflash.workspace_size(*arrays[:1] * 3, second=True) == 0
+    with pytest.raises(ArgumentTypeError, match="second: got 1; expected True or False"):
+        cupyflash.workspace_size(q, q, q, second=1)
+
+
+def test_memory_of_second_derivatives_grows_with_the_length(install):
+    cupy = install(HostCupy())
+    sizes = []
+    for length in (1000, 2000, 4000):
+        q = cupy.asarray(np.zeros((1, 2, length, 8), np.float16))
+        sizes.append(cupyflash.workspace_size(q, q, q, second=True))
+    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
+
+
+def test_the_route_says_what_runs(arrays, install):
+    cupy = install(HostCupy())
+    q, out, lse = map(cupy.asarray, arrays)
+    cupyflash.attention_backward_jvp(q, q, q, q, out, lse, q, q, q, tdo=q)
+    made = second_route.of_second(validate.call(q, q, q), cuda_device.of(0))
+    assert [x.kernel for x in cupy.launches] == [x.special.name for x in made.steps]
+    assert made.scratch <= cupyflash.workspace_size(q, q, q, second=True)

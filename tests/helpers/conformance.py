@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 from emulator import probe
-from emulator.calls import encode
 from emulator.machine import FORWARD, Schedule
+from emulator.memory import encode
 
 import cupyflash.kernels_cu
 from cupyflash.arrays.cuda_device import OLDEST_CAPABILITY

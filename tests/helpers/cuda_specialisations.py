@@ -12,8 +12,10 @@ from cupyflash import lookup, masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
+from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import SCORE
 from cupyflash.expr.key_range import key_range
+from cupyflash.expr.nodes import convert
 from cupyflash.gpu.kernels import bias_tiles, decode, simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
@@ -79,6 +81,8 @@ SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
     ((64, 64), "pair bias", 512, 512),
 ]
 MORE_OPTIONS: dict[str, dict[str, Any]] = {"pair bias": {"bias": BIAS}}
+_OF_BIAS = "backward_bias", "backward_tangent_bias"
+_OF_SECOND = "backward_simt_tangent_dkdv", "backward_simt_tangent_dq"
 
 
 class Case(NamedTuple):
@@ -103,10 +107,10 @@ def cases() -> list[Case]:
     found = []
     for k, kernel in enumerate(simt.KERNELS):
         # Steps without a common factor meet every pair soon.
-        for n in range(12):
+        for n in range(8 if kernel in (*_OF_SECOND, _OF_BIAS[1]) else 12):
             options = list(OPTIONS)[(n + k) % len(OPTIONS)]
-            if kernel == "backward_bias" and "bias" not in OPTIONS[options]:
-                options = "bias" if n % 2 else "everything"
+            if kernel in _OF_BIAS and "bias" not in OPTIONS[options]:
+                options = "bias" if (n if kernel == _OF_BIAS[0] else n // 6) % 2 else "everything"
             dtype = dtypes[(n + n // 4) % 4]
             found.append(Case(kernel, dtype, sizes[(n + k) % 6], options, bool((n // 3) % 2)))
     # Tensor cores: the types, sizes and options that have tiles or code of their own.
@@ -259,6 +263,8 @@ def cases() -> list[Case]:
     found += [Case("dequantize", dtype, sizes[0], "plain", False) for dtype in dtypes[1::2]]
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine", "backward_sums")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
+    for n, kernel in enumerate(("backward_tangent_delta", "backward_tangent_sink")):
+        found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes[n::2]]
     for size in (128, 96, 288):
         found += [Case("hadamard", dtype, (size, size), "plain", False) for dtype in dtypes]
     for kernel in ("checksum", "offsets"):
@@ -299,6 +305,9 @@ def runs_on(case: Case, arch: str) -> bool:
     if case.kernel in sm80_f64.BACKWARD_TILES:
         has = capability(arch) >= spec.capability
         return has and sm80_f64.fit(case.kernel, *case.sizes, SHARED_MEMORY[arch]) is not None
+    if case.kernel in _OF_SECOND:  # their widest rows in float64 have no room on the oldest
+        sizes = max(case.dtype.itemsize, 4), case.dtype.itemsize, *case.sizes
+        return simt.fit(case.kernel, *sizes, 1, SHARED_MEMORY[arch]) is not None
     if case.kernel == "decode_sm80" and case.cache.endswith(" whole"):
         sizes = decode.WHOLE_WARPS, 2, *case.sizes
         return sm80.decode_bytes(*sizes) <= SHARED_MEMORY[arch]
@@ -381,12 +390,15 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         made.slope if spec.part not in ("forward", "forward_codes", "decode", "shared") else None
     )
     given_trees = made.allowed, made.classes, made.changed, slope, keys
-    has_tangents, tangent = spec.part == "tangents", None
+    is_second = spec.part.startswith("tangent_")
+    has_tangents, tangent, curve = spec.part == "tangents" or is_second, None, None
+    if is_second and made.slope is not None:
+        curve = convert(derivative(made.slope), "float")
     if has_tangents and call.bias is not None:
         tangent = added(SCORE, call.bias, "tbias", problem)
     functions = NONE
     if spec.scores:
-        functions = generate(*given_trees, short=True, tangent=tangent).functions
+        functions = generate(*given_trees, short=True, tangent=tangent, curve=curve).functions
     if not spec.slope:
         functions = dataclasses.replace(functions, has_dscore=False)
     lists = case.cache == "lists"
@@ -426,4 +438,5 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         tq=has_tangents,
         tk=has_tangents,
         tv=has_tangents,
+        tdo=is_second,
     )

@@ -50,7 +50,7 @@ def learned_changes(problem: Problem) -> list[Any]:
 
 
 def lookup_ratios(problem: Problem) -> dict[Any, float]:
-    """Return rho of all gradients of learned look-ups; of none where out has overflowed."""
+    """Return rho of all gradients of learned look-ups that are finite; none if out overflowed."""
     changes = problem.options.get("score_mod") or []
     changes = [*(changes if isinstance(changes, list) else [changes]), *learned_changes(problem)]
     options = problem.options | {"score_mod": changes}
@@ -75,7 +75,10 @@ def lookup_ratios(problem: Problem) -> dict[Any, float]:
     assert set(made) == set(bound.dlookups)
     for table, gradient in made.items():
         assert gradient.dtype == table.array.dtype
-    return {table: rho(x, *bound.dlookups[table]).value for table, x in made.items()}
+    finite = {  # not where a score change gives a cap scores of -inf, for example
+        table: x for table, x in made.items() if np.isfinite(bound.dlookups[table].exact).all()
+    }
+    return {table: rho(x, *bound.dlookups[table]).value for table, x in finite.items()}
 
 
 _empty_like = Cpu.empty_like

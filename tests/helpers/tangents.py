@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -14,6 +15,7 @@ from cupyflash.problem import replay
 from cupyflash.testing import (
     Directions,
     JvpBound,
+    SecondBound,
     jvp_bound,
     jvp_bound_varlen,
     rho,
@@ -121,6 +123,33 @@ def cotangents_of(problem: Problem) -> Cotangents:
     return Cotangents(kept[0], None if kept[1] is None else kept[1].astype(problem.accumulator))
 
 
+def bound_second(
+    problem: Problem, directions: Directions, cotangents: tuple[Array | None, Array | None]
+) -> SecondBound:
+    """Return exact second derivatives and bounds; `cotangents` are tdo and tdlse."""
+    bound = second_bound(
+        problem.do,
+        problem.q,
+        problem.k,
+        problem.v,
+        directions,
+        dlse=problem.dlse,
+        tdo=cotangents[0],
+        tdlse=cotangents[1],
+        precision=precision_of(problem, False),
+        block_kv=block_kv(problem),
+        **problem.options,
+    )
+    assert problem.hard or not bound.ill_conditioned
+    return bound
+
+
+def ratios_of_second(bound: SecondBound, ours: Mapping[str, Array | None]) -> dict[str, float]:
+    """Return rho of every second derivative; None stands for those that a call does not have."""
+    assert all((x is None) == (getattr(bound, name) is None) for name, x in ours.items())
+    return {name: rho(x, *getattr(bound, name)).value for name, x in ours.items() if x is not None}
+
+
 def second_ratios(problem: Problem, directions: Directions) -> dict[str, float]:
     """Return rho of all second derivatives; of none where out has overflowed in float16."""
     (tq, tk, tv, tbias, tsink), tiled = directions, cpu_tiles.tiled
@@ -143,11 +172,5 @@ def second_ratios(problem: Problem, directions: Directions) -> dict[str, float]:
         )
     for placed in problem.placed:
         placed.check()
-    precision = precision_of(problem, False)
-    bound = second_bound(
-        problem.do, *arrays, directions, precision=precision, block_kv=block_kv(problem), **how
-    )
-    assert problem.hard or not bound.ill_conditioned
     ours = {**made.gradients._asdict(), "tout": made.tout, "tlse": made.tlse}
-    assert all((x is None) == (getattr(bound, name) is None) for name, x in ours.items())
-    return {name: rho(x, *getattr(bound, name)).value for name, x in ours.items() if x is not None}
+    return ratios_of_second(bound_second(problem, directions, (tdo, tdlse)), ours)

@@ -21,8 +21,9 @@ from unittest import mock
 
 import numpy as np
 from emulator import build
-from emulator.calls import Emulator, encode
+from emulator.calls import Emulator
 from emulator.machine import FORWARD, Fault, Machine, Schedule
+from emulator.memory import encode
 from harness import GRADIENTS, bound_backward, bound_forward, call_of, with_offsets
 from placement import Layout, Placed
 

@@ -37,7 +37,13 @@ TABLE = table_of_twins()
 # Kernels that join all keys of a row by themselves where they have them, as their twin does.
 JOINS = {"kernels_cu/sm80/decode_sm80.cu", "kernels_cu/simt/decode_simt.cu"}
 # Kernel -> its twin's function, and the kernel that calls it.
-PARTS = {"backward_bias": ("add_to_bias", ("reference/cpu/backward.py", "backward_dkdv"))}
+PARTS = {
+    "backward_bias": ("add_to_bias", ("reference/cpu/backward.py", "backward_dkdv")),
+    "backward_tangent_bias": (
+        "add_to_bias",
+        ("reference/cpu/backward_tangent.py", "backward_tangent_dkdv"),
+    ),
+}
 
 
 def files_of(row: Row) -> list[str]:

@@ -44,6 +44,7 @@ WATCHED = {
         "-k",
         "packed",
     ),
+    "second derivatives": ("test_gpu_second.py::test_second_derivatives_are_within_the_bound",),
     "particular calls": (
         "test_gpu_contract.py::test_results_are_like_their_inputs",
         "test_gpu_contract.py::test_matrices_and_empty_axes",

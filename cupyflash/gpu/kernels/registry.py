@@ -12,13 +12,29 @@ import numpy as np
 
 from ...arrays.cuda_device import OLDEST_CAPABILITY
 from ...errors import ArgumentError
-from . import rowwise, simt, sm80, sm80_f64, sm80_tangent, sm90, sm90_bias, sm90_decode, sm90_fp8
+from . import (
+    rowwise,
+    simt,
+    simt_tangent,
+    sm80,
+    sm80_f64,
+    sm80_tangent,
+    sm90,
+    sm90_bias,
+    sm90_decode,
+    sm90_fp8,
+)
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
     "tangents": (sm80_tangent.TANGENTS, simt.TANGENTS),
+    "tangent_delta": (rowwise.TANGENT_DELTA,),
+    "tangent_sink": (rowwise.TANGENT_SINK,),
+    "tangent_dkdv": (simt_tangent.DKDV,),
+    "tangent_dq": (simt_tangent.DQ,),
+    "tangent_bias": (simt_tangent.BIAS,),
     "forward_codes": (sm90_fp8.FORWARD,),
     "decode": (sm80.DECODE, sm90_decode.DECODE, simt.DECODE),  # the first two: for other heads
     "shared": (sm80.SHARED,),
@@ -103,6 +119,11 @@ def select(part: str, request: Request) -> Choice:
         f"{KERNELS[part][-1].name} needs more than the {device.shared_memory} bytes of shared "
         f"memory of {device.name}; expected smaller heads or elements."
     )
+
+
+def portable(part: str) -> KernelSpec:
+    """Return the kernel of a part that runs everywhere: it rounds no operand of a product."""
+    return KERNELS[part][-1]
 
 
 def shares(request: Request, choice: Choice) -> Choice | None:

@@ -92,6 +92,28 @@ SINK = KernelSpec(
     scores=False,
     sizes=("d_v",),
 )
+TANGENT_DELTA = KernelSpec(
+    source="rowwise/backward_tangent_delta.cu",
+    part="tangent_delta",
+    computes="delta = rowsum(do * out) and its tangent",
+    method=_METHOD,
+    heads=_HEADS,
+    configure=lambda request: RESULTS,
+    grid=grid.by_results,
+    scores=False,
+    sizes=("d_v",),
+)
+TANGENT_SINK = KernelSpec(
+    source="rowwise/backward_tangent_sink.cu",
+    part="tangent_sink",
+    computes="tangent of dsink",
+    method=_METHOD,
+    heads=_HEADS,
+    configure=_configure_sink,
+    grid=grid.by_heads,
+    scores=False,
+    sizes=("d_v",),
+)
 DQ_ROWS = KernelSpec(
     source="rowwise/backward_dq_rows.cu",
     part="dq_rows",

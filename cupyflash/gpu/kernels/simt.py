@@ -90,6 +90,8 @@ class Shape:
 
 
 HEAD_BYTES = 128  # of what backward_simt_dkdv.cu keeps of the head whose queries are streamed
+TANGENT_HEAD_BYTES = 152  # of backward_simt_tangent_dkdv.cu, likewise
+ROW_NUMBERS = 4  # that kernels of tangents of gradients keep of each query
 
 
 def _ceil(x: int, y: int) -> int:
@@ -146,6 +148,50 @@ def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     return held + 2 * block_q
 
 
+def backward_simt_tangent_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of backward_simt_tangent_dkdv.cu: k, v, tk, tv, tiles, stage, rows, head."""
+    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
+    tiles = (4 + spare) * _tile(shape, block_kv, block_q) + ROW_NUMBERS * block_q
+    stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
+    return 2 * held + tiles + max(stages) + TANGENT_HEAD_BYTES // shape.itemsize
+
+
+def _lean_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of the same, if tangents of keys and values are not resident."""
+    elements = backward_simt_tangent_dkdv(shape, block_q, block_kv, spare)
+    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
+    stage = max(shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
+    return elements - held + max(0, _streamed(shape, block_kv) - stage)
+
+
+def _lean_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of backward_simt_tangent_dq.cu, if tq and tdo are not resident."""
+    elements = backward_simt_tangent_dq(shape, block_q, block_kv, spare)
+    held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
+    stage = max(shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
+    return elements - held + max(0, _streamed(shape, block_q) - stage)
+
+
+def _streamed(shape: Shape, rows: int) -> int:
+    """Elements of two buffers of which each has a chunk of rows."""
+    return 2 * rows * max(shape.odd_stride(shape.chunk_columns(x)) for x in (shape.d, shape.d_v))
+
+
+def backward_simt_tangent_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of backward_simt_tangent_dq.cu: q, do, tq, tdo, tiles, stage, rows."""
+    held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
+    tiles = (4 + spare) * _tile(shape, block_q, block_kv) + ROW_NUMBERS * block_q
+    stages = (shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
+    return 2 * held + tiles + max(stages)
+
+
+def backward_tangent_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of backward_tangent_bias.cu: chunks of both operands, tiles, rows."""
+    chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
+    held = (block_q + block_kv) * chunk + (3 + spare) * _tile(shape, block_q, block_kv)
+    return held + ROW_NUMBERS * block_q
+
+
 # Kernel -> (its shared elements, whether its block's rows are keys, columns of its results).
 KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[Shape], int]]] = {
     "forward_simt": (forward_simt, False, lambda x: x.padded_columns(x.d_v)),
@@ -163,8 +209,26 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
         lambda x: 2 * x.padded_columns(x.d_v) + 64,
     ),
     "backward_lookup": (backward_bias, False, lambda x: 0),
+    # Two tiles of scores, too.
+    "backward_simt_tangent_dkdv": (
+        backward_simt_tangent_dkdv,
+        True,
+        lambda x: x.padded_columns(x.d) + x.padded_columns(x.d_v) + 64,
+    ),
+    "backward_simt_tangent_dq": (
+        backward_simt_tangent_dq,
+        False,
+        lambda x: x.padded_columns(x.d) + 64,
+    ),
+    # Three tiles; with rows of more than 32 keys, those of float64 would spill.
+    "backward_tangent_bias": (backward_tangent_bias, False, lambda x: 272),
 }
 
+# Kernels with less memory, where there is no room for their best.
+LEAN: dict[str, Callable[[Shape, int, int, int], int]] = {
+    "backward_simt_tangent_dkdv": _lean_dkdv,
+    "backward_simt_tangent_dq": _lean_dq,
+}
 # Kernel, bytes of the accumulator's type -> rows of a block's results, rows that are streamed at a
 # time, threads, and the largest head for this; the best first.
 BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
@@ -176,6 +240,9 @@ BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("backward_bias", 8): ((64, 64, 256, 512),),
     ("backward_lookup", 4): ((64, 64, 256, 512),),
     ("backward_lookup", 8): ((64, 64, 256, 512),),
+    ("backward_simt_tangent_dkdv", 4): ((64, 64, 256, 512), (64, 64, 128, 512)),
+    ("backward_simt_tangent_dq", 4): ((64, 64, 256, 512), (64, 64, 128, 512)),
+    ("backward_tangent_bias", 4): ((64, 64, 256, 512),),
 }
 # After these, for every kernel: smaller tiles, for larger heads and elements or less memory.
 SMALLER: tuple[tuple[int, int, int, int], ...] = (
@@ -227,9 +294,11 @@ def fit(
     if blocks is not None:
         rows, columns = reversed(blocks) if keys_are_rows else blocks
         candidates = ((rows, columns, 256, 512), (rows, columns, 128, 512))
-    stages = None if elements is backward_bias else STAGES  # it has chunks of both operands
-    found = []
-    for rows, columns, threads, largest in candidates:
+    both = elements in (backward_bias, backward_tangent_bias)  # they have chunks of both operands
+    stages = None if both else STAGES
+    tries = [(each, x) for each in (elements, LEAN.get(kernel)) if each for x in candidates]
+    found: list[Tiles] = []
+    for elements, (rows, columns, threads, largest) in tries:
         shape = Shape(itemsize, stored, d, d_v, threads)
         if max(d, d_v) > largest or rows % shape.row_threads or columns % shape.column_threads:
             continue
@@ -239,6 +308,8 @@ def fit(
         shared = elements(shape, block_q, block_kv, spare) * itemsize
         if numbers > MOST_NUMBERS or block_kv % 4 or shared > limit:
             continue
+        if found and elements is LEAN.get(kernel):
+            break
         registers = FEW_REGISTERS if numbers <= FEW_NUMBERS else MOST_REGISTERS
         room = (limit + RESERVED) // (shared + RESERVED), REGISTERS // (threads * registers)
         found.append(Tiles(block_q, block_kv, threads, shared, min(room), stages))
