@@ -47,7 +47,7 @@ def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: st
     """
     arrays, tree = jax.tree.flatten(args)
 
-    def of_leaves(operands: Sequence[Any], into: tuple[Any, ...]) -> Sequence[Any]:
+    def of_leaves(operands: Sequence[Any], into: tuple[Any, ...], _: Any) -> Sequence[Any]:
         made: list[Any] = jax.tree.leaves(run(*jax.tree.unflatten(tree, operands), into))
         return made
 
