@@ -24,7 +24,9 @@ from .seeds import number_of
 
 MOVING = "q", "k", "v", "bias", "sink"  # in the order of `Gradients`
 _ROWS = "out", "lse", "do", "dlse", "tdo", "tdlse"
-_RESULTS = "out", "lse", "tout", "tlse"
+_ALL = "out", "tout", "lse", "tlse"
+_TARGETS = {"out": "out", "tout": "tout_out", "lse": "lse_out", "tlse": "tlse_out"}
+_GRADIENTS = tuple("d" + name for name in MOVING)
 _ELSEWHERE = (
     "Compute this derivative through jax.nn.dot_product_attention, which takes arrays of shape "
     "(B, L, H, D)."
@@ -85,6 +87,8 @@ class Part:
     def __init__(self, setting: Setting, takes: Sequence[str], gives: Sequence[str]) -> None:
         self.setting, self.takes, self.gives = setting, tuple(takes), tuple(gives)
         self._has = set(takes)
+        self._is_forward = self.gives == ("out", "lse")
+        self._is_second = "do" in self._has and not self._has <= {*setting.names, *_ROWS[:4]}
 
     def bind(self, arrays: Arrays, results: Sequence[Any]) -> Arrays:
         """Call it in a program; `results` have the shapes and dtypes of what it gives."""
@@ -102,18 +106,20 @@ class Part:
     ) -> list[Any]:
         """Return results for arrays, in the arrays of `into` where it is possible."""
         arrays = dict(zip(self.takes, operands, strict=True))
-        wanted = dict(zip(self.gives, shapes, strict=True))
-        extra = arrays["q"].ndim - self.setting.axes
-        if extra:
-            arrays = self._with_equal_axes(arrays, wanted, extra)
         rows = dict(zip(self.gives, into, strict=False))
-        mapped = host.mapped_axes({name: arrays[name] for name in "qkv"}, extra)
-        for name in list(rows):
-            axes = mapped if name in _RESULTS else arrays[name[1:]].shape[:extra]
-            if wanted[name][:extra] != axes:
-                del rows[name]  # a sum over axes of vmap, which is not computed there
         if "seed" in arrays:
             arrays["seed"] = number_of(arrays["seed"])
+        extra = arrays["q"].ndim - self.setting.axes
+        if not extra:
+            made = self._computed(arrays, rows)
+            return [made[name] for name in self.gives]
+        wanted = dict(zip(self.gives, shapes, strict=True))
+        arrays = self._with_equal_axes(arrays, wanted, extra)
+        mapped = host.mapped_axes({name: arrays[name] for name in "qkv"}, extra)
+        for name in list(rows):
+            axes = mapped if name in _ALL else arrays[name[1:]].shape[:extra]
+            if wanted[name][:extra] != axes:
+                del rows[name]  # a sum over axes of vmap, which is not computed there
         made = self._computed(arrays, rows)
         accumulator = self.setting.accumulator
         return [_summed(made[name], wanted[name], accumulator) for name in self.gives]
@@ -141,29 +147,27 @@ class Part:
 
     def _computed(self, arrays: Arrays, rows: Arrays) -> Arrays:
         """Return what the function for NumPy arrays returns, by name, in `rows` if it is there."""
-        setting, functions = self.setting, self.setting.functions
-        options = dict(setting.constants)
-        operands = {name: arrays[name] for name in setting.names}
-        others = {name: x for name, x in arrays.items() if name not in operands}
-        if "do" not in others:
-            targets = {_target(name): x for name, x in rows.items() if name in _RESULTS}
-            options |= operands | targets
-            if self.gives == ("out", "lse"):
-                made = functions.forward(**options, return_lse=True)
-                return dict(zip(self.gives, made, strict=True))
-            moved = {name: x for name, x in others.items() if name not in _ROWS}
-            made = functions.jvp(**options, **moved, return_lse=True)
-            return dict(zip(("out", "tout", "lse", "tlse"), made, strict=True))
-        if "bias" in operands and "dbias" not in self.gives:
-            options["bias_gradient"] = False
-        gradients = ["d" + name for name in MOVING]
-        options["grads_out"] = tuple(map(rows.get, gradients))
-        if self._has <= {*setting.names, *_ROWS[:4]}:
-            made = functions.backward(**others, **operands, **options)
-            return dict(zip(gradients, made, strict=True))
-        second = functions.backward_jvp(**others, **operands, **options)
-        made = dict(zip(gradients, second.gradients, strict=True))
-        return made | {"tout": second.tout, "tlse": second.tlse}
+        functions, constants = self.setting.functions, self.setting.constants
+        if self._is_forward:
+            into = {_TARGETS[name]: x for name, x in rows.items()}
+            made = functions.forward(**arrays, **into, **constants, return_lse=True)
+            return dict(zip(self.gives, made, strict=True))
+        if "do" not in self._has:
+            into = {_TARGETS[name]: x for name, x in rows.items()}
+            arrays = {name: x for name, x in arrays.items() if name not in _ROWS}
+            made = functions.jvp(**arrays, **into, **constants, return_lse=True)
+            return dict(zip(_ALL, made, strict=True))
+        how = dict(constants)
+        if "bias" in self._has and "dbias" not in self.gives:
+            how["bias_gradient"] = False
+        if rows:
+            how["grads_out"] = tuple(map(rows.get, _GRADIENTS))
+        if not self._is_second:
+            made = functions.backward(**arrays, **how)
+            return dict(zip(_GRADIENTS, made, strict=True))
+        second = functions.backward_jvp(**arrays, **how)
+        of_operands = zip(_GRADIENTS, second.gradients, strict=True)
+        return {"tout": second.tout, "tlse": second.tlse, **dict(of_operands)}
 
     # -- its derivatives
 
@@ -176,7 +180,7 @@ class Part:
             name: t for name, t in zip(self.takes, tangents, strict=True) if _is_wanted(name, t)
         }
         of_operands = {"t" + name: moves[name] for name in MOVING if name in moves}
-        if self.gives == ("out", "lse"):
+        if self._is_forward:
             return self._with_tangents(arrays, of_operands, results)
         made = self.bind(arrays, results)
         of_tangents = {n: t for n, t in moves.items() if n[1:] in MOVING and n not in MOVING}
@@ -212,7 +216,7 @@ class Part:
         self, arrays: Arrays, along: Arrays, results: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         if along and not any(map(is_traced, (*arrays.values(), *along.values()))):
-            both = Part(self.setting, (*self.takes, *along), ("out", "tout", "lse", "tlse"))
+            both = Part(self.setting, (*self.takes, *along), _ALL)
             order = results[0], results[0], results[1], results[1]
             made = both.bind(arrays | along, order)
             return [made["out"], made["lse"]], [made["tout"], made["tlse"]]
@@ -223,10 +227,6 @@ class Part:
         given = arrays | rows | along
         moved = Part(self.setting, tuple(given), ("tout", "tlse")).bind(given, results)
         return list(rows.values()), list(moved.values())
-
-    @property
-    def _is_second(self) -> bool:
-        return "do" in self._has and not self._has <= {*self.setting.names, *_ROWS[:4]}
 
     def _other(self, given: Arrays, results: Sequence[Any]) -> Arrays:
         """Call the function of these arrays that gives the same."""
@@ -267,10 +267,6 @@ def _is_wanted(name: str, tangent: Any) -> bool:
     """Whether there is a tangent. What comes through out and lse is part of the others."""
     is_zero = type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
     return not is_zero and name not in ("out", "lse")
-
-
-def _target(name: str) -> str:
-    return f"{name}_out" if name != "out" else name
 
 
 def _summed(x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
