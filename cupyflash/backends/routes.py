@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..arrays import cuda_device
 from ..arrays.cuda_device import Target
+from ..errors import ArgumentError
 from ..gpu import route as gpu_route
 from ..problem.call import Call
 from ..problem.route import Route
@@ -35,8 +36,16 @@ def route(
     deterministic : bool
         Whether gradients are summed in one order.
     tangents : bool
-        Whether it is about a forward with tangents of all arrays.
+        Whether all arrays have tangents, along which the forward or the gradients are
+        differentiated.
     """
+    if tangents and backward:
+        if target is None:
+            return cpu_route.of_second(call)
+        raise ArgumentError(
+            "tangents: got True with backward=True for a GPU, where no kernel computes tangents of "
+            "gradients; expected one of them, or device='cpu'."
+        )
     if tangents:
         return (
             cpu_route.of_tangents(call) if target is None else gpu_route.of_tangents(call, target)
