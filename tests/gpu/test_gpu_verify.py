@@ -27,5 +27,6 @@ def test_property(name):
         varlen_backward=varlen_backward, precision=precision_of("gpu"),
         float8=float8_of("gpu"),
         cached=cupyflash.attention_cached, append=cupyflash.append, rope=cupyflash.rope,
+        jvp=cupyflash.attention_jvp, varlen_jvp=cupyflash.attention_varlen_jvp,
     )  # fmt: skip
     assert report.passed, str(report)
