@@ -89,7 +89,8 @@ def bound_of_tangents(
     options = options | {"precision": s.precision(q.dtype), "block_kv": s.tiles[1]}
     if offsets is None:
         return jvp_bound(q, k, v, along, **options)
-    return jvp_bound_varlen(q, k, v, *offsets, along, **options)
+    offsets_q, offsets_k = offsets
+    return jvp_bound_varlen(q, k, v, offsets_q, offsets_k, along, **options)
 
 
 def bound_of_second(

@@ -25,7 +25,8 @@ def direction_of(p: Problem) -> Directions:
 
 
 def _integers(p: Problem, like: Array) -> Array:
-    return p.rng.integers(-4, 5, like.shape).astype(like.dtype)
+    made: Array = p.rng.integers(-4, 5, like.shape).astype(like.dtype)
+    return made
 
 
 class _Case(NamedTuple):
