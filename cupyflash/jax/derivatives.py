@@ -122,7 +122,7 @@ class Part:
                 del rows[name]  # a sum over axes of vmap, which is not computed there
         made = self._computed(arrays, rows)
         accumulator = self.setting.accumulator
-        return [_summed(made[name], wanted[name], accumulator) for name in self.gives]
+        return [host.summed(made[name], wanted[name], accumulator) for name in self.gives]
 
     def _with_equal_axes(
         self, arrays: Arrays, wanted: Mapping[str, tuple[int, ...]], extra: int
@@ -267,11 +267,3 @@ def _is_wanted(name: str, tangent: Any) -> bool:
     """Whether there is a tangent. What comes through out and lse is part of the others."""
     is_zero = type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
     return not is_zero and name not in ("out", "lse")
-
-
-def _summed(x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return an array, summed over the axes that have the length 1 in `shape`."""
-    if x.shape == shape:
-        return x
-    axes = tuple(n for n, (ours, m) in enumerate(zip(x.shape, shape, strict=True)) if ours != m)
-    return x.sum(axes, dtype=dtype, keepdims=True).astype(x.dtype)

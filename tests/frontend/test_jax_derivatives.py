@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
 
 import jax.numpy as jnp  # noqa: E402 (after the skip)
 
-from cupyflash.jax import attention, attention_varlen, compute  # noqa: E402 (after the skip)
+from cupyflash.jax import attention, attention_varlen, compute, rope  # noqa: E402 (after the skip)
 
 if jax.default_backend() != "cpu":
     pytest.skip("cupyflash.jax is for JAX's CPU", allow_module_level=True)
@@ -240,6 +240,45 @@ def test_packed_sequences_have_all_modes():
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-13), of(packed), of(each)
         )
+
+
+ANGLES = np.outer(np.arange(20), 10.0 ** -np.arange(0, 1, 1 / 3))
+ROTARY = cupyflash.Rotary(np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_rotations_have_both_modes(jit):
+    x, t = draw(2, 3, 6), draw(2, 3, 6, seed=1)
+    at = jnp.array([3, 4, 9])
+
+    def of(x, at=at):
+        return rope(x, at, ROTARY)
+
+    def along(x, t):
+        return jax.jvp(of, (x,), (t,)), jax.jvp(jax.grad(lambda x: (of(x) ** 3).sum()), (x,), (t,))
+
+    (out, moved), (_, second) = (jax.jit(along) if jit else along)(x, t)
+    assert np.array_equal(out, of(x))
+    assert np.array_equal(moved, of(t))
+    back = cupyflash.rope(np.asarray(6 * out * moved), np.asarray(at), ROTARY, inverse=True)
+    np.testing.assert_allclose(second, back, rtol=0, atol=1e-12)
+    places = jnp.array([[1, 2, 3], [0, 5, 7]])  # mapped, and rows are not: gradients are sums
+    summed = jax.grad(lambda x: (jax.vmap(of, (None, 0))(x, places) ** 2 * t).sum())(x)
+    wanted = jax.grad(lambda x: sum((of(x, p) ** 2 * t).sum() for p in places))(x)
+    np.testing.assert_allclose(summed, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_model_that_rotates_has_a_hessian_product():
+    x, t = draw(1, 2, 4, 6), draw(1, 2, 4, 6, seed=1)
+
+    def energy(x):
+        turned = rope(x, jnp.arange(4), ROTARY)
+        return (attention(turned, turned, x, mask=CAUSAL) ** 2).sum()
+
+    _, ours_along = jax.jit(lambda: jax.jvp(jax.grad(energy), (x,), (t,)))()
+    step = 1e-5
+    difference = jax.grad(energy)(x + step * t) - jax.grad(energy)(x - step * t)
+    np.testing.assert_allclose(ours_along, difference / (2 * step), atol=1e-6)
 
 
 def twice_forward(x):
