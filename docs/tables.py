@@ -19,7 +19,6 @@ TITLES = {
     "cupyflash": "cupyflash",
     "standard": "NumPy",
     "torch-sdpa": "PyTorch",
-    "torch-math": "PyTorch's math",
     "torch-cudnn": "cuDNN",
     "torch-flash": "FlashAttention",
     "torch-efficient": "memory-efficient",
@@ -29,7 +28,10 @@ TITLES = {
     "openvino": "OpenVINO",
 }
 # In suites where they are something else.
-TITLES_OF = {"programs": {"standard": "its own lines"}}
+TITLES_OF = {
+    "programs": {"standard": "its own lines"},
+    "derivatives": {"torch-math": "PyTorch's math"},
+}
 MANY = 3  # others; of more, the fastest is shown
 
 
