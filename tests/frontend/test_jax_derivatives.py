@@ -316,7 +316,8 @@ def test_masks_seeds_and_lengths_have_no_tangents():
     assert not zeros.any()
 
 
-def test_devices_of_a_mesh_differentiate_their_parts():
+@pytest.mark.parametrize("jit", [False, True])
+def test_devices_of_a_mesh_differentiate_their_parts(jit):
     mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, all_rows = jax.P("batch"), jax.P()
     x, t = (draw(2, 2, 3, 4, seed=n) for n in range(2))
@@ -331,7 +332,10 @@ def test_devices_of_a_mesh_differentiate_their_parts():
         def gradient(q, k):
             return jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1))(q, k)
 
-        return jax.jit(lambda: jax.jvp(gradient, (x, k), (t, k)))()
+        def moved():
+            return jax.jvp(gradient, (x, k), (t, k))
+
+        return (jax.jit(moved) if jit else moved)()
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-13), along(mapped), along(of)
