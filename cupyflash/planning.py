@@ -169,6 +169,7 @@ def workspace_size(
     """Return the most bytes of workspace that `attention_backward` needs: linear in Lq and Lk.
 
     A mask of which tiles are listed adds two bits for each tile of scores, 64 MiB at most.
+    `attention_jvp` and `attention_backward_jvp` take none: `explain` says what they allocate.
 
     Parameters
     ----------

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
 
-from cupyflash.bench import Report
+from cupyflash.bench import Report, TaskRow
 from cupyflash.commands.bench_table import duration, three_digits
 
 MEASURED = Path(__file__).parent / "measured"
@@ -27,7 +28,10 @@ TITLES = {
     "openvino": "OpenVINO",
 }
 # In suites where they are something else.
-TITLES_OF = {"programs": {"standard": "its own lines"}}
+TITLES_OF = {
+    "programs": {"standard": "its own lines"},
+    "derivatives": {"torch-math": "PyTorch's math"},
+}
 MANY = 3  # others; of more, the fastest is shown
 
 
@@ -82,6 +86,8 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
     head += ["ratio"] if many else [f"ratio to {titles[name]}" for name in others]
     counted = any(row.task.moved for row in report.tasks)
     head += ["counted MB"] * counted
+    held = [name for name in report.contenders if any(map(peak_of(name), report.tasks))]
+    head += [f"MB of {titles[name]}" for name in held]
     rows = []
     for row in report.tasks:
         each = "" if row.task.each == "call" else f", each {row.task.each}"
@@ -93,8 +99,20 @@ def measured(report: Report) -> tuple[list[str], list[list[str]]]:
         ratios = [row.ratio(name) for name in beside]
         cells = [row.task.name + each, *times]
         cells += ["" if x is None else three_digits(x) for x in ratios]
-        rows.append(cells + [three_digits(row.task.moved / 1e6)] * counted)
+        cells += [three_digits(row.task.moved / 1e6)] * counted
+        peaks = [peak_of(name)(row) for name in held]
+        rows.append(cells + ["" if x is None else three_digits(x / 1e6) for x in peaks])
     return head, rows
+
+
+def peak_of(name: str) -> Callable[[TaskRow], int | None]:
+    """Return what says how many bytes a contender held in a row, if that was measured."""
+
+    def peak(row: TaskRow) -> int | None:
+        result = row.of(name)
+        return None if result is None else result.peak_bytes
+
+    return peak
 
 
 def ratios(report: Report) -> tuple[list[str], list[list[str]]]:

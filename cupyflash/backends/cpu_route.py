@@ -21,6 +21,8 @@ from .cpu_tiles import Choice
 COMPUTES = {
     "forward": "out and log-sum-exp",
     "tangents": "out, log-sum-exp and their tangents",
+    "tangent_dkdv": "tangents of dk and dv",
+    "tangent_dq": "tangent of dq",
     "delta": "delta = rowsum(do * out)",
     "dkdv": "dk and dv",
     "dq": "dq",
@@ -81,10 +83,33 @@ def of(call: Call) -> CpuRoute:
 
 def of_tangents(call: Call) -> CpuRoute:
     """Return the route of a forward with tangents."""
+    return CpuRoute(call, (_tangents(call, 0),))
+
+
+def _tangents(call: Call, nbytes: int) -> CpuStep:
+    """Return the step that computes out, lse and their tangents."""
     plan = cpu_tiles.with_tangents(call.problem)
     of_queries = partial(_blocks, call, call.problem.len_q, plan.block_q, call.problem.heads)
     tiles, why = (plan.block_q, plan.block_kv), partial(_why, Choice(plan, for_few=False), call)
-    return CpuRoute(call, (_step(plan.kernel, "tangents", tiles, why, of_queries, lambda: 0),))
+    return _step(plan.kernel, "tangents", tiles, why, of_queries, lambda: nbytes)
+
+
+def of_second(call: Call) -> CpuRoute:
+    """Return the route of a backward with tangents: a forward with tangents, then gradients'."""
+    problem, rows, item = call.problem, _queries(call), call.problem.accumulator.itemsize
+    # out, lse, their tangents, delta and its tangent; products of rows, and which are not 0.
+    nbytes = rows * ((2 * problem.d_v + 4) * item + problem.d_v * (2 * item + 1))
+    first = _tangents(call, nbytes)
+    tiles = first.block_q, first.block_kv
+    blocks = {
+        "tangent_dkdv": partial(_blocks, call, problem.len_k, first.block_kv, problem.heads_kv),
+        "tangent_dq": partial(_blocks, call, problem.len_q, first.block_q, problem.heads),
+    }
+    steps = (
+        _step(f"reference.backward_{part}", part, tiles, first.why, count, lambda: 0)
+        for part, count in blocks.items()
+    )
+    return CpuRoute(call, (first, *steps))
 
 
 def of_gradients(call: Call) -> CpuRoute:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..arrays import cuda_device
 from ..arrays.cuda_device import Target
 from ..gpu import route as gpu_route
+from ..gpu import second_route
 from ..problem.call import Call
 from ..problem.route import Route
 from . import cpu_route
@@ -35,8 +36,11 @@ def route(
     deterministic : bool
         Whether gradients are summed in one order.
     tangents : bool
-        Whether it is about a forward with tangents of all arrays.
+        Whether all arrays have tangents, along which the forward or the gradients are
+        differentiated.
     """
+    if tangents and backward:
+        return cpu_route.of_second(call) if target is None else second_route.of_second(call, target)
     if tangents:
         return (
             cpu_route.of_tangents(call) if target is None else gpu_route.of_tangents(call, target)

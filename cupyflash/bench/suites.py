@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from . import blocks, host, models, programs, short
+from . import blocks, derivatives, host, models, programs, short
 from .cases import PASSES, VARIANTS, Case, made
 from .tasks import TaskSuite
 
@@ -180,11 +180,13 @@ TASKS: dict[str, dict[str, TaskSuite]] = {
         "programs": programs.SUITE,
         "models": models.SUITES["cpu"],
         "blocks": blocks.SUITES["cpu"],
+        "derivatives": derivatives.SUITES["cpu"],
     },
     "gpu": {
         "host": host.SUITES["gpu"],
         "models": models.SUITES["gpu"],
         "blocks": blocks.SUITES["gpu"],
+        "derivatives": derivatives.SUITES["gpu"],
     },
 }
 

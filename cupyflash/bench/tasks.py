@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,21 @@ class Task:
         return [self.name]
 
 
+class Memory(NamedTuple):
+    """How the memory of a task is measured.
+
+    Attributes
+    ----------
+    whole : callable
+        Does the task, and before it all that has to be there for it.
+    peak : callable
+        Returns the bytes that a function holds at its peak.
+    """
+
+    whole: Work
+    peak: Callable[[Work], int]
+
+
 @dataclass(frozen=True)
 class Works:
     """How contenders do a task.
@@ -65,6 +80,8 @@ class Works:
     tolerance : float or None
         How far results may be from the first contender's, as a share of their norm; None for that
         of the dtype.
+    memory : mapping of str to callable
+        By the contender's name, what returns its `Memory`; none where memory is not measured.
     """
 
     works: Mapping[str, Callable[[], Work]]
@@ -72,6 +89,7 @@ class Works:
     count: int = 1
     host: bool = False
     tolerance: float | None = None
+    memory: Mapping[str, Callable[[], Memory]] = field(default_factory=dict)
 
 
 def calls(meter: Meter, flops: float) -> int:
@@ -136,8 +154,10 @@ class TaskSuite:
         if contender not in made.works:
             raise RefusalError(NOTHING)
         work = made.works[contender]()
+        measured = made.memory.get(contender)
+        whole, peak = (work, None) if measured is None else measured()
         return Job(
-            work, work, made.arrays, None,
+            work, whole, made.arrays, peak,
             tolerance=made.tolerance, count=made.count, host=made.host,
         )  # fmt: skip
 

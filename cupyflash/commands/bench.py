@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..bench import Case, Contender, Report, Suite, Task, TaskSuite
 
 SUITE_NAMES = ("quick", "article", "peers", "variants", "decode", "fp8")
-TASK_NAMES = ("host", "short", "programs", "models", "blocks")
+TASK_NAMES = ("host", "short", "programs", "models", "blocks", "derivatives")
 PASS_NAMES = ("forward", "backward")
 VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
 PICTURE_NAMES = ("rate", "speed-up", "memory")
@@ -38,6 +38,7 @@ SHORT_RUNS = {
     "models": 30,
     "programs": 30,
     "blocks": 30,
+    "derivatives": 30,
 }  # of suites whose runs are short
 SECONDS = {"cpu": 5.0, "gpu": 2.0}
 
@@ -366,7 +367,8 @@ def add_command(subparsers: Any) -> None:
         "bits), fp8 (queries, keys and values of 8 bits), host (the host's time of small calls), "
         "short (few heads and few tokens, beside NumPy's lines), "
         "programs (whole programs, on the CPU, in a clone), models (shapes that models run, "
-        "by their names, beside PyTorch's kernels). The exit status is 1 if a result was wrong, 2 "
+        "by their names, beside PyTorch's kernels), derivatives (forward mode and double backward, "
+        "beside PyTorch's math back end). The exit status is 1 if a result was wrong, 2 "
         "if nothing could be measured.",
     )
     many: dict[str, Any] = {"action": "append", "metavar": "NAME"}

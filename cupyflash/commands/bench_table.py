@@ -54,6 +54,9 @@ def _tasks(report: Report, notes: dict[str, int]) -> list[tuple[str, str]]:
     rows = []
     for row in report.tasks:
         words = [row.task.name] + [f"each {row.task.each}"] * (row.task.each != "call")
+        words += [
+            f"{x.contender} holds {megabytes(x.peak_bytes)}" for x in row.results if x.peak_bytes
+        ]
         if row.task.moved:
             words.append(f"{megabytes(row.task.moved)} moved, by count")
         rows.append((words, [task_line(row, result, notes) for result in row.results]))

@@ -13,7 +13,7 @@ from typing import Any
 from ..arrays.dtypes import FLOATS
 from ..costs.analysis import DEVICES
 from ..costs.analysis.roofline import Roofline
-from ..costs.explanation import Bytes, Explanation, KernelUse, explain_cached
+from ..costs.explanation import Bytes, Explanation, KernelUse, derivatives, explain_cached
 from ..costs.explanation import explain as explained
 from ..costs.figures.terminal import ascii_only, can_show
 from ..distributed.partition.simulation import Simulation
@@ -94,6 +94,7 @@ def _has_cache(options: argparse.Namespace) -> bool:
         "--backward": (options.backward, "gradients are those of a call without a cache"),
         "--deterministic": (options.deterministic, "it is about gradients"),
         "--precision": (options.precision, "a call over a cache has none"),
+        "--tangents": (options.tangents, "it is for a call without a cache"),
         "--ranks": (options.ranks, "ranks have no cache"),
         "--out-dtype": (options.out_dtype, "results have the type of the queries"),
         f"--dtype {options.dtype}": (
@@ -146,6 +147,7 @@ def explain(options: argparse.Namespace) -> int:
                 out_dtype=options.out_dtype,
                 ranks=options.ranks,
                 nodes=options.nodes,
+                tangents=options.tangents,
                 **more,
             )
     except (ValueError, TypeError) as error:
@@ -171,6 +173,7 @@ def explain(options: argparse.Namespace) -> int:
 def report(made: Explanation, mask: str | None) -> str:
     """Return an explanation as text of 100 columns; `mask` are the user's own words."""
     words = "gradients" if made.backward else "forward"
+    words += " and tangents" if made.tangents else ""
     lines = [
         ("call", f"{words} of q {made.q_shape}, k {made.k_shape}, v {made.v_shape}, {made.dtype}"),
         ("axes", made.axes),
@@ -282,6 +285,8 @@ def _traffic(made: Explanation) -> list[list[str]]:
 def _costs(made: Explanation) -> list[tuple[str, str]]:
     standard = made.standard
     matrices = "P, dP and dS" if made.backward else "S and P"
+    if made.tangents:
+        matrices = derivatives.NAMES[made.backward]
     pairs = "at most" if made.pairs is None else f"{made.pairs:,} pairs attend:"
     lines = [
         ("work", f"{pairs} {quantity(made.flops, 'FLOP')}, {made.intensity:,.1f} FLOP per byte"),
@@ -400,6 +405,11 @@ def add_command(subparsers: Any) -> None:
         "those of keys and of values, one of which may be that of --dtype",
     )
     command.add_argument("--backward", action="store_true", help="gradients, not the forward")
+    command.add_argument(
+        "--tangents",
+        action="store_true",
+        help="with tangents: forward mode; or, with --backward, second derivatives",
+    )
     command.add_argument(
         "--deterministic", action="store_true", help="gradients that are equal bit for bit"
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .. import api, cache_update, cached, varlen
+from .. import api, cache_update, cached, forward_mode, second_order, varlen
 from ..arrays import cuda_device
 from ..files import check_ending, check_writable, write_text
 from ..gpu.kernels import registry
@@ -91,6 +91,9 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         cached=cached.attention_cached,
         append=cache_update.append,
         rope=cache_update.rope,
+        jvp=forward_mode.attention_jvp,
+        varlen_jvp=forward_mode.attention_varlen_jvp,
+        backward_jvp=second_order.attention_backward_jvp,
         device=options.device,
         examples=options.examples,
         seed=options.seed,

@@ -1,4 +1,4 @@
-"""Attention on JAX arrays on the CPU, under jit, grad and vmap.
+"""Attention on JAX arrays on the CPU, under jit, grad, jvp and vmap.
 
 XLA calls the kernels for NumPy arrays by its typed FFI, and they write to its memory. Arrays on a
 GPU are an error, because CuPy can take them by DLPack, outside jit, without a copy.

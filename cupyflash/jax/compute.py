@@ -1,17 +1,13 @@
-"""Dense and packed attention under grad and vmap: what XLA is told, and what the host computes."""
+"""Dense and packed attention: its arguments, as checks need them and as XLA is told them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
-from .. import api, outputs, varlen
-from ..errors import ArgumentError
+from .. import api, forward_mode, outputs, second_order, varlen
 from ..expr.nodes import walk
 from ..masks import Mask
 from ..problem import lookups
@@ -21,20 +17,22 @@ from ..problem.call import Call
 from ..problem.options import NAMES, Options
 from ..request import Request
 from ..scores import Score
-from . import arguments, host, target
-from .seeds import number_of, seed_of, words_of
+from . import arguments, target
+from .derivatives import Functions, Part, Setting
+from .seeds import seed_of, words_of
 
-
-class Functions(NamedTuple):
-    """The functions of NumPy arrays for dense or for packed arrays."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
-DENSE = Functions(api.attention, api.attention_backward)
-PACKED = Functions(varlen.attention_varlen, varlen.attention_varlen_backward)
-_WITH_GRADIENTS = "q", "k", "v", "bias", "sink"  # in the order of `Gradients`
+DENSE = Functions(
+    api.attention,
+    api.attention_backward,
+    forward_mode.attention_jvp,
+    second_order.attention_backward_jvp,
+)
+PACKED = Functions(
+    varlen.attention_varlen,
+    varlen.attention_varlen_backward,
+    forward_mode.attention_varlen_jvp,
+    second_order.attention_varlen_backward_jvp,
+)
 
 
 class Taken(NamedTuple):
@@ -127,81 +125,10 @@ def computed(
     dtypes = call.problem.dtype, call.problem.accumulator
     out_and_lse = tuple(map(jax.ShapeDtypeStruct, shapes, dtypes))
 
-    @jax.custom_vjp
-    def forward(operands: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        def run(arrays: dict[str, Any], into: tuple[Any, ...]) -> Any:
-            extra = arrays["q"].ndim - axes
-            mapped = host.mapped_axes(arrays, extra) if extra else ()
-            if extra and mapped != host.mapped_axes({n: arrays[n] for n in "qkv"}, extra):
-                # A bias or a mask is mapped, and leading axes of a call are those of q, k and v.
-                arrays["q"] = host.with_axes(arrays["q"], mapped)
-            arrays = _with_seed(arrays)
-            rows = dict(zip(("out", "lse_out"), into, strict=False))
-            return functions.forward(**arrays, **rows, **constants, return_lse=True)
-
-        out, lse = host.call(run, out_and_lse, method, operands)
-        return out, lse
-
-    def with_residuals(primals: dict[str, Any]) -> tuple[Any, Any]:
-        operands = {name: x.value for name, x in primals.items()}
-        # Names without an array: a program's constants.
-        unwanted = {
-            name: () for name in ("bias",) if name in primals and not primals[name].perturbed
-        }
-        out, lse = forward(operands)
-        return (out, lse), (operands, out, lse, unwanted)
-
-    def backward(residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:
-        operands, out, lse, unwanted = residuals
-        cotangents = [
-            jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
-        ]
-        how = {**constants, "bias_gradient": False} if unwanted else constants
-        rows = dict(zip(("do", "dlse", "out", "lse"), (*cotangents, out, lse), strict=True))
-        inputs = [name for name in _WITH_GRADIENTS if name in operands and name not in unwanted]
-        results = [jax.ShapeDtypeStruct(operands[n].shape, operands[n].dtype) for n in inputs]
-
-        def run(arrays: dict[str, Any], rows: dict[str, Any], into: tuple[Any, ...]) -> list[Any]:
-            extra = arrays["q"].ndim - axes
-            if extra:  # every gradient has the mapped axes, so every array needs them
-                mapped = host.mapped_axes(arrays | rows, extra)
-                arrays = {name: host.with_axes(x, mapped) for name, x in arrays.items()}
-                rows = {name: host.with_axes(x, mapped) for name, x in rows.items()}
-            if into:
-                given = dict(zip(inputs, into, strict=True))
-                rows = rows | {"grads_out": tuple(map(given.get, _WITH_GRADIENTS))}
-            made = functions.backward(**rows, **_with_seed(arrays), **how)
-            return [x for x in made if x is not None]
-
-        @jax.custom_jvp
-        def gradients(operands: dict[str, Any], rows: dict[str, Any]) -> list[Any]:
-            made: list[Any] = host.call(run, results, method, operands, rows)
-            return made
-
-        gradients.defjvp(_no_second)
-        made = dict(zip(inputs, gradients(operands, rows), strict=True))
-        for name in unwanted:
-            made[name] = jnp.zeros(operands[name].shape, operands[name].dtype)
-        for name in operands:  # masks, seeds and offsets have none
-            if name not in made:
-                made[name] = np.zeros(operands[name].shape, jax.dtypes.float0)
-        return (made,)
-
-    forward.defvjp(with_residuals, backward, symbolic_zeros=True)
-    out, lse = forward(operands)
+    setting = Setting(functions, constants, tuple(operands), axes, method, dtypes[1])
+    made = Part(setting, setting.names, ("out", "lse")).bind(operands, out_and_lse)
+    out, lse = made["out"], made["lse"]
     return (out[0], lse[0]) if call.matrices else (out, lse)
-
-
-def _no_second(*_: Any) -> NoReturn:
-    raise ArgumentError(
-        "attention: got a request for a second derivative; expected only first ones. Compute it "
-        "through jax.nn.dot_product_attention, which has it."
-    )
-
-
-def _with_seed(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return arrays with the number that a seed is, or its array on a GPU."""
-    return arrays | ({"seed": number_of(arrays["seed"])} if "seed" in arrays else {})
 
 
 def _reads_the_batch(options: dict[str, Any]) -> bool:

@@ -86,7 +86,10 @@ def attention(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Compute exact attention on JAX arrays, under jit, grad and vmap.
+    """Compute exact attention on JAX arrays, under jit, grad, jvp and vmap.
+
+    Derivatives of second order are those of reverse mode over any mode, and of forward mode over
+    reverse mode, such as `jax.hessian`.
 
     The options are those of `cupyflash.attention`. Under vmap, the mapped axis becomes a leading
     axis of a single call. With dropout or a sink, or if a mask or a score depends on the batch

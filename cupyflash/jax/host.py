@@ -47,7 +47,7 @@ def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: st
     """
     arrays, tree = jax.tree.flatten(args)
 
-    def of_leaves(operands: Sequence[Any], into: tuple[Any, ...]) -> Sequence[Any]:
+    def of_leaves(operands: Sequence[Any], into: tuple[Any, ...], _: Any) -> Sequence[Any]:
         made: list[Any] = jax.tree.leaves(run(*jax.tree.unflatten(tree, operands), into))
         return made
 
@@ -79,3 +79,11 @@ def mapped_axes(arrays: dict[str, Any], extra: int) -> tuple[int, ...]:
 def with_axes(x: Any, axes: tuple[int, ...]) -> Any:
     """Return a view of an array whose first axes have these lengths."""
     return np.broadcast_to(x, (*axes, *x.shape[len(axes) :]))
+
+
+def summed(x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an array, summed over the axes that have the length 1 in `shape`."""
+    if x.shape == shape:
+        return x
+    axes = tuple(n for n, (ours, m) in enumerate(zip(x.shape, shape, strict=True)) if ours != m)
+    return x.sum(axes, dtype=dtype, keepdims=True).astype(x.dtype)

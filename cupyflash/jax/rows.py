@@ -15,6 +15,7 @@ from ..problem.codes import CacheCodes
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary, rotation
 from . import arguments, host
+from .rotation import rotated
 
 _NO_GRADIENT = (
     "append: got a request for a gradient through codes; expected none, because codes have none. "
@@ -141,7 +142,7 @@ def append(
         new = _coded(new, held, position, rotary, kv_dtype)
     elif rotary is not None:
         turned = [name for name in ("k_new", "q") if name in new]
-        new |= {name: _rotated(new[name], position, rotary, False) for name in turned}
+        new |= {name: rotated(new[name], position, rotary, False) for name in turned}
     made = {name: _written(x, new[_NEW.get(name, name)], page, row) for name, x in held.items()}
     return Appended(**made, q=new.get("q"))
 
@@ -379,41 +380,4 @@ def rope(
     is_traced = arguments.is_traced(positions)
     alike = arguments.like(positions) if is_traced else arguments.known(positions)
     checked = rotation(arguments.like(x), alike, rotary, inverse, None)
-    return _rotated(x, jnp.asarray(positions), rotary, checked.inverse)
-
-
-def _rotated(x: jax.Array, positions: jax.Array, rotary: Rotary, inverse: bool) -> jax.Array:
-    axes, axes_of_positions = x.ndim, positions.ndim
-
-    @jax.custom_vjp
-    def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
-        def run(x: Any, positions: Any, _: Any) -> Any:
-            extra = x.ndim - axes
-            mapped = np.broadcast_shapes(x.shape[:extra], positions.shape[:extra])
-            x, positions = host.with_axes(x, mapped), host.with_axes(positions, mapped)
-            if not extra:
-                return cache_update.rope(x, positions, rotary, inverse=inverse)
-            # One entry for each row of positions, of which an array may have more.
-            x = x.reshape(*mapped, *(1,) * (4 - axes), *x.shape[extra:])
-            if axes_of_positions == 1:
-                positions = positions[..., None, :]
-            rows = np.broadcast_to(positions, (*x.shape[:-3], x.shape[-2]))
-            made = cache_update.rope(
-                x.reshape(-1, *x.shape[-3:]), rows.reshape(-1, x.shape[-2]), rotary, inverse=inverse
-            )
-            return made.reshape(*mapped, *shape)
-
-        shape = x.shape
-        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        made: jax.Array = host.call(run, result, "expand_dims", x, positions)
-        return made
-
-    def with_positions(x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rotated(x, positions), positions
-
-    def back(positions: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return _rotated(cotangent, positions, rotary, not inverse), None
-
-    rotated.defvjp(with_positions, back)
-    made: jax.Array = rotated(x, positions)
-    return made
+    return rotated(x, jnp.asarray(positions), rotary, checked.inverse)

@@ -16,12 +16,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from ..arrays import device_arrays
 from ..arrays.cuda_device import current
@@ -34,20 +34,39 @@ _numbers = itertools.count(secrets.randbits(62))
 _DEVICE_WORDS = "float8_e4m3fn", "float8_e5m2"  # CuPy has no such arrays, so they come as bytes
 
 
+class Rules(Protocol):
+    """Derivatives of a function. `results` have shapes and dtypes; JAX's `Zero` is a zero."""
+
+    def jvp(
+        self, primals: Sequence[Any], tangents: Sequence[Any], results: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return results and their tangents, the latter by functions that can be transposed."""
+
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """Return cotangents of operands of which the function is linear, and None for others."""
+
+
 class Function(NamedTuple):
     """A function of arrays.
 
     Attributes
     ----------
     run : callable
-        Takes the operands, and arrays for the results, in XLA's memory. It returns
-        the results: these arrays, or others, which are copied there.
+        Takes the operands, arrays for the results in XLA's memory, unless nothing is traced, and
+        the results' shapes. It returns the results: these arrays, or others, which are copied
+        there.
     gpu : str
         Why the function does not take arrays on a GPU, or "".
+    rules : Rules, optional
+        Its derivatives. Without them, they are those of what calls it, by `jax.custom_jvp`, say.
+    never : str
+        Why nothing computes the function, which then stands for its transpose, or "".
     """
 
-    run: Callable[[Sequence[Any], tuple[Any, ...]], Sequence[Any]]
+    run: Callable[[Sequence[Any], tuple[Any, ...], Sequence[tuple[int, ...]]], Sequence[Any]]
     gpu: str
+    rules: Rules | None = None
+    never: str = ""
 
 
 class _Memory(NamedTuple):
@@ -88,6 +107,7 @@ class _Entry:
         self._run = function.run
         self._operands = tuple(map(_Memory.of, operands))
         self._results = tuple(map(_Memory.of, results))
+        self._shapes = tuple(x.shape for x in self._results)
 
     def on_cpu(self, frame: Frame) -> None:
         """Make a call on the CPU."""
@@ -109,7 +129,7 @@ class _Entry:
             self._make(operands, [x.on_device(a, device) for x, a in named])
 
     def _make(self, operands: list[Any], results: list[Any]) -> None:
-        made = self._run(operands, tuple(results))
+        made = self._run(operands, tuple(results), self._shapes)
         for result, x in zip(results, made, strict=True):
             if x is not result:
                 result[...] = x
@@ -209,17 +229,22 @@ def varying_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 @_call.def_impl
-def _(*operands: Any, function: Function, **_: Any) -> list[Any]:
+def _(*operands: Any, function: Function, results: Any, **_: Any) -> list[Any]:
     """Call a function at once where nothing is traced: XLA would compile a program for each."""
+    if function.never:
+        raise ArgumentError(function.never)
+    shapes = [shape for shape, _ in results]
     device = min(operands[0].devices(), key=lambda device: device.id)
     if device.platform != "cpu":
-        return _at_once_on_gpu(operands, function, device)
-    made = function.run(list(map(np.asarray, operands)), ())
+        return _at_once_on_gpu(operands, function, shapes, device)
+    made = function.run(list(map(np.asarray, operands)), (), shapes)
     with jax.default_device(device):
         return list(map(jax.numpy.asarray, made))
 
 
-def _at_once_on_gpu(operands: Sequence[Any], function: Function, device: Any) -> list[Any]:
+def _at_once_on_gpu(
+    operands: Sequence[Any], function: Function, shapes: Sequence[tuple[int, ...]], device: Any
+) -> list[Any]:
     """Call a function on CuPy's current stream; DLPack lets streams wait for each other."""
     if function.gpu:
         raise ArgumentTypeError(function.gpu)
@@ -230,7 +255,7 @@ def _at_once_on_gpu(operands: Sequence[Any], function: Function, device: Any) ->
             )
             for x in operands
         ]
-        return list(map(jax.dlpack.from_dlpack, function.run(arrays, ())))
+        return list(map(jax.dlpack.from_dlpack, function.run(arrays, (), shapes)))
 
 
 @_call.def_abstract_eval
@@ -250,6 +275,8 @@ def _lowering(platform: str) -> Callable[..., Any]:
     def lower(ctx: Any, *operands: Any, function: Function, **_: Any) -> Any:
         if platform == "cuda" and function.gpu:
             raise ArgumentTypeError(f"got arrays of a program for a GPU: {function.gpu}")
+        if function.never:
+            raise ArgumentError(function.never)
         _register(platform)
         entry = _Entry(function, ctx.avals_in, ctx.avals_out)
         number = next(_numbers)
@@ -299,3 +326,24 @@ def _map(
 
 
 batching.primitive_batchers[_call] = _map
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, function: Function, results: Any, **_: Any
+) -> tuple[list[Any], list[Any]]:
+    if function.rules is None:
+        raise ArgumentError(
+            "got a request for a derivative of a function of cupyflash.jax that has none in "
+            "forward mode; expected one in reverse mode: use jax.grad or jax.vjp."
+        )
+    structs = [jax.ShapeDtypeStruct(*each) for each in results]
+    return function.rules.jvp(primals, tangents, structs)
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, function: Function, **_: Any) -> Any:
+    assert function.rules is not None  # only what `jvp` calls is transposed
+    return function.rules.transpose(cotangents, operands)
+
+
+ad.primitive_jvps[_call] = _jvp
+ad.primitive_transposes[_call] = _transpose

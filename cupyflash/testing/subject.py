@@ -124,6 +124,9 @@ class Subject(Judge):
         It has the signature of `cupyflash.combine`.
     cached, append, rope : callable, optional
         They have the signatures of `cupyflash.attention_cached`, `append` and `rope`.
+    jvp, varlen_jvp, backward_jvp : callable, optional
+        They have the signatures of `cupyflash.attention_jvp`, `attention_varlen_jvp` and
+        `attention_backward_jvp`.
     features : iterable of str, optional
         What the kernel supports, among `cupyflash.testing.FEATURES`; by default everything.
     precision : Precision or callable, optional
@@ -151,6 +154,9 @@ class Subject(Judge):
         cached: Callable[..., Any] | None = None,
         append: Callable[..., Any] | None = None,
         rope: Callable[..., Any] | None = None,
+        jvp: Callable[..., Any] | None = None,
+        varlen_jvp: Callable[..., Any] | None = None,
+        backward_jvp: Callable[..., Any] | None = None,
         features: Iterable[str] | None = None,
         precision: Precision | Callable[[np.dtype[Any]], Precision] | None = None,
         tiles: tuple[int, int] = (64, 64),
@@ -168,11 +174,13 @@ class Subject(Judge):
         self._varlen, self._varlen_backward = varlen, varlen_backward
         self._combine, self._precision = combine, precision
         self._cached, self._append, self._rope = cached, append, rope
+        self.jvp, self.varlen_jvp, self.backward_jvp = jvp, varlen_jvp, backward_jvp
         self.tiles, self.memory, self.float8 = tiles, memory or HostMemory(), float8
         super().__init__(features_of(features))
         parts = {"backward": backward, "varlen": varlen, "varlen_backward": varlen_backward,
                  "combine": combine, "cached": cached, "append": append,
-                 "rope": rope}  # fmt: skip
+                 "rope": rope, "jvp": jvp, "varlen_jvp": varlen_jvp,
+                 "backward_jvp": backward_jvp}  # fmt: skip
         self.knows = self.features | {name for name, part in parts.items() if part is not None}
 
     def precision(self, dtype: Any) -> Precision:
@@ -190,22 +198,26 @@ class Subject(Judge):
 
     # Calls
 
-    def _claim(self, call: Call) -> None:
+    def claim(self, call: Call) -> None:
+        """Stop if the kernel does not serve a call."""
         if self._serves is not None and not self._serves(call):
             raise NotClaimedError
 
-    def _laid(self, array: Array | None) -> Array | None:
+    def laid(self, array: Array | None) -> Array | None:
+        """Return an array as the kernel takes it: contiguous, unless it takes any strides."""
         if array is None or "strides" in self.features:
             return array
         return np.array(array, order="C")
 
-    def _copied(self, copies: Copies, options: dict[str, Any]) -> dict[str, Any]:
+    def copied(self, copies: Copies, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options with copies of arrays, and without those that are None."""
         laid = {
-            name: self._laid(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+            name: self.laid(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
         }
         return copies.options({name: x for name, x in laid.items() if x is not None})
 
-    def _result(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    def result(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return a result in host memory, of the shape and dtype that it must have."""
         host = self.memory.result(array)
         expect(host.shape == shape, f"{name} has the shape {host.shape}; expected {shape}")
         if dtype is not None:
@@ -237,28 +249,28 @@ class Subject(Judge):
         self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any
     ) -> Rows:
         """Do the same, with rows without keys as they come."""
-        self._claim(Call(q, k, v, options, gradients=False))
+        self.claim(Call(q, k, v, options, gradients=False))
         dtype = np.dtype(options.get("out_dtype", q.dtype))
         copies, self.dtype = Copies(self.memory), dtype.name
-        arrays = [copies.array(self._laid(x)) for x in (q, k, v)]
-        given = self._copied(copies, options)
+        arrays = [copies.array(self.laid(x)) for x in (q, k, v)]
+        given = self.copied(copies, options)
         function = self._forward if offsets is None else self._varlen
         assert function is not None, "a property that needs it asks for varlen"
         returned = function(*arrays, *(offsets or ()), **given, return_lse=True)
         copies.check()
         expect(isinstance(returned, tuple) and len(returned) == 2, "expected (out, lse)")
         shape = out_shape(q, k, v)
-        out = self._result("out", returned[0], shape, dtype)
+        out = self.result("out", returned[0], shape, dtype)
         if "lse" not in self.features:
             return Rows(out, None)
-        return Rows(out, self._result("lse", returned[1], shape[:-1], None))
+        return Rows(out, self.result("lse", returned[1], shape[:-1], None))
 
     def gradients(
         self, do: Array, q: Array, k: Array, v: Array, *,
         dlse: Array | None = None, offsets: Any = None, rows: Rows | None = None, **options: Any,
     ) -> Gradients:  # fmt: skip
         """Run the backward kernel on copies, after the forward unless its `rows` are given."""
-        self._claim(Call(q, k, v, options, gradients=True))
+        self.claim(Call(q, k, v, options, gradients=True))
         if rows is None:
             rows = self.attend(q, k, v, offsets=offsets, **options)
         if self.empty_rows != "zero":
@@ -268,8 +280,8 @@ class Subject(Judge):
             do = np.where(empty[..., None], do.dtype.type(0), do)
             dlse = None if dlse is None else np.where(empty, dlse.dtype.type(0), dlse)
         copies = Copies(self.memory)
-        arrays = [copies.array(self._laid(x)) for x in (do, q, k, v, *rows)]
-        given = self._copied(copies, options | {"dlse": dlse})
+        arrays = [copies.array(self.laid(x)) for x in (do, q, k, v, *rows)]
+        given = self.copied(copies, options | {"dlse": dlse})
         function = self._backward if offsets is None else self._varlen_backward
         assert function is not None, "a property that needs it asks for a backward"
         returned = [*function(*arrays, *(offsets or ()), **given), None, None][:5]
@@ -281,7 +293,7 @@ class Subject(Judge):
                 made.append(None)
                 continue
             expect(x is not None, f"{name} is missing")
-            made.append(self._result(name, x, owner.shape, owner.dtype))
+            made.append(self.result(name, x, owner.shape, owner.dtype))
         return Gradients(*made)
 
     def attend_problem(self, p: Problem) -> Rows:
@@ -301,8 +313,8 @@ class Subject(Judge):
         out, lse = self._combine(given)
         copies.check()
         return Rows(
-            self._result("out", out, parts[0].out.shape, parts[0].out.dtype),
-            self._result("lse", lse, parts[0].lse.shape, parts[0].lse.dtype),
+            self.result("out", out, parts[0].out.shape, parts[0].out.dtype),
+            self.result("lse", lse, parts[0].lse.shape, parts[0].lse.dtype),
         )
 
     def attend_cached(
@@ -311,11 +323,11 @@ class Subject(Judge):
     ) -> Rows:  # fmt: skip
         """Attend to a cache. An integer `v` makes the first `v` columns of the keys the values."""
         copies, self.dtype = Copies(self.memory), q.dtype.name
-        given = self._copied(copies, options | {"table": table})
+        given = self.copied(copies, options | {"table": table})
         if offsets is not None:
             given["offsets_q"] = offsets
-        queries, keys = (copies.array(self._laid(x)) for x in (q, k))
-        values = keys[..., :v] if isinstance(v, int) else copies.array(self._laid(v))
+        queries, keys = (copies.array(self.laid(x)) for x in (q, k))
+        values = keys[..., :v] if isinstance(v, int) else copies.array(self.laid(v))
         counted = lengths if isinstance(lengths, int) else copies.array(lengths)
         assert self._cached is not None, "a property that needs it asks for cached"
         returned = self._cached(queries, keys, values, counted, **given, return_lse=True)
@@ -324,10 +336,10 @@ class Subject(Judge):
         form = types_said(options.get("kv_dtype"))[1]
         packed = 1 if form is None else FORMATS[form].packed
         shape = (*q.shape[:-1], v if isinstance(v, int) else v.shape[-1] * packed)
-        out = self._result("out", returned[0], shape, q.dtype)
+        out = self.result("out", returned[0], shape, q.dtype)
         if "lse" not in self.features:
             return Rows(out, None)
-        return Rows(out, self._result("lse", returned[1], shape[:-1], None))
+        return Rows(out, self.result("lse", returned[1], shape[:-1], None))
 
     def append(
         self, k_new: Array, v_new: Array, k: Array, v: Array, lengths: Array, *,
@@ -336,17 +348,17 @@ class Subject(Judge):
         """Write rows to copies of a cache, and check that no memory beside it changes."""
         copies, scales = Copies(self.memory), ("k_scale", "v_scale")
         # Scales that have the strides of the given ones are written.
-        written = {name: np.array(self._laid(options.pop(name))) for name in scales
+        written = {name: np.array(self.laid(options.pop(name))) for name in scales
                    if name in options}  # fmt: skip
-        given = self._copied(copies, options | {"q": q})
+        given = self.copied(copies, options | {"q": q})
         for name, x in written.items():
             given[name] = copies.array(x, output=True, filled=True)
         if offsets is not None:
             given["offsets"] = offsets
         if rotary is not None:
             given["rotary"] = self._rotary(copies, rotary)
-        new = [copies.array(self._laid(x)) for x in (k_new, v_new)]
-        laid = [np.array(self._laid(x)) for x in (k, v)]
+        new = [copies.array(self.laid(x)) for x in (k_new, v_new)]
+        laid = [np.array(self.laid(x)) for x in (k, v)]
         held = [copies.array(x, output=True, filled=True) for x in laid]
         assert self._append is not None, "a property that needs it asks for append"
         returned = self._append(*new, *held, copies.array(lengths), **given)
@@ -356,7 +368,7 @@ class Subject(Judge):
         if q is None:
             expect(returned is None, "expected None without q")
             return Appended(*after, None, **of_codes)
-        return Appended(*after, self._result("q", returned, q.shape, q.dtype), **of_codes)
+        return Appended(*after, self.result("q", returned, q.shape, q.dtype), **of_codes)
 
     def rope(self, x: Array, positions: Array, rotary: Angles, **options: Any) -> Array:
         """Rotate rows."""
@@ -364,13 +376,13 @@ class Subject(Judge):
         angles = self._rotary(copies, rotary)
         assert self._rope is not None, "a property that needs it asks for rope"
         returned = self._rope(
-            copies.array(self._laid(x)), copies.array(positions), angles, **options
+            copies.array(self.laid(x)), copies.array(positions), angles, **options
         )
         copies.check()
-        return self._result("out", returned, x.shape, x.dtype)
+        return self.result("out", returned, x.shape, x.dtype)
 
     def _rotary(self, copies: Copies, angles: Angles) -> Rotary:
-        cos, sin = (copies.array(self._laid(x)) for x in angles[:2])
+        cos, sin = (copies.array(self.laid(x)) for x in angles[:2])
         return Rotary(cos, sin, angles.interleaved)
 
     def call(self, *arguments: Any, **options: Any) -> Any:

@@ -40,6 +40,9 @@ FUNCTIONS = {
     "cached": "no cached function was given",
     "append": "no append function was given",
     "rope": "no rope function was given",
+    "jvp": "no jvp function was given",
+    "varlen_jvp": "no varlen_jvp function was given",
+    "backward_jvp": "no backward_jvp function was given",
 }
 
 
@@ -271,6 +274,9 @@ def verify(
     cached: Callable[..., Any] | None = None,
     append: Callable[..., Any] | None = None,
     rope: Callable[..., Any] | None = None,
+    jvp: Callable[..., Any] | None = None,
+    varlen_jvp: Callable[..., Any] | None = None,
+    backward_jvp: Callable[..., Any] | None = None,
     empty_rows: EmptyRows = "zero",
     serves: Callable[[Call], bool] | None = None,
     shapes: int | None = None,
@@ -317,6 +323,9 @@ def verify(
         Functions like `cupyflash.attention_varlen`, `attention_varlen_backward` and `combine`.
     cached, append, rope : callable, optional
         Functions like `cupyflash.attention_cached`, `append` and `rope`.
+    jvp, varlen_jvp, backward_jvp : callable, optional
+        Functions like `cupyflash.attention_jvp`, `attention_varlen_jvp` and
+        `attention_backward_jvp`.
     empty_rows : {"zero", "mean", "nan", "any"}
         What a row without keys gives: 0 and a log-sum-exp of -inf, the mean of all values, NaN, or
         nothing in particular. But for "zero", properties are about the other rows.
@@ -375,7 +384,7 @@ def verify(
         attention_fn, backward_fn, varlen=varlen, varlen_backward=varlen_backward,
         combine=combine, cached=cached, append=append, rope=rope, features=features,
         precision=precision, tiles=tiles, float8=float8, memory=memory, empty_rows=empty_rows,
-        serves=serves,
+        serves=serves, jvp=jvp, varlen_jvp=varlen_jvp, backward_jvp=backward_jvp,
     )  # fmt: skip
     of_families = chosen_families(families)
     given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
@@ -466,7 +475,7 @@ def check(
         As given to `verify`.
     **options
         precision, features, tiles, float8, varlen, varlen_backward, combine, cached, append, rope,
-        empty_rows and serves, as given to `verify`.
+        jvp, varlen_jvp, backward_jvp, empty_rows and serves, as given to `verify`.
 
     Raises
     ------

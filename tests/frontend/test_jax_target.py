@@ -114,7 +114,7 @@ def test_results_are_written_to_xlas_memory(into):
 
 
 def test_operands_are_not_written(monkeypatch):
-    def run(operands, into):
+    def run(operands, into, shapes):
         with pytest.raises(ValueError, match="read-only"):
             operands[0][...] = 0
         return [operands[0] + 1]
@@ -166,7 +166,7 @@ def test_a_program_of_another_process_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("error", [ArgumentError("q: wrong"), KeyError("x"), KeyboardInterrupt()])
 def test_errors_come_out_of_a_program(error):
-    def run(operands, into):
+    def run(operands, into, shapes):
         raise error
 
     def made(x):

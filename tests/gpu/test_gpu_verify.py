@@ -27,5 +27,7 @@ def test_property(name):
         varlen_backward=varlen_backward, precision=precision_of("gpu"),
         float8=float8_of("gpu"),
         cached=cupyflash.attention_cached, append=cupyflash.append, rope=cupyflash.rope,
+        jvp=cupyflash.attention_jvp, varlen_jvp=cupyflash.attention_varlen_jvp,
+        backward_jvp=cupyflash.attention_backward_jvp,
     )  # fmt: skip
     assert report.passed, str(report)

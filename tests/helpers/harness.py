@@ -77,6 +77,9 @@ def small_tiles(problem: Problem) -> Iterator[Subject]:
             cached=cupyflash.attention_cached,
             append=cupyflash.append,
             rope=cupyflash.rope,
+            jvp=cupyflash.attention_jvp,
+            varlen_jvp=cupyflash.attention_varlen_jvp,
+            backward_jvp=cupyflash.attention_backward_jvp,
             tiles=problem.tiles or (64, block_kv(problem)),
         )
 

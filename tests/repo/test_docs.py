@@ -138,6 +138,26 @@ def test_a_grid_of_ratios(monkeypatch):
     assert cells == [["forward, 3 heads", "1.50", "0.50"], ["backward, 9 heads", "", "2.00"]]
 
 
+def test_tables_show_the_memory_that_was_measured(monkeypatch):
+    pytest.importorskip("docutils", reason=REMEDY)
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tables = importlib.import_module("tables")
+    rows = []
+    for name, ours, theirs in (("a", 2_000_000, 40_000_000), ("b", None, 5_000_000)):
+        results = [
+            bench.Result(contender, "measured", seconds=1e-3, peak_bytes=peak)
+            for contender, peak in (("cupyflash", ours), ("torch-math", theirs))
+        ]
+        task = bench.Task("derivatives", name, "float32")
+        rows.append(bench.TaskRow(task, tuple(results)))
+    report = bench.Report("derivatives", "cpu", "", {}, "", (), {}, tuple(rows))
+    head, cells = tables.measured(report)
+    assert head[2:] == [
+        "PyTorch's math", "ratio to PyTorch's math", "MB of cupyflash", "MB of PyTorch's math",
+    ]  # fmt: skip
+    assert [x[4:] for x in cells] == [["2.00", "40.0"], ["", "5.00"]]
+
+
 def test_of_many_contenders_the_fastest_is_shown(monkeypatch):
     pytest.importorskip("docutils", reason=REMEDY)
     monkeypatch.syspath_prepend(str(ROOT / "docs"))

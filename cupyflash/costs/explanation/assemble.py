@@ -41,6 +41,8 @@ class Subject:
         The device.
     backward : bool
         Whether the gradients are explained.
+    tangents : bool
+        Whether tangents of all arrays, and those of results, are part of the call.
     route : Route
         The kernels, in order, and their scratch memory.
     sizes : traffic.Sizes
@@ -73,13 +75,14 @@ class Subject:
     rows: int = 0
     cache: str = ""
     coded: Call | None = None
+    tangents: bool = False
 
 
 def assembled(subject: Subject, compile: bool) -> Explanation:
     """Count everything; with `compile`, compile kernels to find out registers and occupancy."""
     call, where, works = subject.call, subject.where, uses_of(subject.route)
     problem, sizes, unknown = call.problem, subject.sizes, subject.unknown
-    backward = subject.backward
+    backward, tangents = subject.backward, subject.tangents
     allowed = trees(call).allowed if subject.allowed is None else subject.allowed
     surveys: dict[tuple[int, int, int], Survey] = {}
     kernels = tuple(
@@ -93,19 +96,22 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
     )
     main = next(work for work in works if work.block_kv)
     found = surveys[main.blocks_of_tiles(call)]
-    least = sizes.least(backward, found)
+    least = sizes.least(backward, found, tangents)
     pairs = found.visited_pairs if found.pairs is None else found.pairs
     if found.pairs is None:
         unknown.append(
             "pairs that attend: too many lie in PARTIAL tiles to be asked one by one; all pairs of "
             "visited tiles are counted as FLOPs"
         )
-    flops = flops_of(pairs, problem.d, problem.d_v, backward)
+    flops = flops_of(pairs, problem.d, problem.d_v, backward, tangents)
     units = [work.units for work in works]
     coded = call if subject.coded is None else subject.coded
     best, theirs = rooflines(where, coded, kernels, units, flops, least, unknown)
     keys = [(len(numbers), length) for numbers, length in subject.entries]
-    results = sizes.q + sizes.k + sizes.v if backward else sizes.results + sizes.row
+    rows = sizes.results + sizes.row
+    results = sizes.q + sizes.k + sizes.v if backward else rows
+    if tangents:
+        results += rows
     dtype, told = coded.encoding.type_words(coded.problem.dtype)
     title = f"{words_of(call.mask, 44)}, {dtype}, {kernels[works.index(main)].name}"
     return Explanation(
@@ -128,10 +134,11 @@ def assembled(subject: Subject, compile: bool) -> Explanation:
         roofline=best,
         kernels_roofline=theirs,
         memory=results + subject.route.scratch,
-        standard=standard(call, where, backward, results, keys),
+        standard=standard(call, where, backward, results, keys, tangents),
         unknown=tuple(dict.fromkeys(unknown)),
         figure=_figure(call, found, title),
         cache=subject.cache,
+        tangents=tangents,
     )
 
 
@@ -235,7 +242,7 @@ def _in_cache(call: Call, where: Place, work: Use, sizes: traffic.Sizes) -> bool
         return True
     if where.device is None or work.tiles is None:
         return None
-    of_keys = work.part == "dkdv"
+    of_keys = work.part in ("dkdv", "tangent_dkdv")
     length, block = (
         (call.problem.len_k, work.block_kv) if of_keys else (call.problem.len_q, work.block_q)
     )

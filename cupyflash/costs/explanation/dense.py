@@ -16,6 +16,7 @@ from ...backends import routes
 from ...distributed.partition.model import LINKS
 from ...distributed.partition.simulation import Simulation, simulate
 from ...errors import ArgumentError, ArgumentTypeError
+from ...execute import check_flag
 from ...masks import Mask
 from ...problem import coded, pack_gqa, validate
 from ...problem.call import Call
@@ -49,6 +50,7 @@ def explain(
     compile: bool = True,
     ranks: SupportsIndex | None = None,
     nodes: SupportsIndex = 1,
+    tangents: bool = False,
 ) -> Explanation:
     """Say what a call of attention would run, and what that costs, without running it.
 
@@ -85,6 +87,9 @@ def explain(
         part of the sequence.
     nodes : int
         How many machines have these GPUs, as many each.
+    tangents : bool
+        Explain `attention_jvp` with tangents of all arrays, or, together with `backward`,
+        `attention_backward_jvp`.
 
     Returns
     -------
@@ -115,8 +120,14 @@ def explain(
         device = "cpu" if one_home(arrays) is None else "gpu"
     where = place(device)
     form = form_of(dtype, arrays)
+    check_flag(tangents, "tangents")
+    if tangents and ranks is not None:
+        raise ArgumentError(
+            "tangents: got True with ranks; expected one of them, because ranks send no tangents. "
+            "Leave ranks out."
+        )
     if form is not None:
-        _refuse_beside_codes(form, backward, ranks)
+        _refuse_beside_codes(form, backward, ranks, tangents)
     elif out_dtype is not None:
         raise ArgumentError(
             f"out_dtype: got {out_dtype!r} without codes; expected None. It is for dtype="
@@ -136,14 +147,14 @@ def explain(
     over_ranks = None
     if ranks is not None:
         over_ranks = _over_ranks(call, where, ranks, nodes, backward, unknown)
-    route = routes.route(call, where.target, backward, deterministic)
+    route = routes.route(call, where.target, backward, deterministic, tangents)
     first = call if call.encoding is not route.call.encoding else None
     call = route.call
     if where.target is not None and route.main.part == "decode":
         call, _ = pack_gqa.joined(call)  # its tiles have the queries of all heads of a group
     subject = Subject(
         call, shapes, axes, where, backward, route, traffic.Sizes(call, coded=first), unknown,
-        coded=first,
+        coded=first, tangents=tangents,
     )  # fmt: skip
     made = assembled(subject, compile)
     return replace(made, over_ranks=over_ranks)
@@ -174,7 +185,7 @@ def _over_ranks(
     return simulate(call, counts[0], counts[1], backward, made)
 
 
-def _refuse_beside_codes(form: Format, backward: bool, ranks: Any) -> None:
+def _refuse_beside_codes(form: Format, backward: bool, ranks: Any, tangents: bool) -> None:
     """Refuse what calls on codes do not have."""
     for name, is_given, remedy in (
         (
@@ -182,6 +193,7 @@ def _refuse_beside_codes(form: Format, backward: bool, ranks: Any) -> None:
             backward,
             "Codes have no gradients: keep numbers of 16 bits, and explain them",
         ),
+        ("tangents", tangents, "Codes have no tangents: explain numbers of 16 bits"),
         ("ranks", ranks is not None, "Ranks send numbers: explain those"),
     ):
         if is_given:

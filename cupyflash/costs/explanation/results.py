@@ -158,7 +158,8 @@ class Standard:
     Attributes
     ----------
     matrices : int
-        Score matrices that it stores: S and P in the forward, P, dP and dS in the backward.
+        Score matrices that it stores: S and P in the forward, P, dP and dS in the backward; with
+        tangents, theirs, too, and that of S.
     memory : int
         Bytes of its results and of these matrices.
     traffic : Bytes
@@ -229,6 +230,8 @@ class Explanation:
         With `ranks`: what the call would do over so many, simulated and not measured.
     cache : str
         What the cache holds, and how, in words; empty for a call of `attention`.
+    tangents : bool
+        Whether tangents of all arrays are part of the call.
     """
 
     q_shape: tuple[int, ...]
@@ -255,6 +258,7 @@ class Explanation:
     figure: Figure = field(repr=False)
     over_ranks: Simulation | None = None
     cache: str = ""
+    tangents: bool = False
 
     @property
     def main(self) -> KernelUse:

@@ -13,13 +13,17 @@ from ...problem.encoding import NUMBERS
 from .. import analysis
 from ..analysis import Device
 from ..analysis.roofline import Roofline, limits
+from ..analysis.traffic import Traffic
+from . import derivatives
 from .results import Bytes, KernelUse, Standard
 from .target import Place
 from .traffic import total
 
 
-def flops_of(pairs: int, d: int, d_v: int, backward: bool) -> int:
+def flops_of(pairs: int, d: int, d_v: int, backward: bool, tangents: bool = False) -> int:
     """Return the operations of attention's products for so many pairs, as `analysis.flops` does."""
+    if tangents:
+        return derivatives.flops(derivatives.LEAST[backward], pairs, d, d_v)
     return 2 * pairs * ((3 * d + 2 * d_v) if backward else (d + d_v))
 
 
@@ -132,6 +136,7 @@ def standard(
     backward: bool,
     results: int,
     lengths: Sequence[tuple[int, int]] = (),
+    tangents: bool = False,
 ) -> Standard:
     """Return what standard attention would need, by `analysis`.
 
@@ -142,7 +147,10 @@ def standard(
     of_head = analysis.standard_attention_backward if backward else analysis.standard_attention
     parts, pairs = [], 0
     for entries, n_k in lengths or [(problem.batch, int(problem.len_k))]:
-        heads, made = entries * problem.heads, of_head(n_q, n_k, d, d_v)
+        heads = entries * problem.heads
+        made: Bytes | Traffic = of_head(n_q, n_k, d, d_v)
+        if tangents:
+            made = derivatives.standard_moved(n_q, n_k, d, d_v, backward)
         pairs += heads * n_q * n_k
         parts.append(
             Bytes(
@@ -154,6 +162,9 @@ def standard(
     matrices = 3 if backward else 2
     # P exists before its gradients are computed: four products instead of five.
     flops = 2 * pairs * ((2 * d + 2 * d_v) if backward else (d + d_v))
+    if tangents:
+        matrices = derivatives.MATRICES[backward]
+        flops = derivatives.flops(derivatives.OF_STANDARD[backward], pairs, d, d_v)
     roofline = None
     if where.device is not None:
         peak = _best_peak(where.device, replace(call, encoding=NUMBERS))  # of numbers

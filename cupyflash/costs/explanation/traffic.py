@@ -12,6 +12,7 @@ from ...gpu.kernels import decode
 from ...gpu.workspace import UNIT
 from ...problem.call import Call
 from ..figures.survey import Survey
+from . import derivatives
 from .results import Bytes
 
 
@@ -106,8 +107,15 @@ class Sizes:
         table = {"table": self.table} if self.table else {}
         return {"k": min(self.k, k), "v": min(self.v, v), **table}
 
-    def least(self, backward: bool, found: Survey) -> Bytes:
+    @property
+    def _arrays(self) -> dict[str, int]:
+        """The bytes of arrays of which tangents have the same."""
+        return {"q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.row}
+
+    def least(self, backward: bool, found: Survey, tangents: bool = False) -> Bytes:
         """Return what moves if every array of a call moves once, k and v as far as seen."""
+        if tangents:
+            return derivatives.least(self._arrays, self.seen(found), backward)
         inputs = self.codes or {"q": self.q} | self.seen(found)
         if not backward:
             return Bytes(inputs, {"o": self.results, "lse": self.row})
@@ -176,11 +184,17 @@ class Sizes:
             for each in pieces:
                 each["pieces"] += rows_of_nodes * self.piece_row
             return made(pieces[0], results), made(pieces[1], results)
+        if part == "tangent_delta":
+            return derivatives.moved(part, self._arrays, {}, {}, {})
         assert found is not None
         keys, queries = found.visited_keys, found.visited_queries
         again = {"k": keys * self.key_row, "v": keys * self.value_row}
         if self.table:
             again["table"] = self.table * self.problem.heads_kv
+        if part in derivatives.PRODUCTS:
+            passing = queries * d * self.item, queries * d_v * self.item, queries * self.wide
+            pass_by = dict(zip(("q", "o", "lse"), passing, strict=True))
+            return derivatives.moved(part, self._arrays, self.seen(found), again, pass_by)
         statistics = {"lse": self.row, "delta": self.row}
         if part == "dkdv":
             mine = {"k": self.k, "v": self.v}
@@ -220,19 +234,25 @@ class Sizes:
     def passing(self, part: str, atomic_dq: bool) -> int:
         """Return the bytes of one head that all of its blocks read, one after the other."""
         d, d_v = self.problem.d, self.problem.d_v
+        group = self.problem.heads // self.problem.heads_kv
+        if part == "tangent_dkdv":
+            row = 2 * (d + d_v) * self.item + 4 * self.wide
+            return row * int(self.problem.len_q) * group
         if part == "dkdv":
             row = (d + d_v) * self.item + 2 * self.wide + (self.sum_row if atomic_dq else 0)
-            group = self.problem.heads // self.problem.heads_kv
             return row * int(self.problem.len_q) * group
-        return (self.key_row + self.value_row) * int(self.problem.len_k)
+        copies = 2 if part in derivatives.PRODUCTS else 1
+        return copies * (self.key_row + self.value_row) * int(self.problem.len_k)
 
 
 def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
     """Return the floating-point operations of a kernel's products over a number of pairs.
 
     A forward has two products, S and P v. A backward in one kernel has five: S, dP, dv, dk and dq.
-    If there are two kernels, each computes S and dP.
+    If there are two kernels, each computes S and dP. Of tangents, `derivatives` knows.
     """
+    if part in derivatives.PRODUCTS:
+        return derivatives.flops(derivatives.PRODUCTS[part], pairs, d, d_v)
     if part == "dkdv":
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":

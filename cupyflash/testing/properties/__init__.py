@@ -7,7 +7,7 @@ too.
 ============================  ====================================================================
 other tiles, splits, threads  no option chooses them; the package's own tests do
 other streams                 no option chooses one
-derivatives of other orders   the kit asks for gradients; the package's own tests do
+third derivatives             they do not exist
 ============================  ====================================================================
 
 In addition, every call of every property checks three things: results have the right shapes and
@@ -29,6 +29,7 @@ from . import (
     packed,
     rotary,
     symmetry,
+    tangents,
     typical,
 )
 from .base import Property
@@ -36,7 +37,7 @@ from .base import Property
 NOT_APPLICABLE = {
     "other tiles, splits, threads": "no option chooses them; the package's own tests do",
     "other streams": "no option chooses one",
-    "derivatives of other orders": "the kit asks for gradients; the package's own tests do",
+    "third derivatives": "they do not exist",
 }
 
 _FIRST = (
@@ -54,6 +55,7 @@ _FIRST = (
 def _all() -> dict[str, Property]:
     modules = (
         *(forward, typical, keys, symmetry, gradients, dropout, nonfinite, packed, calls),
+        tangents,
         *(cached, appending, rotary, codes),
     )
     found = {each.name: each for each in _FIRST}
