@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..expr.edges import block_size, has_edges
-from ..expr.key_range import is_range
 from ..masks import Mask
 from ..problem.call import Call, Plan, Problem
+from .cpu_runs import may_be_range
 
 NUMBERS = np.dtype(np.float32)  # what codes of float8 become before they are multiplied
 
@@ -127,7 +127,7 @@ def tiled(problem: Problem, mask: Mask | None = None) -> Plan:
 
 def _most_of_mask(mask: Mask | None) -> tuple[int, str]:
     """Return the most queries and keys of a tile under a mask, judged by its form, and why."""
-    if mask is None or is_range(mask.expr) or not has_edges(mask.expr):
+    if mask is None or may_be_range(mask.expr) or not has_edges(mask.expr):
         return _ANY
     size = block_size(mask.expr)
     if size % WITH_EDGES:

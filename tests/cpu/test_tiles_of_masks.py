@@ -23,8 +23,9 @@ MASKS = {
     "lengths": (masks.lengths(np.array([7])), WHOLE),
     "each pair": (masks.dense(np.ones((LENGTH, LENGTH), bool)), WHOLE),
     "dilated": (masks.dilated(3), WHOLE),
-    "documents": (masks.segments(IDS), PROGRAM),
-    "causal documents": (masks.segments(IDS) & masks.causal(), PROGRAM),
+    "documents": (masks.segments(IDS), WHOLE),  # however they lie
+    "mixed documents": (masks.segments(IDS % 2) & masks.causal(), WHOLE),
+    "documents or prefix": (masks.segments(IDS) | masks.prefix(4), PROGRAM),
     "window or prefix": (masks.window(9, 0) | masks.prefix(4), PROGRAM),
     "blocks of 128": (masks.blocks(np.eye(3, dtype=bool), 128, 128), PROGRAM),
     "blocks of 100": (masks.blocks(np.eye(3, dtype=bool), 100, 100), BLOCKS),
