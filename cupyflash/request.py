@@ -142,13 +142,14 @@ class Request(Executor):
         if self.codes is not NONE or not options.has_mask_alone:
             return
         rows = self.rows.alone
-        if not is_device_array(self.q):
-            if rows is not None and rows[0] == DENSE.name:
-                host_quick.keep(seen, self.q, self.k, self.v, options.mask)
+        if rows is None:
             return
-        if rows is not None and seen.entry is not None and not seen.written:
-            kind, *others = rows
-            recent.keep(seen.entry, kind, self.q, self.k, self.v, options.mask, *others)
+        arrays, (kind, *others) = (self.q, self.k, self.v, options.mask), rows
+        if not is_device_array(self.q):
+            offsets = None if kind == DENSE.name else others  # no call over a cache has two
+            host_quick.keep(seen, *arrays, offsets)
+        elif seen.entry is not None and not seen.written:
+            recent.keep(seen.entry, kind, *arrays, *others)
 
     def backward(self, made: Targets) -> Any:
         """Compute gradients."""

@@ -137,7 +137,7 @@ class Cpu:
         self, call: Call, partial: Results, first: bool, results: Results | None = None
     ) -> None:
         """Compute a piece's out and lse, or join its keys to them."""
-        _forward(call, *partial, cpu_tiles.tiled(call.problem), resumes=not first)
+        _forward(call, *partial, cpu_tiles.tiled(call.problem, call.mask), resumes=not first)
         from cupyflash.reference.cpu.sums import store
 
         if results is not None and not first:
@@ -172,7 +172,7 @@ class Cpu:
         """Compute `gradients`, always in the same order."""
         from cupyflash.reference.cpu import launch
 
-        plan = plan or cpu_tiles.tiled(call.problem)
+        plan = plan or cpu_tiles.tiled(call.problem, call.mask)
         programs = cpu_programs.programs(call)
         made = launch.backward(
             call.problem,
@@ -213,7 +213,7 @@ class Cpu:
         """Compute out, lse and their tangents."""
         from cupyflash.reference.cpu import launch
 
-        plan = plan or cpu_tiles.with_tangents(call.problem)
+        plan = plan or cpu_tiles.with_tangents(call.problem, call.mask)
         programs = cpu_programs.programs(call)
         tbias, tables = cpu_programs.of_tangent(call, tangents.tbias)
         tq, tk, tv, _, tsink = tangents
@@ -250,7 +250,7 @@ class Cpu:
         """Compute the tangents of gradients, of out and of lse, always in the same order."""
         from cupyflash.reference.cpu import launch
 
-        plan = cpu_tiles.tiled(call.problem)
+        plan = cpu_tiles.tiled(call.problem, call.mask)
         programs = cpu_programs.programs(call)
         tq, tk, tv, tbias, tsink = tangents.arrays
         of_bias, curve = cpu_programs.of_tangent(call, tbias)[0], cpu_programs.curve(call)
@@ -286,7 +286,7 @@ class Cpu:
             return 0
         from cupyflash.reference.cpu.backward_call import backward_scratch_size
 
-        return backward_scratch_size(call.problem, cpu_tiles.tiled(call.problem).block_q)
+        return backward_scratch_size(call.problem, cpu_tiles.tiled(call.problem, call.mask).block_q)
 
     def cached(
         self,

@@ -25,7 +25,7 @@ from ..problem.cache import Cache
 from ..problem.cached import MOST_POSITIONS
 from ..problem.cached_rows import CachedRows
 from ..problem.call import Array, Call, Problem
-from . import cpu_ranges, host_replay
+from . import cpu_ranges, cpu_runs, host_replay
 
 
 class Proved(NamedTuple):
@@ -243,6 +243,8 @@ def _proof(call: Call) -> Proved:
     if made.allowed is None:
         return Proved(made, None)
     found = key_range(made.allowed, call.problem)
+    if found is None and (in_runs := cpu_runs.with_ranges(made.allowed)) is not made.allowed:
+        found = key_range(in_runs, call.problem)
     if found is not None:
         return Proved(made._replace(allowed=None, classes=None), found)
     # Of a range of keys and an array, each is better on its own.

@@ -88,7 +88,7 @@ def of_tangents(call: Call) -> CpuRoute:
 
 def _tangents(call: Call, nbytes: int) -> CpuStep:
     """Return the step that computes out, lse and their tangents."""
-    plan = cpu_tiles.with_tangents(call.problem)
+    plan = cpu_tiles.with_tangents(call.problem, call.mask)
     of_queries = partial(_blocks, call, call.problem.len_q, plan.block_q, call.problem.heads)
     tiles, why = (plan.block_q, plan.block_kv), partial(_why, Choice(plan, for_few=False), call)
     return _step(plan.kernel, "tangents", tiles, why, of_queries, lambda: nbytes)
@@ -114,7 +114,7 @@ def of_second(call: Call) -> CpuRoute:
 
 def of_gradients(call: Call) -> CpuRoute:
     """Return the route of a backward."""
-    problem, plan = call.problem, cpu_tiles.tiled(call.problem)
+    problem, plan = call.problem, cpu_tiles.tiled(call.problem, call.mask)
     why = functools.partial(_why, Choice(plan, for_few=False), call)
     item, tiles = problem.accumulator.itemsize, (plan.block_q, plan.block_kv)
 

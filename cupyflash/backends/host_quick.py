@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 
 _ndarray, _ONE, _AXES = np.ndarray, (1,), 4
 MOST = 256  # calls on arrays that are kept
+MOST_CONTENTS = 1 << 12  # bytes of an array of offsets that are part of a key
 _known: dict[Hashable, tuple[Quick, Callable[[], Any]]] = {}
 
 
-def again(q: Any, k: Any, v: Any, mask: Any) -> Any:
+def again(q: Any, k: Any, v: Any, mask: Any, offsets: Sequence[Any] | None = None) -> Any:
     """Compute a call on NumPy arrays, which says nothing but a mask, like an earlier one.
 
-    Returns the output, or None if there was none, or if the call must be checked again.
+    Of packed sequences, there are offsets. Returns the output, or None if there was none, or if the
+    call must be checked again.
     """
-    seen = _seen(q, k, v, mask)
+    seen = _seen(q, k, v, mask, offsets)
     if seen is None:
         return None
     found = _known.get(seen[0])
@@ -44,11 +46,13 @@ def again(q: Any, k: Any, v: Any, mask: Any) -> Any:
     return out if quick.run((q, k, v, out, *seen[1]), False) else None
 
 
-def keep(host: HostSignature, q: Any, k: Any, v: Any, mask: Any) -> None:
+def keep(
+    host: HostSignature, q: Any, k: Any, v: Any, mask: Any, offsets: Sequence[Any] | None = None
+) -> None:
     """Keep a call that was checked, whose signature was `host`; the others are as in `again`."""
     if not (mask is None or type(mask) is Mask) or type(q) is not _ndarray or q.itemsize == 2:
         return  # of 16 bits, an environment variable is part of the signature
-    seen = _seen(q, k, v, mask)
+    seen = _seen(q, k, v, mask, offsets)
     entry = None if seen is None or host.written else replay.find(host)
     quick = None if entry is None else Quick.of(entry, host.numbers, False)
     if seen is None or entry is None or quick is None or not _takes_arrays():
@@ -61,12 +65,31 @@ def keep(host: HostSignature, q: Any, k: Any, v: Any, mask: Any) -> None:
     _known[seen[0]] = quick, entry.specs[0].empty
 
 
-def _seen(q: Any, k: Any, v: Any, mask: Mask | None) -> tuple[Hashable, tuple[int, ...]] | None:
+def _contents(offsets: Sequence[Any]) -> Hashable | None:
+    """Return what tells offsets from others, or None if they are not recognised."""
+    first, second = offsets
+    for x in offsets:
+        if type(x) is not _ndarray or x.nbytes > MOST_CONTENTS:
+            return None
+    of_first = first.dtype, first.shape, first.tobytes()
+    if second is first:
+        return of_first, None
+    return of_first, (second.dtype, second.shape, second.tobytes())
+
+
+def _seen(
+    q: Any, k: Any, v: Any, mask: Mask | None, offsets: Sequence[Any] | None
+) -> tuple[Hashable, tuple[int, ...]] | None:
     """Return the key of a call, and the numbers that it is told; None if it has no key."""
     if type(k) is not _ndarray or type(v) is not _ndarray:
         return None
     shape, of_k, of_v = q.shape, k.shape, v.shape
-    if (
+    contents = None
+    if offsets is not None:
+        contents = _contents(offsets)
+        if contents is None:
+            return None
+    elif (
         mask is None
         and shape[-2:-1] == _ONE
         and len(shape) == len(of_k) == len(of_v) == _AXES
@@ -87,7 +110,8 @@ def _seen(q: Any, k: Any, v: Any, mask: Mask | None) -> tuple[Hashable, tuple[in
         if read:
             return None
     return (
-        q.dtype, shape, q.strides, k.dtype, of_k, k.strides, v.dtype, of_v, v.strides, form
+        q.dtype, shape, q.strides, k.dtype, of_k, k.strides, v.dtype, of_v, v.strides, form,
+        contents,
     ), ()  # fmt: skip
 
 

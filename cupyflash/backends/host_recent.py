@@ -95,21 +95,27 @@ def recognised_cached(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def recognised_packed(function: Callable[P, R]) -> Callable[P, R]:
-    """Let `attention_varlen` make a call on a GPU again likewise."""
+    """Let `attention_varlen` make a call again likewise."""
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
-        if len(args) == 5 and is_device_array(q := args[0]):
-            mask, check = keywords.get("mask"), keywords.get("check")
-            if (
-                len(keywords) == (mask is not None) + ("check" in keywords)
-                and (check is None or check is False)
-                and (mask is None or type(mask) is Mask)
-            ):
-                _, k, v, *offsets = args
-                made: R | None = again(("attention_varlen", check), q, k, v, mask, *offsets)
-                if made is not None:
-                    return made
+        if len(args) == 5:
+            q, k, v, *offsets = args
+            on_host = type(q) is _ndarray
+            if on_host or is_device_array(q):
+                mask, check = keywords.get("mask"), keywords.get("check")
+                if (
+                    len(keywords) == ("mask" in keywords) + ("check" in keywords)
+                    and (check is None or check is False)
+                    and (mask is None or type(mask) is Mask)
+                ):
+                    made: R | None
+                    if on_host:
+                        made = host_quick.again(q, k, v, mask, offsets)
+                    else:
+                        made = again(("attention_varlen", check), q, k, v, mask, *offsets)
+                    if made is not None:
+                        return made
         return function(*args, **keywords)
 
     return call

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from .nodes import LOOKUPS, Expr, walk
+
+_READS = *LOOKUPS, "aligned"  # the last one before it is bound
+_DIVIDES = "floor_divide", "right_shift"
 
 
 def has_edges(mask: Expr) -> bool:
-    """Return whether a bound condition, judged by its form, changes rarely from key to key.
+    """Return whether a condition, judged by its form, changes rarely from key to key.
 
     Comparisons of positions, and of array elements at a position, change rarely. Remainders, and
     conditions that an array has for each key, may change at every key, so that possibly no tile is
@@ -20,7 +25,20 @@ def has_edges(mask: Expr) -> bool:
         of_key.add(node)
         if node.op == "remainder":
             return False
-        each = any(index.op not in ("floor_divide", "right_shift") for index in indices)
-        if node.op in LOOKUPS and node.type == "bool" and each:
+        each = any(index.op not in _DIVIDES for index in indices)
+        if node.op in _READS and node.type == "bool" and each:
             return False
     return True
+
+
+def block_size(mask: Expr) -> int:
+    """Return the largest size of which all blocks are multiples that a condition divides by.
+
+    It is 0 if a condition divides nothing.
+    """
+    found = 0
+    for node in walk(mask):
+        if node.op in _DIVIDES and node.args[1].op == "constant":
+            size = int(node.args[1].value)
+            found = math.gcd(found, 1 << size if node.op == "right_shift" else size)
+    return found

@@ -52,6 +52,12 @@ def key_range(mask: Expr, sizes: Sizes, numbers: Mapping[str, int] = NO_NUMBERS)
     return found
 
 
+def is_range(mask: Expr) -> bool:
+    """Return whether a condition, judged by its form, lets each query see one range of keys."""
+    solver = _Solver(mask)
+    return mask not in solver.varies or solver.ranges[mask] is not None
+
+
 def _is_key(node: Expr) -> bool:
     return node.op == "symbol" and node.value == "j"
 

@@ -30,7 +30,8 @@ RANK = 4  # bytes: the number of a row
 WORD = 2 * 4  # bytes: a bit for each tile that is not EMPTY, and one for each that is FULL
 MOST_BYTES = 64 << 20
 FEWEST_TILES = 16  # of a row, for which they pay
-# Which masks have lists: by default those whose classes are searched for in arrays of indices.
+# Which masks have lists: by default those whose classes are searched for in arrays of indices. With
+# "ordered", as with "1", all have, and the kernels of gradients take blocks of keys by their cost.
 SWITCH = os.environ.get("CUPYFLASH_TILE_LISTS", "")
 
 
@@ -78,7 +79,7 @@ class Lists(NamedTuple):
         """What kernels are told of them."""
         shape = (
             self.entries, self.heads, self.rows, self.words, int(self.of_keys), self.shift,
-            self.word_count * WORD, self.each,
+            self.word_count * WORD * self.ordered, self.each,
         )  # fmt: skip
         row = self.words * WORD
         strides = (
@@ -132,7 +133,8 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
     while spec.most_listed and _ceil(along, 1 << shift) > spec.most_listed:
         shift += 1
     words = _ceil(_ceil(along, 1 << shift), TILES)
-    found = Lists(entries, heads, each, across, words, of_keys, shift, spec.deals)
+    ordered = spec.deals and (not of_keys or SWITCH == "ordered")
+    found = Lists(entries, heads, each, across, words, of_keys, shift, ordered)
     return found if found.array.nbytes <= MOST_BYTES else None
 
 
@@ -172,8 +174,8 @@ def _ceil(x: int, y: int) -> int:
 
 
 def _wanted(classes: Expr) -> bool:
-    if SWITCH in ("0", "1"):
-        return SWITCH == "1"
+    if SWITCH in ("0", "1", "ordered"):
+        return SWITCH != "0"
     return _searches(classes)
 
 

@@ -17,8 +17,8 @@ constexpr int TILES = 32;  // of a word
 // Lengths of the table's axes, and what it has beyond them: whether a row is a block of keys, whose
 // tiles are those of queries, and the shift.
 constexpr int ENTRIES = 0, HEADS = 1, ROWS = 2, WORDS = 3, OF_KEYS = 4, SHIFT = 5;
-// Where the orders of rows begin, in bytes, if order_tiles.cu wrote them; and the strides of their
-// entries and heads.
+// Where the orders of rows begin, in bytes, if order_tiles.cu wrote them, or 0; and the strides of
+// their entries and heads.
 constexpr int ORDERS = 6, ORDER_ENTRIES = 4, ORDER_HEADS = 5;
 constexpr int EACH = 7;  // neighbouring heads that share a list
 
@@ -35,6 +35,8 @@ __device__ __forceinline__ const ClassWord* words_of(const Params& p, long long 
                                             list_of(lists, h) * lists.strides[HEADS] +
                                             row * lists.strides[ROWS]);
 }
+
+__device__ __forceinline__ bool are_ordered(const Params& p) { return table(p).shape[ORDERS] != 0; }
 
 // The rows of an entry's head, the longest first.
 __device__ __forceinline__ const int* order_of(const Params& p, long long b, long long h) {

@@ -477,8 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 const __grid_constant__ warpgroup::LastMaps dv_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
-  const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x),
-                                                     p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work = work_tile(p);
   if (work.idle) return;
   if (threadIdx.x == 0) publish_block(p, work, *smem.storage);
   if (threadIdx.x == ptx::WARP_SIZE) smem.storage->init_barriers();

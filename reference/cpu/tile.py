@@ -77,21 +77,26 @@ def _class_by_ranges(changes, symbols, ni, nj, edges):
 
 
 @helper
-def _class_by_program(changes, symbols, ri, rf):
-    """Return the class of a tile by the program of a mask, or by what a thread has found before."""
-    lists, place = changes.lists, 0
-    size = lists.classes.shape[0]
-    if size:
-        place = symbols[0] * lists.entry + symbols[7] // lists.queries * lists.row
-        place += symbols[9] // lists.keys
-        known = lists.classes[place]
-        if known:
-            return np.int64(known) - 1
+def _run_classes(changes, symbols, ri, rf):
+    """Return the class of a tile, or of a part of one, by the program of a mask."""
     program, pointer = changes.tile, changes.pointers.run_float32
     _run(pointer, (program, 0, program.code.shape[0], 1, symbols, 0, rf[0], ri, rf))
-    found = ri[program.result, 0]
-    if size:
-        lists.classes[place] = found + 1
+    return ri[program.result, 0]
+
+
+@helper
+def _class_by_program(changes, symbols, ri, rf):
+    """Return the class of a tile by the program of a mask, or by what a thread has found before."""
+    lists = changes.lists
+    if not lists.classes.shape[0]:
+        return _run_classes(changes, symbols, ri, rf)
+    place = symbols[0] * lists.entry + symbols[7] // lists.queries * lists.row
+    place += symbols[9] // lists.keys
+    known = lists.classes[place]
+    if known:
+        return np.int64(known) - 1
+    found = _run_classes(changes, symbols, ri, rf)
+    lists.classes[place] = found + 1
     return found
 
 
@@ -110,7 +115,7 @@ def _look_at_parts(changes, symbols, edges, ri, rf):
     for part in range(begin, end, PART):
         following = min(part + PART, end)
         symbols[9], symbols[10] = j0 + part, j0 + following - 1
-        found = _class_by_program(changes, symbols, ri, rf)
+        found = _run_classes(changes, symbols, ri, rf)
         if found != EMPTY:
             first, behind = min(first, part), following
         if found == FULL and (whole_first == end or whole_last == part):

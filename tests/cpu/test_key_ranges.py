@@ -26,9 +26,10 @@ RANGES = {
     "causal and lengths": masks.causal() & masks.lengths(LENGTHS),
     "by head": masks.mask(lambda b, h, i, j: j <= i + 9 * h),
     "nobody": masks.mask(lambda b, h, i, j: j < -i),
+    "segments": masks.segments(np.arange(QUERIES) // 9, np.arange(KEYS) // 9),
 }
 PROGRAMS = {
-    "segments": masks.segments(np.arange(QUERIES) // 9, np.arange(KEYS) // 9),
+    "segments in pieces": masks.segments(np.arange(QUERIES) // 9, np.arange(KEYS) // 9 % 3),
     "every other": masks.mask(lambda b, h, i, j: (i + j) % 2 == 0),
 }
 

@@ -20,7 +20,7 @@ from cupyflash.reference.cpu import prepared, tile_lists
 from cupyflash.testing import Precision, forward_bound, rho
 
 LENGTHS = 400, 333
-IDS = np.sort(np.random.default_rng(1).integers(0, 9, LENGTHS[0]))
+IDS = np.sort(np.random.default_rng(1).integers(0, 9, LENGTHS[0])) % 4  # no ranges of keys
 INDICES = np.random.default_rng(2).integers(-2, 12, (2, 1, 14, 3))
 MASKS = {
     "documents": masks.segments(IDS, IDS[: LENGTHS[1]]) & masks.causal(),
@@ -79,6 +79,19 @@ def test_they_change_no_bit_and_no_tile(monkeypatch, sizes, name):
     bound = forward_bound(q, k, v, precision=Precision.of(q.dtype), block_kv=64, mask=MASKS[name])
     assert rho(found[0], *bound.out).value <= 1
     assert rho(found[1], *bound.lse).value <= 1
+
+
+def test_parts_of_a_tile_have_classes_of_their_own():
+    """Nothing is seen in any part of 48 keys, but only a whole tile may be said to be unknown."""
+    q, k, v = draw()
+    part = masks.mask(lambda b, h, i, j: j // 48 % 2 == 0)
+    out, lse = np.empty_like(q), np.empty(q.shape[:-1], q.dtype)
+    other = masks.mask(lambda b, h, i, j: j // 48 % 2 == 1)
+    call = validate.call(q, k, v, Options(mask=part & other))
+    assert CPU.forward(call, out, lse).visited == 0
+    assert not out.any()
+    call = validate.call(q, k, v, Options(mask=part))
+    assert CPU.forward(call, out, lse).visited > 0
 
 
 def test_what_is_read_may_change_between_calls():

@@ -52,7 +52,7 @@ MASKS = {
 def listed(monkeypatch):
     """Say whether calls have lists, however short they are."""
     monkeypatch.setattr(tile_lists, "FEWEST_TILES", 1)
-    return lambda on: monkeypatch.setattr(tile_lists, "SWITCH", "1" if on else "0")
+    return lambda how: monkeypatch.setattr(tile_lists, "SWITCH", how)
 
 
 def draw(dtype, d=24):
@@ -92,12 +92,13 @@ def test_lists_change_no_bit_and_no_tile(listed, device, name):
     q, k, v = draw(dtype)
     options = {"mask": MASKS[name]}
     found = []
-    for on in (False, True):
-        listed(on)
+    for how in ("0", "1", "ordered"):
+        listed(how)
         made = forward(q, k, v, blocks, **options)
         found.append((*made, *backward(q, k, v, *made[:2], blocks, **options)))
-    for without, with_lists in zip(*found, strict=True):
+    for without, with_lists, ordered in zip(*found, strict=True):
         assert same_bits(without, with_lists)
+        assert same_bits(without, ordered)
     out, lse, _ = found[1][:3]
     precision = Precision.of(dtype, tensor_cores=device.startswith("sm"))
     bound = forward_bound(q, k, v, precision=precision, block_kv=64, **options)
@@ -107,7 +108,7 @@ def test_lists_change_no_bit_and_no_tile(listed, device, name):
 
 @emulated
 def test_lists_have_the_classes_of_all_tiles_and_rows_in_order(listed):
-    listed(True)
+    listed("1")
     dtype, blocks = DEVICES["sm90"]
     q, k, v = draw(dtype)
     mask = MASKS["chosen, causal"]
@@ -142,7 +143,7 @@ def test_lists_have_the_classes_of_all_tiles_and_rows_in_order(listed):
 @emulated
 def test_neighbours_share_a_bit_where_a_row_has_many_tiles(listed, monkeypatch):
     """The forward of warpgroups tells 2048 tiles apart."""
-    listed(True)
+    listed("1")
     dtype, _ = DEVICES["sm90"]
     length = 2100 * 32
     rng = np.random.default_rng(0)
@@ -222,6 +223,14 @@ def test_the_switch(monkeypatch):
     mask = masks.segments(IDS) & masks.causal()
     monkeypatch.setattr(tile_lists, "SWITCH", "1")
     assert [step.part for step in route_of(mask).steps] == ["lists", "order", "forward"]
+    assert "order" not in [step.part for step in route_of(mask, backward=True).steps]
+    monkeypatch.setattr(tile_lists, "SWITCH", "ordered")
+    assert [step.part for step in route_of(mask).steps] == ["lists", "order", "forward"]
+    gradients = route_of(mask, backward=True)
+    parts = [step.part for step in gradients.steps]
+    assert parts[parts.index("dkdv") - 2 :][:2] == ["lists", "order"]
+    most = tile_lists.most_scratch(gradients.call, H200)
+    assert most["dkdv"].nbytes >= gradients.recipe.scratch["tiles of keys"].nbytes
     monkeypatch.setattr(tile_lists, "SWITCH", "0")
     assert [step.part for step in route_of(masks.chosen(ROWS, 128)).steps] == ["forward"]
 

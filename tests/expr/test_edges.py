@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupyflash import lookup, masks
-from cupyflash.expr.edges import has_edges
+from cupyflash.expr.edges import block_size, has_edges
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.options import Options
@@ -40,3 +40,19 @@ def test_edges(name):
     q = np.zeros((1, 96, 8), np.float32)
     allowed = trees(validate.call(q, q, q, Options(mask=(WITH | WITHOUT)[name]))).allowed
     assert has_edges(allowed) == (name in WITH)
+
+
+@pytest.mark.parametrize("name", [*WITH, *WITHOUT])
+def test_edges_before_a_mask_is_bound(name):
+    assert has_edges((WITH | WITHOUT)[name].expr) == (name in WITH)
+
+
+def test_sizes_of_blocks():
+    shifted = masks.mask(lambda b, h, i, j: i >> 5 >= j // 80)
+    sizes = {
+        96: masks.blocks(np.eye(3, dtype=bool), 96, 192) & masks.causal(),
+        64: masks.chosen(np.zeros((2, 3), int), (128, 64)),
+        16: shifted,
+        0: masks.causal() & masks.segments(POSITIONS),
+    }
+    assert {size: block_size(mask.expr) for size, mask in sizes.items()} == {n: n for n in sizes}

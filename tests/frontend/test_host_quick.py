@@ -11,7 +11,7 @@ from forks import fork
 from other_path import OtherPathError, only_again
 from placement import same_bits
 
-from cupyflash import ArgumentError, ArgumentTypeError, attention, masks
+from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_varlen, masks
 from cupyflash.backends import host_quick, host_recent
 from cupyflash.backends.cpu_tiles import FEWEST_KEYS
 from cupyflash.problem import replay
@@ -85,6 +85,55 @@ def test_one_query_has_any_number_of_keys(heads):
     for pair, wants in zip(pairs, wanted, strict=True):
         assert same_bits(attention(q, *pair, return_lse=True)[0], wants)
         assert same_bits(attention(q, *pair), wants)
+
+
+def packed(seed, dtype=F32):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((heads, 20, 16)).astype(dtype) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(4, 2)])
+@pytest.mark.parametrize("options", [{}, {"check": None}, {"check": False}], ids=str)
+def test_packed_calls_have_the_same_bits(mask, options):
+    offsets, keys = np.array([0, 5, 5, 19, 20], np.int32), np.array([0, 9, 10, 12, 20])
+    options = options if mask is None else {**options, "mask": mask}
+    wanted = attention_varlen(*packed(1), offsets, keys, **options)
+    with only_again():
+        attention_varlen(*packed(2), offsets, keys, **options)
+        assert same_bits(attention_varlen(*packed(1), offsets.copy(), keys, **options), wanted)
+
+
+def test_other_offsets_are_another_packed_call():
+    x, offsets = packed(0), np.array([0, 5, 20])
+    before = [attention_varlen(*x, offsets, offsets) for _ in range(2)][1]
+    other = np.array([0, 9, 20])
+    for pair in (other, offsets), (offsets, other), (offsets.astype(np.int32), offsets):
+        with only_again(), pytest.raises(OtherPathError):
+            attention_varlen(*x, *pair)
+        kept = attention_varlen(*x, *pair)
+        with only_again():
+            assert same_bits(attention_varlen(*x, *pair), kept)
+    for pair in (offsets.tolist(), offsets), (offsets, offsets.tolist()):
+        with only_again(), pytest.raises(OtherPathError):
+            attention_varlen(*x, *pair)
+        assert same_bits(attention_varlen(*x, *pair), before)
+    with only_again(), pytest.raises(OtherPathError):
+        attention_varlen(*x, offsets, offsets, check=True)
+    wrong = offsets.copy()
+    wrong[:] = 0, 21, 20
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="offsets"):
+            attention_varlen(*x, wrong, wrong)
+    offsets[1] = 9  # in place
+    assert not same_bits(attention_varlen(*x, offsets, offsets), before)
+    assert same_bits(attention_varlen(*x, offsets, offsets), attention_varlen(*x, other, other))
+
+
+def test_long_offsets_are_looked_at_by_their_signature(known):
+    x, offsets = packed(0), np.concatenate([np.zeros(host_quick.MOST_CONTENTS, np.int32), [20]])
+    wanted, made = (attention_varlen(*x, offsets, offsets) for _ in range(2))
+    assert same_bits(made, wanted)
+    assert not known
 
 
 def unlike():

@@ -58,8 +58,8 @@ def small_tiles(problem: Problem) -> Iterator[Subject]:
     """The package's public functions on the CPU, with the tiles that a problem says, to judge."""
     tiled, has_few_queries = cpu_tiles.tiled, cpu_tiles.has_few_queries
 
-    def chosen(of: Any) -> Plan:
-        return tiled(of) if problem.tiles is None else plan_of(*problem.tiles)
+    def chosen(of: Any, mask: Any = None) -> Plan:
+        return tiled(of, mask) if problem.tiles is None else plan_of(*problem.tiles)
 
     def few(of: Any) -> bool:
         return problem.tiles is None and has_few_queries(of)
@@ -87,7 +87,8 @@ def small_tiles(problem: Problem) -> Iterator[Subject]:
 def block_kv(problem: Problem) -> int:
     if problem.tiles:
         return problem.tiles[1]
-    return cpu_tiles.choose(call_of(problem).problem).plan.block_kv
+    call = call_of(problem)
+    return cpu_tiles.choose(call.problem, call.mask).plan.block_kv
 
 
 def _target(problem: Problem, rng: np.random.Generator, shape: Any, dtype: Any) -> Placed:
@@ -132,10 +133,10 @@ def run_backward(problem: Problem, out: Array, lse: Array) -> Gradients:
     owners += [problem.options.get("bias"), problem.options.get("sink")]
     made = [None if x is None else _target(problem, rng, x.shape, x.dtype) for x in owners]
     views = [None if x is None else x.view for x in made]
-    block_q = problem.tiles[0] if problem.tiles else cpu_tiles.tiled(call.problem).block_q
+    plan = plan_of(*problem.tiles) if problem.tiles else cpu_tiles.tiled(call.problem, call.mask)
     scratch = None
     if problem.workspace:
-        size = backward_call.backward_scratch_size(call.problem, block_q)
+        size = backward_call.backward_scratch_size(call.problem, plan.block_q)
         scratch = Placed((size,), np.uint8)
     workspace = None if scratch is None else scratch.view
     if problem.tiles:

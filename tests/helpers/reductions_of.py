@@ -50,8 +50,8 @@ def run(problem: Problem, function: Any, named: dict[str, Reduction]) -> Any:
     """Compute reductions with the problem's tiles."""
     tiled = cpu_tiles.tiled
 
-    def chosen(of: Any) -> Any:
-        return plan_of(*problem.tiles) if problem.tiles else tiled(of)
+    def chosen(of: Any, mask: Any = None) -> Any:
+        return plan_of(*problem.tiles) if problem.tiles else tiled(of, mask)
 
     q, k, options = call_of(problem)
     # Calls with other tiles are other calls.

@@ -65,8 +65,8 @@ def with_tiles(problem: Problem, directions: Directions, targets: list[Array]) -
     """Call the public function, with the problem's tiles."""
     tiled = cpu_tiles.tiled
 
-    def chosen(of: Any) -> Any:
-        return plan_of(*problem.tiles) if problem.tiles else tiled(of)
+    def chosen(of: Any, mask: Any = None) -> Any:
+        return plan_of(*problem.tiles) if problem.tiles else tiled(of, mask)
 
     tq, tk, tv, tbias, tsink = directions
     out, tout, lse, tlse = targets
@@ -156,8 +156,8 @@ def second_ratios(problem: Problem, directions: Directions) -> dict[str, float]:
     tdo, tdlse = cotangents_of(problem)
     arrays = problem.q, problem.k, problem.v
 
-    def chosen(of: Any) -> Any:
-        return plan_of(*problem.tiles) if problem.tiles else tiled(of)
+    def chosen(of: Any, mask: Any = None) -> Any:
+        return plan_of(*problem.tiles) if problem.tiles else tiled(of, mask)
 
     how = {"dlse": problem.dlse, "tdo": tdo, "tdlse": tdlse, **problem.options}
     with (

@@ -455,5 +455,6 @@ DKDV = KernelSpec(
     whole_dq=True,
     parts=True,
     lists="keys",
+    deals=True,
     cost=_cost_of_dkdv,
 )

@@ -333,7 +333,7 @@ class KernelSpec:
     lists : {"", "queries", "keys"}
         Whether it can read lists of tiles, and of what blocks its rows of tiles are.
     deals : bool
-        Whether its blocks share work tiles, which lists let it deal by their cost.
+        Whether lists let it take work tiles by their cost, the longest first.
     most_listed : int
         The tiles of a row that it tells apart; of more, neighbours count as one. 0: all of them.
     cost : function
