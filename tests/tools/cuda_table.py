@@ -4,6 +4,8 @@ Registers, stack, spilled bytes and shared memory of the covering set of special
 reports them; no GPU is needed. tests/cuda/test_cuda_compile.py holds the table true.
 
     python tests/tools/cuda_table.py                write it anew: look at what git shows of it
+    python tests/tools/cuda_table.py --kernels forward_simt,backward_bias
+                                                    only rows of these, and those that it lacks
     python tests/tools/cuda_table.py --archs all    print it for all, and write nothing
     python tests/tools/cuda_table.py --archs all --once --record   each kernel once, and keep a
                                                     summary in tests/data/gpu
@@ -158,6 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--archs", help="print the table for these instead: sm_86,sm_89 or so, or all"
     )
+    parser.add_argument("--kernels", help="compile only these again; other rows stay")
     parser.add_argument("--once", action="store_true", help="one specialisation of each kernel")
     parser.add_argument("--record", action="store_true", help="keep a summary, see above")
     given = parser.parse_args()
@@ -168,10 +171,14 @@ def main() -> None:
     jobs = [(case, arch) for case in cases() for arch in archs if runs_on(case, arch)]
     if given.once:
         jobs = list({(case.kernel, arch): (case, arch) for case, arch in jobs}.values())
+    held: dict[Key, Resources] = {}
+    if given.kernels is not None:
+        again = given.kernels.split(",")
+        held = {key: x for key, x in read()[1].items() if key.kernel not in again}
     nvrtc_version()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(lambda job: (key_of(*job), measure(*job)), jobs)
-        rows = list(made)
+        made = pool.map(lambda job: held.get(key_of(*job)) or measure(*job), jobs)
+        rows = [(key_of(*job), found) for job, found in zip(jobs, made, strict=True)]
     text = io.StringIO()
     write(rows, text)
     if chosen is None:
