@@ -23,7 +23,7 @@ constexpr bool HAS_TDP = HAS_TDO || HAS_TV;  // whether products of do and v hav
 constexpr bool BENDS = HAS_CURVE && HAS_TS;
 
 // A block's tiles in shared memory, with what each of the tile's queries has one number of.
-struct Scratch {
+struct TangentScratch {
   accum_t* p_smem;        // scores, then probabilities
   accum_t* dropped_smem;  // probabilities after dropout; those before it without dropout
   accum_t* tp_smem;       // their tangents, at last after dropout, too
@@ -38,17 +38,17 @@ constexpr int ROW_NUMBERS = 4;
 
 // The tiles of a kernel that keeps dS and tdS, and the numbers of rows that follow them.
 template <int TILE>
-__device__ __forceinline__ Scratch scratch_at(accum_t* tiles_smem) {
+__device__ __forceinline__ TangentScratch scratch_at(accum_t* tiles_smem) {
   accum_t* const rows_smem = tiles_smem + (HAS_DROPOUT ? 5 : 4) * TILE;
-  return Scratch{tiles_smem,
-                 HAS_DROPOUT ? tiles_smem + 4 * TILE : tiles_smem,
-                 tiles_smem + TILE,
-                 tiles_smem + 2 * TILE,
-                 tiles_smem + 3 * TILE,
-                 rows_smem,
-                 rows_smem + BLOCK_Q,
-                 rows_smem + 2 * BLOCK_Q,
-                 rows_smem + 3 * BLOCK_Q};
+  return TangentScratch{tiles_smem,
+                        HAS_DROPOUT ? tiles_smem + 4 * TILE : tiles_smem,
+                        tiles_smem + TILE,
+                        tiles_smem + 2 * TILE,
+                        tiles_smem + 3 * TILE,
+                        rows_smem,
+                        rows_smem + BLOCK_Q,
+                        rows_smem + 2 * BLOCK_Q,
+                        rows_smem + 3 * BLOCK_Q};
 }
 
 // Where the numbers of a head's queries are.
@@ -66,7 +66,7 @@ __device__ __forceinline__ Statistics statistics_of(const SecondParams& x,
 
 // Loads the numbers of the tile's queries, as gradient_tile::load_row_statistics does.
 __device__ __forceinline__ void load_statistics(const Statistics& of, long long i0, int ni,
-                                                const Scratch& scratch) {
+                                                const TangentScratch& scratch) {
   for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
     accum_t lse = number::infinity(), mu = 0, delta = 0, tdelta = 0;
     if (i < ni) {
@@ -88,7 +88,8 @@ __device__ __forceinline__ void load_statistics(const Statistics& of, long long 
 template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void bend(const Params& p, const TileBox& box,
                                      const accum_t (&s)[ROWS][COLUMNS],
-                                     const accum_t (&ts)[ROWS][COLUMNS], const Scratch& scratch) {
+                                     const accum_t (&ts)[ROWS][COLUMNS],
+                                     const TangentScratch& scratch) {
   tile::store_cells<STRIDE>(s, scratch.p_smem);
   tile::store_cells<STRIDE>(ts, scratch.tds_smem);
 #pragma unroll 1
@@ -110,7 +111,7 @@ template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void probabilities(const Params& p, const TileBox& box, int tile_class,
                                               accum_t (&s)[ROWS][COLUMNS],
                                               accum_t (&ts)[ROWS][COLUMNS],
-                                              const Scratch& scratch) {
+                                              const TangentScratch& scratch) {
   const accum_t scale = static_cast<accum_t>(p.scale);
   matmul::scale(s, scale);
   matmul::scale(ts, scale);
@@ -148,7 +149,7 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
 template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void logit_gradients(const Params& p, accum_t (&dt)[ROWS][COLUMNS],
                                                 accum_t (&tdt)[ROWS][COLUMNS],
-                                                const Scratch& scratch) {
+                                                const TangentScratch& scratch) {
   const accum_t keep_scale = static_cast<accum_t>(p.keep_scale);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -177,7 +178,7 @@ __device__ __forceinline__ void logit_gradients(const Params& p, accum_t (&dt)[R
 template <int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_gradients(accum_t (&ds)[ROWS][COLUMNS],
                                                 accum_t (&tds)[ROWS][COLUMNS],
-                                                const Scratch& scratch) {
+                                                const TangentScratch& scratch) {
   if constexpr (HAS_DSCORE) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const tv_smem = v_smem + HELD;
   accum_t* const stage_smem = k_smem + (HOLDS ? 2 : 1) * HELD;
   accum_t* const tiles_smem = stage_smem + 2 * STAGE;
-  const tangent_gradient::Scratch scratch = tangent_gradient::scratch_at<TILE>(tiles_smem);
+  const tangent_gradient::TangentScratch scratch = tangent_gradient::scratch_at<TILE>(tiles_smem);
   Head* const head_smem = reinterpret_cast<Head*>(scratch.tdelta_smem + BLOCK_Q);
 
   matmul::Stage<STAGE> stage{stage_smem};

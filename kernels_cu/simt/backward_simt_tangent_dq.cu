@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const tq_smem = q_smem + HELD;
   accum_t* const tdo_smem = do_smem + HELD;
   accum_t* const stage_smem = q_smem + (HOLDS ? 2 : 1) * HELD;
-  const tangent_gradient::Scratch scratch =
+  const tangent_gradient::TangentScratch scratch =
       tangent_gradient::scratch_at<TILE>(stage_smem + 2 * STAGE);
 
   matmul::Stage<STAGE> stage{stage_smem};

@@ -38,15 +38,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const b_smem = a_smem + BLOCK_Q * CHUNK_STRIDE;
   accum_t* const tiles_smem = b_smem + BLOCK_KV * CHUNK_STRIDE;
   accum_t* const rows_smem = tiles_smem + TILES * TILE;
-  const tangent_gradient::Scratch scratch{tiles_smem,
-                                          HAS_DROPOUT ? tiles_smem + 3 * TILE : tiles_smem,
-                                          tiles_smem + TILE,
-                                          tiles_smem + 2 * TILE,
-                                          nullptr,
-                                          rows_smem,
-                                          rows_smem + BLOCK_Q,
-                                          rows_smem + 2 * BLOCK_Q,
-                                          rows_smem + 3 * BLOCK_Q};
+  const tangent_gradient::TangentScratch scratch{tiles_smem,
+                                                 HAS_DROPOUT ? tiles_smem + 3 * TILE : tiles_smem,
+                                                 tiles_smem + TILE,
+                                                 tiles_smem + 2 * TILE,
+                                                 nullptr,
+                                                 rows_smem,
+                                                 rows_smem + BLOCK_Q,
+                                                 rows_smem + 2 * BLOCK_Q,
+                                                 rows_smem + 3 * BLOCK_Q};
 
   const bias_tile::BiasTile tile_of_bias(p);
   accum_t total[ROWS][COLUMNS];

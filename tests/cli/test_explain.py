@@ -277,12 +277,15 @@ def test_a_cache_that_is_too_small():
 # -- the compiler ---------------------------------------------------------------------------------
 
 
+WITHOUT_STAGES = ("backward_bias", "backward_lookup", "backward_tangent_bias", "decode_simt")
+
+
 def test_stages_of_every_kernel():
     for arch in ("sm_75", "sm_80", "sm_90"):
         for case in cases():
             if runs_on(case, arch):
                 special = specialisation(case, arch)
-                no_stages = special.kernel in ("backward_bias", "backward_lookup", "decode_simt")
+                no_stages = special.kernel in WITHOUT_STAGES
                 no_stages |= special.spec.part in ("lists", "order")
                 on_tiles = special.tiles.block_kv and not no_stages
                 assert not on_tiles or special.tiles.stages in (1, 2, 3, 4), (case, arch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cuda_specialisations import SHARED_MEMORY
 
-from cupyflash.gpu.kernels.simt import FEWEST_THREADS, KERNELS, fit
+from cupyflash.gpu.kernels.simt import FEWEST_THREADS, KERNELS, LEAN, fit
 from cupyflash.gpu.kernels.spec import REGISTERS, RESERVED
 
 TYPES = {"float16": (4, 2), "float32": (4, 4), "float64": (8, 8)}
@@ -33,7 +33,9 @@ def test_a_multiprocessor_is_busy(kernel, dtype, arch):
     for d in SIZES[:-2]:
         tiles = fit(kernel, *TYPES[dtype], d, d, 0, SHARED_MEMORY[arch])
         assert tiles is not None
-        assert tiles.resident_blocks * tiles.threads >= FEWEST_THREADS, (d, tiles)
+        # Eight tiles of rows in float64 leave room for one block of 128 threads.
+        fewest = 128 if kernel in LEAN and dtype == "float64" else FEWEST_THREADS
+        assert tiles.resident_blocks * tiles.threads >= fewest, (d, tiles)
 
 
 def test_the_largest_tiles_are_those_of_the_table():

@@ -235,8 +235,10 @@ def test_room_from_the_start():
     assert cache.layers[1]._rooms[0].shape[2] >= 40
     with pytest.raises(ArgumentError, match=r"^rows: got -1; expected how many"):
         adapter.growing_cache(llama().config, rows=-1)
+    config = transformers.MambaConfig(num_hidden_layers=2)
     with pytest.raises(ArgumentError, match=r"^config: got .*LinearAttention.*expected some"):
-        adapter.growing_cache(transformers.MambaConfig(num_hidden_layers=2))
+        adapter.growing_cache(config)
+    assert len(transformers.DynamicCache(config=config).layers) == 2  # as the error says
 
 
 STARTS_Q, STARTS_K = [0, 1, 6, 8], [0, 9, 14, 28]
