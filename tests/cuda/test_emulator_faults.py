@@ -19,7 +19,7 @@ from emulator.probe import Probe
 from emulator.problems import lean_kernels
 
 import cupyflash.kernels_cu
-from cupyflash import masks
+from cupyflash import lookup, masks, scores
 from cupyflash.gpu import source, tile_lists
 from cupyflash.gpu.kernels import decode, simt
 from cupyflash.problem import cached, coded, validate
@@ -422,6 +422,14 @@ def _everything(emulator):
     moved = SecondTangents(Tangents(q, k, k), do)
     written = Gradients(*made), (draw(2, 2, 40, 8), draw(2, 2, 40))
     emulator.backward_tangent(call, rows, moved, *written)
+
+    # Gradients of learned look-ups: of queries, over several tiles, and of one number.
+    gate = lookup(draw(40), learned=True), lookup(draw(), learned=True)
+    q, k = draw(2, 2, 40, 8), draw(2, 1, 33, 8)
+    changes = [scores.score(lambda s, b, h, i, j: s * gate[0][i]), scores.softcap(gate[1])]
+    call = validate.call(q, k, k, Options(score_mod=changes, dropout=0.5, seed=1))
+    rows = {"do": q, "out": draw(*q.shape), "lse": draw(2, 2, 40)}
+    emulator.backward_lookups(call, rows, {x: np.empty_like(x.array) for x in gate})
 
     # Lists of tiles, whose rows are dealt in an order.
     chosen = masks.chosen(np.array([[0, 2], [1, -1], [3, 0]]), (64, 64))
