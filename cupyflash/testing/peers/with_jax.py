@@ -111,6 +111,7 @@ PEERS = (
          "shapes": 3},
         Documented("(B, L, H, D)", alignment="is_causal at the first key",
                    lse="natural logarithm, in the type of the query"),
+        {"rows_that_see_nothing": "A row whose bias is -inf everywhere is NaN."},
     ),
     Peer(
         "flax", "flax", "flax", "pip install flax", _flax, ("float32",),
