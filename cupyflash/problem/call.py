@@ -50,8 +50,8 @@ class _Gradients(NamedTuple, Generic[A, B]):
     dq: A
     dk: A
     dv: A
-    dbias: B = None  # type: ignore[assignment]
-    dsink: B = None  # type: ignore[assignment]
+    dbias: B
+    dsink: B
 
 
 class Gradients(_Gradients[A, B]):
@@ -78,8 +78,8 @@ class Gradients(_Gradients[A, B]):
         dq: A,
         dk: A,
         dv: A,
-        dbias: B = None,  # type: ignore[assignment]
-        dsink: B = None,  # type: ignore[assignment]
+        dbias: B = None,  # type: ignore[assignment]  # B is None then
+        dsink: B = None,  # type: ignore[assignment]  # as above
         *,
         dlookups: Mapping[LookupTable, Any] | None = None,
     ) -> Self:

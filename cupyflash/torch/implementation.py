@@ -98,11 +98,11 @@ def _settings(
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,  # noqa: ARG001
+    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,  # noqa: ARG001, as PyTorch passes it
     return_debug_mask: bool, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None,
-    num_splits: int | None = None,  # noqa: ARG001
+    num_splits: int | None = None,  # noqa: ARG001, as PyTorch passes it
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `_flash_attention_forward`, whose axis of heads is the second to last."""
     _refuse_debug(return_debug_mask)
@@ -135,8 +135,8 @@ def _forward_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
 
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,  # noqa: ARG001
-    dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *,  # noqa: ARG001
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,  # noqa: ARG001, as PyTorch passes it
+    dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *,  # noqa: ARG001, as PyTorch passes it
     scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -171,8 +171,8 @@ def _dense(
 
 def _dense_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float,  # noqa: ARG001
-    is_causal: bool, philox_seed: Tensor, philox_offset: Tensor, *,  # noqa: ARG001
+    cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float,  # noqa: ARG001, as PyTorch passes it
+    is_causal: bool, philox_seed: Tensor, philox_offset: Tensor, *,  # noqa: ARG001, as PyTorch passes it
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `_scaled_dot_product_flash_attention_backward`."""

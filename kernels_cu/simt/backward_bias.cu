@@ -1,5 +1,5 @@
 // The gradient of a bias on any GPU, summed over the axes along which the bias was broadcast: the
-// twin of reference/cpu/backward_bias.py.
+// twin of reference/cpu/bias_gradient.py.
 //
 // One block per tile of the bias, as the bias is stored. It loops over the batch entries, heads and
 // blocks that share the tile, in that order, recomputes their dS, and accumulates it in registers.

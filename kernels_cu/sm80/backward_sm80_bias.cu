@@ -1,5 +1,5 @@
 // The gradient of a bias in 16-bit types by the tensor cores of compute capability 8.0 and later,
-// summed over the axes along which it was broadcast: the twin of reference/cpu/backward_bias.py.
+// summed over the axes along which it was broadcast: the twin of reference/cpu/bias_gradient.py.
 //
 // One block per tile of the bias, as the bias is stored: it loops over the batch entries, heads and
 // blocks whose scores were given this tile, in that order, and recomputes their dS, which it adds

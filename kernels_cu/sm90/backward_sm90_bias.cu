@@ -1,5 +1,5 @@
 // The gradient of a bias in 16-bit types by the tensor cores of compute capability 9.0, summed over
-// the axes along which it was broadcast: the twin of reference/cpu/backward_bias.py.
+// the axes along which it was broadcast: the twin of reference/cpu/bias_gradient.py.
 //
 // As backward_sm80_bias.cu, but for the products: a warpgroup has 64 of a tile's queries and all of
 // its keys. While the tensor cores multiply q and k, it looks for the next tile; while they

@@ -359,7 +359,7 @@ def test_distances_of_long_heads_are_divided_and_joined(by):
 
 
 def test_tensors_of_other_libraries_are_read_in_place():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     q, k, options = drawn(np.random.default_rng(21))
     ours = cupyflash.reduce(q, k, SUMS, **options)
     other = cupyflash.reduce(torch.from_numpy(q), torch.from_numpy(k), SUMS, **options)

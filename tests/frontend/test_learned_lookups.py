@@ -45,7 +45,7 @@ def test_a_gpu_refuses_before_it_writes(cupy, monkeypatch):
 
 
 def test_tensors_are_refused():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     import cupyflash.torch
 
     alibi = scores.alibi(lookup(np.ones(4, np.float32), learned=True))
@@ -56,7 +56,7 @@ def test_tensors_are_refused():
 
 
 def test_arrays_of_jax_are_refused():
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
     import cupyflash.jax
 
     alibi = scores.alibi(lookup(np.ones(4, np.float32), learned=True))

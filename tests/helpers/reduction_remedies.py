@@ -25,13 +25,13 @@ def of_shared_bias(bias: Any, **options: Any) -> Any:
 
 
 CASES = (
-    Case("reductions.py", "slice(-32, None)", lambda: mass(queries=3), r"slice\(.*?\)",  # type: ignore[arg-type]
+    Case("reductions.py", "slice(-32, None)", lambda: mass(queries=3), r"slice\(.*?\)",  # type: ignore[arg-type]  # wrong
          lambda code: mass(queries=run(code))),
     Case("reductions.py", "by='top'", lambda: reduction(weight, n=3), r"by='top'",
          lambda code: reduction(weight, n=3, **keywords(code))),
     Case("reductions.py", "along='blocks'", lambda: reduction(weight, block=8),
          r"along='blocks'", lambda code: reduction(weight, block=8, **keywords(code))),
-    Case("statistics.py", "reductions.mass()", lambda: reduce(X, X, mass()),  # type: ignore[arg-type]
+    Case("statistics.py", "reductions.mass()", lambda: reduce(X, X, mass()),  # type: ignore[arg-type]  # wrong
          r"{.*mass\(\)}", lambda code: reduce(X, X, run(code, reductions=reductions))),
     Case("statistics.py", "np.broadcast_to(bias, {})", lambda: of_shared_bias(BIAS),
          r"np\.broadcast_to\(.*?\)\)", lambda code: of_shared_bias(run(code, bias=BIAS))),

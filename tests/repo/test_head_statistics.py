@@ -32,7 +32,7 @@ def test_statistics_are_those_of_the_weights(made):
 
 
 def test_a_picture_is_drawn(made, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     for name in ("heads.png", "heads.svg"):
         assert heads.main(["--plot", str(tmp_path / name)]) == 0
         assert (tmp_path / name).stat().st_size > 10_000

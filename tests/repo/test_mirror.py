@@ -34,6 +34,8 @@ from mirror import (
 
 TABLE = table_of_twins()
 
+PYTHON = re.compile(r"\b(?:reference|cupyflash|tests)/[\w/]+\.py\b")
+
 # Kernels that join all keys of a row by themselves where they have them, as their twin does.
 JOINS = {"kernels_cu/sm80/decode_sm80.cu", "kernels_cu/simt/decode_simt.cu"}
 # Kernel -> its twin's function, and the kernel that calls it.
@@ -91,6 +93,12 @@ def test_every_cuda_file_is_in_the_table_once():
 
 def test_every_twin_exists():
     assert [twin for twin in TWINS if not (ROOT / twin).is_file()] == []
+
+
+def test_every_module_that_a_comment_names_exists():
+    named = {name for path in HERE for name in PYTHON.findall((ROOT / path).read_text())}
+    assert named
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
 def test_every_module_with_steps_is_a_twin():
