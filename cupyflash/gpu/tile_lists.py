@@ -30,9 +30,8 @@ RANK = 4  # bytes: the number of a row
 WORD = 2 * 4  # bytes: a bit for each tile that is not EMPTY, and one for each that is FULL
 MOST_BYTES = 64 << 20
 FEWEST_TILES = 16  # of a row, for which they pay
-# Which masks have lists: by default those whose classes are searched for in arrays of indices. With
-# "ordered", as with "1", all have, and the kernels of gradients take blocks of keys by their cost.
-SWITCH = os.environ.get("CUPYFLASH_TILE_LISTS", "")
+# "0": no mask has lists. "ordered": kernels of gradients take blocks of keys by their cost, too.
+SWITCH = os.environ.get("CUPYFLASH_TILE_LISTS", "1")
 
 
 class Lists(NamedTuple):
@@ -112,7 +111,7 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
     `classes` is what `classes_of` returned.
     """
     problem, rows = call.problem, call.rows
-    if classes is None or not spec.lists or not _wanted(classes):
+    if classes is None or not spec.lists or SWITCH == "0":
         return None
     if any(rows.flags.values()) or problem.whole is not None:
         return None  # packed, over a cache, or a piece
@@ -171,12 +170,6 @@ _NONE = ArraySpec((0,), np.dtype(np.uint32))
 
 def _ceil(x: int, y: int) -> int:
     return -(-x // y)
-
-
-def _wanted(classes: Expr) -> bool:
-    if SWITCH in ("0", "1", "ordered"):
-        return SWITCH != "0"
-    return _searches(classes)
 
 
 def _searches(classes: Expr) -> bool:

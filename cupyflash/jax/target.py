@@ -175,6 +175,7 @@ def _handler(method: str) -> Any:
 
 
 _handlers = {"cpu": _handler("on_cpu"), "cuda": _handler("on_gpu")}
+_XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}  # of platforms, where targets are registered
 _registered: set[str] = set()
 _lock = threading.Lock()
 
@@ -187,7 +188,8 @@ def _register(platform: str) -> None:
         # been looked for already.
         jax.local_devices(backend=platform)
         pointer = ctypes.cast(_handlers[platform], ctypes.c_void_p).value
-        jax.ffi.register_ffi_target(_NAME, jax.ffi.pycapsule(pointer), platform=platform)
+        target = jax.ffi.pycapsule(pointer)
+        jax.ffi.register_ffi_target(_NAME, target, platform=_XLA_NAMES[platform])
         _registered.add(platform)
 
 

@@ -256,3 +256,22 @@ def test_hopper_has_tiles_for_every_head(monkeypatch, d):
         blocks = tiles.resident_blocks
         whole = gpu.shared_memory + RESERVED
         assert blocks * (tiles.shared_memory + RESERVED) <= whole
+
+
+@pytest.mark.parametrize(
+    ("bias", "d", "kernel", "stages"),
+    [
+        (np.zeros((4, 512, 512), BFLOAT16), 64, "backward_sm90_bias", 1),
+        (np.zeros((4, 512, 512), HALF).swapaxes(-1, -2), 64, "backward_sm90_bias", 1),
+        (np.zeros((4, 512, 512), np.float32), 64, "backward_sm90_bias", 0),
+        (np.zeros((4, 512, 512), HALF), 128, "backward_sm90_bias", 0),
+        (np.zeros((4, 49, 49), HALF), 32, "backward_sm80_bias", 1),
+    ],
+    ids=["16 bits", "any strides", "32 bits", "no room", "short rows"],
+)
+def test_which_blocks_keep_their_tile_of_a_bias(bias, d, kernel, stages):
+    h200 = Target(0, "an H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    q = np.zeros((2, 4, bias.shape[-1], d), BFLOAT16)
+    made = route.of_gradients(validate.call(q, q, q, Options(bias=bias)), h200).recipe
+    (taken,) = (x for x in made.launches if x.special.kernel == kernel)
+    assert taken.special.tiles.bias_stages == stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_specialisations import target_of
+from cuda_specialisations import SHARED_MEMORY, target_of
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
@@ -14,6 +14,8 @@ from harness import attend
 from placement import same_bits
 
 from cupyflash import masks, scores
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import bias_tiles, sm90
 from cupyflash.gpu.writer import request_of
 from cupyflash.problem import validate
@@ -108,3 +110,14 @@ def test_where_tiles_of_a_bias_have_room(d, bias, options, stages):
     found = bias_tiles.beside_queries(request, sm90.fit_dkdv(d, d))
     assert (None if found is None else found.bias_stages) == stages
     assert found is None or found.shared_memory <= sm90.SHARED_MEMORY
+
+
+def test_which_calls_take_tiles_of_a_bias():
+    h200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    q = np.zeros((2, 4, 512, 64), BRAIN)
+    for bias, kind in ((np.zeros((4, 512, 512), BRAIN), "bias_bf16"), (np.zeros((4, 512, 1)), "")):
+        made = route.of_gradients(validate.call(q, q, q, Options(bias=bias)), h200).recipe
+        (taken,) = (x for x in made.launches if x.special.kernel == "backward_sm90_dkdv")
+        assert ("bias_bf16" in taken.special.name) == (kind != "")
+        assert len(taken.maps) == (7 if kind else 6)
+        assert taken.maps[-1].name == ("table 0" if kind else "dv")

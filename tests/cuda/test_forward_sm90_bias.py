@@ -7,7 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_specialisations import target_of
+from cuda_specialisations import SHARED_MEMORY, target_of
 from emulator import build
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from halves import mostly_thorough
@@ -15,11 +15,14 @@ from placement import same_bits
 from warpgroup_calls import TYPES, draw, emulated, run, within_the_bound
 
 from cupyflash import masks, scores
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu import route
 from cupyflash.gpu.kernels import bias_tiles, sm90
 from cupyflash.gpu.writer import request_of
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
+H200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
 BFLOAT16, FLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.float32
 
 
@@ -195,3 +198,26 @@ def test_a_bias_that_has_no_map_is_part_of_the_score_change():
     bias = bias_of(BFLOAT16, (1, 20, 49), hides=False)
     out, lse, _ = run(q, k, v, bias_tiles=True, bias=bias)
     within_the_bound(q, k, v, out, lse, bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "bias", "name"),
+    [
+        ((16, 12, 512, 64), (12, 512, 512), "bias_bf16_tma__q64_kv64"),
+        ((256, 4, 256, 32), (4, 256, 256), "bias_bf16_tma__q64_kv64"),
+        ((64, 4, 64, 32), (4, 64, 64), "one_bias_bf16_tma__q64_kv64"),
+        ((2048, 4, 49, 32), (4, 49, 49), "one_score__q64_kv64"),
+    ],
+)
+def test_which_calls_take_tiles_of_a_bias(q_shape, bias, name):
+    q, bias = (np.broadcast_to(np.zeros(x[-1:], BFLOAT16), x) for x in (q_shape, bias))
+    q, bias = (np.lib.stride_tricks.as_strided(x, x.shape, steps(x)) for x in (q, bias))
+    taken = route.of(validate.call(q, q, q, Options(bias=bias)), H200).recipe.launches[0]
+    assert taken.special.name.endswith(name)
+    assert len(taken.maps) == (5 if "bias" in name else 4)
+    assert (taken.special.tiles.bias_stages > 0) == ("bias" in name)
+
+
+def steps(x):
+    """Return the strides of a contiguous array; nobody reads its elements."""
+    return tuple(int(np.prod(x.shape[n + 1 :])) * x.itemsize for n in range(x.ndim))

@@ -205,9 +205,8 @@ def test_lists_are_written_once_for_what_shares_them(name):
         (masks.causal(), {}),
         (masks.window(100, 0), {}),
         (masks.chosen(ROWS[:4], 128), {"shape": (2, 16, 512, 128)}),  # few tiles
-        (masks.segments(IDS), {}),  # until it was timed
     ],
-    ids=["range", "window", "short", "documents"],
+    ids=["range", "window", "short"],
 )
 def test_calls_without_lists(mask, options):
     assert [step.part for step in route_of(mask, **options).steps] == ["forward"]
@@ -221,7 +220,6 @@ def test_a_mask_of_which_nothing_is_proven_has_no_lists(monkeypatch):
 
 def test_the_switch(monkeypatch):
     mask = masks.segments(IDS) & masks.causal()
-    monkeypatch.setattr(tile_lists, "SWITCH", "1")
     assert [step.part for step in route_of(mask).steps] == ["lists", "order", "forward"]
     assert "order" not in [step.part for step in route_of(mask, backward=True).steps]
     monkeypatch.setattr(tile_lists, "SWITCH", "ordered")

@@ -35,6 +35,7 @@ from cupyflash.gpu.kernels import (
     sm80_f64,
     sm80_tangent,
     sm90,
+    sm90_bias,
     sm90_fp8,
 )  # fmt: skip
 from cupyflash.gpu.kernels.registry import Choice
@@ -143,9 +144,12 @@ class Blocks:
             return self.tiles(spec.name, problem, slope)
         if spec is sm90.FORWARD:
             return self.warpgroup_tiles(request)
-        if spec is sm90.DKDV and self.bias_tiles:
+        if spec is sm90.DKDV:
             usual = sm90.fit_dkdv(problem.d, problem.d_v)
-            return bias_tiles.beside_queries(request, usual) or usual
+            found = bias_tiles.beside_queries(request, usual) if self.bias_tiles else None
+            return found or usual
+        if spec is sm90_bias.BIAS:
+            return sm90_bias.fit_bias(problem.d, problem.d_v)
         return spec.configure(request)
 
     def warpgroup_tiles(self, request: Request) -> Tiles:

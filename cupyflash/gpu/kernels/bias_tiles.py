@@ -133,7 +133,8 @@ def with_stages(tiles: Tiles) -> Tiles:
 def in_block(request: Request, tiles: Tiles) -> Tiles | None:
     """Return tiles of a kernel of dbias with the block's tile of the bias, or None.
 
-    None if the bias has other than 16 bits, if scores change otherwise, too, or without room.
+    None if the bias has other than 16 bits, if scores change otherwise, too, or without room; or if
+    each pair has its own: who reads a tile once gains nothing by keeping it.
     """
     call, device = request.call, request.device
     if call is None or call.bias is None or call.score_mod is not None:
@@ -142,9 +143,20 @@ def in_block(request: Request, tiles: Tiles) -> Tiles | None:
         return None  # whose warps have other columns
     if kind(request) not in KIND_NAMES[:2] or _has_other_rows(request) is not None:
         return None
+    if not _is_shared(request):
+        return None
     found = with_whole(tiles)
     room = device.shared_memory + RESERVED
     return found if (found.shared_memory + RESERVED) * found.resident_blocks <= room else None
+
+
+def _is_shared(request: Request) -> bool:
+    """Whether several batch entries or heads have the same bias."""
+    held = operand(request)
+    assert request.lead is not None
+    sizes_of = *request.lead.sizes, request.problem.heads
+    steps = *held.lead, held.head
+    return any(size > 1 and not step for size, step in zip(sizes_of, steps, strict=True))
 
 
 def with_whole(tiles: Tiles) -> Tiles:

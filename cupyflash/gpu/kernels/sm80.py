@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import cost, decode, grid
+from . import bias_tiles, cost, decode, grid
 from .cost import Cost, Rates
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, at_head, row_bytes
 
@@ -278,6 +278,11 @@ def _configure_dkdv(request: Request) -> Tiles | None:
 
 
 def _configure_bias(request: Request) -> Tiles | None:
+    usual = _fit_bias(request)
+    return usual and (bias_tiles.in_block(request, usual) or usual)
+
+
+def _fit_bias(request: Request) -> Tiles | None:
     problem, limit = request.problem, request.device.shared_memory
     block_q, block_kv, warps, stages, resident = FEW_QUERIES_BIAS
     # No sequence's result may depend on the lengths of others that are packed with it.

@@ -13,11 +13,15 @@ NAME = "forward_sm80_tangent"
 # share an SM. There are always two stages.
 TILES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     64: ((128, 32, 4, 2),),
-    128: ((64, 48, 4, 2), (128, 32, 8, 1)),
+    128: ((64, 64, 4, 2), (64, 48, 4, 2), (128, 32, 8, 1)),
     256: ((64, 64, 8, 1), (64, 32, 8, 1), (16, 32, 2, 1)),
 }
 # The same where scores are changed: code for that and 32 rows do not fit a warp's registers.
-CHANGED_TILES: dict[int, tuple[tuple[int, int, int, int], ...]] = {**TILES, 64: ((64, 64, 4, 2),)}
+CHANGED_TILES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    **TILES,
+    64: ((64, 64, 4, 2),),
+    128: TILES[128][1:],
+}
 STREAM_BYTES = 224  # what a block keeps of the batch entry whose operands are streamed
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ...problem.call import Call
 from ...problem.rows import UNKNOWN
 from .. import params, tma
-from . import cost, grid, sm80, tma_operands
+from . import bias_tiles, cost, grid, sm80, tma_operands
 from .cost import Cost, Rates
 from .sm80 import ENTRY_BYTES, HALVES, LARGEST_OF_WARP
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
@@ -41,8 +41,13 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "bias": _MASKED | {64: (192, 112), 320: (128, 32)},
     "scores": _MASKED | {64: (192, 112), 320: (128, 32)},
 }
-# Largest head -> queries and keys of a tile with tiles of a bias in shared memory.
-FORWARD_BIAS_TILES: dict[int, tuple[int, int]] = {128: (128, 128), 256: (128, 64)}
+# Largest head -> queries and keys of a tile with tiles of a bias in shared memory, and blocks that
+# share an SM: small heads wait for the bias, and another block computes.
+FORWARD_BIAS_TILES: dict[int, tuple[int, int, int]] = {
+    64: (64, 64, 3),
+    128: (128, 128, 1),
+    256: (128, 64, 1),
+}
 # Largest head -> keys of a tile in addition to these, for rows that are one tile, or few that have
 # less padding. Masked pairs are bits of a word.
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -160,9 +165,13 @@ def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
     return forward_tiles(*blocks, d, d_v, room=registers not in CHANGED)
 
 
-def fit_forward_bias(d: int, d_v: int, itemsize: int) -> Tiles:
+def fit_forward_bias(d: int, d_v: int, itemsize: int, registers: str = "bias") -> Tiles:
     """Return the tiles of forward_sm90.cu with tiles of a bias of `itemsize` bytes."""
-    tiles = forward_bias_tiles(*at_head(FORWARD_BIAS_TILES, d, d_v), d, d_v, itemsize)
+    head = max(d, d_v)
+    if registers == "scores" and head <= SMALL_HEAD:
+        head = 2 * SMALL_HEAD  # other changes of scores take registers that small blocks lack
+    *blocks, resident = at_head(FORWARD_BIAS_TILES, head, head)
+    tiles = forward_bias_tiles(*blocks, d, d_v, itemsize, resident)
     assert tiles is not None
     return tiles
 
@@ -186,13 +195,19 @@ BIAS_RATES = {
     128: Rates(2000.0, 200.0, 0.22, 0.0),
     192: Rates(600.0, 200.0, 0.28, 0.0),
 }
+# With tiles of a bias, a pair takes a quarter more instructions.
+BIAS_TILE_RATES = {
+    block_q: Rates(rates.start, rates.step + 100.0, 1.27 * rates.pair, rates.product)
+    for block_q, rates in FORWARD_RATES.items()
+}
 
 
 def forward_cost(tiles: Tiles, d: int, d_v: int, has_bias: bool, len_q: int, len_k: int) -> Cost:
     """Return what the rows of a head take with tiles of forward_sm90.cu."""
     products = -(-d // 16) * 16 + product_columns(d_v)
+    rates = BIAS_RATES if has_bias else FORWARD_RATES
     return cost.of(
-        (BIAS_RATES if has_bias else FORWARD_RATES)[tiles.block_q],
+        (BIAS_TILE_RATES if tiles.bias_stages else rates)[tiles.block_q],
         (len_q, len_k),
         (tiles.block_q, tiles.block_kv),
         products,
@@ -241,6 +256,29 @@ def choose_forward(
     return best if time(best) <= exact * time(usual) else usual
 
 
+@functools.lru_cache(maxsize=256)
+def choose_forward_bias(
+    d: int, d_v: int, registers: str, itemsize: int, len_q: int, len_k: int
+) -> Tiles:
+    """Return the tiles of forward_sm90.cu, with tiles of a bias, that take the least time."""
+    usual = fit_forward_bias(d, d_v, itemsize, registers)
+    # On an H200, nothing is faster than small blocks for small heads, but where rows are one tile.
+    is_measured = usual.resident_blocks > 1 and len_k > MOST_MASKED
+    if registers == "scores" or is_measured:
+        return usual
+
+    def time(tiles: Tiles) -> float:
+        return forward_cost(tiles, d, d_v, True, len_q, len_k).time
+
+    small = (
+        forward_bias_tiles(x.block_q, x.block_kv, d, d_v, itemsize, x.resident_blocks, x.one_tile)
+        for x in _tiles_by_length(d, d_v, registers, len_k)
+    )
+    best = min((x for x in small if x is not None), key=time, default=usual)
+    exact = EXACT if len_k > usual.block_kv else 1.0
+    return best if time(best) <= exact * time(usual) else usual
+
+
 def _configure_forward(request: Request) -> Tiles:
     call, problem = request.call, request.problem
     assert call is not None
@@ -248,6 +286,10 @@ def _configure_forward(request: Request) -> Tiles:
     # much a cache has room for.
     lengths = call.rows.known_q, call.rows.known_k
     registers = register_class(call)
+    has_tiles = max(problem.d, problem.d_v) <= max(FORWARD_BIAS_TILES)
+    if call.bias is not None and has_tiles and bias_tiles.obstacle(request) is None:
+        itemsize = bias_tiles.itemsize(request)
+        return choose_forward_bias(problem.d, problem.d_v, registers, itemsize, *lengths)
     return choose_forward(problem.d, problem.d_v, registers, call.bias is not None, *lengths)
 
 
@@ -429,6 +471,11 @@ def _dkdv_obstacle(request: Request) -> str | None:
     return tma_operands.obstacle(request, ("q", "k", "v", "d_out"))
 
 
+def _configure_dkdv(request: Request) -> Tiles:
+    usual = fit_dkdv(request.problem.d, request.problem.d_v)
+    return bias_tiles.beside_queries(request, usual) or usual
+
+
 def _dkdv_rows(tiles: Tiles) -> dict[str, int]:
     # a tile's queries; a consumer's keys; a warp's rows
     rows = {"q": tiles.block_q, "k": 64, "v": 64, "d_out": tiles.block_q, "dk": 16, "dv": 16}
@@ -447,7 +494,7 @@ DKDV = KernelSpec(
     condition="by the model of cost it takes less time than `backward_sm80_dkdv`; TMA can load q, "
     "k, v and do",
     obstacle=_dkdv_obstacle,
-    configure=lambda request: fit_dkdv(request.problem.d, request.problem.d_v),
+    configure=_configure_dkdv,
     grid=grid.by_keys,
     tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows, bias=True),
     slope=True,

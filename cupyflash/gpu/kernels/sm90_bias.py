@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import grid
+from . import bias_tiles, grid
 from .sm80 import HALVES, bias_storage_bytes
 from .sm90 import ARCHITECTURE, CAPABILITY, dkdv_slower
-from .spec import KernelSpec, Tiles, at_head, row_bytes
+from .spec import KernelSpec, Request, Tiles, at_head, row_bytes
 
 # Largest head -> queries and keys of a tile of backward_sm90_bias.cu, and blocks that share an SM:
 # one multiplies while another computes weights.
@@ -16,7 +16,7 @@ BIAS_TILES: dict[int, tuple[int, int, int]] = {
 }
 
 
-def bias_tiles(block_q: int, block_kv: int, resident: int, d: int, d_v: int) -> Tiles:
+def dbias_tiles(block_q: int, block_kv: int, resident: int, d: int, d_v: int) -> Tiles:
     """Return tiles of backward_sm90_bias.cu: a warpgroup for 64 queries each."""
     operands = (block_q + block_kv) * (row_bytes(d) + row_bytes(d_v))
     sums = block_q * (block_kv + 8) * 4
@@ -26,7 +26,12 @@ def bias_tiles(block_q: int, block_kv: int, resident: int, d: int, d_v: int) -> 
 
 def fit_bias(d: int, d_v: int) -> Tiles:
     """Return the tiles of backward_sm90_bias.cu."""
-    return bias_tiles(*at_head(BIAS_TILES, d, d_v), d, d_v)
+    return dbias_tiles(*at_head(BIAS_TILES, d, d_v), d, d_v)
+
+
+def _configure(request: Request) -> Tiles:
+    usual = fit_bias(request.problem.d, request.problem.d_v)
+    return bias_tiles.in_block(request, usual) or usual
 
 
 BIAS = KernelSpec(
@@ -40,6 +45,6 @@ BIAS = KernelSpec(
     tensor_cores=True,
     condition="by the model of cost `backward_sm90_dkdv` takes less time than that of sm80",
     obstacle=dkdv_slower,
-    configure=lambda request: fit_bias(request.problem.d, request.problem.d_v),
+    configure=_configure,
     grid=grid.by_tiles,
 )
