@@ -73,12 +73,12 @@ def of_call(call: Call) -> tuple[LookupTable, ...]:
     return () if change is None else change.learned_tables
 
 
-def refuse(call: Call, where: str) -> None:
+def refuse(call: Call, where: str, remedy: str = REMEDY) -> None:
     """Refuse learned look-ups in calls that do not compute their gradients, `where` in words."""
     for table in of_call(call):
         raise ArgumentTypeError(
             f"score_mod: got a learned look-up of shape {tuple(table.array.shape)}, whose gradient "
-            f"is not computed {where}; expected none. {REMEDY}"
+            f"is not computed {where}; expected none. {remedy}"
         )
 
 
