@@ -157,11 +157,9 @@ def backward_signature(
         written = {} if grads_out is None else grads_out._asdict()
         written["workspace"] = workspace
     kind = "deterministic backward" if deterministic else "backward"
-    if request.learns:
-        return None
     if not bias_gradient:
         kind += " without dbias"
-    return request.signature(kind, read, written)
+    return request.gradient_signature(kind, read, written, grads_out)
 
 
 def backward(

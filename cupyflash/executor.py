@@ -105,11 +105,6 @@ class Executor(ABC):
         return False
 
     @property
-    def learns(self) -> bool:
-        """Whether score changes read learned look-ups; calls by chunks are not recognised."""
-        return False
-
-    @property
     @abstractmethod
     def backward_name(self) -> str:
         """Name of the public function that computes the call's gradients."""
@@ -134,6 +129,16 @@ class Executor(ABC):
             The arrays besides the operands, by the kernels' names.
         """
         return None
+
+    def gradient_signature(
+        self,
+        kind: str,
+        read: Mapping[str, Any],
+        written: Mapping[str, Any],
+        grads_out: Gradients | None,  # noqa: ARG002, of those with learned look-ups
+    ) -> Recalled | None:
+        """Return the same of a call for gradients, which may be written to `grads_out`."""
+        return self.signature(kind, read, written)
 
     @abstractmethod
     def forward(self, made: Outputs) -> Any:

@@ -15,7 +15,7 @@ from .lazy import cached_property
 from .outputs import Outputs, SecondTargets, TangentOutputs, Targets
 from .problem import cached, lookups, validate
 from .problem.arguments import DENSE, Cached, Dense, Operands, Packed
-from .problem.call import Call
+from .problem.call import Call, Gradients
 from .problem.coded import Fp8
 from .problem.codes import NONE, CacheCodes, NoCodes
 from .problem.options import DEFAULTS, Options
@@ -90,11 +90,6 @@ class Request(Executor):
         return self.on_device and not cached.CHECKS_ALL
 
     @property
-    def learns(self) -> bool:
-        """Whether score changes read learned look-ups."""
-        return lookups.learns(self.options.score_mod)
-
-    @property
     def backward_name(self) -> str:
         """Name of the public function that computes the call's gradients."""
         return f"{self.rows.name}_backward"
@@ -118,6 +113,27 @@ class Request(Executor):
         seen = launch_cache.signature(kind, named, self.options, written)
         if seen is not None and (numbers := self.rows.numbers):
             seen.addresses.update(numbers)
+        return seen
+
+    def gradient_signature(
+        self,
+        kind: str,
+        read: Mapping[str, Any],
+        written: Mapping[str, Any],
+        grads_out: Gradients | None,
+    ) -> Signature | None:
+        """Return the same of a call for gradients, which may be written to `grads_out`."""
+        learned = lookups.Learned.of(self.options.score_mod)
+        if learned is None:
+            return self.signature(kind, read, written)
+        given = None if self.on_device else learned.given(grads_out)
+        if given is None:
+            return None
+        if written or any(x is not None for x in given.values()):
+            written = {**written, **given}
+        seen = self._host_signature(f"{kind} {learned.pattern}", read, written)
+        if seen is not None:
+            seen.learned = learned.tables
         return seen
 
     def forward(self, made: Outputs) -> Any:
@@ -156,14 +172,11 @@ class Request(Executor):
         rows, how = made.rows, made.deterministic
         arrays = rows["do"], rows["out"], rows["lse"], rows.get("dlse"), made.gradients
         backend = dispatch.backend_of(self.call.q)
-        served = backend.backward(self.call, *arrays, made.scratch, deterministic=how)
-        if made.gradients.dlookups:
-            backend.backward_lookups(self.call, rows, made.gradients.dlookups)
-        return served
+        return backend.backward(self.call, *arrays, made.scratch, deterministic=how)
 
     def _host_signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> Signature | None:
+    ) -> host_replay.HostSignature | None:
         """Return the replay signature of a call on NumPy arrays."""
         operands, codes = self.operands, self.codes
         of_rows = self.rows.host_signature()

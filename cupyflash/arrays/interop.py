@@ -59,8 +59,8 @@ def array(value: Any, name: str) -> Array:
     if getattr(value, "requires_grad", False) is True:
         raise ArgumentTypeError(
             f"{name}: got a tensor that requires a gradient, but none flows through here; pass "
-            "its .detach(). Gradients flow through q, k, v, bias and sink of "
-            "cupyflash.torch.attention."
+            "its .detach(). Gradients flow through q, k, v, bias, sink and, in score_mod, "
+            "cupyflash.lookup(tensor, learned=True) of cupyflash.torch.attention."
         )
     if not hasattr(value, "__dlpack_device__"):  # a tracer of JAX
         raise ArgumentTypeError(

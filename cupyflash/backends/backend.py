@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ..expr.nodes import LookupTable
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
 from ..problem.tangents import SecondTangents, TangentResults, Tangents
@@ -57,13 +56,7 @@ class Backend(Protocol):
         plan: Plan | None = None,
         deterministic: bool = False,
     ) -> CallResult:
-        """Compute `gradients`; those that the call does not have are None."""
-        ...
-
-    def backward_lookups(
-        self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
-    ) -> None:
-        """Compute the gradients of learned look-ups; `rows` are as in `backward_tangent`."""
+        """Compute `gradients`, with their look-ups; those that the call does not have are None."""
         ...
 
     def check_lookups(self, call: Call) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..expr.nodes import LookupTable
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
 from ..problem.formats import values
@@ -174,6 +173,8 @@ class Cpu:
 
         plan = plan or cpu_tiles.tiled(call.problem, call.mask)
         programs = cpu_programs.programs(call)
+        learned = tuple(gradients.dlookups)
+        reads, tables = cpu_lookups.read(call, learned)
         made = launch.backward(
             call.problem,
             programs,
@@ -189,19 +190,14 @@ class Cpu:
             plan.block_q,
             plan.block_kv,
             workspace,
+            reads,
+            tuple(gradients.dlookups.values()),
         )
         read = {"q": call.q, "k": call.k, "v": call.v, "d_out": do, "out": out, "lse": lse}
         of_mask = OtherNumbers.of(call.problem, *cpu_programs.seen(programs))
-        again = Replayed(
-            made, made, cpu_programs.looked_up(programs), {**read, "dlse": dlse}, of_mask
-        )
+        looked_up = [*cpu_programs.looked_up(programs), *tables]
+        again = Replayed(made, made, looked_up, {**read, "dlse": dlse}, of_mask, learned)
         return CallResult(made.visited, None if workspace is not None else again)
-
-    def backward_lookups(
-        self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
-    ) -> None:
-        """Compute the gradients of learned look-ups, always in the same order."""
-        cpu_lookups.backward(call, rows, gradients)
 
     def check_lookups(self, call: Call) -> None:
         """Refuse learned look-ups whose gradients are not computed."""

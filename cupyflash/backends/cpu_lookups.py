@@ -1,10 +1,9 @@
-"""The gradients of learned look-ups on NumPy arrays."""
+"""What the kernels of the CPU are told of learned look-ups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Any
 
 from ..errors import ArgumentError
 from ..expr.learned import reads
@@ -14,44 +13,33 @@ from ..problem.bound_exprs import bound
 from ..problem.call import Array, Call
 from ..problem.lookups import REMEDY
 from ..scores import is_score
-from . import cpu_programs, cpu_tiles
 
 
-def backward(call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]) -> None:
-    """Write gradients; `rows` are do, out, lse and, if it is given, dlse."""
-    from cupyflash.reference.cpu import launch
+def read(call: Call, learned: Sequence[LookupTable]) -> tuple[list[Any], list[tuple[Array, Array]]]:
+    """Return what score changes read of look-ups, as programs, and tables of these.
+
+    The former are `Read` of `reference.cpu`; the latter are as `cpu_programs.looked_up` returns
+    them, and keep alive the arrays that programs read by their addresses.
+    """
+    if not learned:
+        return [], []
+    from cupyflash.reference.cpu.backward_lookup_call import Read
     from cupyflash.reference.cpu.program import NO_PROGRAM
-    from cupyflash.reference.cpu.sums import store
 
     from ..expr.lower import lowered
 
     assert call.score_mod is not None, "it reads them"
-    totals = {table: np.zeros(x.shape, np.float64) for table, x in gradients.items()}
-    programs, arrays = [], []  # the latter are read by their addresses
-    for read in reads(bound(call.score_mod.expr, call.problem)):
-        is_one = read.slope.op == "constant" and read.slope.value == 1
-        place, of_place = lowered(read.place)
-        slope, of_slope = (NO_PROGRAM, []) if is_one else lowered(read.slope)
-        programs.append((place, slope, totals[read.table]))
-        arrays += [*of_place, *of_slope]
-    plan = cpu_tiles.tiled(call.problem)
-    launch.backward_lookups(
-        call.problem,
-        cpu_programs.programs(call),
-        programs,
-        rows["do"],
-        call.q,
-        call.k,
-        call.v,
-        rows["out"],
-        rows["lse"],
-        rows.get("dlse"),
-        plan.block_q,
-        plan.block_kv,
-    )
-    for table, total in totals.items():
-        store(total, gradients[table])
-    del arrays
+    programs: list[Any] = []
+    number = {table: n for n, table in enumerate(learned)}
+    tables: list[tuple[Array, Array]] = []
+    for each in reads(bound(call.score_mod.expr, call.problem)):
+        is_one = each.slope.op == "constant" and each.slope.value == 1
+        place, of_place = lowered(each.place)
+        slope, of_slope = (NO_PROGRAM, []) if is_one else lowered(each.slope)
+        programs.append(Read(place, slope, number[each.table]))
+        tables += zip(place.tables, of_place, strict=True)
+        tables += zip(slope.tables, of_slope, strict=True)
+    return programs, tables
 
 
 def check(call: Call) -> None:

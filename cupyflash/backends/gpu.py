@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
-from ..expr.nodes import LookupTable
 from ..gpu import launch, lookups, piece_launches, row_launches, second_launches
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
@@ -63,13 +62,10 @@ class Gpu:
     ) -> CallResult:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
         arrays = do, out, lse, dlse, gradients, workspace
-        return launch.backward(call, *arrays, plan, deterministic=deterministic)
-
-    def backward_lookups(
-        self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
-    ) -> None:
-        """Compute the gradients of learned look-ups, always in the same order."""
-        launch.backward_lookups(call, rows, gradients)
+        result = launch.backward(call, *arrays, plan, deterministic=deterministic)
+        if gradients.dlookups:
+            launch.backward_lookups(call, do, out, lse, dlse, gradients.dlookups)
+        return result
 
     def check_lookups(self, call: Call) -> None:
         """Refuse learned look-ups whose gradients are not computed."""

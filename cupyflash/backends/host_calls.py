@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..expr.key_range import KeyRange
+from ..expr.nodes import LookupTable
 from ..masks import Mask
 from ..problem import scalars
 from ..problem.cached import MOST_POSITIONS
@@ -43,6 +44,8 @@ class Replayed:
         The arrays that it read, by the kernels' names.
     of_mask : OtherNumbers, optional
         What serves other numbers of the mask.
+    learned : sequence of LookupTable
+        The look-ups whose gradients it writes, in its order.
 
     Attributes
     ----------
@@ -55,7 +58,9 @@ class Replayed:
     __slots__ = (
         "__weakref__",
         "_call",
+        "_learned",
         "_of_mask",
+        "_order",
         "_read",
         "_run",
         "_tables",
@@ -72,7 +77,10 @@ class Replayed:
         tables: Sequence[tuple[Any, Any]],
         read: Mapping[str, Any],
         of_mask: OtherNumbers | None = None,
+        learned: Sequence[LookupTable] = (),
     ) -> None:
+        self._learned = learned
+        self._order: Sequence[int] = ()  # of the gradients of look-ups, among a signature's
         self._call, self._run, self._read = call, run, read
         self._of_mask, self.serves_numbers = of_mask, of_mask is not None
         self.nbytes = call.nbytes
@@ -96,6 +104,10 @@ class Replayed:
             elif came.dtype != x.dtype or address(came) != address(x):
                 return False
         self._read = {}
+        if set(self._learned) != set(seen.learned):
+            return False
+        number = {table: n for n, table in enumerate(seen.learned)}
+        self._order, self._learned = [number[table] for table in self._learned], ()
         found = []
         for row, array in self._tables:
             if row is None:
@@ -152,10 +164,13 @@ class Replayed:
         """Compute gradients for the arrays of a signature; return whether it could be done."""
         if self._of_mask is not None and not self._of_mask(self._call, seen.numbers):
             return False
-        named = self._load(seen)
+        named, of_lookups = self._load(seen), []
+        if self._order:
+            arrays = tuple(gradients.dlookups.values())
+            of_lookups = [[arrays[n] for n in self._order]]
         self._run(
             named["d_out"], named["q"], named["k"], named["v"], named["out"], named["lse"],
-            named["dlse"], named.get("sink"), *gradients,
+            named["dlse"], named.get("sink"), *gradients, *of_lookups,
         )  # fmt: skip
         return True
 

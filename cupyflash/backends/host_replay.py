@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..expr.nodes import LookupTable
 from ..expr.structure import Structure
 from ..expr.tile_classes import RANGE_LIMIT
 from ..masks import Mask
@@ -28,6 +29,7 @@ MOST_LOOKED_AT = 1 << 12  # bytes of arrays that a proof reads, unless they are 
 _ALIGNED, _WRITEABLE = 0x100, 0x400  # of numpy.ndarray.flags.num
 
 _ndarray = np.ndarray
+GRADIENTS = len(Gradients._fields)  # besides those of look-ups
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -40,6 +42,7 @@ class HostSignature(Signature):
         "_form",
         "_mask_at",
         "grows",
+        "learned",
         "mask",
         "named",
         "nbytes",
@@ -58,6 +61,7 @@ class HostSignature(Signature):
         self.grows = grows  # the number of keys is no part of it
         self.named: dict[str, Any] = {}  # all arrays, and None
         self.rows: Any = None
+        self.learned: tuple[LookupTable, ...] = ()  # the look-ups that have gradients
         self.mask: Any = options.mask
         # Ids of arrays of which it is enough to know whether all or any are true.
         self._conditions = {id(options.mask)}
@@ -194,20 +198,25 @@ class HostSignature(Signature):
         if grads_out is None:
             made = [None if spec is None else spec.empty() for spec in entry.specs]
         else:
+            given = *grads_out, *map(grads_out.dlookups.get, self.learned)
             made = [
                 spec.empty() if x is None and spec is not None else x
-                for x, spec in zip(grads_out, entry.specs, strict=True)
+                for x, spec in zip(given, entry.specs, strict=True)
             ]
-        gradients = Gradients(*made)
+        gradients = Gradients(*made[:GRADIENTS])
+        if self.learned:
+            gradients.dlookups = dict(zip(self.learned, made[GRADIENTS:], strict=True))
         is_done = call.backward(self, gradients)
         entry.compiled.free.append(call)
         return gradients if is_done else None
 
-    def keep(self, served: Any, results: Sequence[Any]) -> None:
+    def keep(self, served: Any, results: Any) -> None:
         """Keep a call that was checked and computed."""
         call = served.compiled
         if call is None or call.nbytes > replay.MOST_BYTES // 4 or not call.bind(self):
             return
+        if self.learned:
+            results = *results, *map(results.dlookups.__getitem__, self.learned)
         key = self.form if call.serves_numbers else self.key
         before = replay.find_as(self, key)
         calls = Calls() if before is None else before.compiled

@@ -22,7 +22,7 @@ from ..lazy import cached_property
 from ..outputs import Outputs, Targets
 from ..pieces.device import Device
 from ..pieces.place import Host, Place
-from ..problem import validate
+from ..problem import lookups, validate
 from ..problem.arguments import Dense, Packed, Part
 from ..problem.call import Call, Gradients, Problem
 from ..problem.options import Options
@@ -120,10 +120,17 @@ class Distributed(Executor):
         self._plans: dict[bool, Plan] = {}
         self.facts: Facts = {}
 
-    @property
-    def learns(self) -> bool:
-        """Whether score changes read learned look-ups."""
-        return self._request.learns
+    def gradient_signature(
+        self,
+        kind: str,
+        read: Mapping[str, Any],
+        written: Mapping[str, Any],
+        grads_out: Gradients | None,  # noqa: ARG002, learned look-ups are refused
+    ) -> Any:
+        """Return the same of a call for gradients."""
+        if lookups.learns(self._request.options.score_mod):
+            return None
+        return self.signature(kind, read, written)
 
     @property
     def backward_name(self) -> str:

@@ -150,7 +150,7 @@ def lookup(array: DLPackArray | Sequence[Any], learned: bool = False) -> LookupT
         read it: ``Gradients.dlookups`` has it under the object that this function returns. Masks,
         conditions and indices that depend on the array add nothing to it. It is the derivative of
         the expression as it is written, which may be NaN where the score is infinite, as that of
-        ``c * tanh(s / c)`` by c is.
+        ``c * tanh(s / c)`` by c is. Of a PyTorch tensor, `cupyflash.torch` gives it to the tensor.
 
     Returns
     -------
@@ -172,16 +172,20 @@ def lookup(array: DLPackArray | Sequence[Any], learned: bool = False) -> LookupT
     >>> masks.mask(lambda b, h, i, j: document[i] == document[j])
     <mask (lookup(<(4,)>)[i] == lookup(<(4,)>)[j])>
     """
-    held = np.asarray(array) if isinstance(array, (list, tuple)) else interop.array(array, "lookup")
-    kind = array_type(held)
     if not isinstance(learned, (bool, np.bool_)):
         raise ArgumentTypeError(f"lookup: learned is {learned!r}; expected True or False.")
+    owner: Any = None
+    if learned and hasattr(array, "__torch_function__"):
+        owner = array
+        array = owner.detach()
+    held = np.asarray(array) if isinstance(array, (list, tuple)) else interop.array(array, "lookup")
+    kind = array_type(held)
     if learned and kind != "float":
         raise ArgumentTypeError(
             f"lookup: got an array of dtype {held.dtype} with learned=True; expected floats, which "
             "have gradients. Convert it with .astype()."
         )
-    return LookupTable(held, bool(learned))
+    return LookupTable(held, bool(learned), owner)
 
 
 def positive(value: Any, name: str) -> int:

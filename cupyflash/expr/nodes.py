@@ -235,10 +235,11 @@ class Expr:
 class LookupTable:
     """An array made readable inside a mask or score: index it with expressions."""
 
-    __slots__ = ("array", "learned")
+    __slots__ = ("array", "learned", "owner")
 
-    def __init__(self, array: Any, learned: bool = False) -> None:
+    def __init__(self, array: Any, learned: bool = False, owner: Any = None) -> None:
         self.array, self.learned = array, learned
+        self.owner = owner  # a tensor in the same memory, to which PyTorch gives the gradient
 
     def __getitem__(self, index: Any) -> Expr:
         indices = index if isinstance(index, tuple) else (index,)

@@ -190,7 +190,7 @@ class Structured:
     def __init__(self, expr: Expr) -> None:
         self.expr = expr
         self._structure: tuple[Structure, tuple[Any, ...]] | None = None
-        self._learned: tuple[LookupTable, ...] | None = None
+        self._learned: tuple[tuple[int, LookupTable], ...] | None = None
         watcher = Structured.watcher
         self._compiled_as = None if watcher is None else watcher(self)
 
@@ -215,7 +215,12 @@ class Structured:
     @property
     def learned_tables(self) -> tuple[LookupTable, ...]:
         """The learned look-ups that its tree reads, each once."""
+        return tuple(dict.fromkeys(table for _, table in self.learned_reads))
+
+    @property
+    def learned_reads(self) -> tuple[tuple[int, LookupTable], ...]:
+        """The places of the structure's nodes that read learned look-ups, and these."""
         if self._learned is None:
-            read = (table_of(node) for node in walk(self.expr))
-            self._learned = tuple(dict.fromkeys(table for table in read if table is not None))
+            read = enumerate(map(table_of, walk(self.expr)))
+            self._learned = tuple((n, table) for n, table in read if table is not None)
         return self._learned

@@ -357,11 +357,16 @@ def backward(
 
 
 def backward_lookups(
-    call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
+    call: Call,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradients: Mapping[LookupTable, Array],
 ) -> None:
-    """Write gradients of learned look-ups; `rows` are do, out, lse and, if it is given, dlse."""
+    """Write gradients of learned look-ups."""
     device = _device(call)
-    read = rows["do"], rows["out"], rows["lse"], rows.get("dlse")
+    read = do, out, lse, dlse
     with cuda_device.current(device):
         for gradient, slope in lookups.served(call, gradients):
             target = cuda_device.of(device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,18 +31,54 @@ def learns(score_mod: Any) -> bool:
     return any(isinstance(each, Score) and bool(each.learned_tables) for each in changes)
 
 
+class Learned(NamedTuple):
+    """The learned look-ups of score changes as users pass them, which are not checked yet.
+
+    Attributes
+    ----------
+    tables : tuple of LookupTable
+        Each once, in the order of the changes.
+    pattern : tuple
+        Which nodes of the changes' structures read which of them: equal for calls that differ in
+        arrays alone.
+    """
+
+    tables: tuple[LookupTable, ...]
+    pattern: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def of(cls, score_mod: Any) -> Learned | None:
+        """Return those that score changes read; None if there are none."""
+        if not learns(score_mod):
+            return None
+        changes = (score_mod,) if isinstance(score_mod, Score) else score_mod
+        numbers: dict[LookupTable, int] = {}
+        pattern = tuple(
+            tuple((n, numbers.setdefault(table, len(numbers))) for n, table in each.learned_reads)
+            for each in changes
+        )
+        return cls(tuple(numbers), pattern)
+
+    def given(self, grads_out: Any) -> dict[str, Any] | None:
+        """Return the arrays given for gradients by the kernels' names; None if they are wrong."""
+        arrays = getattr(grads_out, "dlookups", {})
+        if type(arrays) not in (dict, MappingProxyType) or not set(arrays) <= set(self.tables):
+            return None
+        return {f"dlookup {n}": arrays.get(table) for n, table in enumerate(self.tables)}
+
+
 def of_call(call: Call) -> tuple[LookupTable, ...]:
     """Return the learned look-ups of a call, each once."""
     change = chain(call.score_mod)
     return () if change is None else change.learned_tables
 
 
-def refuse(call: Call, where: str) -> None:
+def refuse(call: Call, where: str, remedy: str = REMEDY) -> None:
     """Refuse learned look-ups in calls that do not compute their gradients, `where` in words."""
     for table in of_call(call):
         raise ArgumentTypeError(
             f"score_mod: got a learned look-up of shape {tuple(table.array.shape)}, whose gradient "
-            f"is not computed {where}; expected none. {REMEDY}"
+            f"is not computed {where}; expected none. {remedy}"
         )
 
 

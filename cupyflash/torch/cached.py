@@ -17,7 +17,7 @@ from ..problem.options import Options
 from ..problem.rotary import Rotary
 from ..request import Request
 from ..scores import Score
-from . import recognised, recognised_cpu, tensors
+from . import learned, recognised, recognised_cpu, tensors
 from .operands import Operands, Settings
 from .tensors import PLAIN, array_of
 
@@ -127,6 +127,8 @@ def attention_cached(
     given |= {"k_scale": k_scale, "v_scale": v_scale}
     seen = None
     if not torch.compiler.is_compiling():
+        for read in () if score_mod is None else learned.tables_of(settings):
+            tensors.refuse_gradients({"score_mod": read.owner}, _NO_GRADIENT)
         seen = _signature(settings, x, given, kv_dtype, shared, return_lse)
         made = None if seen is None else seen.launch(q)
         if made is not None:

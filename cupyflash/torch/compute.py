@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import dispatch, execute
+from ..expr.nodes import LookupTable
 from ..problem import lookups
 from ..problem.arguments import DENSE, Dense, Packed
 from ..problem.call import Gradients
@@ -138,8 +139,8 @@ def backward(
 
     `forward` is the signature of the forward if that has gradients.
     """
-    if lookups.learns(settings.score_mod):  # of calls that are recognised, too
-        lookups.refuse(_request(settings, x).call, "for tensors")
+    if lookups.learns(settings.score_mod):  # of operators: see `learned`
+        lookups.refuse(_request(settings, x).call, "inside of torch.compile")
     out, lse = results
     if do is None:
         do = torch.zeros_like(out)
@@ -179,6 +180,37 @@ def backward(
     of_arrays = execute.backward_signature(request, *rest, scratch, wants_bias)
     recognised.keep(seen, of_arrays, named, x.q.dtype)
     return gradients
+
+
+def backward_learned(
+    settings: Settings,
+    tables: Sequence[LookupTable],
+    x: Operands,
+    results: tuple[torch.Tensor, torch.Tensor],
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    wants_bias: bool,
+) -> list[torch.Tensor]:
+    """Return what `backward` does, and the gradients of the tensors of learned look-ups."""
+    request = _request(settings, x)
+    if any(table.owner is None for table in tables):
+        remedy = "Make each of a tensor: cupyflash.lookup(tensor, learned=True)."
+        lookups.refuse(request.call, "for arrays in calls on tensors", remedy)
+    out, lse = results
+    do = torch.zeros_like(out) if do is None else do
+    gradients = empty_gradients(x, wants_bias)
+    of_tables = [torch.empty_like(table.owner) for table in tables]
+    targets = _as_arrays(_named(x, gradients, wants_bias))
+    targets.dlookups = dict(zip(tables, map(array_of, of_tables), strict=True))
+    arrays = array_of(do), array_of(out), array_of(lse), array_of(dlse)
+    rest = *arrays, settings.deterministic, targets
+    with tensors.stream_of(x.q.device):
+        scratch = None
+        if x.q.is_cuda:
+            size = dispatch.backend_of(request.call.q).workspace_size(request.call)
+            scratch = array_of(x.q.new_empty(size, dtype=torch.uint8))
+        execute.backward(request, *rest, scratch, wants_bias)
+    return [*gradients, *of_tables]
 
 
 def second(

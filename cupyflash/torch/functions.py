@@ -11,7 +11,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..masks import Mask
 from ..problem.keywords import explained
 from ..scores import Score
-from . import autograd, operators, recipes, tensors
+from . import autograd, learned, operators, recipes, tensors
 from .operands import Operands, Settings
 
 
@@ -70,7 +70,8 @@ def attention(
         True where a query attends to a key. Arrays in a mask have no gradient, and are on the
         device of `q`.
     score_mod : Score or sequence of Score, optional
-        Changes of the scores. Arrays in them have no gradient.
+        Changes of the scores. Of the arrays in them, tensors of learned look-ups have gradients,
+        ``cupyflash.lookup(tensor, learned=True)``.
     bias : torch.Tensor, optional
         It is added to the scores, and broadcasts to (..., Hq, Lq, Lk). Its gradient is computed
         only if it requires one.
@@ -241,12 +242,17 @@ def run(
     if not traced:
         if type(settings.mask) is tuple or type(settings.score_mod) is list:
             settings = _without_recipes(settings)
-        made = autograd.again(settings, x, return_lse)
+        tables = () if settings.score_mod is None else learned.tables_of(settings)
+        made = None
+        if not (tables and torch.is_grad_enabled()):
+            made = autograd.again(settings, x, return_lse)
         if made is not None:
             return made if return_lse else made[0]
     x = _checked(x)
     if traced or x.q.is_meta or tensors.has_traced(x):
         made = operators.attention(settings, x)
+    elif tables:
+        made = learned.attention(settings, x, tables, return_lse)
     else:
         made = autograd.attention(settings, x, return_lse)
     return made if return_lse else made[0]

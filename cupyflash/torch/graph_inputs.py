@@ -84,6 +84,8 @@ def _parts(made: Mask | Score) -> Parts | None:
     """Return the parts of a mask or a score change, or None if no graph can take it as inputs."""
     if type(made) not in _KINDS.values() or torch.compiler.is_compiling():
         return None
+    if made.learned_tables:
+        return None  # what is made of parts would have no gradients
     found, arrays = made.structure
     try:
         tables = tuple(map(_tensor, arrays))

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ArgumentError
+from ..scores import Score
 from . import compute, graph_inputs, recipes
 from .batching import Rule, batched
 from .operands import Operands, Settings
@@ -38,6 +39,7 @@ def _number(
     if key not in _numbers:
         number = next(_count)
         made = [recipes.made(_object(each)) for each in (mask, *changes)]
+        _refuse_learned(made[1:])
         _kept[number] = Settings(
             mask=made[0],
             score_mod=tuple(made[1:]) or None,
@@ -48,6 +50,18 @@ def _number(
         )
         _numbers[key] = number
     return _numbers[key]
+
+
+def _refuse_learned(changes: Sequence[Any]) -> None:
+    """Refuse look-ups of tensors that would get no gradient."""
+    scores = [each for each in changes if isinstance(each, Score)]
+    for table in [table for each in scores for table in each.learned_tables]:
+        if table.owner is not None and table.owner.requires_grad:
+            raise ArgumentError(
+                f"score_mod: got a learned look-up of a tensor of shape {tuple(table.array.shape)} "
+                "inside of torch.compile, where it has no gradient; expected none. Decorate the "
+                "function that calls attention with torch.compiler.disable."
+            )
 
 
 @torch.compiler.assume_constant_result

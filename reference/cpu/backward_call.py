@@ -16,6 +16,7 @@ from .amx_memory import SIDE
 from .arguments import tile_sizes
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import BLOCK, backward_delta
+from .backward_lookup_call import LookupSums, Read
 from .backward_work import bias_parts, is_one_pass_faster, key_blocks
 from .bias_gradient import no_bias_sums, sum_bias_parts
 from .calls import Bound
@@ -61,12 +62,17 @@ class BackwardCall(PreparedCall):
         Its tiles.
     workspace : array or None
         Memory for scratch.
+    reads : sequence of Read
+        What the score changes read of arrays that have gradients.
+    dlookups : sequence of array
+        Arrays like these gradients.
     """
 
     def __init__(
         self, problem: Problem, programs: Programs, do: Array, q: Array, k: Array, v: Array,
         out: Array, lse: Array, dlse: Array | None, sink: Array | None, dq: Array, dk: Array,
         dv: Array, dbias: Array | None, block_q: int, block_kv: int, workspace: Array | None,
+        reads: Sequence[Read] = (), dlookups: Sequence[Array] = (),
     ) -> None:  # fmt: skip
         num_threads()  # a wrong number of threads is an error of the first call
         scratch = Scratch(workspace)
@@ -142,6 +148,15 @@ class BackwardCall(PreparedCall):
         if self._dbias is not None:
             self.nbytes += self._dbias.nbytes
         self._steps = self._made_steps()
+        self._dlookups: LookupSums | None = None
+        if reads:
+            rows = [x.rows for x in (self._q, self._k, self._v, self._do, self._lse)]
+            self._dlookups = LookupSums(
+                layout, programs, self._ranges, self.shape, kind, [*rows, self._delta], reads,
+                dlookups,
+            )  # fmt: skip
+            self._steps += self._dlookups.steps
+            self.nbytes += self._dlookups.nbytes
 
     @property
     def visited(self) -> int:
@@ -151,11 +166,11 @@ class BackwardCall(PreparedCall):
     def __call__(
         self, do: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
         dlse: Array | None, sink: Array | None, dq: Array, dk: Array, dv: Array,
-        dbias: Array | None, dsink: Array | None,
+        dbias: Array | None, dsink: Array | None, dlookups: Sequence[Array] = (),
     ) -> None:  # fmt: skip
         """Write every gradient."""
         if self._is_empty:
-            for gradient in (dq, dk, dv, dbias, dsink):
+            for gradient in (dq, dk, dv, dbias, dsink, *dlookups):
                 if gradient is not None:
                     gradient[...] = 0
             return
@@ -177,12 +192,16 @@ class BackwardCall(PreparedCall):
         arrays = do, q, k, v, out, lse, dlse, dq, dk, dv, self
         if self._dbias is not None:
             self._dbias.clear()
+        if self._dlookups is not None:
+            self._dlookups.clear()
         for step in self._steps:
             parallel(step.kernel, step.items, arrays, step.work)
         if dsink is not None:
             self._finish_sink(dsink)
         if dbias is not None and self._dbias is not None:
             self._dbias.finish(dbias)
+        if self._dlookups is not None:
+            self._dlookups.finish(dlookups)
         self._dq.finish(dq)
         if self._apart:
             self._finish_apart(dk, dv)
@@ -198,7 +217,7 @@ class BackwardCall(PreparedCall):
         """
         if self._is_empty or self._apart or self._has_sink or self._no_dlse is None:
             return None
-        if self._classes.size:  # which are found anew in each call
+        if self._classes.size or self._dlookups is not None:  # which are found anew in each call
             return None
         arrays: dict[str, Operand | Result] = {
             "d_out": self._do, "q": self._q, "k": self._k, "v": self._v, "out": self._out,

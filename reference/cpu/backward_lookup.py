@@ -34,7 +34,7 @@ def add_to_elements(pointer, program, scratch, ri, rf, of_lanes, sums, ni, lanes
 
     `of_lanes` has memory for a number of each query.
     """
-    # 6 accumulate dlookup
+    # 6 accumulate dbias
     ds, edges, symbols = scratch.ds, scratch.edges, scratch.symbols
     i0, j0, row = symbols[7], symbols[9], scratch.lse
     first, last = program.once_per_tile, program.code.shape[0]

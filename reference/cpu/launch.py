@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .backward_call import BackwardCall
-from .backward_lookup_call import BackwardLookupCall
+from .backward_lookup_call import Read
 from .backward_tangent_call import BackwardTangentCall
 from .float_modes import own_arithmetic
 from .forward_call import ForwardCall
@@ -92,11 +92,17 @@ def backward(
     block_q: int,
     block_kv: int,
     workspace: Array | None,
+    reads: Sequence[Read] = (),
+    dlookups: Sequence[Array] = (),
 ) -> BackwardCall:
-    """Write every gradient; return the call, which can be made again."""
+    """Write every gradient; return the call, which can be made again.
+
+    `reads` are what the score changes read of arrays whose gradients `dlookups` are.
+    """
     arrays = do, q, k, v, out, lse, dlse, sink, dq, dk, dv, dbias, dsink
-    call = BackwardCall(problem, programs, *arrays[:-1], block_q, block_kv, workspace)
-    call(*arrays)
+    learned = reads, dlookups
+    call = BackwardCall(problem, programs, *arrays[:-1], block_q, block_kv, workspace, *learned)
+    call(*arrays, dlookups)
     return call
 
 
@@ -155,28 +161,3 @@ def reduce(
     """
     call = ReduceCall(problem, programs, value, form, q, k, lse, block_q, block_kv)
     return call(q, k)
-
-
-@own_arithmetic
-def backward_lookups(
-    problem: Problem,
-    programs: Programs,
-    reads: Sequence[tuple[Program, Program, Array]],
-    do: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    block_q: int,
-    block_kv: int,
-) -> None:
-    """Add to the gradients of arrays that score changes look up.
-
-    `reads` are, for each place of the score changes that reads an array, the program of the
-    element's number in C order, that of the derivative of the changed scores by the element, and
-    the gradient, a contiguous array of float64. An empty program is a derivative of 1.
-    """
-    call = BackwardLookupCall(problem, programs, block_q, block_kv)
-    call(reads, do, q, k, v, out, lse, dlse)

@@ -401,7 +401,8 @@ class Emulator:
         self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
     ) -> None:
         """Write gradients of learned look-ups, as `cupyflash.launch.backward_lookups`."""
-        self._run(lambda: launch.backward_lookups(_on_device(call), rows, gradients))
+        read = rows["do"], rows["out"], rows["lse"], rows.get("dlse")
+        self._run(lambda: launch.backward_lookups(_on_device(call), *read, gradients))
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of workspace of `backward`, as `cupyflash.launch.workspace_size`."""

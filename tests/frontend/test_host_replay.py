@@ -49,6 +49,42 @@ def dense(dtype=F32, shape=(2, 4, 37, 24), keys=51, heads_kv=2, **options):
     return call
 
 
+def learned(dtype=F32):
+    """Look-ups of all kinds of indices; the chain reads them in another order than its changes."""
+
+    def call(rng):
+        shapes = (2, 4, 30, 8), (2, 4, 30, 8), (2, 1, 26, 8), (1, 1, 26, 8)
+        do, q, k, v = (normal(rng, *shape, dtype=dtype) for shape in shapes)
+        arrays = [normal(rng, *shape) for shape in ((), (4,), (4, 7), (2, 30), (3, 3))]
+        cap, slopes, distances, gate, pairs = (
+            lookup(np.asarray(abs(x) + 0.5), learned=True) for x in arrays
+        )
+        place = lookup(np.arange(30) * 5 % 3)
+
+        def change(s, b, h, i, j):
+            return gate[b, i] * s + pairs[place[i], place[j]] * slopes[h]
+
+        changes = [
+            scores.softcap(cap), scores.alibi(slopes), scores.relative_bias(distances),
+            scores.score(change),
+        ]  # fmt: skip
+        options = {"score_mod": changes, "mask": masks.causal(), "dropout": 0.1, "seed": 3}
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+        target = np.zeros(4, np.float32)
+        given = cupyflash.Gradients(None, None, None, dlookups={slopes: target})
+
+        def run():
+            made = cupyflash.attention_backward(do, q, k, v, out, lse, **options)
+            again = cupyflash.attention_backward(do, q, k, v, out, lse, grads_out=given, **options)
+            assert again.dlookups[slopes] is target
+            tables = cap, slopes, distances, gate, pairs
+            return *made, *(x.dlookups[each] for x in (made, again) for each in tables)
+
+        return run
+
+    return call
+
+
 def matrices(rng):
     q, k, v = (normal(rng, n, 16) for n in (9, 13, 13))
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
@@ -152,6 +188,8 @@ KINDS = {
     "bias of one head": dense(bias=lambda rng: normal(rng, 1, 37, 51, dtype=F16)),
     "alibi": dense(score_mod=scores.alibi(SLOPES)),
     "soft cap": dense(score_mod=scores.softcap(3.0), mask=masks.causal()),
+    "learned look-ups": learned(),
+    "learned look-ups, bfloat16": learned(BF16),
     "sink": dense(sink=lambda rng: normal(rng, 4)),
     "dropout": dense(dropout=0.3, seed=lambda rng: int(rng.integers(2**63))),
     "scale": dense(scale=-0.25),
@@ -252,6 +290,38 @@ def test_an_index_made_of_floats_is_looked_at_each_time():
     at[7] = 5
     with pytest.raises(ArgumentError, match="clip"):
         cupyflash.attention(q, k, v, score_mod=change)
+
+
+def test_learned_look_ups_are_told_from_others():
+    """Calls that differ only in which arrays have gradients, and in who reads which."""
+    q, k, v, do = np.random.default_rng(4).standard_normal((4, 1, 2, 20, 8), dtype=np.float32)
+    array = np.ones(2, np.float32)
+
+    def gradients(*tables):
+        change = scores.score(lambda s, b, h, i, j: s * tables[0][h] + tables[1][j % 2])
+        vjp = cupyflash.attention_vjp(q, k, v, score_mod=change)[1]
+        return vjp(do).dlookups
+
+    def table(learned=True):
+        return lookup(array, learned=learned)
+
+    one = table()
+    for _ in range(2):
+        first, second = table(), table()
+        both = gradients(first, second)
+        assert list(both) == [first, second]
+        shared = gradients(one, one)
+        assert list(shared) == [one]
+        assert np.allclose(shared[one], both[first] + both[second], rtol=1e-4)
+        single = gradients(table(learned=False), second)
+        assert list(single) == [second]
+        assert same_bits(single[second], both[second])
+        assert not gradients(table(learned=False), table(learned=False))
+    unused = scores.alibi(table())
+    change = scores.score(lambda s, b, h, i, j: one[h] * j)
+    for _ in range(2):  # what replaces the scores that a look-up has changed
+        vjp = cupyflash.attention_vjp(q, k, v, score_mod=[unused, change])[1]
+        assert list(vjp(do).dlookups) == [one]
 
 
 def test_other_lengths_of_a_cache_are_checked():

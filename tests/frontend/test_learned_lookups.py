@@ -1,4 +1,4 @@
-"""Learned look-ups through public functions: a GPU that is nowhere, tensors, JAX, ranks."""
+"""Learned look-ups through public functions: a GPU that is nowhere, JAX, ranks."""
 
 import numpy as np
 import pytest
@@ -42,17 +42,6 @@ def test_a_gpu_refuses_before_it_writes(cupy, monkeypatch):
     monkeypatch.setattr("cupyflash.arrays.cuda_device.is_capturing", lambda: True)
     with pytest.raises(ArgumentError, match="while a CUDA graph is being captured"):
         cupyflash.attention_backward(do, q, k, v, out, lse, **how)
-
-
-def test_tensors_are_refused():
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    import cupyflash.torch
-
-    alibi = scores.alibi(lookup(np.ones(4, np.float32), learned=True))
-    tensors = [torch.tensor(x, requires_grad=True) for x in X[:3]]
-    out = cupyflash.torch.attention(*tensors, score_mod=alibi)
-    with pytest.raises(ArgumentTypeError, match="not computed for tensors"):
-        out.sum().backward()
 
 
 def test_arrays_of_jax_are_refused():

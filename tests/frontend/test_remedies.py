@@ -41,6 +41,7 @@ TORCH = f"test_torch_remedies.py::{WORKS}"
 JAX = f"test_jax_remedies.py::{WORKS}"
 SUBCLASSES = "test_torch_subclasses.py::test_no_function_takes_an_unknown_subclass"
 LEARNED = "test_learned_lookups.py::test_remedies_work"
+OF_TENSORS = "test_torch_learned.py::test_"
 REDUCED = "../cpu/test_reductions.py::test_arrays_in_device_memory_have_a_remedy"
 NEWEST = "test_torch_newest_names.py::test_errors_have_a_remedy"
 GROWING = "test_torch_generation.py::test_room_from_the_start"
@@ -67,6 +68,15 @@ WITHOUT_CASE: dict[tuple[str, str], str] = {
     ("expr/arguments.py", "learned=True"): LEARNED,
     ("problem/lookups.py", "cupyflash.lookup(array, learned=True)"): LEARNED,
     ("problem/validate.py", "learned=True"): LEARNED,
+    ("arrays/interop.py", "cupyflash.lookup(tensor, learned=True)"): OF_TENSORS
+    + "what_has_no_gradient",
+    ("torch/learned.py", ".to()"): OF_TENSORS + "other_memory_is_an_error",
+    ("torch/learned.py", "create_graph=False"): NOT_DONE,
+    ("torch/learned.py", "cupyflash.lookup(tensor, learned=True)"): OF_TENSORS
+    + "other_memory_is_an_error",
+    ("torch/learned.py", "torch.func"): NOT_DONE,
+    ("torch/operators.py", "torch.compile"): NOT_DONE,
+    ("torch/operators.py", "torch.compiler.disable"): OF_TENSORS + "compiled_functions_refuse_them",
     ("arrays/device_arrays.py", "cupy.asarray([[{}]], cupy.float32)"): GPU,
     ("bench/programs.py", "pip install -e"): CLONE,
     ("arrays/interop.py", ".as_subclass(torch.Tensor)"): SUBCLASSES,

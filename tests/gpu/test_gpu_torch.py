@@ -343,3 +343,29 @@ assert torch.isfinite(x.grad).all()
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_learned_look_ups_have_the_gradients_of_arrays(cupy, dtype):
+    operands = [x.requires_grad_() for x in qkv(dtype)]
+    slopes, gate = (draw(*shape, seed=9).requires_grad_() for shape in ((4,), (4, 100)))
+
+    def changes(*tables):
+        gates = scores.score(lambda s, b, h, i, j: s + tables[1][h, j])
+        return [scores.alibi(tables[0]), gates]
+
+    held = [lookup(x, learned=True) for x in (slopes, gate)]
+    do = draw(2, 4, 100, 64, dtype=dtype, seed=5)
+    for _ in range(2):
+        out = attention(*operands, mask=CAUSAL, score_mod=changes(*held))
+        made = torch.autograd.grad(out, [slopes, gate], do)
+    arrays = [lookup(array_of(x), learned=True) for x in (slopes, gate)]
+    how = {"mask": CAUSAL, "score_mod": changes(*arrays)}
+    _, vjp = cupyflash.attention_vjp(*map(array_of, operands), **how)
+    expected = vjp(array_of(do)).dlookups
+    for x, table in zip(made, arrays, strict=True):
+        assert x.is_cuda
+        assert bool((array_of(x) == expected[table]).all())
+    slopes.data = slopes.data.clone()
+    with pytest.raises(cupyflash.ArgumentError, match="other memory"):
+        attention(*operands, score_mod=changes(*held))
