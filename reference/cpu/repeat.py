@@ -34,7 +34,7 @@ _WATCHED = ALIGNED | 0x400  # and writeable
 class _Block(NamedTuple):
     """What the function of C is told of a call, as places of words."""
 
-    taken: int = 0  # 1 while a thread computes
+    taken: int = 0  # while a thread computes: the address of the output, as an object
     kind: int = 1  # the type of arrays
     leaves: int = 2  # of each entry
     capacity: int = 3  # positions
@@ -189,7 +189,7 @@ def _written(triple: str) -> ir.Module:
             builder.store(emit.load(of_length, 8 * n), place)
         emit.goes_on_if(builder.icmp_signed("!=", builder.load(pair[0]), _WORD(NEVER)))
     taken = builder.inttoptr(builder.add(block, _WORD(8 * _AT.taken)), _WORD.as_pointer())
-    before = builder.cmpxchg(taken, _WORD(0), _WORD(1), "seq_cst", "seq_cst")
+    before = builder.cmpxchg(taken, _WORD(0), out, "seq_cst", "seq_cst")
     emit.goes_on_if(builder.extract_value(before, 1))
     for n, array in enumerate((*arrays, out)):
         emit.store(emit.load(array, HEADER + DATA), known(_AT.places + n))
@@ -334,16 +334,18 @@ def repeat(
 
 def _shared(block: Any, share: Callable[[object], None]) -> Callable[..., int]:
     """Return the function for a call whose kernel several threads run."""
-    begin = _function()
+    begin, taken = _function(), _AT.taken
 
     def run(place: int, *arrays: Any) -> int:
-        status = begin(place, *arrays)
-        if status == READY:
-            try:
+        out = id(arrays[-1])
+        try:
+            status = begin(place, *arrays)  # a signal may come before the status is known
+            if status == READY:
                 share(arrays)
-            finally:
-                block[_AT.taken] = 0
-            status = DONE
+                status = DONE
+        finally:
+            if block[taken] == out:
+                block[taken] = 0
         return status
 
     return run
