@@ -8,14 +8,13 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from . import execute
+from . import dispatch, execute
 from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .arrays.dtypes import DTYPES
 from .arrays.interop import DLPackArray
 from .arrays.typed import A, B, FloatArray, Number
 from .backends import cpu_reductions
-from .backends.cpu_reductions import Form
 from .errors import ArgumentError, ArgumentTypeError
 from .expr.bind import Alignment, Axis, aligned
 from .expr.functions import POSITIONS, SCORE, exp, len_k, where
@@ -25,6 +24,7 @@ from .problem import validate
 from .problem.call import Array, Call
 from .problem.keywords import explained
 from .problem.options import Options
+from .problem.reduction_form import Form
 from .reductions import LOGIT, LSE, WEIGHT, Reduction, TopKeys, is_symbol
 from .request import Request
 from .scores import Score
@@ -72,7 +72,7 @@ def reduce(
     Parameters
     ----------
     q, k : array
-        As in `attention`, on NumPy arrays or others in host memory.
+        As in `attention`. CuPy arrays are reduced on their GPU, by a portable kernel.
     reductions : mapping of str to Reduction
         What to compute, by names of your own: see `cupyflash.reductions`.
     lse : array, shape (..., Hq, Lq), optional
@@ -89,7 +89,7 @@ def reduce(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        As in `attention`; and if arrays lie in device memory.
+        As in `attention`.
 
     See Also
     --------
@@ -111,7 +111,7 @@ def reduce(
     """
     options = _options(mask, score_mod, bias, sink, scale)
     named = _named(reductions)
-    prepared = _Prepared.of(q, k, options, lse, any(x.reads_lse for x in named.values()))
+    prepared = _Prepared.of(q, k, options, lse, named)
     return {name: prepared.shown(x, prepared.value(x)) for name, x in named.items()}
 
 
@@ -169,7 +169,8 @@ def reduce_vjp(
                 "(entropy, mass, distance, blocks) or of an expression of p and positions alone. "
                 "Compute it with reduce instead."
             )
-    prepared = _Prepared.of(q, k, options, lse, True)
+    _refuse_device(q, k)
+    prepared = _Prepared.of(q, k, options, lse, named)
     found = {name: prepared.shown(x, prepared.value(x)) for name, x in named.items()}
     return found, ReduceVjp(prepared, named, {name: x.shape for name, x in found.items()})
 
@@ -198,17 +199,24 @@ def _named(reductions: Any) -> dict[str, Reduction]:
     return dict(reductions)
 
 
-def _in_host_memory(q: Any, k: Any) -> tuple[Any, Any]:
-    """Return queries and keys as arrays in host memory, or refuse others."""
+def _refuse_device(q: Any, k: Any) -> None:
+    """Refuse arrays in device memory, where gradients are not computed."""
     q, k = interop.of_device(q=q, k=k)
     for name, x in (("q", q), ("k", k)):
         if is_device_array(x):
             raise ArgumentTypeError(
                 f"{name}: got an array in device memory; expected arrays in host memory, where "
-                f"reductions are computed. Pass {name}.get() and such copies of the other arrays; "
-                "that of the log-sum-exp, lse=lse.get(), saves a pass."
+                f"gradients of reductions are computed. Pass {name}.get() and such copies of the "
+                "other arrays; that of the log-sum-exp, lse=lse.get(), saves a pass."
             )
-    return interop.array(q, "q"), interop.array(k, "k")
+
+
+def _check_places(call: Call, named: Mapping[str, Reduction]) -> None:
+    """Refuse arrays of expressions that are not where the call's are."""
+    read = {"q": call.q}
+    for name, each in named.items():
+        read |= validate.looked_up(each.expr, f"reductions: {name!r}")
+    interop.one_home(read)
 
 
 class _Prepared(NamedTuple):
@@ -218,15 +226,20 @@ class _Prepared(NamedTuple):
     lse: Any
 
     @classmethod
-    def of(cls, q: Any, k: Any, options: Options, lse: Any, needs_lse: bool) -> _Prepared:
+    def of(
+        cls, q: Any, k: Any, options: Options, lse: Any, named: Mapping[str, Reduction]
+    ) -> _Prepared:
         """Validate a call, and compute the log-sum-exp if it is needed and not given."""
-        q, k = _in_host_memory(q, k)
-        v = k  # of what validation refuses
-        if k.ndim > 1 and k.dtype.name in DTYPES:
+        q, k = interop.of_device(q=q, k=k)
+        q, k = interop.array(q, "q"), interop.array(k, "k")
+        v = k  # of what validation refuses, and on a GPU, whose best kernels have equal heads
+        if not is_device_array(k) and k.ndim > 1 and k.dtype.name in DTYPES:
             # No value counts: all are one column of zeros, which takes no memory.
             v = np.broadcast_to(np.zeros((), k.dtype), (*k.shape[:-1], 1))
         request = Request(q, k, v, options=options)
         call = request.call
+        _check_places(call, named)
+        needs_lse = any(x.reads_lse for x in named.values())
         rows = (*call.problem.lead, call.problem.heads, call.q.shape[-2])
         seen = rows[-1:] if call.matrices else rows
         if lse is not None:
@@ -253,29 +266,26 @@ class _Prepared(NamedTuple):
         """Return what reads an array (..., Hq, Lq)."""
         return aligned(Alignment(array, name, (Axis(_H, "heads"), Axis(_I, "len_q"))))
 
-    def value(self, reduction: Reduction) -> tuple[Array, Array]:
+    def value(self, reduction: Reduction) -> tuple[Array, Array | None]:
         """Return what a reduction takes, (B, Hq, ...), and positions of keys."""
         form = self.form(reduction)
         value = self.of_logits(reduction.expr) if form.of == "program" else None
         lse = self.lse if form.of in ("weight", "entropy") else None
-        found, indices = cpu_reductions.reduce(self.call, form, lse, value)
+        found, indices = dispatch.backend_of(self.call.q).reduce(self.call, form, lse, value)
         if reduction.along == "keys" and reduction.count == 1 and reduction.by != "top":
-            found, indices = found[..., 0], indices[..., 0] if indices.size else indices
+            found, indices = found[..., 0], None if indices is None else indices[..., 0]
         if reduction.along == "queries":  # one row of blocks, or none without queries
-            start = 0 if reduction.by == "sum" else -math.inf
-            take = np.add if reduction.by == "sum" else np.maximum
-            found = take.reduce(found, axis=2, initial=start)
-        if reduction.name == "entropy" and self.call.sink is not None:
-            found += self.of_sink(lambda gap: gap).reshape(found.shape)
+            if found.shape[2]:
+                return found[:, :, 0], None
+            start = 0.0 if reduction.by == "sum" else -math.inf
+            shape = (*found.shape[:2], found.shape[3])
+            found = dispatch.backend_of(self.call.q).empty_like(found, shape, in_c_order=True)
+            found[...] = start
         return found, indices
 
     def of_sink(self, function: Any) -> Array:
         """Return the sink's weights times a function of LSE - sink, (..., Hq, Lq)."""
-        sink = np.asarray(self.call.sink).astype(self.lse.dtype)[:, None]
-        with np.errstate(invalid="ignore"):  # without a sink and keys, -inf less -inf
-            gap = self.lse - sink
-            made: Array = np.where(sink == -np.inf, 0, np.exp(-gap) * function(gap))
-        return made
+        return cpu_reductions.of_sink(self.call, self.lse, function)
 
     def form(self, reduction: Reduction) -> Form:
         """Return what the kernels take, and over which pairs."""
@@ -285,27 +295,38 @@ class _Prepared(NamedTuple):
             along, block = "blocks", (max(len_q, 1), 1)
         by = "top" if reduction.by == "argmax" else reduction.by
         of = "entropy" if reduction.name == "entropy" else "program"
-        if is_symbol(reduction.expr, WEIGHT, LOGIT):
+        if is_symbol(reduction.expr, WEIGHT, LOGIT) and not (
+            by == "top" and is_symbol(reduction.expr, WEIGHT)
+        ):
             of = "weight" if is_symbol(reduction.expr, WEIGHT) else "logit"
         return Form(of, along, by, reduction.raw, reduction.count, rows, block)
 
-    def shown(self, reduction: Reduction, made: tuple[Array, Array]) -> Any:
+    def shown(self, reduction: Reduction, made: tuple[Array, Array | None]) -> Any:
         """Return a result as users see it."""
         found, indices = made
         problem, matrices = self.call.problem, self.call.matrices
         if reduction.per_head:
-            found = found.max(axis=-1, initial=-math.inf)
+            found = _largest(found)
 
         def seen(x: Array) -> Array:
             rest = x.shape[2:]
             return x.reshape(rest if matrices else (*problem.lead, problem.heads, *rest))
 
+        if indices is None:
+            return seen(found)
         if reduction.by == "top":
             shape = found.shape
             return TopKeys(seen(found), seen(indices.reshape(shape)))
-        if reduction.by == "argmax":
-            return seen(indices.reshape(found.shape))
-        return seen(found)
+        return seen(indices.reshape(found.shape))
+
+
+def _largest(found: Array) -> Array:
+    """Return the maximum along the last axis, -inf of none."""
+    if found.shape[-1]:
+        return found.max(axis=-1)  # type: ignore[no-any-return]
+    made = found.sum(axis=-1)
+    made[...] = -math.inf
+    return made  # type: ignore[no-any-return]
 
 
 class ReduceVjp:

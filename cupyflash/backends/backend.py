@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ..expr.nodes import Expr
 from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.reduction_form import Form
 from ..problem.route import CallResult
 from ..problem.tangents import SecondTangents, TangentResults, Tangents
 from ..rowwise import Arrays, Operation
@@ -81,6 +83,17 @@ class Backend(Protocol):
         """Compute the tangents of `gradients`, and of out and lse, which are `results`.
 
         `rows` are do, out, lse and, if it is given, dlse.
+        """
+        ...
+
+    def reduce(
+        self, call: Call, form: Form, lse: Array | None, value: Expr | None = None
+    ) -> tuple[Array, Array | None]:
+        """Return what is taken of weights, logits or an expression of pairs: (B, Hq, ...).
+
+        In the expression, the score stands for the logit; a form of it has "program". `lse` is
+        (..., Hq, Lq), for "weight" and "entropy" alone. With "top", the second array has positions
+        of keys.
         """
         ...
 

@@ -11,13 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..expr.nodes import Expr
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
 from ..problem.formats import values
+from ..problem.reduction_form import Form
 from ..problem.route import CallResult
 from ..problem.tangents import SecondTangents, TangentResults, Tangents
 from ..rowwise import Arrays, Operation, scales_on_cpu
-from . import cpu_lookups, cpu_programs, cpu_tiles
+from . import cpu_lookups, cpu_programs, cpu_reductions, cpu_tiles
 from .backend import output_shape
 from .cpu_ranges import OtherNumbers
 from .host_calls import Replayed, ReplayedCache, ReplayedGrowing
@@ -202,6 +204,12 @@ class Cpu:
     def check_lookups(self, call: Call) -> None:
         """Refuse learned look-ups whose gradients are not computed."""
         cpu_lookups.check(call)
+
+    def reduce(
+        self, call: Call, form: Form, lse: Array | None, value: Expr | None = None
+    ) -> tuple[Array, Array | None]:
+        """Return what is taken of pairs, always in the same order."""
+        return cpu_reductions.reduce(call, form, lse, value)
 
     def forward_tangent(
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None

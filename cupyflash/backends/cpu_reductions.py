@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,29 +13,14 @@ from ..expr.functions import SCORE
 from ..expr.nodes import Expr, convert, rebuild
 from ..problem.bound_exprs import bound, trees
 from ..problem.call import Array, Call, Problem
+from ..problem.reduction_form import Form
 from . import cpu_programs, cpu_tiles
-
-
-class Form(NamedTuple):
-    """What is taken of values, and over which pairs: see `reference.cpu.reduce_call.Form`."""
-
-    of: str
-    along: str
-    by: str
-    raw: bool = False
-    most: int = 1
-    rows: tuple[int, int] = (0, 0)
-    block: tuple[int, int] = (1, 1)
 
 
 def reduce(
     call: Call, form: Form, lse: Array | None, value: Expr | None = None
-) -> tuple[Array, Array]:
-    """Return what is taken of weights, of logits or of an expression: (B, Hq, ...).
-
-    In the expression, the score stands for the logit; a form of it has "program". With "top", the
-    second array has positions of keys.
-    """
+) -> tuple[Array, Array | None]:
+    """Return what is taken of pairs: see `Backend.reduce`."""
     from cupyflash.reference.cpu import launch, reduce_call
 
     from ..expr.lower import lowered
@@ -49,7 +35,21 @@ def reduce(
         call.problem, programs, program, made, call.q, call.k, lse, plan.block_q, plan.block_kv
     )
     del held  # programs have read its arrays
-    return found
+    taken, indices = found
+    if form.of == "entropy" and call.sink is not None:
+        assert lse is not None, "entropies depend on it"
+        rows = lse.reshape(taken.shape[:-1])
+        taken += of_sink(call, rows, lambda gap: gap)[..., None]
+    return taken, indices.reshape(taken.shape) if form.by == "top" else None
+
+
+def of_sink(call: Call, lse: Array, function: Callable[[Array], Array]) -> Array:
+    """Return the sink's weights times a function of LSE - sink, (..., Hq, Lq)."""
+    sink = np.asarray(call.sink).astype(lse.dtype)[:, None]
+    with np.errstate(invalid="ignore"):  # without a sink and keys, -inf less -inf
+        gap = lse - sink
+        made: Array = np.where(sink == -np.inf, 0, np.exp(-gap) * function(gap))
+    return made
 
 
 def _of_keys(problem: Problem) -> Problem:

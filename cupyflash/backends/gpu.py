@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ..arrays import cuda_device, device_arrays
-from ..gpu import launch, lookups, piece_launches, row_launches, second_launches
+from ..expr.nodes import Expr
+from ..gpu import (
+    launch,
+    lookups,
+    piece_launches,
+    reduction_launches,
+    row_launches,
+    second_launches,
+)
 from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.reduction_form import Form
 from ..problem.route import CallResult
 from ..problem.tangents import SecondTangents, TangentResults, Tangents
 from ..rowwise import Arrays, Operation
@@ -88,6 +97,12 @@ class Gpu:
     ) -> CallResult:
         """Compute the tangents of gradients, of out and of lse, always in the same order."""
         return second_launches.backward(call, rows, tangents, gradients, results, workspace)
+
+    def reduce(
+        self, call: Call, form: Form, lse: Array | None, value: Expr | None = None
+    ) -> tuple[Array, Array | None]:
+        """Return what is taken of pairs, always in the same order."""
+        return reduction_launches.reduce(call, form, lse, value)
 
     def workspace_size(self, call: Call, second: bool = False) -> int:
         """Return the bytes of scratch that the call's backward needs, or its second derivatives."""

@@ -42,7 +42,7 @@ def of(
         made.changed,
         (made.slope if by is None else by) if slope else None,
         None if made.allowed is None else key_range(made.allowed, problem),
-        short=_is_short(call, made.allowed, made.changed, tangent),
+        short=_is_short(call, made.allowed, made.changed, tangent, by),
         tangent=tangent,
         curve=curve,
     )

@@ -114,6 +114,16 @@ _TANGENTS: Fields = [
 ]
 # What follows these in a backward with tangents.
 _SECOND: Fields = [(name, OPERAND, 1) for name in "tdo tdlse tdelta tout_rounded".split()]
+# What follows the constants and tables of a reduction.
+_REDUCTION: Fields = [
+    ("found", OPERAND, 1),
+    ("keys", "Q", 1),
+    *(
+        (name, "q", 1)
+        for name in "first_query end_query block_q block_k keys_of_owner owners_k".split()
+    ),
+    *((name, "i", 1) for name in "of by".split()),
+]
 SUMMED: Fields = [
     *((name, "Q" if name == "data" else "q", 1) for name in "data begin size".split()),
     *((name, "q", MAX_AXES) for name in "shape strides".split()),
@@ -254,11 +264,17 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def params(
-    ints: int, floats: int, tables: int, tangents: bool = False, second: bool = False
+    ints: int,
+    floats: int,
+    tables: int,
+    tangents: bool = False,
+    second: bool = False,
+    reduces: bool = False,
 ) -> Layout:
     """Return the layout of `Params` for so many constants and tables.
 
-    With `tangents` it is that of `TangentParams`, and with `second` that of `SecondParams`.
+    With `tangents` it is that of `TangentParams`, with `second` that of `SecondParams`, and with
+    `reduces` that of `ReduceParams`.
     """
     return Layout([
         *_FIXED,
@@ -267,6 +283,7 @@ def params(
         ("tables", TABLE, max(tables, 1)),
         *(_TANGENTS if tangents else []),
         *(_SECOND if second else []),
+        *(_REDUCTION if reduces else []),
     ])  # fmt: skip
 
 

@@ -201,7 +201,7 @@ class Writer:
 
     `arrays` maps the name of a field to an array and its number of trailing axes: 3 for (H, L, D),
     or 2 for (H, L). `slope` and `by` are as in `call_code.of`. With `second`, `tangents` are those
-    of a backward.
+    of a backward; `reduces` says whether kernels are those of reductions.
     """
 
     def __init__(
@@ -215,12 +215,13 @@ class Writer:
         tangents: Tangents | None = None,
         by: Expr | None = None,
         second: bool = False,
+        reduces: bool = False,
     ) -> None:
         self.call, self.target, self._slope = call, target, slope
         request = request_of(call, target, arrays, plan)
         self.generated = call_code.of(call, slope, tangents, by, second)
         functions, self.has_tangents = self.generated.functions, tangents is not None
-        self.is_second = second
+        self.is_second, self.reduces = second, reduces
         size = self._layout(functions).size
         call_code.check_size(functions, size)
         self.request = replace(request, slope=functions.has_dscore, params_bytes=size)
@@ -274,7 +275,7 @@ class Writer:
 
     def _layout(self, has: Functions) -> params.Layout:
         """Return the layout of the parameters of a kernel with these functions."""
-        kind = self.has_tangents, self.is_second
+        kind = self.has_tangents, self.is_second, self.reduces
         return params.params(has.num_ints, has.num_floats, has.num_tables, *kind)
 
     @cached_property

@@ -312,10 +312,15 @@ def read_arrays(request: Call) -> dict[str, Array]:
     named |= request.encoding.scales
     named |= request.rows.arrays
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
-        nodes = walk(made.expr) if made is not None else ()
-        looked_up = [x for node in nodes for x in _looked_up(node, name)]
-        named |= {f"array {n} of {name}": x for n, x in enumerate(looked_up)}
+        if made is not None:
+            named |= looked_up(made.expr, name)
     return named
+
+
+def looked_up(expr: Expr, name: str) -> dict[str, Array]:
+    """Return the arrays that an expression reads, with words that begin with its name."""
+    found = [x for node in walk(expr) for x in _looked_up(node, name)]
+    return {f"array {n} of {name}": x for n, x in enumerate(found)}
 
 
 def _looked_up(node: Expr, name: str) -> tuple[Any, ...]:

@@ -157,6 +157,22 @@ struct SecondParams {
   Operand tout_rounded;  // of the storage type, if tout is not
 };
 
+// Of a reduction: what is taken of pairs, and over which of them. `of` and `by` are numbered as in
+// simt/pair_values.cuh.
+struct ReduceParams {
+  Params call;
+  Operand found;          // (lead..., Hq, rows, columns) of the accumulator's type, without gaps
+  char* keys;             // with TOP: positions of keys as int64, as `found` lies
+  long long first_query;  // that takes part, and the one after the last
+  long long end_query;
+  long long block_q;  // queries and keys of a block of the result
+  long long block_k;
+  long long keys_of_owner;  // keys of a thread block: of whole blocks of keys
+  long long owners_k;       // thread blocks that have a block of queries
+  int of;
+  int by;
+};
+
 struct CombineParams {
   Operand outs[MAX_PARTS];  // (lead..., H, L, Dv)
   Operand lses[MAX_PARTS];  // (lead..., H, L) of the accumulator's type

@@ -176,7 +176,7 @@ def fill_values(shape, changes, values, scratch, n, lanes, qt, k_place, k_row, l
     s, x, symbols, edges = scratch.s, scratch.x, scratch.symbols, scratch.edges
     itemsize, pair = shape.itemsize, pair_lanes(shape.itemsize)
     begin, end = edges[FIRST], edges[LAST]
-    # Scores.
+    # 2 scores
     scores = (
         shape.scale, k_place + begin * k_row * itemsize, k_row, 1, qt, pair, pair * shape.d,
         first_address(s) + begin * lanes * itemsize, lanes, 0, end - begin, lanes, shape.d,
@@ -188,12 +188,13 @@ def fill_values(shape, changes, values, scratch, n, lanes, qt, k_place, k_row, l
         source = x
         for m in range(begin * lanes, end * lanes):
             x[m] = s[m]
-    # Score changes, and the mask.
+    # 3 score mod
     if changes.score.code.shape[0]:
         ri, rf, program = scratch.score_ri, scratch.score_rf, changes.score
         apply_score(changes.pointers, program, symbols, n, edges, lanes, s, s, ri, rf)
+    # 4 mask
     apply_mask(changes, symbols, n, edges, lanes, s, scratch.mask_ri, scratch.mask_rf)
-    # Values.
+    # 5 values
     if values.kind == PROGRAM_OF_LOGIT:
         ri, rf, program = scratch.value_ri, scratch.value_rf, values.program
         apply_score(changes.pointers, program, symbols, n, edges, lanes, source, x, ri, rf)
@@ -295,7 +296,7 @@ def reduce_keys(first, last, work, shape, changes, values, q, k, lse, found, ind
         i0 = work[item // shape.heads, 1] * shape.block_q
         ni = min(shape.block_q, length - i0)
         place = ((b * shape.heads + h) * length + i0) * values.most
-        # Queries.
+        # 1 load q and lse
         for p0 in range(0, ni, changes.panel):
             n, qt = min(changes.panel, ni - p0), first_address(scratch.qt) + p0 * shape.d * itemsize
             lanes = load_queries(shape, changes, q, b, h, i0 + p0, n, qt, wide)
@@ -321,7 +322,7 @@ def reduce_keys(first, last, work, shape, changes, values, q, k, lse, found, ind
                 qt = first_address(scratch.qt) + p0 * shape.d * itemsize
                 own = scratch.lse[p0:]
                 fill_values(shape, changes, values, scratch, n, lanes, qt, k_place, k_row, own)
-                # What is taken of them.
+                # 6 take values
                 begin, end = edges[FIRST], edges[LAST]
                 s, sums = scratch.s, scratch.sums[p0 : p0 + lanes]
                 if values.by == TOP:
@@ -331,7 +332,7 @@ def reduce_keys(first, last, work, shape, changes, values, q, k, lse, found, ind
                     )
                 else:
                     take_along_keys(s, x, values.by, begin, end, lanes, scratch.part, sums)
-        # Results.
+        # 7 store
         if values.by != TOP:
             for i in range(ni):
                 found[place + i] = scratch.sums[i]
@@ -438,19 +439,19 @@ def reduce_queries(
                     for m in range(nj * panel if along == BLOCKS else 0):
                         scratch.sums[m] = start
                 is_visited = 1
-                # Queries.
+                # 1 load q and lse
                 lanes = load_queries(shape, changes, q, b, h, i0, n, qt, wide)
                 load_lse(lse, b_h * shape.len_q[b] + i0, n, lanes, scratch.lse)
                 own = scratch.lse
                 fill_values(shape, changes, values, scratch, n, lanes, qt, k_place, k_row, own)
-                # What is taken of them.
+                # 6 take values
                 begin, end, by, s = edges[FIRST], edges[LAST], values.by, scratch.s
                 if along == BLOCKS:
                     take_along_queries(s, x, by, begin, end, n, lanes, panel, scratch.sums)
                 else:
                     at = place + shape.len_k[b] - 1 + i0 - j0
                     take_along_diagonals(s, x, by, begin, end, n, lanes, found, at)
-            # Results.
+            # 7 store
             if is_visited and along == BLOCKS:
                 fold_lanes(
                     scratch.sums, values.by, panel, min(panel, work[row, 1] - work[row, 0]), nj, j0,

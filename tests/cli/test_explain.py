@@ -277,7 +277,9 @@ def test_a_cache_that_is_too_small():
 # -- the compiler ---------------------------------------------------------------------------------
 
 
-WITHOUT_STAGES = ("backward_bias", "backward_lookup", "backward_tangent_bias", "decode_simt")
+WITHOUT_STAGES = (
+    "backward_bias", "backward_lookup", "backward_tangent_bias", "decode_simt", "reduce_distance",
+)  # fmt: skip
 
 
 def test_stages_of_every_kernel():

@@ -56,8 +56,13 @@ def fits(arch: str, found: Resources) -> None:
 
 def test_few_cases_cover_much():
     assert len(CASES) <= 360
+    reductions = [case for case in CASES if case.kernel.startswith("reduce_")]
+    assert len({case.dtype for case in reductions}) == 4  # of all three kernels together
     for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
+        if own[0] in reductions:
+            assert len({case.sizes for case in own}) == 2
+            continue
         assert len({case.dtype for case in own}) == 4
         assert {case.packed for case in own} == {False, True}
         assert len({case.sizes for case in own}) == 6

@@ -16,7 +16,7 @@ from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from emulator.probe import Probe
-from emulator.problems import lean_kernels
+from emulator.problems import lean_kernels, reduce_in_every_form
 
 import cupyflash.kernels_cu
 from cupyflash import lookup, masks, scores
@@ -430,6 +430,11 @@ def _everything(emulator):
     call = validate.call(q, k, k, Options(score_mod=changes, dropout=0.5, seed=1))
     rows = {"do": q, "out": draw(*q.shape), "lse": draw(2, 2, 40)}
     emulator.backward_lookups(call, rows, {x: np.empty_like(x.array) for x in gate})
+
+    # Reductions: lists of the largest, and results that are joined over several tiles of keys.
+    some = masks.mask(lambda b, h, i, j: ((j < 16) | (j >= 32)) & (j <= i))
+    call = validate.call(q, k, k, Options(mask=some, score_mod=scores.softcap(3.0)))
+    reduce_in_every_form(emulator, call, draw(2, 2, 40))
 
     # Lists of tiles, whose rows are dealt in an order.
     chosen = masks.chosen(np.array([[0, 2], [1, -1], [3, 0]]), (64, 64))

@@ -23,6 +23,7 @@ from cupyflash.gpu import (
     launch,
     launch_cache,
     piece_launches,
+    reduction_launches,
     row_launches,
     second_launches,
     tile_lists,
@@ -52,6 +53,7 @@ from .memory import Memory, encode, poisoned, poisoned_like
 
 Read = Callable[[str], str]
 
+WITH_SLOPES = "dkdv", "dq", "lookup", "reduce"  # which have a tile for them
 SHARED_MEMORY = 232448  # bytes that a block may have
 LEAST_WITH_TENSOR_CORES = 101376  # bytes of shared memory, of GPUs that have them for bfloat16
 
@@ -66,8 +68,7 @@ class Blocks:
     tensor: bool = True  # whether the GPU has tensor cores for 16-bit types
     hopper: bool = False  # whether they are those of compute capability 9.0
     multiprocessors: int = 2
-    # Queries and keys of a tile of forward_sm90, and blocks that share an SM: by default, the tiles
-    # of long rows.
+    # Queries and keys of a tile of forward_sm90, blocks that share an SM; None: those of long rows.
     warpgroups: tuple[int, int, int] | None = None
     bias_tiles: bool = False  # whether kernels of sm90 load a bias in tiles, where they can
 
@@ -138,9 +139,7 @@ class Blocks:
         if spec.name in sm80_f64.BACKWARD_BYTES:
             return self.f64_tiles(spec.name, problem)
         if spec.name in simt.KERNELS:
-            slope = (
-                spec.part in ("dkdv", "dq", "lookup") and request.slope
-            )  # which have a tile for them
+            slope = request.slope and spec.part.startswith(WITH_SLOPES)
             return self.tiles(spec.name, problem, slope)
         if spec is sm90.FORWARD:
             return self.warpgroup_tiles(request)
@@ -403,6 +402,12 @@ class Emulator:
         """Write gradients of learned look-ups, as `cupyflash.launch.backward_lookups`."""
         read = rows["do"], rows["out"], rows["lse"], rows.get("dlse")
         self._run(lambda: launch.backward_lookups(_on_device(call), *read, gradients))
+
+    def reduce(self, call: Call, *form: Any) -> Any:
+        """Return what is taken of pairs, as `cupyflash.reduction_launches.reduce`."""
+        found: list[Any] = []
+        self._run(lambda: found.append(reduction_launches.reduce(_on_device(call), *form)))
+        return found[-1]
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of workspace of `backward`, as `cupyflash.launch.workspace_size`."""

@@ -10,8 +10,10 @@ from harness import backward_ratios, call_of, forward_ratios
 from placement import Layout, Placed, random_layout
 from strategies import Problem
 
+from cupyflash.expr.functions import SCORE
 from cupyflash.gpu.kernels import simt
 from cupyflash.problem.call import Array, Call, Gradients, Results
+from cupyflash.problem.reduction_form import Form
 from cupyflash.problem.tangents import SecondTangents, Tangents, with_heads
 from cupyflash.testing import Directions, Precision
 from cupyflash.testing import copies as memory
@@ -185,3 +187,16 @@ def run_second(
     copies.check()
     names = (*Gradients._fields, "tout", "tlse")
     return {name: copies.value(x) for name, x in zip(names, made, strict=True) if x is not None}
+
+
+def reduce_in_every_form(emulator: Emulator, call: Call, lse: Array) -> None:
+    """Take reductions of 40 queries: lists of the largest, results of several tiles of keys."""
+    for form in (
+        Form("logit", "keys", "top", most=2),
+        Form("program", "keys", "top", most=2),
+        Form("weight", "blocks", "sum", rows=(0, 40), block=(40, 20)),
+        Form("program", "blocks", "max", rows=(0, 40), block=(40, 1)),
+        Form("entropy", "distance", "sum"),
+        Form("program", "distance", "max"),
+    ):
+        emulator.reduce(call, form, lse, SCORE * 2.0 if form.of == "program" else None)

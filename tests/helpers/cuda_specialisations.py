@@ -107,12 +107,21 @@ def cases() -> list[Case]:
     found = []
     for k, kernel in enumerate(simt.KERNELS):
         # Steps without a common factor meet every pair soon.
+        if kernel.startswith("reduce_"):  # they are dense
+            continue
         for n in range(8 if kernel in (*_OF_SECOND, _OF_BIAS[1]) else 12):
             options = list(OPTIONS)[(n + k) % len(OPTIONS)]
             if kernel in _OF_BIAS and "bias" not in OPTIONS[options]:
                 options = "bias" if (n if kernel == _OF_BIAS[0] else n // 6) % 2 else "everything"
             dtype = dtypes[(n + n // 4) % 4]
             found.append(Case(kernel, dtype, sizes[(n + k) % 6], options, bool((n // 3) % 2)))
+    # Reductions: without an expression and with one.
+    for n, (of, own, options) in enumerate([
+        ("keys", (128, 128), "causal"), ("blocks", (128, 128), "plain"),
+        ("blocks", (64, 64), "alibi"), ("keys", (40, 72), "softcap"),
+        ("distance", (512, 512), "everything"), ("distance", (1, 3), "segments"),
+    ]):  # fmt: skip
+        found.append(Case(f"reduce_{of}", dtypes[n % 4], own, options, False))
     # Tensor cores: the types, sizes and options that have tiles or code of their own.
     tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
     for n in range(14):

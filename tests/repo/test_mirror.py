@@ -40,6 +40,10 @@ PYTHON = re.compile(r"\b(?:reference|cupyflash|tests)/[\w/]+\.py\b")
 JOINS = {"kernels_cu/sm80/decode_sm80.cu", "kernels_cu/simt/decode_simt.cu"}
 # Kernel -> its twin's function, and the kernel that calls it.
 PARTS = {
+    **dict.fromkeys(
+        ("reduce_blocks", "reduce_distance"),
+        ("reduce_queries", ("reference/cpu/reduce.py", "reduce_queries")),
+    ),
     "backward_bias": ("add_to_bias", ("reference/cpu/backward.py", "backward_dkdv")),
     "backward_tangent_bias": (
         "add_to_bias",

@@ -32,6 +32,11 @@ def by_heads(extent: Extent, _: Tiles) -> Grid:
     return _plain(extent.heads, 0)
 
 
+def by_owners(extent: Extent, _: Tiles) -> Grid:
+    """As many blocks for each head as are asked for."""
+    return _plain(extent.queries * extent.heads * extent.entries, extent.queries)
+
+
 def by_blocks(extent: Extent, _: Tiles) -> Grid:
     """As many blocks as are asked for."""
     return _plain(extent.queries, 0)

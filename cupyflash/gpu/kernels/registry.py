@@ -15,6 +15,7 @@ from ...errors import ArgumentError
 from . import (
     rowwise,
     simt,
+    simt_reduce,
     simt_tangent,
     sm80,
     sm80_f64,
@@ -46,6 +47,9 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "dq_rows": (rowwise.DQ_ROWS,),
     "bias": (sm90_bias.BIAS, sm80.BIAS, simt.BIAS),
     "lookup": (simt.LOOKUP,),
+    "reduce_keys": (simt_reduce.KEYS,),
+    "reduce_blocks": (simt_reduce.BLOCKS,),
+    "reduce_distance": (simt_reduce.DISTANCE,),
     "sums": (rowwise.SUMS,),
     "lists": (simt.LIST_TILES,),
     "order": (simt.ORDER_TILES,),

@@ -110,6 +110,10 @@ def _whole(shape: Shape, rows: int, width: int) -> int:
     return rows * shape.odd_stride(shape.whole_columns(width))
 
 
+def _chunk(shape: Shape, rows: int) -> int:
+    return rows * shape.odd_stride(shape.chunk_columns(shape.d))
+
+
 def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
     """Shared elements of forward_simt.cu: queries, weights, stage."""
     held = _whole(shape, block_q, shape.d) + _tile(shape, block_q, block_kv)
@@ -192,6 +196,24 @@ def backward_tangent_bias(shape: Shape, block_q: int, block_kv: int, spare: int)
     return held + ROW_NUMBERS * block_q
 
 
+def reduce_keys(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of reduce_keys.cu: queries, tiles, stage."""
+    tiles = (1 + spare) * _tile(shape, block_q, block_kv)
+    return _whole(shape, block_q, shape.d) + tiles + 2 * _chunk(shape, block_kv)
+
+
+def reduce_blocks(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of reduce_blocks.cu: keys, tiles, stage, lse twice, what keys have."""
+    held = _whole(shape, block_kv, shape.d) + (1 + spare) * _tile(shape, block_kv, block_q)
+    return held + 2 * _chunk(shape, block_q) + 2 * block_q + block_kv
+
+
+def reduce_distance(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of reduce_distance.cu: chunks of both operands, tiles, lse."""
+    tiles = (1 + spare) * _tile(shape, block_q, block_kv)
+    return _chunk(shape, block_q + block_kv) + tiles + block_q
+
+
 # Kernel -> (its shared elements, whether its block's rows are keys, columns of its results).
 KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[Shape], int]]] = {
     "forward_simt": (forward_simt, False, lambda x: x.padded_columns(x.d_v)),
@@ -222,6 +244,9 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
     ),
     # Three tiles; with rows of more than 32 keys, those of float64 would spill.
     "backward_tangent_bias": (backward_tangent_bias, False, lambda x: 272),
+    "reduce_keys": (reduce_keys, False, lambda x: 0),
+    "reduce_blocks": (reduce_blocks, True, lambda x: 0),
+    "reduce_distance": (reduce_distance, False, lambda x: 0),
 }
 
 # Kernels with less memory, where there is no room for their best.
@@ -243,6 +268,8 @@ BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("backward_simt_tangent_dkdv", 4): ((64, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_simt_tangent_dq", 4): ((64, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_tangent_bias", 4): ((64, 64, 256, 512),),
+    ("reduce_keys", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
+    ("reduce_blocks", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
 }
 # After these, for every kernel: smaller tiles, for larger heads and elements or less memory.
 SMALLER: tuple[tuple[int, int, int, int], ...] = (
@@ -294,8 +321,8 @@ def fit(
     if blocks is not None:
         rows, columns = reversed(blocks) if keys_are_rows else blocks
         candidates = ((rows, columns, 256, 512), (rows, columns, 128, 512))
-    both = elements in (backward_bias, backward_tangent_bias)  # they have chunks of both operands
-    stages = None if both else STAGES
+    both = elements in (backward_bias, backward_tangent_bias, reduce_distance)
+    stages = None if both else STAGES  # the former have chunks of both operands
     tries = [(each, x) for each in (elements, LEAN.get(kernel)) if each for x in candidates]
     found: list[Tiles] = []
     for elements, (rows, columns, threads, largest) in tries:

@@ -1,0 +1,76 @@
+// What a reduction takes of the pairs of a tile: weights, logits, parts of an entropy, or values of
+// an expression. The twin of `fill_values` in reference/cpu/reduce.py.
+//
+// Which of them, and what is taken, are numbers at run time, so that one kernel serves all.
+#pragma once
+#include "../common/gradient_tile.cuh"
+
+namespace pair_values {
+
+// Numbered as in reference/cpu/reduce.py.
+constexpr int OF_LOGIT = 0, OF_WEIGHT = 1, OF_ENTROPY = 2, OF_EXPRESSION = 3;
+constexpr int SUM = 0, MAX = 1, TOP = 2;
+
+// What is taken of no pair.
+__device__ __forceinline__ accum_t of_none(int by) {
+  return by == SUM ? accum_t(0) : -number::infinity();
+}
+
+// A sum, or the larger value; NaN stays.
+__device__ __forceinline__ accum_t take(int by, accum_t found, accum_t value) {
+  if (by == SUM) return found + value;
+  return value > found || value != value ? value : found;
+}
+
+// The same over all threads that share rows, which all get the result.
+__device__ __forceinline__ accum_t take_over_columns(int by, accum_t found) {
+#pragma unroll
+  for (int lanes = ptx::WARP_SIZE / 2; lanes >= ROWS_PER_WARP; lanes /= 2) {
+    found = take(by, found, ptx::shuffle_xor(found, lanes));
+  }
+  return found;
+}
+
+// The log-sum-exp as exponents have it: of a row that sees nothing, it makes every weight 0.
+__device__ __forceinline__ accum_t usable(accum_t lse) {
+  return lse == -number::infinity() ? number::infinity() : lse;
+}
+
+// Turns a thread's products q k into the values of pairs, and those of pairs that do not attend
+// into what is taken of none. tile_smem is scratch memory for the thread's cells, which has logits
+// afterwards if it STORES them; so is value_smem, for those of an expression. `lse_of(r, n)` is the
+// log-sum-exp of the query of element (r, n).
+template <bool KEYS_ARE_ROWS, int STRIDE, bool STORES, int ROWS, int COLUMNS, typename LseOf>
+__device__ __forceinline__ void evaluate(const ReduceParams& t, const TileBox& box, int tile_class,
+                                         accum_t (&s)[ROWS][COLUMNS], accum_t* tile_smem,
+                                         accum_t* value_smem, LseOf lse_of) {
+  matmul::scale(s, static_cast<accum_t>(t.call.scale));
+  // 3 score mod
+  // 4 mask
+  tile::apply_score_and_mask<KEYS_ARE_ROWS, STRIDE>(t.call, box, tile_class, s, tile_smem,
+                                                    HAS_DSCORE ? value_smem : nullptr);
+  if (STORES && t.by == TOP) tile::store_cells<STRIDE>(s, tile_smem);
+  // 5 values
+  const accum_t none = of_none(t.by);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const bool attends = s[r][n] != -number::infinity();
+      accum_t value = s[r][n];
+      if (t.of == OF_EXPRESSION) {
+        value = accum_t(1);
+        if (HAS_DSCORE && attends) value = value_smem[tile::cell<STRIDE>(r, n)];
+      } else if (t.of != OF_LOGIT) {
+        const accum_t below = gradient_tile::at_most_zero(s[r][n] - lse_of(r, n));
+        const accum_t weight = softmax::exponential(below);
+        // A weight of 0 has no part, also where its logarithm is infinite.
+        const accum_t part = weight == accum_t(0) ? accum_t(0) : weight * -below;
+        value = t.of == OF_ENTROPY ? part : weight;
+      }
+      s[r][n] = attends ? value : none;
+    }
+  }
+}
+
+}  // namespace pair_values
