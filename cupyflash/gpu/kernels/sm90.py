@@ -170,8 +170,8 @@ def fit_forward_bias(d: int, d_v: int, itemsize: int, registers: str = "bias") -
     head = max(d, d_v)
     if registers == "scores" and head <= SMALL_HEAD:
         head = 2 * SMALL_HEAD  # other changes of scores take registers that small blocks lack
-    *blocks, resident = at_head(FORWARD_BIAS_TILES, head, head)
-    tiles = forward_bias_tiles(*blocks, d, d_v, itemsize, resident)
+    block_q, block_kv, resident = at_head(FORWARD_BIAS_TILES, head, head)
+    tiles = forward_bias_tiles(block_q, block_kv, d, d_v, itemsize, resident)
     assert tiles is not None
     return tiles
 
