@@ -29,6 +29,7 @@ FEW = 64  # bytes: NVRTC 13.5 spills up to 60 in `append` on sm_120
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
     "forward_sm80": 216,
+    "forward_sm80_tangent": 16,
     "forward_sm90": 196,
     "forward_sm90_fp8": 162,  # in PARTIAL tiles
     "forward_sm90_tf32": 136,
