@@ -27,7 +27,7 @@ from cupyflash.gpu import (
     row_launches,
     second_launches,
     tile_lists,
-)
+)  # fmt: skip
 from cupyflash.gpu.kernels import (
     bias_tiles,
     registry,
@@ -50,6 +50,7 @@ from cupyflash.rowwise import Operation
 from . import build
 from .machine import FORWARD, Schedule, machine
 from .memory import Memory, encode, poisoned, poisoned_like
+from .wide import wide_tiles
 
 Read = Callable[[str], str]
 
@@ -188,7 +189,7 @@ class Blocks:
         if kernel == "backward_sm80_bias":
             stages = 1
         if max(problem.d, problem.d_v) > sm80.LARGEST_OF_WARP:
-            block_q, block_kv, warps = _wide_tiles(kernel, block_q, block_kv, warps)
+            block_q, block_kv, warps = wide_tiles(kernel, block_q, block_kv, warps)
         return sm80.backward_tiles(kernel, block_q, block_kv, warps, stages, problem.d, problem.d_v)
 
     def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
@@ -487,18 +488,6 @@ class Emulator:
             ),
         ):
             yield
-
-
-def _wide_tiles(kernel: str, block_q: int, block_kv: int, warps: int) -> tuple[int, int, int]:
-    """Return queries, keys and warps of a small tile for heads beyond 256."""
-    warps = max(warps, 2)
-    if kernel == "backward_sm80_bias":
-        return 16, 16 * warps, warps
-    if kernel == "backward_sm80_dq":  # two warps share 16 queries
-        return 8 * warps, 16 * -(-block_kv // 16), warps
-    # Two warps or more share 16 keys, of which each has 8 queries or more.
-    keys = 16 * (warps // 2)
-    return max(16, block_q // 2), keys, warps
 
 
 def _on_device(call: Call) -> Call:

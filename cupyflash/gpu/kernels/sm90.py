@@ -43,11 +43,7 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
 }
 # Largest head -> queries and keys of a tile with tiles of a bias in shared memory, and blocks that
 # share an SM: small heads wait for the bias, and another block computes.
-FORWARD_BIAS_TILES: dict[int, tuple[int, int, int]] = {
-    64: (64, 64, 3),
-    128: (128, 128, 1),
-    256: (128, 64, 1),
-}
+FORWARD_BIAS_TILES = {64: (64, 64, 3), 128: (128, 128, 1), 256: (128, 64, 1)}
 # Largest head -> keys of a tile in addition to these, for rows that are one tile, or few that have
 # less padding. Masked pairs are bits of a word.
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -167,9 +163,7 @@ def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
 
 def fit_forward_bias(d: int, d_v: int, itemsize: int, registers: str = "bias") -> Tiles:
     """Return the tiles of forward_sm90.cu with tiles of a bias of `itemsize` bytes."""
-    head = max(d, d_v)
-    if registers == "scores" and head <= SMALL_HEAD:
-        head = 2 * SMALL_HEAD  # other changes of scores take registers that small blocks lack
+    head = max(d, d_v, 128 if registers == "scores" else 0)  # whose code takes registers
     block_q, block_kv, resident = at_head(FORWARD_BIAS_TILES, head, head)
     tiles = forward_bias_tiles(block_q, block_kv, d, d_v, itemsize, resident)
     assert tiles is not None
@@ -263,8 +257,7 @@ def choose_forward_bias(
     """Return the tiles of forward_sm90.cu, with tiles of a bias, that take the least time."""
     usual = fit_forward_bias(d, d_v, itemsize, registers)
     # On an H200, nothing is faster than small blocks for small heads, but where rows are one tile.
-    is_measured = usual.resident_blocks > 1 and len_k > MOST_MASKED
-    if registers == "scores" or is_measured:
+    if registers == "scores" or (usual.resident_blocks > 1 and len_k > MOST_MASKED):
         return usual
 
     def time(tiles: Tiles) -> float:
