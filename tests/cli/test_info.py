@@ -129,7 +129,9 @@ def test_the_kernels_it_names_exist():
     for capability, folders in ((7, 5), ["simt"]), ((8, 0), ["simt", "sm80"]), (
         (9, 0), ["simt", "sm80", "sm90"],
     ):  # fmt: skip
-        named = re.findall(r"\b(?:forward|backward|decode|list|order)_\w+", info.served(capability))
+        named = re.findall(
+            r"\b(?:forward|backward|decode|list|order|reduce)_\w+", info.served(capability)
+        )
         stems = {path.stem for folder in folders for path in (sources / folder).glob("*.cu")}
         assert set(named) == stems
 
