@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 import numpy as np
 
@@ -323,10 +323,10 @@ class _Prepared(NamedTuple):
 def _largest(found: Array) -> Array:
     """Return the maximum along the last axis, -inf of none."""
     if found.shape[-1]:
-        return found.max(axis=-1)  # type: ignore[no-any-return]
-    made = found.sum(axis=-1)
+        return cast("Array", found.max(axis=-1))
+    made: Array = found.sum(axis=-1)
     made[...] = -math.inf
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 class ReduceVjp:

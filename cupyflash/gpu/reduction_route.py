@@ -21,7 +21,9 @@ from .writer import KernelRoute, Writer
 # Numbered as in the kernels' pair_values.cuh.
 OF = {"logit": 0, "weight": 1, "entropy": 2, "program": 3}
 BY = {"sum": 0, "max": 1, "top": 2}
-MOST_PARTS = 9  # rows of a result along distances: one more than blocks of queries have keys of one
+# Rows of a result along distances: one, and one for each block of queries that is as long as a
+# part of a block of keys, of which there are at most eight.
+MOST_PARTS = 9
 
 
 def shape_of(call: Call, form: Form) -> tuple[int, ...]:

@@ -175,7 +175,7 @@ def _handler(method: str) -> Any:
 
 
 _handlers = {"cpu": _handler("on_cpu"), "cuda": _handler("on_gpu")}
-_XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}  # of platforms, where targets are registered
+_XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}  # under which XLA looks for a platform's targets
 _registered: set[str] = set()
 _lock = threading.Lock()
 

@@ -36,6 +36,31 @@ __device__ __forceinline__ accum_t usable(accum_t lse) {
   return lse == -number::infinity() ? number::infinity() : lse;
 }
 
+// The same of row i, if it exists and log-sum-exps are given; else a weight is 0, too.
+__device__ __forceinline__ accum_t usable_lse(const Params& p, const memory::RowStatistic& of_rows,
+                                              long long i, bool exists) {
+  const bool is_given = p.lse.data != nullptr && exists;
+  return is_given ? usable(of_rows.data[i * of_rows.row]) : number::infinity();
+}
+
+// A weight times minus its logarithm, `below`. A weight of 0 has no part, also where its logarithm
+// is infinite.
+__device__ __forceinline__ accum_t part_of_entropy(accum_t weight, accum_t below) {
+  return weight == accum_t(0) ? accum_t(0) : weight * -below;
+}
+
+// Which numbers of the result a thread block owns: `place`, in an entry's head.
+struct Owner {
+  layout::Entry entry;
+  long long h, place;
+};
+
+__device__ __forceinline__ Owner owner_of(const Params& p, unsigned int block) {
+  const layout::Quotient by_place = layout::divide(block, p.blocks);
+  const layout::Quotient by_head = layout::divide(by_place.quotient, p.heads);
+  return {layout::first_entry(p, by_head.quotient), by_head.remainder, by_place.remainder};
+}
+
 // Turns a thread's products q k into the values of pairs, and those of pairs that do not attend
 // into what is taken of none. tile_smem is scratch memory for the thread's cells, which has logits
 // afterwards if it STORES them; so is value_smem, for those of an expression. `lse_of(r, n)` is the
@@ -64,9 +89,7 @@ __device__ __forceinline__ void evaluate(const ReduceParams& t, const TileBox& b
       } else if (t.of != OF_LOGIT) {
         const accum_t below = gradient_tile::at_most_zero(s[r][n] - lse_of(r, n));
         const accum_t weight = softmax::exponential(below);
-        // A weight of 0 has no part, also where its logarithm is infinite.
-        const accum_t part = weight == accum_t(0) ? accum_t(0) : weight * -below;
-        value = t.of == OF_ENTROPY ? part : weight;
+        value = t.of == OF_ENTROPY ? part_of_entropy(weight, below) : weight;
       }
       s[r][n] = attends ? value : none;
     }

@@ -43,11 +43,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const taken_smem = lse_smem + 2 * BLOCK_Q;
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::Quotient by_owner = layout::divide(blockIdx.x, p.blocks);
-  const layout::Quotient by_head = layout::divide(by_owner.quotient, p.heads);
-  const layout::Entry entry = layout::first_entry(p, by_head.quotient);
-  const long long h = by_head.remainder;
-  const layout::Quotient place = layout::divide(by_owner.remainder, t.owners_k);
+  const pair_values::Owner own = pair_values::owner_of(p, blockIdx.x);
+  const layout::Entry& entry = own.entry;
+  const long long h = own.h;
+  const layout::Quotient place = layout::divide(own.place, t.owners_k);
   const memory::Rows q = memory::rows(p.q, entry, h, false);
   const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
   const memory::RowStatistic of_rows = memory::row_statistic(p.lse, entry, h);
@@ -84,9 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       turn = BLOCK_Q - turn;
       const accum_t* const lse = lse_smem + turn;
       for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
-        const bool exists = p.lse.data != nullptr && i < ni;
-        lse_smem[turn + i] =
-            exists ? pair_values::usable(of_rows.data[(i0 + i) * of_rows.row]) : number::infinity();
+        lse_smem[turn + i] = pair_values::usable_lse(p, of_rows, i0 + i, i < ni);
       }
 
       // 2 scores

@@ -42,15 +42,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const value_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
 
-  const layout::Quotient by_owner = layout::divide(blockIdx.x, p.blocks);
-  const layout::Quotient by_head = layout::divide(by_owner.quotient, p.heads);
-  const layout::Entry entry = layout::first_entry(p, by_head.quotient);
-  const long long h = by_head.remainder;
+  const pair_values::Owner own = pair_values::owner_of(p, blockIdx.x);
+  const layout::Entry& entry = own.entry;
+  const long long h = own.h;
   const memory::Rows q = memory::rows(p.q, entry, h, false);
   const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
   const memory::RowStatistic of_rows = memory::row_statistic(p.lse, entry, h);
   // The first query of a tile, less its first key.
-  const long long shift = by_owner.remainder * BLOCK_Q - (entry.len_k - 1) / BLOCK_KV * BLOCK_KV;
+  const long long shift = own.place * BLOCK_Q - (entry.len_k - 1) / BLOCK_KV * BLOCK_KV;
 
   accum_t taken[OWN];
 #pragma unroll
@@ -69,9 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 1 load q and lse
     // Both operands pass through chunks, whose barriers protect these numbers, too.
     for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
-      const bool exists = p.lse.data != nullptr && i < ni;
-      lse_smem[i] =
-          exists ? pair_values::usable(of_rows.data[(i0 + i) * of_rows.row]) : number::infinity();
+      lse_smem[i] = pair_values::usable_lse(p, of_rows, i0 + i, i < ni);
     }
 
     // 2 scores
@@ -86,7 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     tile::store_cells<STRIDE>(s, tile_smem);
     __syncthreads();  // values, written by other threads; the barriers of the next product keep
                       // others from overwriting what this thread reads
-                      // 6 take values
+
+    // 6 take values
 #pragma unroll
     for (int x = 0; x < OWN; ++x) {
       const int distance = threadIdx.x + x * THREADS - (BLOCK_KV - 1);

@@ -87,9 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = matmul::row_thread() + ROW_THREADS * r;
-    const bool exists = p.lse.data != nullptr && row < ni;
-    lse[r] =
-        exists ? pair_values::usable(of_rows.data[(i0 + row) * of_rows.row]) : number::infinity();
+    lse[r] = pair_values::usable_lse(p, of_rows, i0 + row, row < ni);
     taken[r] = pair_values::of_none(t.by);
   }
   accum_t least = -number::infinity();
@@ -143,8 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     accum_t value = pair_values::take_over_columns(t.by, taken[r]);
     if (t.of == pair_values::OF_ENTROPY && sink != -number::infinity()) {
       const accum_t below = gradient_tile::at_most_zero(sink - lse[r]);
-      const accum_t weight = softmax::exponential(below);
-      value += weight == accum_t(0) ? accum_t(0) : weight * -below;
+      value += pair_values::part_of_entropy(softmax::exponential(below), below);
     }
     if (matmul::column_thread() == 0 && row < ni) found[row * t.found.row] = value;
   }

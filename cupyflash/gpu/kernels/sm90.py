@@ -163,7 +163,8 @@ def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
 
 def fit_forward_bias(d: int, d_v: int, itemsize: int, registers: str = "bias") -> Tiles:
     """Return the tiles of forward_sm90.cu with tiles of a bias of `itemsize` bytes."""
-    head = max(d, d_v, 128 if registers == "scores" else 0)  # whose code takes registers
+    # The code of other score changes takes registers that small blocks lack.
+    head = max(d, d_v, 128 if registers == "scores" else 0)
     block_q, block_kv, resident = at_head(FORWARD_BIAS_TILES, head, head)
     tiles = forward_bias_tiles(block_q, block_kv, d, d_v, itemsize, resident)
     assert tiles is not None
@@ -241,13 +242,16 @@ def choose_forward(
     usual = fit_forward(d, d_v, registers)
     if registers == "scores" or len_k >= UNKNOWN:
         return usual
+    others = _tiles_by_length(d, d_v, registers, len_k)
+    return _fastest(usual, others, (d, d_v, has_bias, len_q, len_k))
 
-    def time(tiles: Tiles) -> float:
-        return forward_cost(tiles, d, d_v, has_bias, len_q, len_k).time
 
-    best = min(_tiles_by_length(d, d_v, registers, len_k), key=time)
-    exact = EXACT if len_k > usual.block_kv else 1.0  # one tile is the same, and takes less
-    return best if time(best) <= exact * time(usual) else usual
+def _fastest(usual: Tiles, others: list[Tiles], sizes: tuple[int, int, bool, int, int]) -> Tiles:
+    """Return the tiles that take the least time; others only if the model is sure of them."""
+    times = {tiles: forward_cost(tiles, *sizes).time for tiles in (*others, usual)}
+    best = min(times, key=times.__getitem__)
+    exact = EXACT if sizes[-1] > usual.block_kv else 1.0  # one tile is the same, and takes less
+    return best if times[best] <= exact * times[usual] else usual
 
 
 @functools.lru_cache(maxsize=256)
@@ -260,16 +264,12 @@ def choose_forward_bias(
     if registers == "scores" or (usual.resident_blocks > 1 and len_k > MOST_MASKED):
         return usual
 
-    def time(tiles: Tiles) -> float:
-        return forward_cost(tiles, d, d_v, True, len_q, len_k).time
-
     small = (
         forward_bias_tiles(x.block_q, x.block_kv, d, d_v, itemsize, x.resident_blocks, x.one_tile)
         for x in _tiles_by_length(d, d_v, registers, len_k)
     )
-    best = min((x for x in small if x is not None), key=time, default=usual)
-    exact = EXACT if len_k > usual.block_kv else 1.0
-    return best if time(best) <= exact * time(usual) else usual
+    others = [x for x in small if x is not None]
+    return _fastest(usual, others, (d, d_v, True, len_q, len_k))
 
 
 def _configure_forward(request: Request) -> Tiles:
