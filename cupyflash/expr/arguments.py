@@ -150,7 +150,7 @@ def lookup(array: DLPackArray | Sequence[Any], learned: bool = False) -> LookupT
         read it: ``Gradients.dlookups`` has it under the object that this function returns. Masks,
         conditions and indices that depend on the array add nothing to it. It is the derivative of
         the expression as it is written, which may be NaN where the score is infinite, as that of
-        ``c * tanh(s / c)`` by c is. Of a PyTorch tensor, `cupyflash.torch` gives it to the tensor.
+        ``c * tanh(s / c)`` by c is. ``cupyflash.torch`` gives a tensor its own gradient.
 
     Returns
     -------
