@@ -27,7 +27,7 @@ KNOWN = ("13", "14")  # versions of CuPy in which `Function.ptr` works as it is 
 OVERLAP_CAPABILITY, OVERLAP_DRIVER = (9, 0), 12030
 # CUlaunchConfig and CUlaunchAttribute of cuda.h, in words of eight bytes.
 _CONFIG_WORDS, _STREAM, _ATTRIBUTES, _COUNT = 7, 4, 5, 6
-LAUNCH, CLEAR = "cuLaunchKernelEx", "cuMemsetD32Async"
+LAUNCH = "cuLaunchKernelEx"
 _ATTRIBUTE_WORDS, _ATTRIBUTE_VALUE, _OVERLAPS = 9, 1, 6  # the last one is the attribute's number
 
 
@@ -258,9 +258,6 @@ class Queue:
         the stream, and further values.
     function : int
         The address of the driver's function that launches; 0 if CuPy must launch.
-    clear : callable or None
-        The driver's function that takes an address, a number of 32 bits, how often to write it from
-        there on, and the stream, and returns an error's number or 0; None if CuPy must launch.
     overlaps : bool
         Whether a launch may begin while the one before ends.
     alloc : callable
@@ -278,12 +275,9 @@ class Queue:
         self.alloc = cupy.cuda.alloc
         self._is_known = _is_known(cupy)
         self.launch, self.function = launcher.launch(), 0
-        self.clear: Any = None
         if self._is_known:
             pointer, found = ctypes.c_void_p, library()
             self.function = ctypes.cast(found.cuLaunchKernelEx, pointer).value or 0
-            self.clear = found.cuMemsetD32Async
-            self.clear.argtypes = pointer, ctypes.c_uint, ctypes.c_size_t, pointer
         self.overlaps = self._is_known and _overlaps(cupy, device)
 
     def is_here(self) -> bool:

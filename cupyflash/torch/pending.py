@@ -97,7 +97,7 @@ class Gradients:
     """
 
     __slots__ = (
-        "_adds", "_do", "_maps", "_maps_of_do", "_queue", "_results", "_size", "_strides", "_sums",
+        "_adds", "_do", "_maps", "_maps_of_do", "_queue", "_results", "_size", "_strides",
         "are_small", "buffers", "device", "launches", "names",
     )  # fmt: skip
 
@@ -118,7 +118,6 @@ class Gradients:
         elements = sum(math.prod(shape) for shape, _ in self._results) + self._size
         self.are_small = elements * item <= SMALL
         scratch = dict(compiled.places)
-        self._sums = scratch.get("dq_accum", 0), compiled.sums // 4  # place, and words of 4 bytes
         self._adds = compiled.adds_to_dq
         names = [*_TOLD, *({*self.launches.names} - {*_TOLD, *scratch, "d_out"})]
         self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
@@ -132,7 +131,7 @@ class Gradients:
     def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
         """Return new results, and launches that know all but the address of do.
 
-        What sums are added to is 0. Returns None if the call must go through CuPy.
+        A dq that is added to is 0. Returns None if the call must go through CuPy.
         """
         empty = q.new_empty_strided
         of_q, of_k, of_v = self._results
@@ -144,14 +143,6 @@ class Gradients:
         if self._size:
             scratch = empty((self._size,), (1,))
             begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
-            place, count = self._sums
-            if count:
-                queue = self._queue
-                stream = tensors.raw_stream(self.device)
-                if error := queue.clear(begin + place, 0, count, stream):
-                    if not queue.is_open():
-                        return None
-                    raise driver.error(error, driver.CLEAR)
         if self._adds:
             dq.zero_()
         told = *pending.places, at_dq, at_dk, at_dv, begin, *pending.rest
@@ -186,7 +177,7 @@ class Gradients:
             return None
         stream = tensors.raw_stream(self.device)
         ready: Ready | None
-        try:  # a graph may run several times, and sums are 0 only once
+        try:  # a graph may run several times, and a dq is 0 only once
             ready = None if tensors.records_graph(stream) else pending.ready.pop()
         except IndexError:
             ready = None  # it was too large, or this is the second time

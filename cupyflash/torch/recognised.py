@@ -211,7 +211,7 @@ class Known:
         What is kept about the gradients of such calls, by `how` of `Signature.pending`.
     """
 
-    __slots__ = ("_numbers", "_sizes", "compiled", "dtype", "forms", "gradients", "tables")
+    __slots__ = ("_numbers", "_size", "compiled", "dtype", "forms", "gradients", "tables")
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Known:
         dtype: torch.dtype,
     ) -> None:
         self.compiled, self.tables, self.dtype = compiled, tables, dtype
-        self._sizes = compiled.workspace_size, compiled.sums
+        self._size = compiled.workspace_size
         self.forms = [
             (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)
             for name, x in results.items()
@@ -257,14 +257,11 @@ class Known:
         if compiled.adds_to_dq:
             made[0].zero_()
         stream = tensors.raw_stream(queue.device)
-        size, sums = self._sizes
-        if size:
-            scratch = empty((size,), (1,), dtype=torch.uint8)
+        if self._size:
+            scratch = empty((self._size,), (1,), dtype=torch.uint8)
             begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
             for name, place in compiled.places:
                 addresses[name] = begin + place
-            if sums:
-                queue.clear(addresses["dq_accum"], 0, sums // 4, stream)
         compiled.launches.start(addresses, stream)
         return made
 

@@ -23,18 +23,15 @@
 //
 // The consumer is one body. Split into functions over structs of its registers, the same steps took
 // up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
-// single steps change the machine code of some types and heads. This measures a change again,
-// before and after it, on a GPU of compute capability 9.0; so do the choices below that were
-// measured:
-//
-//     cupyflash bench --shape 4,32,4096,128 --shape 4,32,4096,64 --pass backward --variant full \
-//         --variant causal --only cupyflash
+// single steps change the machine code of some types and heads. A change is measured again, and so
+// are the choices below, by `cupyflash bench --pass backward --variant full --variant causal`.
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
 // backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed: that of
 // one entry. Shared memory: see backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads,
 // BLOCK_Q is 64. After the parameters come the maps of q, k, v, do, dk, dv and a bias in tiles.
 #include "../common/params.cuh"
+#include "../ptx/grid.cuh"
 #include "backward_producer.cuh"
 #include "backward_storage.cuh"
 #include "ds_scale.cuh"
@@ -55,10 +52,6 @@ constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;
 constexpr int COLUMNS = QUERIES / 4;
 constexpr int DQ_COLUMNS = SHARE_KEYS ? ColumnShare<D>::COLUMNS : warpgroup::SLAB_COLUMNS / 4;
 constexpr int FUSED_COLUMNS = 8;  // for which a fused score mod is instantiated
-// The distance between the slabs of a tile of 64 rows.
-constexpr int SLAB_BYTES = 64 * warpgroup::SLAB_ROW_BYTES;
-// Registers of a thread of the producer and of the consumers.
-constexpr int PRODUCER_REGS = 24, CONSUMER_REGS = 240;
 
 // Whether each warp scales its dS in float16 by a factor of its own, after a common first one: then
 // no warp waits for another one's vote.
@@ -477,8 +470,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 const __grid_constant__ warpgroup::LastMaps dv_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
+  // The grid before wrote delta and zeros of dq, or lists. Idle blocks wait, too: the next grid
+  // waits for this one alone.
+  if constexpr (HAS_LISTS) ptx::wait_for_grids();
   const layout::WorkTile work = work_tile(p);
-  if (work.idle) return;
+  if (work.idle) return ptx::wait_for_grids();
   if (threadIdx.x == 0) publish_block(p, work, *smem.storage);
   if (threadIdx.x == ptx::WARP_SIZE) smem.storage->init_barriers();
   if (threadIdx.x == CONSUMER_THREADS) {
@@ -491,7 +487,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const int warp = threadIdx.x / ptx::WARP_SIZE % 4;
     if (warp == 0 && ptx::lane_index() == 0)
       backward_producer::producer(p, smem, q_map, do_map, dv_map.bias());
-    if (warp == 1) backward_producer::statistics_warp(smem);
+    if (warp == 1) {
+      // The consumers, which add to dq, wait for this warp's lse and delta.
+      ptx::wait_for_grids();
+      ptx::launch_dependents();
+      backward_producer::statistics_warp(smem);
+    }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
     consumer(p, smem, dk_map, dv_map.stored());

@@ -14,6 +14,10 @@ namespace backward_storage {
 constexpr int CONSUMER_THREADS = THREADS - warpgroup::WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
 constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::WARPGROUP_SIZE;
+// Registers of a thread of the producer and of the consumers.
+constexpr int PRODUCER_REGS = 24, CONSUMER_REGS = 240;
+// The distance between the slabs of a tile of 64 rows.
+constexpr int SLAB_BYTES = 64 * warpgroup::SLAB_ROW_BYTES;
 
 // Whether the consumers share 64 keys, as those of wide heads do: each has half of a tile's queries
 // for S and dP, and half of the columns of dk, dv and dq. Otherwise each has 64 keys, and all

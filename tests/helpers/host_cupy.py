@@ -51,9 +51,6 @@ class MemoryPointer:
     def __add__(self, offset):
         return MemoryPointer(self.held, self.offset + offset, self.device_id)
 
-    def memset_async(self, value, size):
-        self.held[self.offset : self.offset + size] = value
-
 
 class PinnedMemory(np.ndarray):
     """Bytes of host memory with an address."""
@@ -221,10 +218,6 @@ class HostCupy(ModuleType):
             module.launches.append(Launch(*how, early))
             return 0
 
-        def clear(place, value, count, stream):
-            ctypes.memset(place, value, 4 * count)
-            return 0
-
         def launched(*arguments):
             """Launch for machine code, which takes an error's number and no exception."""
             try:
@@ -241,7 +234,6 @@ class HostCupy(ModuleType):
 
         self.library = SimpleNamespace(
             cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launched),
-            cuMemsetD32Async=clear,
             cuGetErrorName=error_name,
         )
 

@@ -263,7 +263,6 @@ def choose_forward_bias(
     # On an H200, nothing is faster than small blocks for small heads, but where rows are one tile.
     if registers == "scores" or (usual.resident_blocks > 1 and len_k > MOST_MASKED):
         return usual
-
     small = (
         forward_bias_tiles(x.block_q, x.block_kv, d, d_v, itemsize, x.resident_blocks, x.one_tile)
         for x in _tiles_by_length(d, d_v, registers, len_k)
@@ -496,5 +495,6 @@ DKDV = KernelSpec(
     parts=True,
     lists="keys",
     deals=True,
+    overlaps=True,
     cost=_cost_of_dkdv,
 )
