@@ -234,7 +234,15 @@ OTHERS = {
     "d": 96,
     "d_v": 80,
     "tiles": Tiles(
-        16, 32, 64, 48, resident_blocks=3, whole=True, one_tile=True, row_sharers=2, v_parts=2,
+        16,
+        32,
+        64,
+        48,
+        resident_blocks=3,
+        whole=True,
+        one_tile=True,
+        row_sharers=2,
+        v_parts=2,
         bias_stages=1,
     ),  # fmt: skip
     "bias": "bfloat16",
