@@ -15,7 +15,9 @@
 // shared memory. For dk and dv it has the same keys, all of the tile's queries and a share of the
 // columns. A warp that has its keys alone (P_IN_REGISTERS) keeps P and dS in registers instead;
 // they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
-// STAGES, the next tile is copied while one is multiplied.
+// STAGES, the next tile is copied while one is multiplied. Wide heads with one stage (LOADS_APART)
+// copy the next q as soon as dk has been multiplied, and the next do after dv, which is last: q
+// arrives behind the products for dv and dq, and do behind the next scores.
 //
 // Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
 // group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
@@ -91,6 +93,9 @@ static_assert(WARP_QUERIES % 16 == 0 || (WIDE_HEAD && WARP_QUERIES == 8), "BLOCK
 static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
+
+// Whether the next q and do are copied apart, each after the last product that reads this one.
+constexpr bool LOADS_APART = WIDE_HEAD && STAGES == 1 && !P_IN_REGISTERS;
 
 using Dk = float[ROWS][ShareK::COLUMNS];
 using Dv = float[ROWS][ShareV::COLUMNS];
@@ -224,14 +229,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                    ? BLOCK_Q
                    : static_cast<int>(head_smem->entry.len_q - first_query(tile));
       };
+      const auto load_q = [&](TileRef tile, int stage) {
+        const memory::Rows q = copy_of(head_smem->q);
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(stages_smem + stage * STAGE_BYTES, q,
+                                                  first_query(tile), rows_of(tile));
+        if constexpr (LOADS_APART) ptx::cp_async_commit();
+      };
+      const auto load_do = [&](TileRef tile, int stage) {
+        const memory::Rows d_out = copy_of(head_smem->d_out);
+        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(
+            stages_smem + stage * STAGE_BYTES + BLOCK_Q * K_BYTES, d_out, first_query(tile),
+            rows_of(tile));
+        if constexpr (LOADS_APART) ptx::cp_async_commit();
+      };
+      const auto load_statistics = [&](TileRef tile) {
+        statistics.load(head_smem->lse, head_smem->delta, first_query(tile), rows_of(tile));
+      };
       const auto load_tile = [&](TileRef tile, int stage) {
-        char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        const long long first = first_query(tile);
-        const int rows = rows_of(tile);
-        const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
-        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, first, rows);
-        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, first, rows);
-        statistics.load(head_smem->lse, head_smem->delta, first, rows);
+        load_q(tile, stage);
+        load_do(tile, stage);
+        load_statistics(tile);
       };
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
@@ -270,7 +287,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
         ++visited;
 
-        ptx::cp_async_wait_all();
+        if constexpr (LOADS_APART) {
+          ptx::cp_async_wait<1>();  // q, which was copied before do
+        } else {
+          ptx::cp_async_wait_all();
+        }
         const auto finite_tile = [&] {
           return finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                  fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
@@ -308,6 +329,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                   p, box, class_of(now), masked, s, corner, lane_lse_smem, kept, weights, p_smem);
           if (P_IN_REGISTERS && has_nonfinite) {
             fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
+          }
+          if constexpr (LOADS_APART) {
+            ptx::cp_async_wait_all();
+            __syncthreads();  // do, copied by all threads
           }
           float dp[ROWS][COLUMNS];
           fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
@@ -385,7 +410,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                           dq_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
                                           rows_of(now) - first, step, steps);
         };
-        if constexpr (P_IN_REGISTERS || !ATOMIC_DQ) {
+        constexpr int STEPS = BLOCK_Q / 16;
+        if constexpr (LOADS_APART) {
+          if constexpr (ATOMIC_DQ) multiply_dq(dq, 0, ds_smem, k_smem, has_nonfinite, ds_scale);
+          fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
+              dk, ds_rows, q_smem, share_k, [&](int step) {
+                if constexpr (ATOMIC_DQ) add_dq(0, step, 2 * STEPS / DQ_PARTS);
+              });
+          if (next != TileRef::NONE) {
+            __syncthreads();  // q, read by all warps
+            load_q(next, 0);
+            load_statistics(next);
+          }
+          if constexpr (ATOMIC_DQ && DQ_PARTS == 2) {
+            multiply_dq(dq, 1, ds_smem, k_smem, has_nonfinite, ds_scale);
+          }
+          fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
+              dv, p_rows, do_smem, share_v, [&](int step) {
+                if constexpr (ATOMIC_DQ) {
+                  add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
+                }
+              });
+        } else if constexpr (P_IN_REGISTERS || !ATOMIC_DQ) {
           constexpr int AT_ONCE = P_IN_REGISTERS ? 1 : UNROLL;
           const auto nothing = [](int) {};
           if (!P_IN_REGISTERS || has_nonfinite) {
@@ -402,7 +448,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             }
           }
         } else {
-          constexpr int STEPS = BLOCK_Q / 16;
           multiply_dq(dq, 0, ds_smem, k_smem, has_nonfinite, ds_scale);
           fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
               dv, p_rows, do_smem, share_v,
@@ -422,7 +467,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (next != TileRef::NONE) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, read by all warps
-            load_tile(next, 0);
+            if constexpr (LOADS_APART) {
+              load_do(next, 0);
+            } else {
+              load_tile(next, 0);
+            }
           } else {
             stage = 1 - stage;
           }
