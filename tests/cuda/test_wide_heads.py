@@ -129,6 +129,18 @@ def test_the_backward_is_within_the_bound(sizes, name, deterministic, dtype):
 
 
 @emulated
+def test_queries_are_copied_apart_from_do_where_one_stage_has_room():
+    d, options = 384, {"mask": masks.window(40, 20)}
+    q, k, v, do = arrays(BRAIN, d, d, 140, 40)
+    blocks = Chosen(shared_memory=SHARED_MEMORY["sm_90"])
+    request = Request(validate.call(q, k, v).problem, target_of("sm_90"))
+    assert registry.select("dkdv", request).tiles.stages == 1
+    ran = Ran(q, k, v, do, blocks, **options)
+    assert "backward_sm80_dkdv" in ran.kernels
+    assert ran.worst(do, **options) <= 1
+
+
+@emulated
 @pytest.mark.thorough("the kernel of the bias is quick with other heads, and has no other code")
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_gradient_of_a_bias_is_within_the_bound(sizes):
