@@ -15,9 +15,8 @@
 // shared memory. For dk and dv it has the same keys, all of the tile's queries and a share of the
 // columns. A warp that has its keys alone (P_IN_REGISTERS) keeps P and dS in registers instead;
 // they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
-// STAGES, the next tile is copied while one is multiplied. Wide heads with one stage (LOADS_APART)
-// copy the next q as soon as dk has been multiplied, and the next do after dv, which is last: q
-// arrives behind the products for dv and dq, and do behind the next scores.
+// STAGES, the next tile is copied while one is multiplied. With one stage of wide heads, the next q
+// arrives behind the products for dv and dq (LOADS_APART), and the next do behind the next scores.
 //
 // Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
 // group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
@@ -55,8 +54,11 @@ constexpr int COLUMNS = PART_QUERIES / 4;
 constexpr bool WIDE_HEAD = matmul::larger(D, D_V) > 256;
 template <int WIDTH, int OF>
 using Share = fragment_product::Share<WIDTH, OF, WIDE_HEAD ? OF : 1>;
-using ShareK = Share<D, SHARERS>;
-using ShareV = Share<D_V, SHARERS>;
+// Of dk and dv a warp of wide heads has 32 keys, which read q and do half as often as 16.
+constexpr int SUM_KEYS = WIDE_HEAD && BLOCK_KV % 32 == 0 && !P_IN_REGISTERS ? 32 : WARP_KEYS;
+constexpr int SUM_ROWS = SUM_KEYS / 8, SUM_SHARERS = WARPS * SUM_KEYS / BLOCK_KV;
+using ShareK = Share<D, SUM_SHARERS>;
+using ShareV = Share<D_V, SUM_SHARERS>;
 // For dq a warp has 32 or 16 of the tile's queries and a share of the columns.
 constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
@@ -97,8 +99,8 @@ static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES =
 // Whether the next q and do are copied apart, each after the last product that reads this one.
 constexpr bool LOADS_APART = WIDE_HEAD && STAGES == 1 && !P_IN_REGISTERS;
 
-using Dk = float[ROWS][ShareK::COLUMNS];
-using Dv = float[ROWS][ShareV::COLUMNS];
+using Dk = float[SUM_ROWS][ShareK::COLUMNS];
+using Dv = float[SUM_ROWS][ShareV::COLUMNS];
 using Dq = float[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
 
 // -- roles ----------------------------------------------------------------------------------------
@@ -136,6 +138,12 @@ __device__ __forceinline__ void repair_nonfinite(Dk& dk, Dv& dv, const ShareK& s
   __syncthreads();  // the tile, made finite by all threads
 }
 
+// Adds the product of P or dS in registers and a tile.
+template <int WIDTH, class Sum, class Words>
+__device__ __forceinline__ void multiply_registers(Sum& sum, Words& left, const char* tile_smem) {
+  if constexpr (P_IN_REGISTERS) fragment::multiply_add<WIDTH>(sum, left, tile_smem);
+}
+
 // Multiplies dS and the keys for a part of the columns of a warp's share of dq.
 __device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_smem,
                                             const char* k_smem, bool has_nonfinite,
@@ -157,14 +165,14 @@ __device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_sme
 // Writes dk and dv in place of the keys and values, and from there to global memory.
 __device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
                                               const ShareK& share_k, const ShareV& share_v,
-                                              int warp_key, long long part, int h_kv, int nj,
+                                              int sum_key, long long part, int h_kv, int nj,
                                               const Head* head_smem, char* k_smem, char* v_smem) {
   fragment_product::store_rows<BLOCK_KV>(
-      dk, share_k, warp_key, p.dk, p.kind_dk != number::STORAGE_KIND,
+      dk, share_k, sum_key, p.dk, p.kind_dk != number::STORAGE_KIND,
       layout::offset(p.dk, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dk, part),
       head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
-      dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
+      dv, share_v, sum_key, p.dv, p.kind_dv != number::STORAGE_KIND,
       layout::offset(p.dv, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dv, part),
       head_smem->j0, nj, HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
 }
@@ -192,8 +200,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int warp = threadIdx.x / ptx::WARP_SIZE;
   const int warp_key = warp / SHARERS * WARP_KEYS;
   const int warp_query = warp % SHARERS * WARP_QUERIES;
-  const ShareK share_k(warp % SHARERS);
-  const ShareV share_v(warp % SHARERS);
+  const int sum_key = warp / SUM_SHARERS * SUM_KEYS;
+  const ShareK share_k(warp % SUM_SHARERS);
+  const ShareV share_v(warp % SUM_SHARERS);
   unsigned long long visited = 0;
   fragment_backward::load_keys_and_values<K_BYTES, V_BYTES>(p, work, h_kv, j0, nj, k_smem, v_smem,
                                                             head_smem);
@@ -365,8 +374,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           }
           // 6 accumulate dv and dk
           if (P_IN_REGISTERS && !has_nonfinite) {
-            fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
-            fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
+            multiply_registers<D_V>(dv, weights, do_smem + query * V_BYTES);
+            multiply_registers<D>(dk, ds, q_smem + query * K_BYTES);
           }
         }
         if constexpr (P_IN_REGISTERS) {
@@ -379,8 +388,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           }
         }
         // dv and dk from P and dS in shared memory, and dq.
-        const char* const p_rows = p_smem + warp_key * P_BYTES;
-        const char* const ds_rows = ds_smem + warp_key * P_BYTES;
+        const char* const p_rows = p_smem + sum_key * P_BYTES;
+        const char* const ds_rows = ds_smem + sum_key * P_BYTES;
         const auto dq_gmem = [&] {
           return head_smem->dq + first_query(now) * fragment::whole_columns(D);
         };
@@ -467,11 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (next != TileRef::NONE) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, read by all warps
-            if constexpr (LOADS_APART) {
-              load_do(next, 0);
-            } else {
-              load_tile(next, 0);
-            }
+            LOADS_APART ? load_do(next, 0) : load_tile(next, 0);
           } else {
             stage = 1 - stage;
           }
@@ -487,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::cp_async_wait_all();
   __syncthreads();  // the keys and values, read by all warps: the results take their memory
   matmul::scale(dk, ds_scale.inverse());
-  store_results(p, dk, dv, share_k, share_v, warp_key,
+  store_results(p, dk, dv, share_k, share_v, sum_key,
                 HAS_PARTS ? layout::part_of_keys(p, number) : 0, h_kv, nj, head_smem, k_smem,
                 v_smem);
   tile::count_tiles(p, visited);
