@@ -13,7 +13,7 @@ import numpy as np
 from ...problem.call import Call
 from ...problem.rows import UNKNOWN
 from .. import params, tma
-from . import bias_tiles, cost, grid, sm80, tma_operands
+from . import bias_tiles, cost, grid, sm80, sm90_wide, tma_operands
 from .cost import Cost, Rates
 from .sm80 import ENTRY_BYTES, HALVES, LARGEST_OF_WARP
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
@@ -63,8 +63,8 @@ SMALL_BLOCKS: dict[int, dict[int, int]] = {64: {80: 3, 144: 2}, 128: {80: 2}}
 SMALL_HEAD = 64  # columns of q, k and v whose tiles leave room for more stages
 FEW_QUERIES, FEW_KEYS = 1024, 4096
 CHANGED = "bias", "scores"  # classes with code for scores
-WORK_STAGES, CHECKER_WARPS = 3, 2  # work tiles at a time; warps of the finite check
-TILE_GROUPS = 2048  # that have a class each
+# Work tiles at a time; warps of the finite check; groups of tiles that have a class each.
+WORK_STAGES, CHECKER_WARPS, TILE_GROUPS = 3, 2, 2048
 _WORK_TILE_BYTES = ENTRY_BYTES + 104 + 2 * TILE_GROUPS // 8
 SCHEDULER_BYTES = (_WORK_TILE_BYTES + 16) * WORK_STAGES + 24  # work tiles, with barriers
 STAGE_BYTES = 40 + 4 * CHECKER_WARPS  # barriers of a stage of k and v; as many of one of q
@@ -156,6 +156,8 @@ def results_have_room(tiles: Tiles, d: int, d_v: int) -> bool:
 
 def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
     """Return the tiles of forward_sm90.cu; `registers` is a key of `FORWARD_TILES`."""
+    if max(d, d_v) > max(_MASKED):
+        return sm90_wide.fit(d, d_v, SHARED_MEMORY, forward_tiles)
     blocks = at_head(FORWARD_TILES[registers], d, d_v)
     # A bias is read through the L1 cache, which shares its memory with shared memory.
     return forward_tiles(*blocks, d, d_v, room=registers not in CHANGED)
@@ -214,8 +216,7 @@ def forward_cost(tiles: Tiles, d: int, d_v: int, has_bias: bool, len_q: int, len
 def _tiles_by_length(d: int, d_v: int, registers: str, len_k: int) -> list[Tiles]:
     """Return tiles of forward_sm90.cu for rows of so many keys, in addition to the usual ones."""
     found = []
-    has_bias = registers == "bias"
-    wide = registers.startswith("plain")
+    has_bias, wide = registers == "bias", registers.startswith("plain")
     widths = [x for x in at_head(WIDTHS, d, d_v) if wide or x <= MOST_MASKED]
     small = next((x for head, x in SMALL_BLOCKS.items() if max(d, d_v) <= head), {})
     for width in widths:
@@ -240,7 +241,7 @@ def choose_forward(
 ) -> Tiles:
     """Return the tiles of forward_sm90.cu that take the least time; lengths may be `UNKNOWN`."""
     usual = fit_forward(d, d_v, registers)
-    if registers == "scores" or len_k >= UNKNOWN:
+    if registers == "scores" or len_k >= UNKNOWN or max(d, d_v) > max(WIDTHS):
         return usual
     others = _tiles_by_length(d, d_v, registers, len_k)
     return _fastest(usual, others, (d, d_v, has_bias, len_q, len_k))
@@ -310,15 +311,14 @@ def _forward_obstacle(request: Request) -> str | None:
         return "its arrays are not known"
     if request.call.rows.known_q <= STEP_QUERIES:
         return f"a row has at most {STEP_QUERIES} queries, and may have a key more in the next call"
-    slower = _slower(request, (FORWARD, _configure_forward(request)), sm80.FORWARD)
-    if slower is not None:
-        return slower
+    own = FORWARD, _configure_forward(request)
+    refused = sm90_wide.obstacle(request) or _slower(request, own, sm80.FORWARD)
+    if refused is not None:
+        return refused
     if request.is_paged("k"):
-        block_kv = _configure_forward(request).block_kv
+        page, block_kv = request.call.k.shape[-2], own[1].block_kv
         if tma_operands.page_rows(request, block_kv) < tma_operands.FEWEST_PAGE_ROWS:
-            return (
-                f"pages of {request.call.k.shape[-2]} and its tiles of {block_kv} keys do not fit"
-            )
+            return f"pages of {page} and its tiles of {block_kv} keys do not fit"
     return tma_operands.obstacle(request, ("q", "k", "v"))
 
 
@@ -331,7 +331,7 @@ FORWARD = KernelSpec(
     part="forward",
     computes="out and log-sum-exp",
     method="multiplies {dtype} by the tensor cores of warpgroups",
-    heads=dict.fromkeys(HALVES, max(_MASKED)),
+    heads=dict.fromkeys(HALVES, sm90_wide.LARGEST),
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,
