@@ -11,8 +11,8 @@ from ..problem.call import Call
 
 GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that are stored together
 TILE_Q, TILE_K = 64, 128  # about a tile of a kernel, for the number of parts
-# Blocks that fill a GPU, and where tiles of a bias are small, or numbers; tiles of scores that share
-# such a tile, and rows of queries, for which a part pays.
+# Blocks that fill a GPU, and where tiles of a bias are small, or numbers; tiles of scores that
+# share such a tile, and rows of queries, for which a part pays.
 ENOUGH_BLOCKS, ENOUGH_SMALL_BLOCKS, ENOUGH_NUMBERS = 256, 384, 512
 FEWEST_TILES, FEWEST_ROWS = 8, 8192
 
