@@ -16,7 +16,7 @@ from reductions_of import EVERY, call_of, ratios
 from strategies import BFLOAT16
 
 import cupyflash
-from cupyflash import masks, reductions, statistics
+from cupyflash import masks, reduced_call, reductions
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import reduction_route
 from cupyflash.gpu.kernels import registry, sm80_reduce
@@ -49,7 +49,7 @@ def reduced(made, named, emulator):
     q, k, options = call_of(made)
     lse = cupyflash.attention(q, k, k, return_lse=True, **options)[1]
     there = SimpleNamespace(backend_of=lambda _: emulator)
-    with mock.patch.object(statistics, "dispatch", there):
+    with mock.patch.object(reduced_call, "dispatch", there):
         return cupyflash.reduce(q, k, named, lse=lse, **options)
 
 
@@ -111,7 +111,7 @@ def test_rows_without_keys_and_empty_axes():
     named = {name: EVERY[name] for name in ("entropy", "mass", "max_logit", "top", "distance")}
     for queries, keys in ((20, 20), (0, 20), (20, 0)):
         lse = np.full((1, 2, queries), -np.inf, np.float32)
-        with mock.patch.object(statistics, "dispatch", there):
+        with mock.patch.object(reduced_call, "dispatch", there):
             found = cupyflash.reduce(q[:, :, :queries], k[:, :, :keys], named, lse=lse, mask=nobody)
         assert not any(found[name].any() for name in ("entropy", "mass", "distance"))
         assert np.isneginf(found["max_logit"]).all()
@@ -176,7 +176,7 @@ def test_a_nan_reaches_what_sees_it():
     lse = np.zeros((1, 2, 40), np.float32)
     emulator = Emulator(Blocks(16, 16, 32))
     there = SimpleNamespace(backend_of=lambda _: emulator)
-    with mock.patch.object(statistics, "dispatch", there):
+    with mock.patch.object(reduced_call, "dispatch", there):
         named = {"m": reductions.mass()}
         mass = cupyflash.reduce(q, k, named, lse=lse, mask=masks.causal())["m"][0]
     seen = np.zeros((2, 40), bool)
