@@ -122,6 +122,11 @@ def cases() -> list[Case]:
         ("distance", (512, 512), "everything"), ("distance", (1, 3), "segments"),
     ]):  # fmt: skip
         found.append(Case(f"reduce_{of}", dtypes[n % 4], own, options, False))
+    for n, (own, options) in enumerate([
+        ((128, 128), "plain"), ((64, 64), "causal"), ((256, 256), "segments"),
+        ((40, 72), "softcap"), ((512, 512), "causal"), ((128, 128), "everything"), ((1, 3), "bias"),
+    ]):  # fmt: skip
+        found.append(Case("reduce_sm80_weights", dtypes[1 + n % 2], own, options, False))
     # Tensor cores: the types, sizes and options that have tiles or code of their own.
     tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
     for n in range(14):

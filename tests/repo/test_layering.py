@@ -34,7 +34,7 @@ ORDER = [
     ["request", "row_request"],
     ["changes"],
     ["execute"],
-    ["pieces"],
+    ["pieces", "reduced_call"],
     [
         "api",
         "cache_update",
