@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -13,19 +12,10 @@ from ..errors import ArgumentError
 from . import target
 
 T = TypeVar("T")
-ON_A_GPU = (
-    "got an array on a GPU; expected one on the CPU. On a GPU, call cupyflash.attention on "
-    "cupy.from_dlpack(x), which copies nothing, outside jax.jit."
+NOT_ON_A_GPU = (
+    "expected them on the CPU, where alone this function computes for JAX. "
+    "Write rows to a cache by x.at[...].set, or put them on the CPU by jax.device_put."
 )
-NOT_ON_A_GPU = (  # whether or not the functions that are for GPUs take arrays there
-    "got an array on a GPU; expected one on the CPU, where alone this function computes for JAX. "
-    "Write rows to a cache by x.at[...].set, or put it on the CPU by jax.device_put."
-)
-
-
-def takes_gpus() -> bool:
-    """Whether arrays on an NVIDIA GPU are taken, which was never tried on one."""
-    return os.environ.get("CUPYFLASH_JAX_GPU") == "1"
 
 
 def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: str = "") -> Any:
@@ -51,7 +41,7 @@ def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: st
         made: list[Any] = jax.tree.leaves(run(*jax.tree.unflatten(tree, operands), into))
         return made
 
-    function = target.Function(of_leaves, gpu or ("" if takes_gpus() else ON_A_GPU))
+    function = target.Function(of_leaves, gpu)
     leaves, of_results = jax.tree.flatten(results)
     return jax.tree.unflatten(of_results, target.bind(function, leaves, method, arrays))
 

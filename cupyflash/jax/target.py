@@ -24,8 +24,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..arrays import device_arrays
-from ..arrays.cuda_device import current
+from ..arrays.cuda_device import current, has_cupy
 from ..errors import ArgumentError, ArgumentTypeError
+from ..hints.install import CUPY
 from .frame import EXECUTE, Frame, Handler
 
 _NAME = "cupyflash"
@@ -64,7 +65,7 @@ class Function(NamedTuple):
     """
 
     run: Callable[[Sequence[Any], tuple[Any, ...], Sequence[tuple[int, ...]]], Sequence[Any]]
-    gpu: str
+    gpu: str = ""
     rules: Rules | None = None
     never: str = ""
 
@@ -236,7 +237,7 @@ def _(*operands: Any, function: Function, results: Any, **_: Any) -> list[Any]:
     if function.never:
         raise ArgumentError(function.never)
     shapes = [shape for shape, _ in results]
-    device = min(operands[0].devices(), key=lambda device: device.id)
+    device = _device_of(operands)
     if device.platform != "cpu":
         return _at_once_on_gpu(operands, function, shapes, device)
     made = function.run(list(map(np.asarray, operands)), (), shapes)
@@ -244,12 +245,43 @@ def _(*operands: Any, function: Function, results: Any, **_: Any) -> list[Any]:
         return list(map(jax.numpy.asarray, made))
 
 
+def _device_of(operands: Sequence[Any]) -> Any:
+    """Return the device of a call at once, to which arrays go that nobody has put elsewhere.
+
+    Arrays on several devices are gathered on the first one.
+    """
+    arrays = [x for x in operands if isinstance(x, jax.Array)]
+    put = [x for x in arrays if x.committed] or arrays[:1]
+    devices = sorted({at for x in put for at in x.devices()}, key=lambda at: at.id)
+    if len({at.platform for at in devices}) > 1:
+        raise ArgumentTypeError(
+            f"got arrays on {' and '.join(map(str, devices))}; expected arrays on one device. Put "
+            "them there: jax.device_put(x, jax.devices()[0])."
+        )
+    return devices[0]
+
+
+def _check_gpu(function: Function, came: str) -> None:
+    """Refuse what does not run on a GPU, or not without CuPy."""
+    if function.gpu:
+        raise ArgumentTypeError(f"{came}; {function.gpu}")
+    if not has_cupy():
+        raise ArgumentTypeError(
+            f"{came}; expected arrays on the CPU, because CuPy is not installed, which the kernels "
+            f"for GPUs need. Install it ({CUPY}), or put the arrays there: "
+            "jax.device_put(x, jax.devices('cpu')[0])."
+        )
+
+
 def _at_once_on_gpu(
     operands: Sequence[Any], function: Function, shapes: Sequence[tuple[int, ...]], device: Any
 ) -> list[Any]:
     """Call a function on CuPy's current stream; DLPack lets streams wait for each other."""
-    if function.gpu:
-        raise ArgumentTypeError(function.gpu)
+    _check_gpu(function, "got arrays on a GPU")
+    operands = [
+        x if isinstance(x, jax.Array) and x.devices() == {device} else jax.device_put(x, device)
+        for x in operands
+    ]
     with current(device.local_hardware_id):
         arrays = [
             device_arrays.from_dlpack(
@@ -275,8 +307,8 @@ def _lowering(platform: str) -> Callable[..., Any]:
     lowered = jax.ffi.ffi_lowering(_NAME)
 
     def lower(ctx: Any, *operands: Any, function: Function, **_: Any) -> Any:
-        if platform == "cuda" and function.gpu:
-            raise ArgumentTypeError(f"got arrays of a program for a GPU: {function.gpu}")
+        if platform == "cuda":
+            _check_gpu(function, "got arrays of a program for a GPU")
         if function.never:
             raise ArgumentError(function.never)
         _register(platform)
