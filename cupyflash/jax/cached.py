@@ -216,11 +216,10 @@ def attention_cached(
         made: Any = cached.attention_cached(**arrays, **rows, **options)
         return list(made) if return_lse else [made]
 
-    def on_host(operands: dict[str, Any]) -> Any:
-        return host.call(run, results[: 1 + return_lse], "sequential", operands)
-
     present = {name: x for name, x in operands.items() if x is not None}
-    made = host.without_gradient(_NO_GRADIENT, on_host, present)
+    made = host.call(
+        run, results[: 1 + return_lse], present, no_gradient=_NO_GRADIENT, like=[present["q"]]
+    )
     return tuple(made) if return_lse else made[0]
 
 

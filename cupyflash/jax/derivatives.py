@@ -94,10 +94,16 @@ class Part:
     def bind(self, arrays: Arrays, results: Sequence[Any]) -> Arrays:
         """Call it in a program; `results` have the shapes and dtypes of what it gives."""
         never = _FORWARD_TWICE if any(name[0] == "u" for name in self.takes) else ""
-        function = target.Function(self.run, rules=self, never=never)
+        like = tuple(map(self._like, self.gives))
+        function = target.Function(self.run, rules=self, never=never, like=like)
         operands = [arrays[name] for name in self.takes]
         made = target.bind(function, results, self.setting.method, operands)
         return dict(zip(self.gives, made, strict=True))
+
+    def _like(self, result: str) -> int | None:
+        """Return the operand whose memory order a result has; None for rows of numbers."""
+        operand = {"out": "q", "tout": "q", "lse": None, "tlse": None}.get(result, result[1:])
+        return None if operand is None else self.takes.index(operand)
 
     # -- what it computes
 

@@ -34,7 +34,7 @@ class _Rotation:
 
     def bind(self, x: Any, positions: Any, shape: tuple[int, ...]) -> Any:
         """Rotate rows in a program; `shape` is that of the result."""
-        function = target.Function(self.run, rules=self)
+        function = target.Function(self.run, rules=self, like=(0,))
         result = jax.ShapeDtypeStruct(shape, x.dtype)
         return target.bind(function, [result], "expand_dims", [x, positions])[0]
 

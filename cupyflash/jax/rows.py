@@ -184,9 +184,7 @@ class _Places:
             return [x.astype(np.int32) for x in self._check(places, new=new)]
 
         operands = {name: jnp.asarray(x) for name, x in places.items()}
-        page, row, position = host.call(
-            run, results, "sequential", operands, new, gpu=host.NOT_ON_A_GPU
-        )
+        page, row, position = host.call(run, results, operands, new, gpu=host.NOT_ON_A_GPU)
         return page, row, position
 
     def _check(
@@ -288,10 +286,7 @@ def _coded(
         q = cache_update.append(**options)
         return made if "q" not in arrays else {**made, "q": q}
 
-    def on_host(arrays: dict[str, Any]) -> Any:
-        return host.call(run, results, "sequential", arrays, gpu=host.NOT_ON_A_GPU)
-
-    made = host.without_gradient(_NO_GRADIENT, on_host, new | at)
+    made = host.call(run, results, new | at, gpu=host.NOT_ON_A_GPU, no_gradient=_NO_GRADIENT)
     made = {name: x[0] for name, x in made.items()} if packed else dict(made)
     return {_NEW.get(name, name): x for name, x in made.items()}
 

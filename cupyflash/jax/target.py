@@ -27,6 +27,7 @@ from ..arrays import device_arrays
 from ..arrays.cuda_device import current, has_cupy
 from ..errors import ArgumentError, ArgumentTypeError
 from ..hints.install import CUPY
+from . import layouts
 from .frame import EXECUTE, Frame, Handler
 
 _NAME = "cupyflash"
@@ -62,52 +63,56 @@ class Function(NamedTuple):
         Its derivatives. Without them, they are those of what calls it, by `jax.custom_jvp`, say.
     never : str
         Why nothing computes the function, which then stands for its transpose, or "".
+    like : tuple of int or None
+        For each result, which operand's memory order it has; None, or none: C order.
     """
 
     run: Callable[[Sequence[Any], tuple[Any, ...], Sequence[tuple[int, ...]]], Sequence[Any]]
     gpu: str = ""
     rules: Rules | None = None
     never: str = ""
+    like: tuple[int | None, ...] = ()
 
 
 class _Memory(NamedTuple):
-    """What arrays in XLA's memory are made of: shape, dtype and type of the bytes."""
+    """What arrays in XLA's memory are made of: shape, dtype, strides and type of the bytes."""
 
     shape: tuple[int, ...]
     dtype: Any
+    strides: tuple[int, ...]
     bytes: Any
 
     @classmethod
-    def of(cls, aval: Any) -> _Memory:
-        """Return that of arrays of a shape and a dtype."""
+    def of(cls, aval: Any, order: tuple[int, ...]) -> _Memory:
+        """Return that of arrays of a shape and a dtype, with axes in an order of memory."""
         dtype = np.dtype(aval.dtype)
-        return cls(aval.shape, dtype, ctypes.c_char * (math.prod(aval.shape) * dtype.itemsize))
+        strides, step = [0] * len(order), dtype.itemsize
+        for axis in reversed(order):
+            strides[axis] = step
+            step *= max(aval.shape[axis], 1)
+        held = ctypes.c_char * (math.prod(aval.shape) * dtype.itemsize)
+        return cls(aval.shape, dtype, tuple(strides), held)
 
     def in_host(self, address: int) -> Any:
         """Return the array of NumPy at an address."""
         if not address:  # of no elements
             return np.empty(self.shape, self.dtype)
-        return np.ndarray(self.shape, self.dtype, self.bytes.from_address(address))
+        memory = self.bytes.from_address(address)
+        return np.ndarray(self.shape, self.dtype, memory, strides=self.strides)
 
     def on_device(self, address: int, device: int) -> Any:
         """Return the array of CuPy at an address; one of no elements has none."""
         dtype = np.dtype(np.uint8) if self.dtype.name in _DEVICE_WORDS else self.dtype
-        strides, step = [], dtype.itemsize
-        for length in reversed(self.shape):
-            strides.append(step)
-            step *= max(length, 1)
-        return device_arrays.borrowed(
-            address, self.shape, dtype, tuple(reversed(strides)), device, None
-        )
+        return device_arrays.borrowed(address, self.shape, dtype, self.strides, device, None)
 
 
 class _Entry:
-    """A call in a program: its function, and the arrays that it is called with."""
+    """A call in a program: its function, and shapes and memory orders of the arrays it gets."""
 
     def __init__(self, function: Function, operands: Sequence[Any], results: Sequence[Any]) -> None:
         self._run = function.run
-        self._operands = tuple(map(_Memory.of, operands))
-        self._results = tuple(map(_Memory.of, results))
+        self._operands = tuple(_Memory.of(*each) for each in operands)
+        self._results = tuple(_Memory.of(*each) for each in results)
         self._shapes = tuple(x.shape for x in self._results)
 
     def on_cpu(self, frame: Frame) -> None:
@@ -312,11 +317,31 @@ def _lowering(platform: str) -> Callable[..., Any]:
         if function.never:
             raise ArgumentError(function.never)
         _register(platform)
-        entry = _Entry(function, ctx.avals_in, ctx.avals_out)
+        orders = list(map(layouts.order_of, operands, ctx.avals_in))
+        of_results = [
+            layouts.like(orders[n], len(aval.shape)) if n is not None else layouts.in_c(aval)
+            for aval, n in itertools.zip_longest(ctx.avals_out, function.like)
+        ]
+        entry = _Entry(
+            function,
+            list(zip(ctx.avals_in, orders, strict=True)),
+            list(zip(ctx.avals_out, of_results, strict=True)),
+        )
         number = next(_numbers)
         _entries[number] = entry
         ctx.module_context.add_keepalive(_Held(entry))
-        return lowered(ctx, *operands, number=np.int64(number))
+        given = [
+            layouts.transposed(ctx, *each)
+            for each in zip(operands, ctx.avals_in, orders, strict=True)
+        ]
+        avals_out = [
+            aval.update(shape=tuple(aval.shape[axis] for axis in order))
+            for aval, order in zip(ctx.avals_out, of_results, strict=True)
+        ]
+        of_call = ctx.replace(avals_in=[aval for _, aval in given], avals_out=avals_out)
+        made = lowered(of_call, *(value for value, _ in given), number=np.int64(number))
+        back = zip(made, avals_out, map(layouts.inverse, of_results), strict=True)
+        return [layouts.transposed(ctx, *each)[0] for each in back]
 
     return lower
 

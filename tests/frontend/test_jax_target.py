@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, ArgumentTypeError, masks
+from cupyflash import ArgumentError, ArgumentTypeError, Rotary, masks
 from cupyflash.arrays import device_arrays
 from cupyflash.gpu import params
 
@@ -27,7 +27,7 @@ jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
 
 import jax.numpy as jnp  # noqa: E402 (after the skip)
 
-from cupyflash.jax import append, attention, attention_cached, frame, target  # noqa: E402
+from cupyflash.jax import append, attention, attention_cached, frame, rope, target  # noqa: E402
 
 if jax.default_backend() != "cpu":
     pytest.skip("cupyflash.jax is for JAX's CPU", allow_module_level=True)
@@ -313,3 +313,45 @@ def test_the_device_is_asked_of_xla(monkeypatch, into):
     monkeypatch.setattr(target._Entry, "on_cpu", watched)
     jax.block_until_ready(jax.jit(lambda q: attention(q, X, X))(X))
     assert asked == [(0, 0)]
+
+
+def swapped(x):
+    return jnp.swapaxes(x, 1, 2)  # (batch, length, heads, dim), and back
+
+
+def attend(q, k, v):
+    return swapped(attention(*map(swapped, (q, k, v)), mask=CAUSAL))
+
+
+def attend_to_a_cache(q, k, v):
+    return swapped(attention_cached(*map(swapped, (q, k, v)), [2, 1, 2], mask=CAUSAL))
+
+
+def turn(q, k, v):
+    rotary = Rotary(np.ones((2, 3), np.float32), np.ones((2, 3), np.float32))
+    return swapped(rope(swapped(q) + 1, jnp.arange(2), rotary)) + k + v
+
+
+ORDERS = {
+    "attention": attend,
+    "gradients": jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)),
+    "second derivatives": jax.grad(
+        lambda *x: sum((g**2).sum() for g in jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))(*x)),
+        (0, 1, 2),
+    ),
+    "vmap": jax.vmap(lambda *x: attend(*(y[None] for y in x))[0]),
+    "a cache": attend_to_a_cache,
+    "rope": turn,
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_axes_that_a_program_swaps_are_not_moved_in_memory(name):
+    function = ORDERS[name]
+    arrays = [jnp.asarray(x) for x in np.random.default_rng(0).standard_normal((3, 3, 2, 4, 8))]
+    program = jax.jit(function).lower(*arrays).compile()
+    assert " transpose(" not in program.as_text()
+    with jax.disable_jit():
+        wanted = function(*arrays)
+    for found, x in zip(jax.tree.leaves(program(*arrays)), jax.tree.leaves(wanted), strict=True):
+        assert np.allclose(found, x, atol=1e-5)
