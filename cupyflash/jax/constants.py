@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..arrays import device_arrays
+from ..arrays import device_arrays, tape
 from ..arrays.cuda_device import current, current_stream
 from ..arrays.per_stream import PerStream
 from ..expr.bind import with_arrays
 from ..expr.structure import Structured
 from ..problem.rotary import Rotary
 from . import arguments
+from .relaunch import LaunchTape
 
 
 def alike(value: Any) -> Any:
@@ -51,7 +52,7 @@ class Constants:
                 with current(device):
                     self._written.append(device_arrays.mark())
         self._in_host: Mapping[str, Any] | None = None
-        self._on_device: dict[int, PerStream[Mapping[str, Any]]] = defaultdict(PerStream)
+        self._on_device: dict[int, PerStream[_Placed]] = defaultdict(PerStream)
 
     def beside(self, array: Any) -> Mapping[str, Any]:
         """Return them with their arrays in the memory of another array.
@@ -62,24 +63,37 @@ class Constants:
             return self._values
         device = device_arrays.device_of(array)
         if device is not None:
-            return self._on_device[device].of(current_stream(), lambda: self._on(device))
+            placed = self._on_device[device].of(current_stream(), lambda: self._on(device))
+            if isinstance(written := tape.current(), LaunchTape):
+                written.kept += placed.arrays
+            return placed.values
         if self._in_host is None:
             self._in_host = self._copied(
                 lambda x: device_arrays.read_back(x) if device_arrays.is_device_array(x) else x
             )
         return self._in_host
 
-    def _on(self, device: int) -> Mapping[str, Any]:
+    def _on(self, device: int) -> _Placed:
         for mark in self._written:
             device_arrays.wait_for(mark)
-        return self._copied(
-            lambda x: (
-                x if device_arrays.device_of(x) == device else device_arrays.to_device(x, x.dtype)
-            )
-        )
+        arrays = []
+
+        def copy(array: Any) -> Any:
+            is_there = device_arrays.device_of(array) == device
+            arrays.append(array if is_there else device_arrays.to_device(array, array.dtype))
+            return arrays[-1]
+
+        return _Placed(self._copied(copy), arrays)
 
     def _copied(self, copy: Callable[[Any], Any]) -> Mapping[str, Any]:
         return {name: _placed(value, copy) for name, value in self._values.items()}
+
+
+class _Placed(NamedTuple):
+    """The constants, and the arrays in them, which are on one device."""
+
+    values: Mapping[str, Any]
+    arrays: list[Any]
 
 
 def _placed(value: Any, place: Callable[[Any], Any]) -> Any:

@@ -38,13 +38,16 @@ class _Rotation:
         result = jax.ShapeDtypeStruct(shape, x.dtype)
         return target.bind(function, [result], "expand_dims", [x, positions])[0]
 
-    def run(self, operands: Sequence[Any], _: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    def run(
+        self, operands: Sequence[Any], into: tuple[Any, ...], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Any]:
         """Return rotated rows, summed over axes of vmap that the result does not have."""
         x, positions = operands
         rotary = self.constants.beside(x)["rotary"]
         extra = x.ndim - self.axes
         if not extra:
-            return [cache_update.rope(x, positions, rotary, inverse=self.inverse)]
+            out = into[0] if into else None
+            return [cache_update.rope(x, positions, rotary, inverse=self.inverse, out=out)]
         mapped = np.broadcast_shapes(x.shape[:extra], positions.shape[:extra])
         own = x.shape[extra:]
         x, positions = host.with_axes(x, mapped), host.with_axes(positions, mapped)

@@ -29,6 +29,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..hints.install import CUPY
 from . import layouts
 from .frame import EXECUTE, Frame, Handler
+from .relaunch import Relaunches
 
 _NAME = "cupyflash"
 # Numbers are drawn anew in each process: a program that one keeps on disk is not found by another.
@@ -114,6 +115,8 @@ class _Entry:
         self._operands = tuple(_Memory.of(*each) for each in operands)
         self._results = tuple(_Memory.of(*each) for each in results)
         self._shapes = tuple(x.shape for x in self._results)
+        arrays = *self._operands, *self._results
+        self._relaunches = Relaunches([ctypes.sizeof(x.bytes) for x in arrays])
 
     def on_cpu(self, frame: Frame) -> None:
         """Make a call on the CPU."""
@@ -126,19 +129,35 @@ class _Entry:
 
     def on_gpu(self, frame: Frame) -> None:
         """Make a call on a GPU: on its device and stream, in XLA's memory."""
-        device = frame.device()
-        with device_arrays.on_stream(frame.stream(), device):
-            addresses = frame.operands(len(self._operands))
-            named = zip(self._operands, addresses, strict=True)
-            operands = [x.on_device(a, device) for x, a in named]
-            named = zip(self._results, frame.results(len(self._results)), strict=True)
-            self._make(operands, [x.on_device(a, device) for x, a in named])
+        device, stream = frame.device(), frame.stream()
+        count = len(self._operands)
+        addresses = frame.operands(count) + frame.results(len(self._results))
+        with device_arrays.on_stream(stream, device):
+            found = self._relaunches.find(device, stream, addresses)
+            if found is not None:
+                n, filled = found.filled, None
+                if n is not None:
+                    filled = self._results[n - count].on_device(addresses[n], device)
+                found(addresses, filled)
+                return
+            memory = zip((*self._operands, *self._results), addresses, strict=True)
+            arrays = [x.on_device(a, device) for x, a in memory]
+            tape = self._relaunches.tape(device, stream, addresses)
+            if tape is None:
+                self._make(arrays[:count], arrays[count:])
+                return
+            with tape.recording():
+                all_written = self._make(arrays[:count], arrays[count:])
+            if all_written:
+                self._relaunches.keep(device, stream, tape, addresses)
 
-    def _make(self, operands: list[Any], results: list[Any]) -> None:
+    def _make(self, operands: list[Any], results: list[Any]) -> bool:
+        """Make a call; return whether results were written where they belong, and none copied."""
         made = self._run(operands, tuple(results), self._shapes)
-        for result, x in zip(results, made, strict=True):
-            if x is not result:
-                result[...] = x
+        copied = [(result, x) for result, x in zip(results, made, strict=True) if x is not result]
+        for result, x in copied:
+            result[...] = x
+        return not copied
 
 
 class _Held:
