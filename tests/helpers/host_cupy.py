@@ -318,7 +318,9 @@ class HostCupy(ModuleType):
 
     def current_stream(self):
         pointer = getattr(self._stream, "pointer", 0)
-        return SimpleNamespace(ptr=pointer, is_capturing=lambda: False, synchronize=lambda: None)
+        made = SimpleNamespace(ptr=pointer, wait_event=lambda event: None)
+        made.is_capturing, made.synchronize = (lambda: False), (lambda: None)
+        return made
 
     @contextmanager
     def stream(self, pointer):
