@@ -16,9 +16,9 @@ ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp work
 TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns of a row at most
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 ENTRIES = Tiles(block_q=256, block_kv=0, threads=256, shared_memory=0)  # block_q offsets
-# Threads of a block of backward_delta.cu. Each warp finds its arrays first, by some 500 instructions,
-# where two rows of a lane take 150: so a block has few warps, if an SM has enough of them to wait for
-# memory.
+# Threads of a block of backward_delta.cu. Each warp finds its arrays first, by some 500
+# instructions, where two rows of a lane take 150: so few warps are best, if an SM has enough that
+# wait for memory.
 DELTA_THREADS, WAITING_THREADS = (64, 128), 512
 SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
