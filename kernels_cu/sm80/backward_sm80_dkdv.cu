@@ -212,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::clear(dv);
   fragment_gradient::DsScale ds_scale;
 
-  const bool finite_keys = fragment_backward::are_keys_finite<K_BYTES>(k_smem);
+  // Where the block has all keys, there may be one tile, with whose queries the keys come.
+  const bool finite_keys = WHOLE_DQ || fragment_backward::are_keys_finite<K_BYTES>(k_smem);
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
@@ -302,7 +303,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           ptx::cp_async_wait_all();
         }
         const auto finite_tile = [&] {
-          return finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+          return (WHOLE_DQ ? fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem) : finite_keys) &&
+                 fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                  fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
         };
         bool has_nonfinite = false;  // of a tile that may have masked pairs
