@@ -60,26 +60,30 @@ constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 // one before might make the output too large: the weights are brought to a larger one then.
 struct OutputUnits {
   static constexpr int SPAN = 64;
-  int unit[2], largest[2];  // exponents with their bias, and of the largest ones so far
+  int state[2];  // the exponent with its bias, and in the bits above the largest one so far
 
-  __device__ __forceinline__ void init() { unit[0] = unit[1] = largest[0] = largest[1] = 1; }
+  __device__ __forceinline__ void init() { state[0] = state[1] = 0x101; }
+  __device__ __forceinline__ int unit(int r) const { return state[r] & 0xff; }
 
   // Takes up the exponents of a tile's units: changes `alpha`, and weights that need another unit.
   template <int COLUMNS>
   __device__ __forceinline__ void take_up(const int (&of_tile)[2], float (&alpha)[2],
                                           float (&weights)[2][COLUMNS]) {
-    if (!ptx::any_lane(of_tile[0] != unit[0] || of_tile[1] != unit[1])) return;
+    const auto differs = [&] {
+      return ptx::any_lane(of_tile[0] != unit(0) || of_tile[1] != unit(1));
+    };
+    if (!differs()) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      largest[r] = Unit::larger_of(largest[r], of_tile[r]);
-      const int own = Unit::larger_of(of_tile[r], largest[r] - SPAN);
-      alpha[r] *= Unit::ratio(unit[r], own);
-      unit[r] = own;
+      const int largest = Unit::larger_of(state[r] >> 8, of_tile[r]);
+      const int own = Unit::larger_of(of_tile[r], largest - SPAN);
+      alpha[r] *= Unit::ratio(unit(r), own);
+      state[r] = largest << 8 | own;
     }
-    if (ptx::any_lane(of_tile[0] != unit[0] || of_tile[1] != unit[1])) {
+    if (differs()) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float by = Unit::ratio(of_tile[r], unit[r]);
+        const float by = Unit::ratio(of_tile[r], unit(r));
 #pragma unroll
         for (int x = 0; x < COLUMNS; ++x) weights[r][x] *= by;
       }
@@ -262,7 +266,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
       if constexpr (V_SCALE_ROWS) {
         const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
-        int units[2] = {output_units.unit[0], output_units.unit[1]};
+        int units[2] = {output_units.unit(0), output_units.unit(1)};
         if (HAS_SCORE || masked) {
           scale_seen(s, scales.v, units);
         } else {
@@ -386,7 +390,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     for (int r = 0; r < 2; ++r) {
       weight[r] = l[r] == 0.0f ? 0.0f : common * weight[r] * ptx::reciprocal(l[r]);
       if constexpr (V_SCALE_ROWS) {
-        const float unit = Unit::ratio(output_units.unit[r], Unit::ONE);
+        const float unit = Unit::ratio(output_units.unit(r), Unit::ONE);
 #pragma unroll
         for (int column = 0; column < COLUMNS_V; ++column) acc[r][column] *= unit;
       }
