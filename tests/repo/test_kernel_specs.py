@@ -244,7 +244,7 @@ OTHERS = {
         row_sharers=2,
         v_parts=2,
         bias_stages=1,
-    ),  # fmt: skip
+    ),
     "bias": "bfloat16",
     "page_rows": 16,
     "functions": Functions("", 4, 5, 6, True, True, True, True, True, 7, 8, True, 9, True, True),
