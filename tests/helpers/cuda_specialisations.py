@@ -166,8 +166,10 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
     for n, (own, options) in enumerate([
         ((320, 320), "plain"), ((320, 264), "causal"), ((304, 320), "everything"),
+        ((512, 512), "plain"), ((512, 512), "causal"), ((384, 384), "everything"),
+        ((64, 328), "segments"),
     ]):  # fmt: skip
-        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False))
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n == 6))
     for n, (own, options, _, _) in enumerate(SHORT_ROWS):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"short {n}"))
     for n, (own, options, kind) in enumerate([

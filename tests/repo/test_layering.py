@@ -62,7 +62,7 @@ ORDER = [
 # folders may import each other.
 INSIDE = {
     "arrays": [
-        ["cuda_device", "dtypes", "integers", "reports", "tape", "typed"],
+        ["cuda_device", "dtypes", "integers", "per_stream", "reports", "tape", "typed"],
         ["device_arrays"],
         ["copies", "interop", "transfers", "unallocated"],
     ],

@@ -54,7 +54,8 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     of caches may take very different times, and so do blocks that wait until another kernel leaves
     their SM: then each tile has its own block, which goes to any free SM.
     """
-    grid = by_queries(extent, tiles)
+    parts = extent.heads * tiles.v_parts  # of wide values have the same queries
+    grid = by_queries(extent._replace(heads=parts), tiles)
     if extent.sequences or extent.differ:
         return grid
     most = extent.multiprocessors * tiles.resident_blocks
