@@ -23,16 +23,23 @@ namespace {
 constexpr int WARP_KEYS = BLOCK_KV / fragment::WARPS;
 constexpr int M_TILES = WARP_KEYS / 16;
 constexpr int ROWS = 2 * M_TILES;
-constexpr int COLUMNS = BLOCK_Q / 4;
+// Queries of a tile are multiplied a part at a time, to save registers.
+constexpr int PART_QUERIES = BLOCK_Q % 32 == 0 ? 32 : 16;
+constexpr int COLUMNS = PART_QUERIES / 4;
 constexpr int STEPS = fragment::whole_columns(D) / 16;
 constexpr int ROW_BYTES = fragment::row_bytes(D);
 constexpr int STAGE_BYTES = BLOCK_Q * ROW_BYTES;
 constexpr bool K_IN_REGISTERS = 4 * M_TILES * STEPS <= 64;
 constexpr int UNROLL = 4;
 
-// In shared memory because the products fill the registers.
+// What a block owns, in shared memory because the products fill the registers.
 struct SharedStorage {
   layout::Entry entry;
+  long long h;
+  pair_values::Range range;
+  memory::Rows q;
+  memory::RowStatistic of_rows;
+  float* found;
   fragment_tile::Classes classes;
 };
 
@@ -95,40 +102,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   SharedStorage* const storage_smem = reinterpret_cast<SharedStorage*>(taken_smem + BLOCK_KV);
 
   const pair_values::Owner own = pair_values::owner_of(p, blockIdx.x);
-  const layout::Entry& entry = storage_smem->entry;
-  const long long h = own.h;
   const layout::Quotient place = layout::divide(own.place, t.owners_k);
-  const memory::Rows q = memory::rows(p.q, own.entry, h, false);
-  const memory::Rows k = memory::rows(p.k, own.entry, layout::divide(h, p.group).quotient, true);
-  const memory::RowStatistic of_rows = memory::row_statistic(p.lse, own.entry, h);
-  const pair_values::Range range = pair_values::range_of(t, own.entry, place);
-  const long long queries = range.i_end - range.i_begin;
-  float* const found = reinterpret_cast<float*>(t.found.data) +
-                       layout::offset(t.found, own.entry, h, false) + place.quotient * t.found.row;
-  if (threadIdx.x == 0) storage_smem->entry = own.entry;
+  const memory::Rows k =
+      memory::rows(p.k, own.entry, layout::divide(own.h, p.group).quotient, true);
+  if (threadIdx.x == 0) {
+    storage_smem->entry = own.entry;
+    storage_smem->h = own.h;
+    storage_smem->range = pair_values::range_of(t, own.entry, place);
+    storage_smem->q = memory::rows(p.q, own.entry, own.h, false);
+    storage_smem->of_rows = memory::row_statistic(p.lse, own.entry, own.h);
+    storage_smem->found = reinterpret_cast<float*>(t.found.data) +
+                          layout::offset(t.found, own.entry, own.h, false) +
+                          place.quotient * t.found.row;
+  }
+  __syncthreads();  // what the block owns, written by thread 0
+  const pair_values::Range& range = storage_smem->range;
 
   const int warp_key = threadIdx.x / ptx::WARP_SIZE * WARP_KEYS;
-  const fragment_gradient::Corner corner(warp_key, 0);
   Keys keys{k_smem + warp_key * ROW_BYTES};
 #pragma unroll 1
   for (long long j0 = range.j_begin; j0 < range.j_end; j0 += BLOCK_KV) {
     const int nj = tile::rows_from(j0, range.j_end, BLOCK_KV);
-    __syncthreads();  // the entry, written by thread 0; keys, queries and sums before, read by all
-    // 1 load k, q and lse
+    // All threads have read the keys and queries before: they have met at the sums of keys.
     fragment::begin_rows<BLOCK_KV, D, ROW_BYTES>(k_smem, k, j0, nj);
     ptx::cp_async_commit();
     const auto describe = [&](long long first, int rows) {
-      return tile::describe_tile(entry, h, range.i_begin + first, rows, j0, nj);
+      return tile::describe_tile(storage_smem->entry, storage_smem->h, range.i_begin + first, rows,
+                                 j0, nj);
     };
-    fragment_tile::Tile now =
-        fragment_tile::next_tile<BLOCK_Q>(p, storage_smem->classes, 0, queries, describe);
+    const auto next_from = [&](long long first) {
+      return fragment_tile::next_tile<BLOCK_Q>(p, storage_smem->classes, first,
+                                               range.i_end - range.i_begin, describe);
+    };
+    fragment_tile::Tile now = next_from(0);
     float lse = 0;  // of the thread's query of the tile that is being copied
     const auto copy = [&](const fragment_tile::Tile& tile, int stage) {
       const long long first = range.i_begin + tile.first;
+      const memory::Rows q = storage_smem->q;
       fragment::begin_rows<BLOCK_Q, D, ROW_BYTES>(stages_smem + stage * STAGE_BYTES, q, first,
                                                   tile.rows);
       const int i = threadIdx.x;
-      lse = pair_values::usable_lse(p, of_rows, first + i, i < tile.rows);
+      lse = pair_values::usable_lse(p, storage_smem->of_rows, first + i, i < tile.rows);
     };
     const auto store_lse = [&](int stage) {
       if (threadIdx.x < BLOCK_Q) lse_smem[stage * BLOCK_Q + threadIdx.x] = lse;
@@ -147,31 +161,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     while (now.rows > 0) {
       ptx::cp_async_wait_all();
       __syncthreads();  // the tile, copied by all threads, and the stage before, read by all
-      const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_Q>(
-          p, storage_smem->classes, now.first + BLOCK_Q, queries, describe);
+      const fragment_tile::Tile next = next_from(now.first + BLOCK_Q);
+      // 1 load q and lse
       if (next.rows > 0) copy(next, 1 - stage);
       ptx::cp_async_commit();
 
-      // 2 scores
-      float s[ROWS][COLUMNS];
-      keys.multiply(s, stages_smem + stage * STAGE_BYTES);
-      // 3 score mod
-      // 4 mask
-      // 5 values
       // The weight of a missing query is 0 (lse = inf), unless the score mod made its logit
       // infinite.
-      const bool ends = HAS_SCORE && now.rows < BLOCK_Q;
+      const bool masked = now.tile_class == PARTIAL || (HAS_SCORE && now.rows < BLOCK_Q);
       const TileBox box = describe(now.first, now.rows);
-      const unsigned int kept[ROWS] = {};
-      unsigned int weights[ROWS][COLUMNS / 2];  // which nobody reads
-      fragment_gradient::recompute_probabilities<true, 0>(
-          p, box, now.tile_class, now.tile_class == PARTIAL || ends, s, corner,
-          lse_smem + stage * BLOCK_Q + corner.column, kept, weights, nullptr);
-      // 6 take values
+      const float* const tile_lse_smem = lse_smem + stage * BLOCK_Q;
+#pragma unroll 1
+      for (int query = 0; query < BLOCK_Q; query += PART_QUERIES) {
+        // 2 scores
+        float s[ROWS][COLUMNS];
+        keys.multiply(s, stages_smem + stage * STAGE_BYTES + query * ROW_BYTES);
+        // 3 score mod
+        // 4 mask
+        // 5 values
+        const fragment_gradient::Corner corner(warp_key, query);
+        const unsigned int kept[ROWS] = {};
+        unsigned int weights[ROWS][COLUMNS / 2];  // which nobody reads
+        fragment_gradient::recompute_probabilities<true, 0>(p, box, now.tile_class, masked, s,
+                                                            corner, tile_lse_smem + corner.column,
+                                                            kept, weights, nullptr);
+        // 6 take values
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
+        for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) taken[r] += s[r][n];
+          for (int r = 0; r < ROWS; ++r) taken[r] += s[r][n];
+        }
       }
       if (next.rows > 0) store_lse(1 - stage);
       stage = 1 - stage;
@@ -184,10 +203,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       float sum = taken[r];
       sum += ptx::shuffle_xor(sum, 1);
       sum += ptx::shuffle_xor(sum, 2);
-      if (ptx::lane_index() % 4 == 0) taken_smem[corner.row + 8 * r] = sum;
+      if (ptx::lane_index() % 4 == 0) taken_smem[warp_key + fragment::lane_row() + 8 * r] = sum;
     }
     __syncthreads();  // the sum of each key, written by other threads
-    pair_values::store_blocks(t, pair_values::SUM, found, j0, j0 == range.j_begin, nj, taken_smem);
+    pair_values::store_blocks(t, pair_values::SUM, storage_smem->found, j0, j0 == range.j_begin, nj,
+                              taken_smem);
   }
   ptx::cp_async_wait_all();
 }

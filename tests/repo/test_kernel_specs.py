@@ -131,9 +131,10 @@ def test_a_spec_tells_what_its_kernel_is(name):
     assert maps == [{"d_out": "do"}.get(each, each) for each in operands]
 
 
-# Sums of dq have no choice; of codes, those that no kernel of their own serves become numbers; and
-# shared keys are those of each entry where no kernel reads them for all.
-WITH_ARRAYS = {"dq_rows", "forward_codes", "shared"}
+# Sums of dq have no choice; of codes, those that no kernel of their own serves become numbers;
+# shared keys are those of each entry where no kernel reads them for all; and weights are summed as
+# other values where they have no kernel.
+WITH_ARRAYS = {"dq_rows", "forward_codes", "reduce_weights", "shared"}
 
 
 @pytest.mark.parametrize("part", [part for part in KERNELS if part not in WITH_ARRAYS])

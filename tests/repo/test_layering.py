@@ -35,6 +35,7 @@ ORDER = [
     ["changes"],
     ["execute"],
     ["pieces", "reduced_call"],
+    ["statistics"],
     [
         "api",
         "cache_update",
@@ -46,7 +47,6 @@ ORDER = [
         "planning",
         "quantization",
         "second_order",
-        "statistics",
         "streamed",
         "varlen",
     ],

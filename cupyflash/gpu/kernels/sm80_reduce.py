@@ -12,16 +12,18 @@ NAME = "reduce_sm80_weights"
 # Largest head -> what fits, the best first: queries and keys of a tile, warps, and blocks that
 # share an SM. There are always two stages.
 TILES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    64: ((64, 128, 4, 4), (64, 128, 4, 2)),
     128: ((64, 128, 4, 3), (64, 128, 4, 2), (64, 128, 4, 1)),
     256: ((64, 128, 8, 1), (32, 64, 4, 1)),
     512: ((32, 128, 8, 1), (16, 64, 4, 1)),
 }
+OWNER_BYTES = 168  # what a block keeps of what it owns
 
 
 def shared_bytes(block_q: int, block_kv: int, warps: int, d: int) -> int:
     """Bytes of shared memory of a block: keys, two stages, what rows and keys have, and little."""
     held = (block_kv + 2 * block_q) * row_bytes(d) + 8 * block_q + 4 * block_kv
-    return held + sm80.ENTRY_BYTES + 8 * warps
+    return held + OWNER_BYTES + 8 * warps
 
 
 def tiles_of(block_q: int, block_kv: int, warps: int, d: int, resident: int = 1) -> Tiles:
