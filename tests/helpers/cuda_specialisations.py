@@ -345,7 +345,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         registers = sm90.register_class(request.call)
         if case.cache.startswith("tiles"):
             kind = np.dtype(case.cache.split()[1].replace("bfloat16", "float16"))
-            return sm90.fit_forward_bias(*case.sizes, kind.itemsize)
+            sees = kind.itemsize, request.call.mask is not None, 512, 512
+            return sm90.choose_forward_bias(*case.sizes, registers, *sees)
         if case.cache.startswith("short"):
             _, _, len_q, len_k = SHORT_ROWS[int(case.cache.split()[1])]
             has_bias = request.call.bias is not None
