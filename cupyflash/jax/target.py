@@ -26,10 +26,10 @@ from jax.interpreters import ad, batching, mlir
 from ..arrays import device_arrays
 from ..arrays.cuda_device import current, has_cupy
 from ..errors import ArgumentError, ArgumentTypeError
+from ..gpu.relaunch import Relaunches
 from ..hints.install import CUPY
 from . import layouts
 from .frame import EXECUTE, Frame, Handler
-from .relaunch import Relaunches
 
 _NAME = "cupyflash"
 # Numbers are drawn anew in each process: a program that one keeps on disk is not found by another.
@@ -129,14 +129,9 @@ class _Entry:
         device, stream = frame.device(), frame.stream()
         count = len(self._operands)
         addresses = frame.operands(count) + frame.results(len(self._results))
+        if self._relaunches.launch(device, stream, addresses):
+            return
         with device_arrays.on_stream(stream, device):
-            found = self._relaunches.find(device, stream, addresses)
-            if found is not None:
-                n, filled = found.filled, None
-                if n is not None:
-                    filled = self._results[n - count].on_device(addresses[n], device)
-                found(addresses, filled)
-                return
             memory = zip((*self._operands, *self._results), addresses, strict=True)
             arrays = [x.on_device(a, device) for x, a in memory]
             tape = self._relaunches.tape(device, stream, addresses)
