@@ -175,7 +175,7 @@ class Relaunch:
 
 
 class Relaunches:
-    """The launches of a call, for each device and stream on which it runs.
+    """The launches of a call, for each stream on which it runs.
 
     Parameters
     ----------
@@ -187,13 +187,16 @@ class Relaunches:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
-        self._found: dict[tuple[int, int], Relaunch] = {}
-        self._tries: dict[tuple[int, int], int] = defaultdict(int)
-        self._last: dict[tuple[int, int], CompiledRecipe] = {}
+        self._found: dict[int, Relaunch] = {}
+        self._tries: dict[int, int] = defaultdict(int)
+        self._last: dict[int, CompiledRecipe] = {}
 
-    def launch(self, device: int, stream: int, addresses: Sequence[int]) -> bool:
-        """Make the call again; return whether that was done."""
-        found = self._found.get((device, stream))
+    def launch(self, stream: int, addresses: Sequence[int]) -> bool:
+        """Make the call again; return whether that was done.
+
+        It is not if the current device is not that of the call that was kept.
+        """
+        found = self._found.get(stream)
         if found is None:
             return False
         for address in addresses:
@@ -201,26 +204,24 @@ class Relaunches:
                 return False
         return found(addresses)
 
-    def tape(self, device: int, stream: int, addresses: Sequence[int]) -> LaunchTape | None:
+    def tape(self, stream: int, addresses: Sequence[int]) -> LaunchTape | None:
         """Return a tape for a call that is to be made, or None if it would be of no use."""
-        key = device, stream
-        known = key in self._found or self._tries[key] >= self._MOST_TRIES
+        known = stream in self._found or self._tries[stream] >= self._MOST_TRIES
         if known or any(address & _UNALIGNED for address in addresses):
             return None
-        self._tries[key] += 1
+        self._tries[stream] += 1
         return LaunchTape()
 
-    def keep(self, device: int, stream: int, tape: LaunchTape, addresses: Sequence[int]) -> None:
+    def keep(self, stream: int, tape: LaunchTape, addresses: Sequence[int]) -> None:
         """Keep the launches of a call that was made, and all of whose results they wrote."""
-        key = device, stream
         if len(tape.asked) != 1:
             return
         (asked,) = tape.asked
-        before, self._last[key] = self._last.get(key), asked.compiled
+        before, self._last[stream] = self._last.get(stream), asked.compiled
         if before is asked.compiled and tape.why is None:  # it was recognised
             made = self._relaunch(asked, tape.kept, addresses, stream)
             if made is not None:
-                self._found[key] = made
+                self._found[stream] = made
 
     def _relaunch(
         self, asked: Asked, kept: Sequence[Any], addresses: Sequence[int], stream: int

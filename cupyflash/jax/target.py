@@ -126,22 +126,23 @@ class _Entry:
 
     def on_gpu(self, frame: Frame) -> None:
         """Make a call on a GPU: on its device and stream, in XLA's memory."""
-        device, stream = frame.device(), frame.stream()
         count = len(self._operands)
-        addresses = frame.operands(count) + frame.results(len(self._results))
-        if self._relaunches.launch(device, stream, addresses):
+        addresses = frame.operands(count) + frame.results(len(self._shapes))
+        stream = frame.stream()
+        if self._relaunches.launch(stream, addresses):
             return
+        device = frame.device()
         with device_arrays.on_stream(stream, device):
             memory = zip((*self._operands, *self._results), addresses, strict=True)
             arrays = [x.on_device(a, device) for x, a in memory]
-            tape = self._relaunches.tape(device, stream, addresses)
+            tape = self._relaunches.tape(stream, addresses)
             if tape is None:
                 self._make(arrays[:count], arrays[count:])
                 return
             with tape.recording():
                 all_written = self._make(arrays[:count], arrays[count:])
             if all_written:
-                self._relaunches.keep(device, stream, tape, addresses)
+                self._relaunches.keep(stream, tape, addresses)
 
     def _make(self, operands: list[Any], results: list[Any]) -> bool:
         """Make a call; return whether results were written where they belong, and none copied."""
