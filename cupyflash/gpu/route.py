@@ -296,13 +296,21 @@ def backward(
 
 
 def scratch_of_gradients(
-    call: Call, target: Target, plan: Plan | None = None, deterministic: bool = False
+    call: Call,
+    target: Target,
+    plan: Plan | None = None,
+    deterministic: bool = False,
+    any_lengths: bool = False,
 ) -> GradientScratch:
-    """Return the scratch memory of a backward."""
+    """Return the scratch memory of a backward; with `any_lengths`, whatever packed ones are."""
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
     request = Request(call.problem, target, blocks=blocks)
-    # What entries share has the sum of their dq.
-    whole = registry.has_all_keys(request) and math.prod(call.q.shape[:-3]) == call.problem.batch
+    whole = registry.has_all_keys(request)
+    if call.rows.adjoin:
+        # Longer sequences have other kernels, of which only those of sums give the same dq.
+        whole = whole and not deterministic and not any_lengths
+    else:  # what entries share has the sum of their dq
+        whole = whole and math.prod(call.q.shape[:-3]) == call.problem.batch
     atomic_dq = not whole and registry.adds_dq(request, deterministic)
     return scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from .spec import Extent, Grid, Tiles
 
+# Packed: blocks that an SM is to have in turn, so that a long one does not end last; and the most
+# work tiles of a block, which loads the next one while it computes.
+TURNS, MOST_TILES = 16, 8
+
 
 def by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """A block for each tile of queries of a head."""
@@ -50,14 +54,18 @@ def by_warps(extent: Extent, tiles: Tiles) -> Grid:
 def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """Return a grid of tiles of queries that are shared among as many blocks as the SMs hold.
 
-    Tiles are dealt out in advance, and a block prepares its next one. Tiles of packed sequences and
-    of caches may take very different times, and so do blocks that wait until another kernel leaves
-    their SM: then each tile has its own block, which goes to any free SM.
+    Tiles are dealt out in advance, and a block prepares its next one. Blocks that wait until another
+    kernel leaves their SM may take very different times: then each tile has its own block, which
+    goes to any free SM. So may tiles of packed sequences: a block has a few of them, which lie far
+    apart.
     """
     grid = by_queries(extent, tiles)
-    if extent.sequences or extent.differ:
+    if extent.differ:
         return grid
     most = extent.multiprocessors * tiles.resident_blocks
+    if extent.sequences:
+        each = min(MOST_TILES, grid.size // (TURNS * most)) if most else 1
+        return grid._replace(size=-(-grid.size // max(each, 1)))
     return grid._replace(size=min(grid.size, most))
 
 

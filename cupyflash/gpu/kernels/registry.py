@@ -24,12 +24,13 @@ from . import (
     sm90_bias,
     sm90_decode,
     sm90_fp8,
+    sm90_tf32,
 )
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
-    "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
+    "forward": (sm90.FORWARD, sm90_tf32.FORWARD, sm80.FORWARD, simt.FORWARD),
     "tangents": (sm80_tangent.TANGENTS, simt.TANGENTS),
     "tangent_delta": (rowwise.TANGENT_DELTA,),
     "tangent_sink": (rowwise.TANGENT_SINK,),
@@ -179,11 +180,14 @@ def reason(choice: Choice, request: Request, before: str = "", after: str = "") 
 def has_all_keys(request: Request) -> bool:
     """Return whether a block of the kernel of dk and dv has all keys of a head, and can store dq.
 
-    As for `adds_dq`, a request without arrays is enough.
+    As for `adds_dq`, a request without arrays is enough. Packed queries whose sequence has no key
+    have no block.
     """
     problem, choice = request.problem, select("dkdv", request)
     keys = int(np.max(problem.len_k, initial=0))
-    return choice.spec.whole_dq and 0 < keys <= choice.tiles.block_kv and not problem.rows.adjoin
+    if not choice.spec.whole_dq or not 0 < keys <= choice.tiles.block_kv:
+        return False
+    return not np.any((np.asarray(problem.len_k) == 0) & (np.asarray(problem.len_q) > 0))
 
 
 def adds_dq(request: Request, deterministic: bool) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...problem.call import Call
+from ...problem.call import Call, Problem
 from ...problem.rows import UNKNOWN
 from .. import params, tma
 from . import bias_tiles, cost, grid, sm80, tma_operands
@@ -272,6 +272,22 @@ def choose_forward_bias(
     return _fastest(usual, others, (d, d_v, True, len_q, len_k))
 
 
+def _choose_packed(problem: Problem, registers: str) -> Tiles:
+    """Return the tiles of forward_sm90.cu for packed sequences.
+
+    Where all keys of a sequence are one tile, its bits do not depend on the width of this tile. So
+    only where that holds for all sequences in the usual tiles, their lengths choose others.
+    """
+    d, d_v, longest = problem.d, problem.d_v, int(np.max(problem.len_k, initial=0))
+    usual = fit_forward(d, d_v, registers)
+    if registers in CHANGED or not 0 < longest <= usual.block_kv:
+        return usual
+    others = [x for x in _tiles_by_length(d, d_v, registers, longest) if x.one_tile]
+    some = np.asarray(problem.len_q)[np.asarray(problem.len_q) > 0]
+    queries = int(np.ceil(np.mean(some))) if some.size else 1
+    return _fastest(usual, others, (d, d_v, False, queries, longest))
+
+
 def _configure_forward(request: Request) -> Tiles:
     call, problem = request.call, request.problem
     assert call is not None
@@ -283,6 +299,8 @@ def _configure_forward(request: Request) -> Tiles:
     if call.bias is not None and has_tiles and bias_tiles.obstacle(request) is None:
         itemsize = bias_tiles.itemsize(request)
         return choose_forward_bias(problem.d, problem.d_v, registers, itemsize, *lengths)
+    if call.rows.adjoin and not request.has_cache:
+        return _choose_packed(problem, registers)
     return choose_forward(problem.d, problem.d_v, registers, call.bias is not None, *lengths)
 
 
@@ -291,6 +309,8 @@ def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
     if call is None or max(problem.d, problem.d_v) > LARGEST_OF_WARP:  # rates are of others
         return None
     lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
+    if tiles.one_tile and lengths[1] > tiles.block_kv:  # packed; longer ones have the same kernel
+        tiles = fit_forward(problem.d, problem.d_v, register_class(call))
     return forward_cost(tiles, problem.d, problem.d_v, call.bias is not None, *lengths)
 
 
@@ -360,41 +380,6 @@ FORWARD = KernelSpec(
     deals=True,
     most_listed=2048,  # warpgroup_tile::GROUPS
     cost=_cost_of_forward,
-)
-
-# -- forward_sm90_tf32 ----------------------------------------------------------------------------
-
-# Largest head -> queries and keys of a tile of forward_sm90_tf32.cu. Its bound relies on sums over
-# heads up to 128 and tiles of 64 keys.
-TF32_TILES: dict[int, tuple[int, int]] = {128: (128, 64)}
-
-
-def tf32_tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
-    """Return tiles of forward_sm90_tf32.cu: a warpgroup for 64 queries each."""
-    q, v, columns_v = row_bytes(d, 4), row_bytes(d_v, 4), -(-d_v // 64) * 64
-    shared = block_q * max(q, v) + 2 * block_kv * (q + 4 * columns_v)
-    shared += ENTRY_BYTES + 32 + 12 * (block_q // 16)
-    return Tiles(block_q, block_kv, 2 * block_q, shared, stages=1)
-
-
-def fit_tf32(d: int, d_v: int) -> Tiles:
-    """Return the tiles of forward_sm90_tf32.cu."""
-    return tf32_tiles(*at_head(TF32_TILES, d, d_v), d, d_v)
-
-
-TF32_FORWARD = KernelSpec(
-    source="sm90/forward_sm90_tf32.cu",
-    part="forward",
-    computes="out and log-sum-exp",
-    method="multiplies {dtype} by the tensor cores of warpgroups{products}",
-    heads={"float32": max(TF32_TILES)},
-    precisions={"float32": "tf32x3"},
-    capability=CAPABILITY,
-    architecture=ARCHITECTURE,
-    tensor_cores=True,
-    configure=lambda request: fit_tf32(request.problem.d, request.problem.d_v),
-    grid=grid.by_queries,
-    lists="queries",
 )
 
 # -- backward_sm90_dkdv ---------------------------------------------------------------------------
