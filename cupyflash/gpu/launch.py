@@ -401,7 +401,7 @@ def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
     # What a deterministic one needs is part of what others do.
     target = cuda_device.of(_device(call))
-    parts = route.scratch_of_gradients(call, target, any_lengths=True).arrays
+    parts = route.scratch_of_gradients(call, target).arrays
     lists = tile_lists.most_scratch(call, target)
     if call.sink is not None:  # whose gradient may have to be computed there
         parts[parts_of("dsink")] = ArraySpec(call.sink.shape, call.problem.accumulator)

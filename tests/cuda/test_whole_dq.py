@@ -66,13 +66,30 @@ def test_kernels_of_one_tile_of_keys():
     assert kernels(129, deterministic=True) == [*whole, "backward_sm80_dq"]
     assert kernels(64, d=200) == whole
     assert kernels(65, d=200) == sums
-    assert kernels(100, packed=True) == whole
-    # Longer sequences beside it would have the kernel of dq, whose sums are others.
-    assert kernels(100, packed=True, deterministic=True) == [*whole, "backward_sm80_dq"]
-    assert kernels(129, packed=True) == kernels(0, packed=True) == sums
+    assert kernels(100, packed=True) == sums  # it has no code for packed sequences
     assert kernels(100, lead=1) == sums  # entries share q
     assert kernels(100, dtype=np.float32)[1:] == ["backward_simt_dkdv"]
     assert kernels(0) == sums
+
+
+def test_kernels_of_packed_sequences():
+    whole = ["backward_delta", "backward_sm90_dkdv"]
+    sums = [*whole, "backward_dq_rows"]
+    assert kernels(100, packed=True, arch="sm_90") == whole
+    # Longer sequences beside it would have the kernel of dq, whose sums are others.
+    exact = kernels(100, packed=True, arch="sm_90", deterministic=True)
+    assert exact == [*whole, "backward_sm80_dq"]
+    assert kernels(129, packed=True, arch="sm_90") == sums
+    q, k = np.zeros((2, 60, 64), HALF), np.zeros((2, 50, 64), HALF)
+    for ends_q, ends_k, made in (
+        ([0, 40, 60], [0, 20, 50], whole),
+        ([0, 40, 60], [0, 50, 50], sums),  # a sequence without keys has no block
+        ([0, 60, 60], [0, 50, 50], whole),  # nor has it queries
+        ([0, 60, 60], [0, 20, 50], whole),
+    ):
+        call = validate.varlen_call(q, k, k, np.array(ends_q), np.array(ends_k), True)
+        route_of = route.of_gradients(call, target_of("sm_90"))
+        assert [step.kernel for step in route_of.steps] == made
 
 
 def test_what_explain_counts():
@@ -135,33 +152,17 @@ PACKED = {"plain": {}, "causal": {"mask": masks.causal()}, "window": {"mask": ma
 
 
 @emulated
-@mostly_thorough(
-    ("kernel", "case"),
-    [(kernel, case) for kernel in KERNELS for case in PACKED],
-    quick=[("sm80", "plain"), ("sm90", "causal")],
-    why="masks and kernels that other gradients share",
-)
-def test_packed_sequences_have_the_same_as_by_sums(kernel, case, monkeypatch):
+@mostly_thorough("case", PACKED, quick=("causal",), why="masks that other gradients share")
+def test_packed_sequences_have_the_same_as_by_sums(case, monkeypatch):
     q, do = draw((4, 260, 40), (4, 260, 24))
     k, v = draw((2, 134, 40), (2, 134, 24), seed=1)
     ends = np.array([0, 70, 70, 231, 260]), np.array([0, 33, 40, 100, 134])
     call = validate.varlen_call(q, k, v, *ends, True, Options(**PACKED[case]))
-    made = run(call, do, KERNELS[kernel], randomly(1), deterministic=False)
+    made = run(call, do, KERNELS["sm90"], randomly(1), deterministic=False)
     monkeypatch.setattr(registry, "has_all_keys", lambda request: False)
-    sums = run(call, do, KERNELS[kernel], deterministic=False)
+    sums = run(call, do, KERNELS["sm90"], deterministic=False)
     for name in ("dq", "dk", "dv"):
         assert np.array_equal(getattr(made, name), getattr(sums, name))
-
-
-def test_a_packed_sequence_without_keys_has_no_block():
-    q, k = np.zeros((2, 60, 64), HALF), np.zeros((2, 50, 64), HALF)
-    for ends_k, has_dq in (([0, 50, 50], True), ([0, 20, 50], False), ([0, 0, 50], True)):
-        call = validate.varlen_call(q, k, k, np.array([0, 40, 60]), np.array(ends_k), True)
-        steps = [step.kernel for step in route.of_gradients(call, target_of("sm_80")).steps]
-        assert ("backward_dq_rows" in steps) == has_dq
-    call = validate.varlen_call(q, k, k, np.array([0, 60, 60]), np.array([0, 50, 50]), True)
-    steps = [step.kernel for step in route.of_gradients(call, target_of("sm_80")).steps]
-    assert steps == ["backward_delta", "backward_sm80_dkdv"]  # nor has it queries
 
 
 @emulated

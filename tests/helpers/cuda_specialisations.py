@@ -189,8 +189,8 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         kernel = f"backward_{hardware}_dkdv"
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
-    for kernel, own in (("backward_sm90_dkdv", (128, 128)), ("backward_sm80_dkdv", (64, 64))):
-        found.append(Case(kernel, BFLOAT16, own, "causal", True, "whole dq"))
+    case = Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq")
+    found.append(case)
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):

@@ -54,10 +54,10 @@ def by_warps(extent: Extent, tiles: Tiles) -> Grid:
 def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """Return a grid of tiles of queries that are shared among as many blocks as the SMs hold.
 
-    Tiles are dealt out in advance, and a block prepares its next one. Blocks that wait until another
-    kernel leaves their SM may take very different times: then each tile has its own block, which
-    goes to any free SM. So may tiles of packed sequences: a block has a few of them, which lie far
-    apart.
+    Tiles are dealt out in advance, and a block prepares its next one. Blocks that wait until
+    another kernel leaves their SM may take very different times: then each tile has its own block,
+    which goes to any free SM. Tiles of packed sequences may do so, too: a block has a few of them,
+    which lie far apart.
     """
     grid = by_queries(extent, tiles)
     if extent.differ:

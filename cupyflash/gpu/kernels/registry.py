@@ -180,14 +180,20 @@ def reason(choice: Choice, request: Request, before: str = "", after: str = "") 
 def has_all_keys(request: Request) -> bool:
     """Return whether a block of the kernel of dk and dv has all keys of a head, and can store dq.
 
-    As for `adds_dq`, a request without arrays is enough. Packed queries whose sequence has no key
-    have no block.
+    As for `adds_dq`, a request without arrays is enough. Packed queries without keys have no block.
     """
     problem, choice = request.problem, select("dkdv", request)
     keys = int(np.max(problem.len_k, initial=0))
-    if not choice.spec.whole_dq or not 0 < keys <= choice.tiles.block_kv:
-        return False
-    return not np.any((np.asarray(problem.len_k) == 0) & (np.asarray(problem.len_q) > 0))
+    has_all = choice.spec.whole_dq and 0 < keys <= choice.tiles.block_kv
+    return has_all and not np.any((problem.len_k == 0) & (problem.len_q > 0))
+
+
+def stores_packed_dq(request: Request) -> bool:
+    """Return whether the kernel of dk and dv stores dq of packed sequences where it can.
+
+    Unlike other questions, this one needs arrays. If another kernel serves after all, it can, too.
+    """
+    return has_all_keys(request) and select("dkdv", request).spec.packed_dq
 
 
 def adds_dq(request: Request, deterministic: bool) -> bool:

@@ -427,9 +427,10 @@ def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
 
 
 def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
-    problem = request.problem
-    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
-    return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
+    problem, rows = request.problem, request.problem.rows
+    # No sequence's kernel may depend on the lengths of others that are packed with it.
+    lengths = min(rows.known_q, cost.LONG), min(rows.known_k, cost.LONG)
+    return dkdv_cost(tiles, problem.d, problem.d_v, *lengths)
 
 
 def dkdv_slower(request: Request) -> str | None:
@@ -478,6 +479,7 @@ DKDV = KernelSpec(
     slope=True,
     atomic_dq=HALVES,
     whole_dq=True,
+    packed_dq=True,
     parts=True,
     lists="keys",
     deals=True,

@@ -321,6 +321,8 @@ class KernelSpec:
         Storage types for which it can also add its share of dq to memory.
     whole_dq : bool
         Whether it can store dq where one of its blocks has all keys.
+    packed_dq : bool
+        Whether it is to do so for packed sequences, too.
     parts : bool
         Whether several blocks may share the queries of a block of keys.
     dq_accum_step : int
@@ -369,6 +371,7 @@ class KernelSpec:
     operands: tuple[str, ...] | None = None
     atomic_dq: tuple[str, ...] = ()
     whole_dq: bool = False
+    packed_dq: bool = False
     parts: bool = False
     dq_accum_step: int = 1
     ends_with_queries: bool = False
