@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from cuda_specialisations import BFLOAT16, target_of
@@ -100,6 +102,16 @@ def test_what_explain_counts():
     assert dkdv.most.writes == dkdv.once.writes == {"dk": keys, "dv": keys, "dq": queries}
     assert "dq_accum" not in dkdv.most.reads
     assert made.memory == queries + 2 * keys + 256 * 4  # dq, dk, dv and delta
+
+
+def test_nobody_knows_whether_sequences_have_keys():
+    # Offsets in device memory that are not read: that a sequence has a query says nothing of keys.
+    q = np.zeros((2, 60, 64), HALF)
+    for unread, made in ((True, 3), (False, 2)):
+        call = validate.varlen_call(q, q, q, np.array([0, 60]), np.array([0, 60]), True)
+        rows = dataclasses.replace(call.problem.rows, unread=unread)
+        call = dataclasses.replace(call, problem=dataclasses.replace(call.problem, rows=rows))
+        assert len(route.of_gradients(call, target_of("sm_90")).steps) == made
 
 
 # -- results --------------------------------------------------------------------------------------
