@@ -176,6 +176,8 @@ class Extent(NamedTuple):
     differ : bool
         Whether blocks take different times in a way that only the device knows: entries have keys
         of different number, or other kernels hold some SMs for a while.
+    longest : tuple of int
+        At least the queries and the keys of each packed sequence; 0 if nothing is known.
     """
 
     queries: int
@@ -186,6 +188,7 @@ class Extent(NamedTuple):
     multiprocessors: int = 0
     group: int = 1
     differ: bool = False
+    longest: tuple[int, int] = (0, 0)
 
 
 class Grid(NamedTuple):
