@@ -24,7 +24,7 @@ from . import decode_route, offsets, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .params import KINDS
-from .workspace import ArraySpec, GradientScratch, parts_of, parts_of_planes, scratch_of
+from .workspace import ArraySpec, GradientScratch, parts_of, parts_of_bias, scratch_of
 from .writer import KernelRoute, Launch, Recipe, Writer, request_of, step_of, with_names
 
 
@@ -338,7 +338,7 @@ def lookup_gradient(
         return KernelRoute(call, (), Recipe(all_zero=True))
     scratch = {"delta": ArraySpec(lse.shape, problem.accumulator)}
     made: Any = gradient
-    parts = parts_of_planes(call, gradient.shape)
+    parts = parts_of_bias(call, gradient.shape)
     if parts > 1:
         scratch[parts_of("dbias")] = ArraySpec((parts, *gradient.shape), problem.accumulator)
         made = ArraySpec(gradient.shape, problem.accumulator)
@@ -367,7 +367,7 @@ def bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") ->
         "kind_dbias": KINDS[dbias.dtype.name],
         "tasks": parts,
     }
-    shared = f"; {parts} blocks share the planes of a tile" if parts > 1 else ""
+    shared = f"; {parts} blocks share the scores of a tile" if parts > 1 else ""
     extent = Extent(len_q, len_k, heads, math.prod(own) * parts)
     writer.add(part, extent, fields, after=shared)
 

@@ -14,7 +14,7 @@ from ..problem import append as problem
 from ..problem.codes import CacheCodes
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary, rotation
-from . import arguments, host
+from . import arguments, constants, host
 from .rotation import rotated
 
 _NO_GRADIENT = (
@@ -184,9 +184,7 @@ class _Places:
             return [x.astype(np.int32) for x in self._check(places, new=new)]
 
         operands = {name: jnp.asarray(x) for name, x in places.items()}
-        page, row, position = host.call(
-            run, results, "sequential", operands, new, gpu=host.NOT_ON_A_GPU
-        )
+        page, row, position = host.call(run, results, operands, new, gpu=host.NOT_ON_A_GPU)
         return page, row, position
 
     def _check(
@@ -231,12 +229,12 @@ class _Places:
         enough: the second result is their number.
         """
         made = {
-            name: arguments.like(x) if arguments.is_traced(x) else arguments.known(x)
+            name: arguments.known(x) if arguments.is_known(x) else arguments.like(x)
             for name, x in places.items()
         }
         where = [places.get(name) for name in ("lengths", "table", "offsets")]
         k_new, (shape, _) = self._new["k_new"], self._held["k"]
-        if not any(map(arguments.is_traced, where)) or k_new.ndim < 3 or len(shape) != 4:
+        if all(map(arguments.is_known, where)) or k_new.ndim < 3 or len(shape) != 4:
             return made, 0
         counts = np.full(k_new.shape[0], k_new.shape[-2])
         if "offsets" in places:
@@ -260,7 +258,7 @@ class _Places:
 
     def _offsets(self, offsets: Any, known: Any) -> Any:
         """Return offsets for a check; entries are equally long if they are traced."""
-        if not arguments.is_traced(offsets) or offsets.ndim != 1 or offsets.size < 2:
+        if arguments.is_known(offsets) or offsets.ndim != 1 or offsets.size < 2:
             return known
         even: Any = np.arange(offsets.size) * self._new["k_new"].shape[-2] // (offsets.size - 1)
         return even.astype(offsets.dtype)
@@ -288,10 +286,7 @@ def _coded(
         q = cache_update.append(**options)
         return made if "q" not in arrays else {**made, "q": q}
 
-    def on_host(arrays: dict[str, Any]) -> Any:
-        return host.call(run, results, "sequential", arrays, gpu=host.NOT_ON_A_GPU)
-
-    made = host.without_gradient(_NO_GRADIENT, on_host, new | at)
+    made = host.call(run, results, new | at, gpu=host.NOT_ON_A_GPU, no_gradient=_NO_GRADIENT)
     made = {name: x[0] for name, x in made.items()} if packed else dict(made)
     return {_NEW.get(name, name): x for name, x in made.items()}
 
@@ -344,7 +339,7 @@ def rope(
     Parameters
     ----------
     x : jax.Array, shape (B, H, L, D) or (H, total, D)
-        Queries or keys, on the CPU.
+        Queries or keys.
     positions : jax.Array of integers, shape (B, L) or (L,)
         Positions of the rows, the same for all heads.
     rotary : Rotary
@@ -377,7 +372,7 @@ def rope(
     """
     x = arguments.array("x", x)
     positions = arguments.integers("positions", positions)
-    is_traced = arguments.is_traced(positions)
-    alike = arguments.like(positions) if is_traced else arguments.known(positions)
-    checked = rotation(arguments.like(x), alike, rotary, inverse, None)
+    is_known = arguments.is_known(positions)
+    alike = arguments.known(positions) if is_known else arguments.like(positions)
+    checked = rotation(arguments.like(x), alike, constants.alike(rotary), inverse, None)
     return rotated(x, jnp.asarray(positions), rotary, checked.inverse)

@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int WIDTH = 16 / sizeof(accum_t);
-constexpr int AHEAD = 16;  // parts that are loaded before the first of them is added
+constexpr int LOADED = 64;  // numbers of parts that a thread loads before it adds the first of them
 
 struct alignas(16) Columns {
   accum_t x[WIDTH];
@@ -40,6 +40,7 @@ __device__ __forceinline__ long long offset_of(const SummedAxes& axes, long long
 template <class T, class Add>
 __device__ __forceinline__ T sum_parts(const T* first, const SummedAxes& axes, const Add& add) {
   constexpr int COLUMNS = sizeof(T) / sizeof(accum_t);
+  constexpr int AHEAD = LOADED / COLUMNS;
   T total = *first;
 #pragma unroll 1
   for (long long number = 1; number < axes.count; number += AHEAD) {

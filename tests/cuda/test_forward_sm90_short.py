@@ -157,6 +157,7 @@ def test_short_packed_sequences_have_small_tiles():
     assert packed_tiles(64, 20, 129, mask=masks.causal()) == usual
     assert packed_tiles(176, 100).one_tile  # without a mask, tiles have more keys
     assert packed_tiles(60, 60, d=64).resident_blocks == 3
+    assert not packed_tiles(40, 7, d=512).one_tile
     assert not packed_tiles(60, 60, score_mod=scores.softcap(3.0)).one_tile
 
 

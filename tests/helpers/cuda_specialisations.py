@@ -123,6 +123,11 @@ def cases() -> list[Case]:
         ("distance", (512, 512), "everything"), ("distance", (1, 3), "segments"),
     ]):  # fmt: skip
         found.append(Case(f"reduce_{of}", dtypes[n % 4], own, options, False))
+    for n, (own, options) in enumerate([
+        ((128, 128), "plain"), ((64, 64), "causal"), ((256, 256), "segments"),
+        ((40, 72), "softcap"), ((512, 512), "causal"), ((128, 128), "everything"), ((1, 3), "bias"),
+    ]):  # fmt: skip
+        found.append(Case("reduce_sm80_weights", dtypes[1 + n % 2], own, options, False))
     # Tensor cores: the types, sizes and options that have tiles or code of their own.
     tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
     for n in range(14):
@@ -162,8 +167,10 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
     for n, (own, options) in enumerate([
         ((320, 320), "plain"), ((320, 264), "causal"), ((304, 320), "everything"),
+        ((512, 512), "plain"), ((512, 512), "causal"), ((384, 384), "everything"),
+        ((64, 328), "segments"),
     ]):  # fmt: skip
-        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False))
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n == 6))
     for n, (own, options, _, _) in enumerate(SHORT_ROWS):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"short {n}"))
         if n in (7, 10):

@@ -234,8 +234,17 @@ OTHERS = {
     "d": 96,
     "d_v": 80,
     "tiles": Tiles(
-        16, 32, 64, 48, resident_blocks=3, whole=True, one_tile=True, row_sharers=2, bias_stages=1
-    ),
+        16,
+        32,
+        64,
+        48,
+        resident_blocks=3,
+        whole=True,
+        one_tile=True,
+        row_sharers=2,
+        v_parts=2,
+        bias_stages=1,
+    ),  # fmt: skip
     "bias": "bfloat16",
     "page_rows": 16,
     "functions": Functions("", 4, 5, 6, True, True, True, True, True, 7, 8, True, 9, True, True),

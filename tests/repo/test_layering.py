@@ -34,7 +34,7 @@ ORDER = [
     ["request", "row_request"],
     ["changes"],
     ["execute"],
-    ["pieces"],
+    ["pieces", "reduced_call"],
     [
         "api",
         "cache_update",
@@ -62,7 +62,7 @@ ORDER = [
 # folders may import each other.
 INSIDE = {
     "arrays": [
-        ["cuda_device", "dtypes", "integers", "reports", "tape", "typed"],
+        ["cuda_device", "dtypes", "integers", "per_stream", "reports", "tape", "typed"],
         ["device_arrays"],
         ["copies", "interop", "transfers", "unallocated"],
     ],

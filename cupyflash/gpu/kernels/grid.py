@@ -59,7 +59,8 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     which goes to any free SM. Tiles of packed sequences may do so, too: a block has a few of them,
     which lie far apart.
     """
-    grid = by_queries(extent, tiles)
+    parts = extent.heads * tiles.v_parts  # of wide values have the same queries
+    grid = by_queries(extent._replace(heads=parts), tiles)
     if extent.differ:
         return grid
     most = extent.multiprocessors * tiles.resident_blocks

@@ -19,6 +19,7 @@ from . import (
     simt_tangent,
     sm80,
     sm80_f64,
+    sm80_reduce,
     sm80_tangent,
     sm90,
     sm90_bias,
@@ -50,6 +51,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "lookup": (simt.LOOKUP,),
     "reduce_keys": (simt_reduce.KEYS,),
     "reduce_blocks": (simt_reduce.BLOCKS,),
+    "reduce_weights": (sm80_reduce.WEIGHTS,),  # of blocks, where these can
     "reduce_distance": (simt_reduce.DISTANCE,),
     "sums": (rowwise.SUMS,),
     "lists": (simt.LIST_TILES,),

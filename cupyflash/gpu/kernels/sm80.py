@@ -2,7 +2,7 @@
 
 The formulas are those of kernels_cu/warp/fragment_rows.cuh; every kernel asserts that it agrees
 with this module about the bytes. `sm80_f64` has the backward of float64,
-`sm80_tangent` forward mode.
+`sm80_tangent` forward mode, and `sm80_reduce` sums of weights.
 """
 
 from __future__ import annotations

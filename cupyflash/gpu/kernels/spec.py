@@ -51,6 +51,8 @@ class Tiles:
         Whether the keys of every row are one tile.
     row_sharers : int
         Warps that have the same rows of wide heads, and each some of the columns.
+    v_parts : int
+        Parts of the columns of wide values, which have work tiles of their own.
     bias_stages : int
         Stages of tiles of the bias in shared memory; 0 if the bias is part of the score change.
     bias_bytes : int
@@ -67,6 +69,7 @@ class Tiles:
     whole: bool = False
     one_tile: bool = False
     row_sharers: int = 1
+    v_parts: int = 1
     bias_stages: int = 0
     bias_bytes: int = 0
 
