@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, SupportsFloat, SupportsIndex, Unpack, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, SupportsFloat, SupportsIndex, Unpack, overload
 
 from numpy.typing import NDArray
 
-from . import execute
+from . import execute, statistics
 from .arrays.interop import DLPackArray
 from .arrays.typed import DType, F, FloatArray, Number
 from .backends.host_recent import recognised
@@ -18,6 +18,7 @@ from .problem.coded import Fp8
 from .problem.keywords import explained
 from .problem.options import Options
 from .problem.signatures import ForwardOptions, WorkspaceBackwardOptions
+from .reductions import Reduction
 from .request import Request
 from .row_request import RowRequest
 from .rowwise import COMBINE, Parts, arrays_of_parts
@@ -79,6 +80,42 @@ def attention(
 ) -> Array | tuple[Array, FloatArray]: ...
 
 
+@overload
+def attention(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    reductions: Mapping[str, Reduction],
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> tuple[NDArray[F], dict[str, Any]]: ...
+
+
+@overload
+def attention(
+    q: NDArray[F],
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    reductions: Mapping[str, Reduction],
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[NDArray[F], FloatArray, dict[str, Any]]: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    reductions: Mapping[str, Reduction],
+    return_lse: bool = False,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Any, ...]: ...
+
+
 @recognised
 @explained
 def attention(
@@ -100,9 +137,10 @@ def attention(
     qkv_dtype: DType = None,
     out_dtype: DType = None,
     return_lse: bool = False,
+    reductions: Mapping[str, Reduction] | None = None,
     out: Array | None = None,
     lse_out: Array | None = None,
-) -> Array | tuple[Array, FloatArray]:
+) -> Array | tuple[Any, ...]:
     """Compute exact attention, softmax(scale q kᵀ) v, without storing the scores.
 
     Shapes follow `numpy.matmul`. The logits are score_mod(scale * q.k) + bias, -inf where `mask` is
@@ -148,6 +186,10 @@ def attention(
         The type of the output of codes: bfloat16 by default, float16 or float32.
     return_lse : bool
         Return (out, lse) instead of out.
+    reductions : mapping of str to Reduction, optional
+        Statistics to return, too, by names of your own: see `cupyflash.reductions`. They are what
+        `reduce` computes of the same arrays and options: a pass over the scores each, which reads
+        the log-sum-exp of this call.
     out : array, optional
         Where to write the output.
     lse_out : array, optional
@@ -161,6 +203,8 @@ def attention(
         Only with `return_lse`: the natural logarithm of the sum of exp(logits), with the sink and
         before dropout. It is float32 (float64 for float64 input), and -inf for a query that sees no
         key.
+    found : dict of str to array
+        Only with `reductions`: what `reduce` returns. Leading axes are those of all three arrays.
 
     Raises
     ------
@@ -204,6 +248,8 @@ def attention(
     )
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
     request = Request(q, k, v, codes=Fp8.of(*given), options=options)
+    if reductions is not None:
+        return statistics.with_reductions(request, reductions, return_lse, out, lse_out)
     return execute.forward(request, return_lse, out, lse_out)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 
@@ -20,12 +20,16 @@ from .rowwise import HADAMARD, QUANTIZE
 
 @explained
 def quantize(
-    x: DLPackArray, dtype: str | type[Any] | np.dtype[Any], *, group: SupportsIndex | None = None
+    x: DLPackArray,
+    dtype: str | type[Any] | np.dtype[Any],
+    *,
+    group: SupportsIndex | None = None,
+    per: Literal["row", "head", "tensor"] = "row",
 ) -> tuple[Array, FloatArray]:
-    """Convert numbers to codes of 8 or 4 bits, with a scale for each row or group of columns.
+    """Convert numbers to codes of 8 or 4 bits, with a scale for each row, head or group of columns.
 
     The codes mean ``scale * code``, which differs from x by at most half a step of the codes. The
-    scale is the largest magnitude of its columns, divided by the largest code: 127 for int8, 448
+    scale is the largest magnitude of its numbers, divided by the largest code: 127 for int8, 448
     for float8_e4m3fn, 57344 for float8_e5m2 and 7 for int4. A code is x times the inverse of the
     scale, rounded to nearest even. Inverse and product are rounded to float32, or to float64 for
     float64 arrays, and CPU and GPU give equal bits.
@@ -39,6 +43,10 @@ def quantize(
     group : int, optional
         How many columns share a scale: D, all columns of a row, or for int4 also 32, its default.
         Other groups are refused, because no function takes them.
+    per : {"row", "head", "tensor"}
+        What has a scale of its own: each row (..., D), each head (..., L, D), or all of x. Fewer
+        scales make attention over codes of float8 faster, and its error larger where rows have
+        different sizes.
 
     Returns
     -------
@@ -48,8 +56,9 @@ def quantize(
         int4 are uint8: the lower half of a byte is the code of the first of two columns, from -7 to
         7 in two's complement.
     scale : array of float32, shape (..., D / group)
-        One for each group; without groups (..., 1). It is at least 2**-126, also where all numbers
-        are 0.
+        One for each group; without groups (..., 1). Axes whose rows share a scale have the length
+        1: a head has (..., 1, 1), and all of x (1, ..., 1). It is at least 2**-126, also where all
+        numbers are 0, or where there are none.
 
     Raises
     ------
@@ -61,10 +70,10 @@ def quantize(
     No finite number is beyond the largest code, so that it makes no difference what a library does
     with numbers that are too large: see `cupyflash.foreign.float8`.
 
-    Nothing that is not finite is lost in silence. A NaN makes the scale of its group NaN; the codes
-    are NaN then, or 0 for integers. An infinity makes the scale of its group infinite; its own code
-    is the largest, with its sign, and finite numbers of the group have the code 0. The same happens
-    to float64 numbers whose scale float32 cannot hold.
+    Nothing that is not finite is lost in silence. A NaN makes its scale NaN; the codes with this
+    scale are NaN then, or 0 for integers. An infinity makes its scale infinite; its own code is the
+    largest, with its sign, and finite numbers with this scale have the code 0. The same happens to
+    float64 numbers whose scale float32 cannot hold.
 
     References
     ----------
@@ -81,12 +90,15 @@ def quantize(
     array([[  0,  32, -64, 127]], dtype=int8)
     >>> bool((abs(x - scale * codes) <= 0.5 * scale).all())
     True
+    >>> heads = np.ones((2, 8, 100, 64), np.float32)
+    >>> quantize(heads, "float8_e4m3fn", per="head")[1].shape
+    (2, 8, 1, 1)
     """
 
     def check() -> Quantisation:
-        return quantisation(x, dtype, group)
+        return quantisation(x, dtype, group, per)
 
-    numbers = name_of(dtype), group
+    numbers = name_of(dtype), group, per
     results = execute.rows(RowRequest(QUANTIZE, check, {"x": x}, numbers=numbers))
     return results["codes"], results["scale"]
 

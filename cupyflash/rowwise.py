@@ -195,7 +195,8 @@ def _quantize_on_cpu(checked: Quantisation, arrays: Arrays) -> None:
     from cupyflash.reference.cpu import rows_launch
 
     codes, form = arrays["codes"].view(np.uint8), checked.form.code
-    rows_launch.quantize(checked.x, checked.columns, form, codes, arrays["scale"])
+    together = checked.rows * checked.columns  # numbers that share a scale
+    rows_launch.quantize(checked.x, together, form, codes, arrays["scale"])
 
 
 QUANTIZE = Operation[Quantisation](

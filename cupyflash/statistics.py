@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, cast
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from . import dispatch, execute
+from . import execute
 from .arrays import interop
 from .arrays.device_arrays import is_device_array
-from .arrays.dtypes import DTYPES
 from .arrays.interop import DLPackArray
 from .arrays.typed import A, B, FloatArray, Number
 from .backends import cpu_reductions
 from .errors import ArgumentError, ArgumentTypeError
 from .expr.bind import Alignment, Axis, aligned
-from .expr.functions import POSITIONS, SCORE, exp, len_k, where
-from .expr.nodes import Expr, rebuild
+from .expr.functions import POSITIONS, len_k, where
+from .expr.nodes import Expr
 from .masks import Mask
 from .problem import validate
 from .problem.call import Array, Call
 from .problem.keywords import explained
 from .problem.options import Options
 from .problem.reduction_form import Form
-from .reductions import LOGIT, LSE, WEIGHT, Reduction, TopKeys, is_symbol
+from .reduced_call import ReducedCall, without_values
+from .reductions import WEIGHT, Reduction
 from .request import Request
 from .scores import Score
 
@@ -111,8 +110,29 @@ def reduce(
     """
     options = _options(mask, score_mod, bias, sink, scale)
     named = _named(reductions)
-    prepared = _Prepared.of(q, k, options, lse, named)
-    return {name: prepared.shown(x, prepared.value(x)) for name, x in named.items()}
+    return ReducedCall.of(q, k, options, lse, named).found(named)
+
+
+def with_reductions(
+    request: Request, reductions: Any, return_lse: Any, out: Any, lse_out: Any
+) -> tuple[Any, ...]:
+    """Compute a call of `attention` and reductions of it, which read its log-sum-exp."""
+    execute.check_flag(return_lse, "return_lse")
+    named = _named(reductions)
+    if request.call.encoding.operands:
+        raise ArgumentError(
+            f"reductions: got {', '.join(map(repr, named))} beside codes in q, k and v; expected "
+            "arrays of numbers, which dequantize makes of codes."
+        )
+    given = request.options
+    options = _options(given.mask, given.score_mod, given.bias, given.sink, given.scale)
+    # Entries are counted along the leading axes of all three arrays.
+    q, k, v = request.operands
+    arrays = (interop.array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    prepared = ReducedCall.of_call(without_values(*arrays, options).call, named)
+    *shown, lse = execute.forward(request, True, out, lse_out)
+    found = prepared.with_lse(lse).found(named)
+    return (*shown, lse, found) if return_lse else (*shown, found)
 
 
 @explained
@@ -170,8 +190,8 @@ def reduce_vjp(
                 "Compute it with reduce instead."
             )
     _refuse_device(q, k)
-    prepared = _Prepared.of(q, k, options, lse, named)
-    found = {name: prepared.shown(x, prepared.value(x)) for name, x in named.items()}
+    prepared = ReducedCall.of(q, k, options, lse, named)
+    found = prepared.found(named)
     return found, ReduceVjp(prepared, named, {name: x.shape for name, x in found.items()})
 
 
@@ -211,124 +231,6 @@ def _refuse_device(q: Any, k: Any) -> None:
             )
 
 
-def _check_places(call: Call, named: Mapping[str, Reduction]) -> None:
-    """Refuse arrays of expressions that are not where the call's are."""
-    read = {"q": call.q}
-    for name, each in named.items():
-        read |= validate.looked_up(each.expr, f"reductions: {name!r}")
-    interop.one_home(read)
-
-
-class _Prepared(NamedTuple):
-    """A validated call, and its log-sum-exp with an axis of heads if it is needed."""
-
-    call: Call
-    lse: Any
-
-    @classmethod
-    def of(
-        cls, q: Any, k: Any, options: Options, lse: Any, named: Mapping[str, Reduction]
-    ) -> _Prepared:
-        """Validate a call, and compute the log-sum-exp if it is needed and not given."""
-        q, k = interop.of_device(q=q, k=k)
-        q, k = interop.array(q, "q"), interop.array(k, "k")
-        v = k  # of what validation refuses, and on a GPU, whose best kernels have equal heads
-        if not is_device_array(k) and k.ndim > 1 and k.dtype.name in DTYPES:
-            # No value counts: all are one column of zeros, which takes no memory.
-            v = np.broadcast_to(np.zeros((), k.dtype), (*k.shape[:-1], 1))
-        request = Request(q, k, v, options=options)
-        call = request.call
-        _check_places(call, named)
-        needs_lse = any(x.reads_lse for x in named.values())
-        rows = (*call.problem.lead, call.problem.heads, call.q.shape[-2])
-        seen = rows[-1:] if call.matrices else rows
-        if lse is not None:
-            lse = validate.given(lse, "lse", seen, call.problem.accumulator)
-        elif needs_lse:
-            lse = execute.forward(request, True, None, None)[1]
-        return cls(call, None if lse is None else lse.reshape(rows))
-
-    def of_logits(self, expr: Expr) -> Expr:
-        """Return an expression of p, t and lse as one of the score, which stands for the logit."""
-        lse = None if self.lse is None else self.of_rows(self.lse, "lse")
-        weight = None if lse is None else exp(SCORE - lse)
-
-        def replaced(node: Expr) -> Expr | None:
-            if is_symbol(node, WEIGHT):
-                return weight
-            if is_symbol(node, LSE):
-                return lse
-            return SCORE if is_symbol(node, LOGIT) else None
-
-        return rebuild(expr, replaced)
-
-    def of_rows(self, array: Array, name: str) -> Expr:
-        """Return what reads an array (..., Hq, Lq)."""
-        return aligned(Alignment(array, name, (Axis(_H, "heads"), Axis(_I, "len_q"))))
-
-    def value(self, reduction: Reduction) -> tuple[Array, Array | None]:
-        """Return what a reduction takes, (B, Hq, ...), and positions of keys."""
-        form = self.form(reduction)
-        value = self.of_logits(reduction.expr) if form.of == "program" else None
-        lse = self.lse if form.of in ("weight", "entropy") else None
-        found, indices = dispatch.backend_of(self.call.q).reduce(self.call, form, lse, value)
-        if reduction.along == "keys" and reduction.count == 1 and reduction.by != "top":
-            found, indices = found[..., 0], None if indices is None else indices[..., 0]
-        if reduction.along == "queries":  # one row of blocks, or none without queries
-            if found.shape[2]:
-                return found[:, :, 0], None
-            start = 0.0 if reduction.by == "sum" else -math.inf
-            shape = (*found.shape[:2], found.shape[3])
-            found = dispatch.backend_of(self.call.q).empty_like(found, shape, in_c_order=True)
-            found[...] = start
-        return found, indices
-
-    def of_sink(self, function: Any) -> Array:
-        """Return the sink's weights times a function of LSE - sink, (..., Hq, Lq)."""
-        return cpu_reductions.of_sink(self.call, self.lse, function)
-
-    def form(self, reduction: Reduction) -> Form:
-        """Return what the kernels take, and over which pairs."""
-        len_q = int(self.call.problem.len_q)
-        rows, along, block = reduction.rows_seen(len_q), reduction.along, reduction.block
-        if along == "queries":
-            along, block = "blocks", (max(len_q, 1), 1)
-        by = "top" if reduction.by == "argmax" else reduction.by
-        of = "entropy" if reduction.name == "entropy" else "program"
-        if is_symbol(reduction.expr, WEIGHT, LOGIT) and not (
-            by == "top" and is_symbol(reduction.expr, WEIGHT)
-        ):
-            of = "weight" if is_symbol(reduction.expr, WEIGHT) else "logit"
-        return Form(of, along, by, reduction.raw, reduction.count, rows, block)
-
-    def shown(self, reduction: Reduction, made: tuple[Array, Array | None]) -> Any:
-        """Return a result as users see it."""
-        found, indices = made
-        problem, matrices = self.call.problem, self.call.matrices
-        if reduction.per_head:
-            found = _largest(found)
-
-        def seen(x: Array) -> Array:
-            rest = x.shape[2:]
-            return x.reshape(rest if matrices else (*problem.lead, problem.heads, *rest))
-
-        if indices is None:
-            return seen(found)
-        if reduction.by == "top":
-            shape = found.shape
-            return TopKeys(seen(found), seen(indices.reshape(shape)))
-        return seen(indices.reshape(found.shape))
-
-
-def _largest(found: Array) -> Array:
-    """Return the maximum along the last axis, -inf of none."""
-    if found.shape[-1]:
-        return cast("Array", found.max(axis=-1))
-    made: Array = found.sum(axis=-1)
-    made[...] = -math.inf
-    return made
-
-
 class ReduceVjp:
     """The function that computes gradients of reductions."""
 
@@ -336,7 +238,7 @@ class ReduceVjp:
 
     def __init__(
         self,
-        prepared: _Prepared,
+        prepared: ReducedCall,
         named: dict[str, Reduction],
         shapes: dict[str, tuple[int, ...]],
     ) -> None:

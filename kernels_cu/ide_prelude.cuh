@@ -24,6 +24,7 @@ constexpr int RESIDENT_BLOCKS = 1;
 constexpr bool WHOLE = false;
 constexpr bool ONE_TILE = false;
 constexpr int ROW_SHARERS = 1;
+constexpr int V_PARTS = 2;
 constexpr int BIAS_STAGES = 1;
 constexpr bool PACKED = false;
 constexpr bool CACHED = true;

@@ -43,6 +43,15 @@ class Target:
     lacks: str = ""
 
 
+def has_cupy() -> bool:
+    """Whether CuPy can be imported, without which no kernel runs on a GPU."""
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 @functools.cache
 def of(device: int) -> Target:
     """Return the facts of a device of this process."""
@@ -88,6 +97,13 @@ def is_capturing() -> bool:
     import cupy
 
     return bool(cupy.cuda.get_current_stream().is_capturing())
+
+
+def current_stream() -> int:
+    """Return the address of the current device's current stream."""
+    import cupy
+
+    return int(cupy.cuda.get_current_stream().ptr)
 
 
 def synchronize() -> None:

@@ -401,6 +401,13 @@ def mark() -> Any:
     return made
 
 
+def wait_for(marked: Any) -> None:
+    """Let the current stream wait for a mark; the host does not."""
+    import cupy
+
+    cupy.cuda.get_current_stream().wait_event(marked)
+
+
 @contextmanager
 def beside(marked: Any) -> Iterator[None]:
     """Make another stream the current one for a while; it begins when a mark is reached.

@@ -163,18 +163,18 @@ def hold_indices(root: Expr) -> Expr:
 
 def in_host_memory(root: Expr) -> Expr:
     """Return `root` with copies of the arrays that it reads in device memory."""
-    return _copied(root, lambda array: host(array) if is_device_array(array) else array)
+    return with_arrays(root, lambda array: host(array) if is_device_array(array) else array)
 
 
 def in_device_memory(root: Expr) -> Expr:
     """Return `root` with copies, on the current device, of the arrays it reads in host memory."""
-    return _copied(
+    return with_arrays(
         root, lambda array: array if is_device_array(array) else to_device(array, array.dtype)
     )
 
 
-def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
-    """Return `root` with a copy of each array that it reads, or the array itself."""
+def with_arrays(root: Expr, copy: Callable[[Any], Any]) -> Expr:
+    """Return `root` with what `copy` makes of each array that it reads, which it is asked once."""
     copies: dict[int, Any] = {}
 
     def replaced(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
@@ -186,6 +186,8 @@ def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
         if id(array) not in copies:
             copies[id(array)] = copy(array)
         mine = copies[id(array)]
+        if mine is array:
+            return None
         if node.op in LOOKUPS:
             return Expr(node.op, args, node.type, (mine, *node.value[1:]))
         return Expr(node.op, args, node.type, replace(node.value, array=mine))

@@ -14,7 +14,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +22,13 @@ import numpy as np
 from ..arrays import cuda_device
 
 MAP_WORDS = 16  # of an encoded tensor map
+_LINE = 8  # words at a multiple of which a tensor map begins
 KNOWN = ("13", "14")  # versions of CuPy in which `Function.ptr` works as it is used here
 # The oldest device on which grids overlap, and the first driver whose graphs keep that.
 OVERLAP_CAPABILITY, OVERLAP_DRIVER = (9, 0), 12030
 # CUlaunchConfig and CUlaunchAttribute of cuda.h, in words of eight bytes.
 _CONFIG_WORDS, _STREAM, _ATTRIBUTES, _COUNT = 7, 4, 5, 6
-LAUNCH = "cuLaunchKernelEx"
+LAUNCH, CLEAR, REPLACE = "cuLaunchKernelEx", "cuMemsetD32Async", "cuTensorMapReplaceAddress"
 _ATTRIBUTE_WORDS, _ATTRIBUTE_VALUE, _OVERLAPS = 9, 1, 6  # the last one is the attribute's number
 
 
@@ -46,8 +47,8 @@ class Kernel(NamedTuple):
         Blocks, threads of a block, and its bytes of dynamic shared memory.
     template : bytes
         Its parameters without addresses.
-    maps : int
-        How many tensor maps follow them as further parameters.
+    maps : tuple of bytes
+        Encoded tensor maps, which follow them as further parameters; they have any address.
     overlaps : bool
         Whether it may begin while the launch before ends.
     """
@@ -59,28 +60,34 @@ class Kernel(NamedTuple):
     threads: int
     shared_memory: int
     template: bytes
-    maps: int
+    maps: tuple[bytes, ...]
     overlaps: bool
 
     @property
     def parameter_words(self) -> int:
         """How many words of eight bytes parameters take; tensor maps follow them."""
-        return -(-len(self.template) // 8)
+        words = -(-len(self.template) // 8)
+        return _whole_lines(words) if self.maps else words
 
     @property
     def words(self) -> int:
         """How many words what the driver is told takes: parameters, pointers to them, and how."""
-        parameters = self.parameter_words + MAP_WORDS * self.maps
-        return parameters + 1 + self.maps + _CONFIG_WORDS + _ATTRIBUTE_WORDS
+        count = len(self.maps)
+        parameters = self.parameter_words + MAP_WORDS * count
+        return _whole_lines(parameters + 1 + count + _CONFIG_WORDS + _ATTRIBUTE_WORDS)
+
+
+def _whole_lines(words: int) -> int:
+    return -(-words // _LINE) * _LINE
 
 
 class Value(NamedTuple):
-    """A word that is written when launches are made.
+    """A word that is written when launches are made, or the address of a tensor map.
 
     Attributes
     ----------
     place : int
-        Where, in words of a buffer.
+        Where it or the map is, in words of a buffer.
     number : int
         Which of the values that `Queue.launch` is told; `STREAM` is the first one.
     added : int
@@ -92,8 +99,28 @@ class Value(NamedTuple):
     added: int
 
 
+class Told(NamedTuple):
+    """What launches are told.
+
+    Attributes
+    ----------
+    words, maps : sequence of Value
+        What is written, and the addresses of tensor maps.
+    """
+
+    words: Sequence[Value] = ()
+    maps: Sequence[Value] = ()
+
+
+class Functions(NamedTuple):
+    """The addresses of the driver's functions; that of launches is 0 if CuPy must make them."""
+
+    launch: int = 0
+    replace: int = 0
+
+
 STREAM = 0
-ERRORS = 2**32  # what a launch's number is multiplied with, behind its error's number
+ERRORS = 2**32  # what the number of a call is multiplied with, behind its error's number
 
 
 class Buffer:
@@ -103,21 +130,21 @@ class Buffer:
     ----------
     kernels : sequence of Kernel
         What is launched, in order. What the driver is told of one begins behind that of the others.
-    function : int
-        The address of the driver's function; 0 if CuPy must launch.
-    values : sequence of Value
-        What is written when they are launched.
-    early : sequence of Value
-        What is written before.
+    functions : Functions
+        Those of the driver.
+    told : Told
+        What is told when they are launched.
+    early : Told
+        What is told before.
 
     Attributes
     ----------
     words : memoryview
         Words of eight bytes, to write to.
     block : int
-        What `Queue.launch` takes to write the values, the stream among them, and to launch.
+        What `Queue.launch` takes to tell the values, the stream among them, and to launch.
     early : int
-        What it takes to write the early ones.
+        What it takes to tell the early ones.
     launches : tuple of (int, int, int)
         Of each launch, what the driver's function takes: the addresses of its configuration, of the
         kernel and of pointers to its parameters.
@@ -126,19 +153,19 @@ class Buffer:
     """
 
     __slots__ = (
-        "_arguments", "_held", "_kernels", "_one", "block", "early", "launches", "streams", "words",
+        "_arguments", "_calls", "_held", "_kernels", "_one", "block", "early", "launches",
+        "streams", "words",
     )  # fmt: skip
 
     def __init__(
         self,
         kernels: Sequence[Kernel],
-        function: int,
-        values: Sequence[Value],
-        early: Sequence[Value] = (),
+        functions: Functions,
+        told: Told,
+        early: Told = Told(),  # noqa: B008, it is never changed
     ) -> None:
-        from . import launcher
-
-        memory = np.zeros(sum(kernel.words for kernel in kernels), np.uint64)
+        memory = np.zeros(sum(kernel.words for kernel in kernels) + _LINE, np.uint64)
+        memory = memory[-(memory.ctypes.data // 8) % _LINE :]
         self._kernels, self.words = kernels, memory.data
         self._arguments: list[list[Any]] = []  # of each launch, as CuPy takes them
         launches, streams = [], []
@@ -149,10 +176,11 @@ class Buffer:
             parameters[:] = np.frombuffer(kernel.template, np.uint8)
             arguments = [parameters.view(f"V{len(kernel.template)}")]
             first = begin + kernel.parameter_words
-            for n in range(kernel.maps):
+            for n, encoded in enumerate(kernel.maps):
                 held = memory[first + n * MAP_WORDS : first + (n + 1) * MAP_WORDS]
+                held[:] = np.frombuffer(encoded, np.uint64)
                 arguments.append(held.view(f"V{8 * MAP_WORDS}"))
-            pointers = first + kernel.maps * MAP_WORDS
+            pointers = first + len(kernel.maps) * MAP_WORDS
             memory[pointers : pointers + len(arguments)] = [x.ctypes.data for x in arguments]
             config = pointers + len(arguments)
             attribute = config + _CONFIG_WORDS
@@ -167,17 +195,34 @@ class Buffer:
             launches.append((start + 8 * config, kernel.function, start + 8 * pointers))
             begin += kernel.words
         self.launches, self.streams = tuple(launches), tuple(streams)
-        of_stream = [Value(place, STREAM, 0) for place in streams]
+        self._calls = [REPLACE] * len(told.maps)
         made = [
-            launcher.block(function, launched, [(start + 8 * x, n, y) for x, n, y in written])
-            for launched, written in (
-                (launches, (*of_stream, *values)),
-                ([], (*of_stream, *early)),
-                *(([each], ()) for each in launches),
-            )
+            _block(functions, start, launched, streams, each)
+            for launched, each in ((launches, told), ([], early))
         ]
+        made += [_block(functions, start, [each], [], Told()) for each in launches]
         self._held = memory, made
         self.block, self.early, *self._one = (x.ctypes.data for x in made)
+
+    def has_launched(self, failed: int) -> bool:
+        """Return whether a launch had been made when a call for `block` failed.
+
+        `failed` is what `Queue.launch` returned, which was not 0.
+        """
+        return failed // ERRORS > len(self._calls)
+
+    def error(self, failed: int, of: int | None = None) -> RuntimeError:
+        """Return what to raise for that, or for launch number `of` alone."""
+        n, number = divmod(failed, ERRORS)
+        if of is None and n < len(self._calls):
+            return error(number, self._calls[n])
+        made = error(number, LAUNCH)
+        made.add_note(self.note(n - len(self._calls) if of is None else of))
+        return made
+
+    def note(self, n: int) -> str:
+        """Return words that name the kernel of a launch."""
+        return f"while running the kernel {self._kernels[n].name}"
 
     def one(self, n: int) -> int:
         """Return what `Queue.launch` takes to make one of the launches, and to write nothing."""
@@ -189,6 +234,26 @@ class Buffer:
         kernel.by_cupy(
             (kernel.grid,), (kernel.threads,), self._arguments[n], shared_mem=kernel.shared_memory
         )
+
+
+def _block(
+    functions: Functions,
+    start: int,
+    launches: Sequence[tuple[int, int, int]],
+    streams: Iterable[int],
+    told: Told,
+) -> Any:
+    """Return what `Queue.launch` takes to tell values and to launch, for words at an address."""
+    from . import launcher
+
+    calls: list[tuple[int, ...]] = []
+    arguments: list[tuple[int, int, int, int]] = []
+    for place, number, added in told.maps:
+        arguments.append((len(calls), 1, number, added))
+        calls.append((functions.replace, start + 8 * place))
+    calls += [(functions.launch, *each) for each in launches]
+    values = [*(Value(place, STREAM, 0) for place in streams), *told.words]
+    return launcher.block(calls, [(start + 8 * x, n, y) for x, n, y in values], arguments)
 
 
 class Buffers:
@@ -207,11 +272,11 @@ class Buffers:
     def __init__(
         self,
         kernels: Sequence[Kernel],
-        function: int,
-        values: Sequence[Value],
-        early: Sequence[Value] = (),
+        functions: Functions,
+        told: Told,
+        early: Told = Told(),  # noqa: B008, it is never changed
     ) -> None:
-        self._told = kernels, function, values, early
+        self._told = kernels, functions, told, early
         self.unused: list[Buffer] = []
 
     def take(self) -> Buffer:
@@ -254,10 +319,13 @@ class Queue:
     device : int
         Its number.
     launch : callable
-        What writes values and launches, as `launcher.launch` says. It takes a block of a `Buffer`,
+        What tells values and launches, as `launcher.launch` says. It takes a block of a `Buffer`,
         the stream, and further values.
-    function : int
-        The address of the driver's function that launches; 0 if CuPy must launch.
+    functions : Functions
+        Those of the driver.
+    clear : callable or None
+        The driver's function that takes an address, a number of 32 bits, how often to write it from
+        there on, and the stream, and returns an error's number or 0; None if CuPy must launch.
     overlaps : bool
         Whether a launch may begin while the one before ends.
     alloc : callable
@@ -274,10 +342,13 @@ class Queue:
         self.current_stream = cupy.cuda.get_current_stream
         self.alloc = cupy.cuda.alloc
         self._is_known = _is_known(cupy)
-        self.launch, self.function = launcher.launch(), 0
+        self.launch, self.functions = launcher.launch(), Functions()
+        self.clear: Any = None
         if self._is_known:
             pointer, found = ctypes.c_void_p, library()
-            self.function = ctypes.cast(found.cuLaunchKernelEx, pointer).value or 0
+            self.functions = Functions(_address(LAUNCH))
+            self.clear = found.cuMemsetD32Async
+            self.clear.argtypes = pointer, ctypes.c_uint, ctypes.c_size_t, pointer
         self.overlaps = self._is_known and _overlaps(cupy, device)
 
     def is_here(self) -> bool:
@@ -308,6 +379,18 @@ def queue(device: int) -> Queue:
     return Queue(device)
 
 
+def _address(name: str) -> int:
+    """Return the address of a function of the driver."""
+    return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0
+
+
+def functions(queue: Queue, kernels: Sequence[Kernel]) -> Functions:
+    """Return the functions by which kernels are launched."""
+    if not any(kernel.maps for kernel in kernels):
+        return queue.functions
+    return queue.functions._replace(replace=_address(REPLACE))
+
+
 def _overlaps(cupy: Any, device: int) -> bool:
     target = cuda_device.of(device)
     return (
@@ -328,4 +411,4 @@ def _is_known(cupy: Any) -> bool:
 
 def function(kernel: Any, device: int) -> int:
     """Return the driver's handle of a kernel that CuPy has compiled for the current device."""
-    return int(kernel.kernel.ptr) if queue(device).function else 0
+    return int(kernel.kernel.ptr) if queue(device).functions.launch else 0

@@ -103,6 +103,12 @@ class CompiledRecipe:
         """Whether a launch takes more than addresses: it fills or copies, or waits for CuPy."""
         return self.all_zero or self.uploads is not None or self.launches.waits
 
+    @property
+    def own_names(self) -> frozenset[str]:
+        """The names of the addresses that it notes itself whenever it launches."""
+        uploads = () if self.uploads is None else self.uploads.places
+        return frozenset([*(self.reports or ()), *uploads, *(name for name, _, _ in self.scratch)])
+
     @cached_property
     def adds_to_dq(self) -> bool:
         """Whether a backward adds to dq itself, which must hold zeros before."""

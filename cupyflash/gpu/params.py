@@ -167,7 +167,7 @@ ROWWISE: dict[str, Fields] = {
         *((name, OPERAND, 1) for name in "x codes scale".split()),
         ("lead_size", "q", MAX_LEAD),
         *((name, "q", 1) for name in "rows groups columns".split()),
-        *((name, "i", 1) for name in "lanes format".split()),
+        *((name, "i", 1) for name in "lanes format sharing unused".split()),
     ],
     "hadamard": [
         *((name, OPERAND, 1) for name in "x out".split()),

@@ -139,14 +139,13 @@ class Quick:
         addresses of the output, of scratch and of uploads are added, and 0; and an offset.
     """
 
-    __slots__ = ("_buffers", "_launches", "_maps", "_parts")
+    __slots__ = ("_buffers", "_parts")
 
     def __init__(
         self, compiled: CompiledRecipe, spec: OutputSpec, places: Mapping[str, tuple[int, int]]
     ) -> None:
         launches, queue, uploads = compiled.launches, compiled.queue, compiled.uploads
-        self._maps = [(place, *places[name], encoded) for place, name, encoded in launches.maps]
-        self._launches, self._buffers = launches, launches.buffers(launches.values(places))
+        self._buffers = launches.buffers(launches.told(places))
         has_reports, size = bool(compiled.reports), compiled.scratch_size
         own = size > 0 or uploads is not None  # memory that a graph would need
         memory = spec.new, queue.alloc, size
@@ -158,7 +157,7 @@ class Quick:
         compiled, specs = entry.compiled, entry.specs
         if type(compiled) is not CompiledRecipe or entry.tables or entry.pairs:
             return None
-        if compiled.launches.waits or not compiled.queue.function:
+        if compiled.launches.waits or not compiled.queue.functions.launch:
             return None
         names = [*_OPERANDS, *others, "out"]
         places = {name: (n, 0) for n, name in enumerate(names)}
@@ -196,10 +195,8 @@ class Quick:
             return None  # the other way says for what there was none
         told += out.data.ptr, at_scratch, at_upload, 0
         buffer = self._buffers.take()
-        for places, n, offset, encoded in self._maps:
-            buffer.words[places] = encoded.words(told[n] + offset)
         if failed := queue.launch(buffer.block, pointer, *told):
-            raise self._launches.error(failed)
+            raise buffer.error(failed)
         self._buffers.unused.append(buffer)
         return out
 

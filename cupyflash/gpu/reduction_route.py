@@ -1,6 +1,7 @@
 """The route of a reduction on a GPU: see `route`.
 
 One portable kernel takes a reduction of each form, and reads the log-sum-exp where it needs it.
+Sums of weights over queries, or over blocks, have one for tensor cores, too.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def of(
     if lse is not None:
         arrays["lse"] = (lse, 2)
     writer = Writer(call, target, arrays, slope=value is not None, by=value, reduces=True)
-    part = f"reduce_{form.along}"
-    choice = registry.select(part, writer.request)
+    choice = None
+    if form.along == "blocks" and (of_values, form.by) == ("weight", "sum"):
+        choice = registry.find("reduce_weights", writer.request)
+    choice = choice or registry.select(f"reduce_{form.along}", writer.request)
     block_q, block_kv = choice.tiles.block_q, choice.tiles.block_kv
     len_q, len_k = int(call.problem.len_q), int(call.problem.len_k)
     rows, keys = form.block
@@ -71,7 +74,7 @@ def of(
         diagonals = before + -(-len_q // block_q) if len_q and len_k else 0
         extent = _owners(extent, writer, diagonals)
     named = ("keys",) if form.by == "top" else ()
-    writer.add(part, extent, fields, named, choice=choice)
+    writer.add(choice.spec.part, extent, fields, named, choice=choice)
     return writer.route(call)
 
 

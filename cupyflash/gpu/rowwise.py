@@ -84,10 +84,27 @@ def rope(checked: Rotation, arrays: Arrays) -> Recipe:
     return _recipe(_launch(specs.ROPE, x.dtype.name, warps, values, _slots(arrays)))
 
 
+_RAISE, _SHARE = 1, 2  # as in kernels_cu/rowwise/quantize.cu
+
+
 def quantize(checked: Quantisation, arrays: Arrays) -> Recipe:
-    """Write codes, as bytes, and scales."""
-    columns, groups = checked.columns, arrays["scale"].size
-    lanes = _lanes(columns)
+    """Write codes, as bytes, and scales.
+
+    Rows that share a scale raise it before they are converted. It begins as the scale of a group
+    without columns, which is also that of no rows.
+    """
+    if checked.per == "row":
+        launches = [_quantize(checked, arrays, checked.columns)]
+    else:
+        places = dict.fromkeys(("x", "codes", "scale"), arrays["scale"])
+        launches = [_quantize(checked, places, 0)]
+        launches += [_quantize(checked, arrays, checked.columns, way) for way in (_RAISE, _SHARE)]
+    return Recipe(tuple(launch for launch in launches if launch.grid))
+
+
+def _quantize(checked: Quantisation, arrays: Arrays, columns: int, sharing: int = 0) -> Launch:
+    """Return a launch of `quantize` for groups of so many columns, of the rows of these arrays."""
+    groups, lanes = math.prod(arrays["x"].shape[:-1]) * checked.groups, _lanes(columns)
     values = _leading(arrays)
     values |= {
         "rows": groups,
@@ -95,9 +112,10 @@ def quantize(checked: Quantisation, arrays: Arrays) -> Recipe:
         "columns": columns,
         "lanes": lanes,
         "format": checked.form.code,
+        "sharing": sharing,
     }
     dtype, warps = checked.x.dtype.name, -(-groups * lanes // 32)
-    return _recipe(_launch(specs.QUANTIZE, dtype, warps, values, _slots(arrays)))
+    return _launch(specs.QUANTIZE, dtype, warps, values, _slots(arrays))
 
 
 def hadamard(checked: Transform, arrays: Arrays) -> Recipe:

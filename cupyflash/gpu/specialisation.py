@@ -177,6 +177,14 @@ class Specialisation:
                 "tiles.row_sharers",
             ),
             _number(
+                "V_PARTS",
+                "Parts of the columns of wide values, which have work tiles of their own.",
+                "tiles.v_parts",
+                "parts",
+                TILES,
+                least=1,
+            ),
+            _number(
                 "BIAS_STAGES",
                 "Stages of tiles of the bias, or 0.",
                 "tiles.bias_stages",

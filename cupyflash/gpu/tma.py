@@ -1,15 +1,13 @@
 """Tensor maps, which describe to TMA how arrays are laid out in memory.
 
 A map is data, a function of shapes and strides. `encode` turns it and an address into what a kernel
-takes: 128 bytes, which the driver writes.
+takes: 128 bytes, which the driver writes. It also writes another address into them.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from .params import MAX_LEAD, Operand
 
@@ -19,7 +17,7 @@ BYTES = 128  # of an encoded map
 _ALIGNMENT = 16  # bytes, of addresses and strides
 _LONGEST, _FARTHEST = 2**31, 2**40  # an axis, whose coordinates have 32 bits; a stride in bytes
 _ITEMSIZE = 2
-_KEPT = 64  # addresses of an array
+ANYWHERE = 1 << 32  # an address for maps that are told theirs later
 
 
 class TensorMap(NamedTuple):
@@ -125,21 +123,3 @@ def encode(made: TensorMap, address: int) -> bytes:
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuTensorMapEncodeTiled: {error} for {made} at {address:#x}")
     return ctypes.string_at(encoded.getPtr(), BYTES)
-
-
-class Encoded:
-    """A map with the addresses that its array had last: what a launch takes."""
-
-    def __init__(self, made: TensorMap) -> None:
-        self._made = made
-        self._known: dict[int, Any] = {}
-
-    def words(self, address: int) -> Any:
-        """Return its words of eight bytes, as a memoryview."""
-        words = self._known.get(address)
-        if words is None:
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            words = np.frombuffer(encode(self._made, address), np.uint64).data
-            self._known[address] = words
-        return words

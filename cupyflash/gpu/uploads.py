@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import device_arrays
+from ..arrays.per_stream import PerStream
 from ..problem.call import Array
-
-MOST_STREAMS = 8
-_PER_THREAD = 2  # the default stream that each thread has for itself
 
 
 class Upload(NamedTuple):
@@ -34,8 +31,6 @@ class Upload(NamedTuple):
 class Uploads:
     """Short arrays, of which each stream that reads them has a copy in device memory.
 
-    A copy is made, read and freed in the order of its stream, so nobody waits for it.
-
     Parameters
     ----------
     arrays : mapping of str to numpy.ndarray
@@ -46,17 +41,11 @@ class Uploads:
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self._arrays = arrays
-        self._copies: dict[Any, Upload] = {}
+        self._copies: PerStream[Upload] = PerStream()
 
     def of(self, stream: int) -> Upload:
         """Return the copy for the current device's current stream, at this address."""
-        key = (stream, threading.get_ident()) if stream == _PER_THREAD else stream
-        found = self._copies.get(key)
-        if found is None:
-            if len(self._copies) >= MOST_STREAMS:
-                self._copies.clear()
-            found = self._copies[key] = self._made()
-        return found
+        return self._copies.of(stream, self._made)
 
     def _made(self) -> Upload:
         joined = np.concatenate(list(self._arrays.values()))

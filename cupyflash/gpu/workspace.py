@@ -11,9 +11,10 @@ from ..problem.call import Call
 
 GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that are stored together
 TILE_Q, TILE_K = 64, 128  # about a tile of a kernel, for the number of parts
-# Blocks that fill a GPU, and where tiles of a bias are small; planes of such a tile, and rows of
-# queries, for which a part pays.
-ENOUGH_BLOCKS, ENOUGH_SMALL_BLOCKS, FEWEST_PLANES, FEWEST_ROWS = 256, 384, 8, 8192
+# Blocks that fill a GPU, and where tiles of a bias are small, or numbers; tiles of scores that
+# share such a tile, and rows of queries, for which a part pays.
+ENOUGH_BLOCKS, ENOUGH_SMALL_BLOCKS, ENOUGH_NUMBERS = 256, 384, 512
+FEWEST_TILES, FEWEST_ROWS = 8, 8192
 
 
 class ArraySpec(NamedTuple):
@@ -62,7 +63,7 @@ class GradientScratch(NamedTuple):
         Blocks that share the queries of a block of keys. If there are several, their parts are the
         first axis of the arrays with parts of dk and dv.
     bias_parts : int
-        Blocks that share the planes of a tile of the bias, likewise.
+        Blocks that share a tile of the bias, likewise.
     """
 
     arrays: dict[str, ArraySpec]
@@ -97,7 +98,7 @@ def scratch_of(
     }
     shared = _shared_lead(call)
     key_parts = _key_parts(call) if share_queries else 1
-    bias_parts = 1 if call.bias is None else parts_of_planes(call, call.bias.shape)
+    bias_parts = 1 if call.bias is None else parts_of_bias(call, call.bias.shape)
     if shared is not None or key_parts > 1:
         for name, array in (("dk", call.k), ("dv", call.v)):
             lead = array.shape[:-3] if shared is None else shared
@@ -135,20 +136,27 @@ def _key_parts(call: Call) -> int:
     return max(1, min(group, -(-ENOUGH_BLOCKS // max(blocks, 1)), -(-group * len_q // FEWEST_ROWS)))
 
 
-def parts_of_planes(call: Call, shape: tuple[int, ...]) -> int:
-    """Return how many blocks share the planes whose scores were given the same tile of a bias.
+def parts_of_bias(call: Call, shape: tuple[int, ...]) -> int:
+    """Return how many blocks share the scores that were given the same tile of a bias.
 
-    A plane is a head of a batch entry. Tiles that many planes share are few: without parts, each
-    would be one block's, and most of a GPU idle. The parts of a slice of the bias do not depend on
-    how many slices there are.
+    These are blocks of queries of planes, which are heads of batch entries. Tiles that many share
+    are few: without parts, each would be one block's, and most of a GPU idle. The parts of a slice
+    of the bias depend neither on how many slices there are, nor on lengths of other sequences.
     """
     *lead, heads, len_q, len_k = (1,) * (3 - len(shape)) + shape
+    problem, slices = call.problem, max(math.prod(lead), 1)
+    if problem.rows.adjoin and slices > 1:
+        return 1
+    planes: int = problem.batch // slices * (problem.heads if heads == 1 else 1)
+    longest = (int(np.max(n, initial=0)) for n in (problem.len_q, problem.len_k))
+    blocks_q, blocks_k = (-(-n // TILE_Q) for n in longest)
+    rows = planes * (blocks_q if len_q == 1 else 1)
     tiles: int = heads * -(-len_q // TILE_Q) * -(-len_k // TILE_K)
-    planes: int = call.problem.batch // max(math.prod(lead), 1)
-    if heads == 1:
-        planes *= call.problem.heads
     enough = ENOUGH_SMALL_BLOCKS if len_q <= TILE_Q else ENOUGH_BLOCKS
-    return max(1, min(planes // FEWEST_PLANES, enough // max(tiles, 1)))
+    if len_q == len_k == 1:
+        enough = ENOUGH_NUMBERS
+    most = rows * (blocks_k if len_k == 1 else 1) // FEWEST_TILES
+    return max(1, min(rows, most, enough // max(tiles, 1)))
 
 
 def _shared_lead(call: Call) -> tuple[int, ...] | None:

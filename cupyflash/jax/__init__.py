@@ -1,7 +1,7 @@
-"""Attention on JAX arrays on the CPU, under jit, grad, jvp and vmap.
+"""Attention on JAX arrays, on the CPU and on NVIDIA GPUs, under jit, grad, jvp and vmap.
 
-XLA calls the kernels for NumPy arrays by its typed FFI, and they write to its memory. Arrays on a
-GPU are an error, because CuPy can take them by DLPack, outside jit, without a copy.
+XLA calls the kernels for NumPy and for CuPy arrays by its typed FFI, and they read and write its
+memory. On a GPU they run on its stream.
 """
 
 from __future__ import annotations

@@ -16,12 +16,18 @@ import numpy as np
 from ..arrays import interop
 from ..errors import ArgumentError, ArgumentTypeError
 from ..problem import device_args
-from .host import ON_A_GPU, takes_gpus
 
 
 def is_traced(x: Any) -> bool:
     """Whether the elements of an argument are not known yet."""
     return isinstance(x, jax.core.Tracer)
+
+
+def is_known(x: Any) -> bool:
+    """Whether elements can be read at once: arrays are neither traced nor on a GPU."""
+    if is_traced(x):
+        return False
+    return not isinstance(x, jax.Array) or all(at.platform == "cpu" for at in x.devices())
 
 
 def array(name: str, x: Any) -> jax.Array:
@@ -37,9 +43,12 @@ def array(name: str, x: Any) -> jax.Array:
 
 def _checked(name: str, x: jax.Array) -> jax.Array:
     if not is_traced(x):
-        places = {device.platform for device in x.devices()} - {"cpu"}
-        if places and not (takes_gpus() and places == {"gpu"}):
-            raise ArgumentTypeError(f"{name}: {ON_A_GPU}")
+        places = {device.platform for device in x.devices()} - {"cpu", "gpu"}
+        if places:
+            raise ArgumentTypeError(
+                f"{name}: got an array on a {places.pop().upper()}; expected one on the CPU or on "
+                "an NVIDIA GPU. Put it there: jax.device_put(x, jax.devices('cpu')[0])."
+            )
     if not all(isinstance(length, (int, np.integer)) for length in x.shape):
         raise ArgumentError(
             f"{name}: got shape {x.shape}, which has a symbolic length; expected numbers. "
@@ -96,7 +105,7 @@ def like(x: Any) -> Any:
 
 
 def offsets_like(offsets: Any, size: str, x: Any, aligned: Iterable[Any]) -> Any:
-    """Return offsets that stand for traced ones of the rows of `x`.
+    """Return offsets that stand for ones that are not known, of the rows of `x`.
 
     `size` is "len_q" or "len_k". The longest sequences are as long as the aligned arrays, a bias
     or a mask, say; if there are more rows than that, the last sequence has them.

@@ -18,6 +18,8 @@ from ..problem.options import Options
 from ..request import Request
 from ..scores import Score
 from . import arguments, host
+from .constants import Constants
+from .constants import alike as constants_alike
 
 _NO_GRADIENT = (
     "attention_cached: got a request for a gradient; expected none, because none flows through a "
@@ -119,7 +121,7 @@ def attention_cached(
     Parameters
     ----------
     q : jax.Array, shape (B, Hq, Lq, D)
-        Queries, on the CPU. With `offsets_q` they are packed: (Hq, total, D).
+        Queries. With `offsets_q` they are packed: (Hq, total, D).
     k : jax.Array, shape (B, Hkv, S, D)
         Keys, with room for S positions: numbers in the dtype of `q`, or codes with `k_scale`. With
         `table` they are in pages: (P, Hkv, page, D).
@@ -177,10 +179,10 @@ def attention_cached(
         "scale": arguments.number("scale", scale, ", or multiply q by it and pass scale=1"),
     }
     options = Options(
-        mask=mask if alike["mask"] is None else alike["mask"],
+        mask=constants_alike(mask) if alike["mask"] is None else alike["mask"],
         bias=alike["bias"],
         sink=alike["sink"],
-        **constants,
+        **{name: constants_alike(x) for name, x in constants.items()},
     )
     constants["shared"] = arguments.number("shared", shared)
     constants["kv_dtype"] = kv_dtype
@@ -195,7 +197,7 @@ def attention_cached(
         CacheCodes(alike["k_scale"], alike["v_scale"], kv_dtype),
         options,
     ).call
-    if not arguments.is_traced(integers["offsets_q"]):
+    if arguments.is_known(integers["offsets_q"]):
         trees(call)
     if operands["mask"] is None:
         constants["mask"] = mask
@@ -203,34 +205,34 @@ def attention_cached(
     dtypes = call.problem.dtype, call.problem.accumulator
     results = list(map(jax.ShapeDtypeStruct, outputs.result_shapes(call), dtypes))
 
-    options_of_host: dict[str, Any] = {**constants, "return_lse": return_lse}
+    options_of_call = Constants({**constants, "return_lse": return_lse})
     bytes_are = {"kv_dtype": alike["k"].dtype.name}  # on a GPU, where codes come as bytes
 
     def run(arrays: dict[str, Any], into: tuple[Any, ...]) -> list[Any]:
         rows = dict(zip(("out", "lse_out"), into, strict=False))
-        options = options_of_host
+        options = options_of_call.beside(arrays["q"])
         if options["kv_dtype"] is None and arrays["k"].dtype != alike["k"].dtype:
-            options = options | bytes_are
+            options = {**options, **bytes_are}
         made: Any = cached.attention_cached(**arrays, **rows, **options)
         return list(made) if return_lse else [made]
 
-    def on_host(operands: dict[str, Any]) -> Any:
-        return host.call(run, results[: 1 + return_lse], "sequential", operands)
-
     present = {name: x for name, x in operands.items() if x is not None}
-    made = host.without_gradient(_NO_GRADIENT, on_host, present)
+    made = host.call(
+        run, results[: 1 + return_lse], present, no_gradient=_NO_GRADIENT, like=[present["q"]]
+    )
     return tuple(made) if return_lse else made[0]
 
 
 def _known_or_alike(q: Any, integers: dict[str, Any], aligned: tuple[Any, Any]) -> tuple[Any, ...]:
     """Return lengths, table and offsets for a check: what they are, or what stands for them.
 
-    Zeros stand for traced lengths and page numbers. No page of an empty cache is looked at.
+    Zeros stand for lengths and page numbers that are traced or on a GPU. No page of an empty cache
+    is looked at.
     """
     lengths, table, offsets = (
-        arguments.like(x) if arguments.is_traced(x) else arguments.known(x)
+        arguments.known(x) if arguments.is_known(x) else arguments.like(x)
         for x in integers.values()
     )
-    if arguments.is_traced(integers["offsets_q"]):
+    if not arguments.is_known(integers["offsets_q"]):
         offsets = arguments.offsets_like(integers["offsets_q"], "len_q", q, aligned)
     return lengths, table, offsets

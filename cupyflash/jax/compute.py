@@ -18,6 +18,8 @@ from ..problem.options import NAMES, Options
 from ..request import Request
 from ..scores import Score
 from . import arguments, target
+from .constants import Constants
+from .constants import alike as constants_alike
 from .derivatives import Functions, Part, Setting
 from .seeds import seed_of, words_of
 
@@ -78,7 +80,7 @@ def taken(q: Any, k: Any, v: Any, options: Options) -> Taken:
         "seed": seed,
         "precision": options.precision,
     }
-    alike = dict.fromkeys(NAMES) | constants
+    alike = dict.fromkeys(NAMES) | {name: constants_alike(x) for name, x in constants.items()}
     alike |= {name: arguments.like(operands[name]) for name in NAMES if name in operands}
     if "seed" in operands:
         alike["seed"] = 0
@@ -125,7 +127,7 @@ def computed(
     dtypes = call.problem.dtype, call.problem.accumulator
     out_and_lse = tuple(map(jax.ShapeDtypeStruct, shapes, dtypes))
 
-    setting = Setting(functions, constants, tuple(operands), axes, method, dtypes[1])
+    setting = Setting(functions, Constants(constants), tuple(operands), axes, method, dtypes[1])
     made = Part(setting, setting.names, ("out", "lse")).bind(operands, out_and_lse)
     out, lse = made["out"], made["lse"]
     return (out[0], lse[0]) if call.matrices else (out, lse)

@@ -20,6 +20,7 @@ from jax.interpreters import ad
 from ..errors import ArgumentError
 from . import host, target
 from .arguments import is_traced
+from .constants import Constants
 from .seeds import number_of
 
 MOVING = "q", "k", "v", "bias", "sink"  # in the order of `Gradients`
@@ -56,8 +57,8 @@ class Setting:
     ----------
     functions : Functions
         They compute.
-    constants : dict
-        The options that are no arrays, by name.
+    constants : Constants
+        The options that are no operands.
     names : tuple of str
         The operands that are arrays.
     axes : int
@@ -69,7 +70,7 @@ class Setting:
     """
 
     functions: Functions
-    constants: Mapping[str, Any]
+    constants: Constants
     names: tuple[str, ...]
     axes: int
     method: str
@@ -92,12 +93,17 @@ class Part:
 
     def bind(self, arrays: Arrays, results: Sequence[Any]) -> Arrays:
         """Call it in a program; `results` have the shapes and dtypes of what it gives."""
-        gpu = "" if host.takes_gpus() else host.ON_A_GPU
         never = _FORWARD_TWICE if any(name[0] == "u" for name in self.takes) else ""
-        function = target.Function(self.run, gpu, self, never)
+        like = tuple(map(self._like, self.gives))
+        function = target.Function(self.run, rules=self, never=never, like=like)
         operands = [arrays[name] for name in self.takes]
         made = target.bind(function, results, self.setting.method, operands)
         return dict(zip(self.gives, made, strict=True))
+
+    def _like(self, result: str) -> int | None:
+        """Return the operand whose memory order a result has; None for rows of numbers."""
+        operand = {"out": "q", "tout": "q", "lse": None, "tlse": None}.get(result, result[1:])
+        return None if operand is None else self.takes.index(operand)
 
     # -- what it computes
 
@@ -147,7 +153,7 @@ class Part:
 
     def _computed(self, arrays: Arrays, rows: Arrays) -> Arrays:
         """Return what the function for NumPy arrays returns, by name, in `rows` if it is there."""
-        functions, constants = self.setting.functions, self.setting.constants
+        functions, constants = self.setting.functions, self.setting.constants.beside(arrays["q"])
         if self._is_forward:
             into = {_TARGETS[name]: x for name, x in rows.items()}
             made = functions.forward(**arrays, **into, **constants, return_lse=True)

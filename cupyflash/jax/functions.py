@@ -98,14 +98,14 @@ def attention(
     Parameters
     ----------
     q : jax.Array, shape (..., Hq, Lq, D)
-        Queries, of float16, bfloat16, float32 or float64, on the CPU.
+        Queries, of float16, bfloat16, float32 or float64, on the CPU or an NVIDIA GPU.
     k : jax.Array, shape (..., Hkv, Lk, D)
         Keys.
     v : jax.Array, shape (..., Hkv, Lk, Dv)
         Values.
     mask : Mask or jax.Array of bool, optional
         True where a query attends to a key. Arrays in a `Mask` are constants, which are not traced
-        and have no gradient.
+        and have no gradient. They may be in any memory.
     score_mod : Score or sequence of Score, optional
         Changes of the scores. Arrays in them are constants, too.
     bias : jax.Array, optional
@@ -253,7 +253,7 @@ def attention_varlen(
     Parameters
     ----------
     q : jax.Array, shape (Hq, total_q, D)
-        Queries of all sequences, on the CPU.
+        Queries of all sequences.
     k : jax.Array, shape (Hkv, total_k, D)
         Keys of all sequences.
     v : jax.Array, shape (Hkv, total_k, Dv)
@@ -303,7 +303,7 @@ def attention_varlen(
     given = compute.taken(q, k, v, options)
     named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
     named = {name: arguments.integers(name, x) for name, x in named.items()}
-    are_known = not any(map(arguments.is_traced, named.values()))
+    are_known = all(map(arguments.is_known, named.values()))
     if are_known:
         offsets = tuple(map(arguments.known, named.values()))
     else:

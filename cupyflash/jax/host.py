@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
+from ..arrays import device_arrays
 from ..errors import ArgumentError
 from . import target
 
-T = TypeVar("T")
-ON_A_GPU = (
-    "got an array on a GPU; expected one on the CPU. On a GPU, call cupyflash.attention on "
-    "cupy.from_dlpack(x), which copies nothing, outside jax.jit."
-)
-NOT_ON_A_GPU = (  # whether or not the functions that are for GPUs take arrays there
-    "got an array on a GPU; expected one on the CPU, where alone this function computes for JAX. "
-    "Write rows to a cache by x.at[...].set, or put it on the CPU by jax.device_put."
-)
 
-
-def takes_gpus() -> bool:
-    """Whether arrays on an NVIDIA GPU are taken, which was never tried on one."""
-    return os.environ.get("CUPYFLASH_JAX_GPU") == "1"
-
-
-def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: str = "") -> Any:
-    """Return what a function of NumPy arrays returns, as JAX arrays.
+def call(
+    run: Callable[..., Any],
+    results: Any,
+    *args: Any,
+    no_gradient: str = "",
+    like: Sequence[Any] = (),
+) -> Any:
+    """Return what a function of NumPy arrays returns, as JAX arrays; vmap calls it one by one.
 
     Parameters
     ----------
@@ -38,37 +29,44 @@ def call(run: Callable[..., Any], results: Any, method: str, *args: Any, gpu: st
         returns a tree of arrays: these, or others.
     results : tree of jax.ShapeDtypeStruct
         Shapes and dtypes of what it returns.
-    method : "sequential" or "expand_dims"
-        What vmap does: the vmap_method of `jax.pure_callback`.
     *args
         Trees of JAX arrays, one or more.
-    gpu : str
-        Why the function does not take arrays on a GPU, if it does not.
+    no_gradient : str
+        What is raised if a derivative is asked for, or "" if its arrays have none.
+    like : sequence of JAX array or None
+        For each array that it returns, which of `args` has its memory order; without one, it is in
+        C order.
     """
     arrays, tree = jax.tree.flatten(args)
+    orders = tuple(next((n for n, x in enumerate(arrays) if x is each), None) for each in like)
 
     def of_leaves(operands: Sequence[Any], into: tuple[Any, ...], _: Any) -> Sequence[Any]:
         made: list[Any] = jax.tree.leaves(run(*jax.tree.unflatten(tree, operands), into))
         return made
 
-    function = target.Function(of_leaves, gpu or ("" if takes_gpus() else ON_A_GPU))
+    rules = _NoGradient(no_gradient) if no_gradient else None
+    function = target.Function(of_leaves, rules, like=orders)
     leaves, of_results = jax.tree.flatten(results)
-    return jax.tree.unflatten(of_results, target.bind(function, leaves, method, arrays))
+    return jax.tree.unflatten(of_results, target.bind(function, leaves, "sequential", arrays))
 
 
-def without_gradient(message: str, run: Callable[[Any], T], operands: Any) -> T:
-    """Return `run` of a tree of arrays; a gradient through it is an error while it is traced.
+class _NoGradient(NamedTuple):
+    """The rules of a function without derivatives; JAX asks for one where one flows in."""
 
-    JAX asks for one only where a derivative flows in.
-    """
+    message: str
 
-    def refuse(*_: Any) -> NoReturn:
-        raise ArgumentError(message)
+    def jvp(self, *_: Any) -> NoReturn:
+        raise ArgumentError(self.message)
 
-    guarded = jax.custom_jvp(run)
-    guarded.defjvp(refuse)
-    made: T = guarded(operands)
-    return made
+    def transpose(self, *_: Any) -> NoReturn:
+        raise ArgumentError(self.message)
+
+
+def empty_beside(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return a new array in the memory of another one; on a GPU, codes are bytes."""
+    if not device_arrays.is_device_array(array):
+        return np.empty(shape, dtype)
+    return device_arrays.empty(shape, np.uint8 if dtype.name in target.DEVICE_BYTES else dtype)
 
 
 def mapped_axes(arrays: dict[str, Any], extra: int) -> tuple[int, ...]:

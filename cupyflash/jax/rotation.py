@@ -13,34 +13,41 @@ from jax.interpreters import ad
 from .. import cache_update
 from ..problem.rotary import Rotary
 from . import host, target
+from .constants import Constants
 
 
 def rotated(x: jax.Array, positions: jax.Array, rotary: Rotary, inverse: bool) -> jax.Array:
     """Return rows turned by the angles of their positions."""
-    return _Rotation(rotary, inverse, x.ndim, positions.ndim).bind(x, positions, x.shape)
+    return _Rotation(Constants({"rotary": rotary}), inverse, x.ndim, positions.ndim).bind(
+        x, positions, x.shape
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Rotation:
     """A rotation of arrays with so many axes, and more of vmap before these."""
 
-    rotary: Rotary
+    constants: Constants
     inverse: bool
     axes: int
     axes_of_positions: int
 
     def bind(self, x: Any, positions: Any, shape: tuple[int, ...]) -> Any:
         """Rotate rows in a program; `shape` is that of the result."""
-        function = target.Function(self.run, "" if host.takes_gpus() else host.ON_A_GPU, self)
+        function = target.Function(self.run, rules=self, like=(0,))
         result = jax.ShapeDtypeStruct(shape, x.dtype)
         return target.bind(function, [result], "expand_dims", [x, positions])[0]
 
-    def run(self, operands: Sequence[Any], _: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    def run(
+        self, operands: Sequence[Any], into: tuple[Any, ...], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Any]:
         """Return rotated rows, summed over axes of vmap that the result does not have."""
         x, positions = operands
+        rotary = self.constants.beside(x)["rotary"]
         extra = x.ndim - self.axes
         if not extra:
-            return [cache_update.rope(x, positions, self.rotary, inverse=self.inverse)]
+            out = into[0] if into else None
+            return [cache_update.rope(x, positions, rotary, inverse=self.inverse, out=out)]
         mapped = np.broadcast_shapes(x.shape[:extra], positions.shape[:extra])
         own = x.shape[extra:]
         x, positions = host.with_axes(x, mapped), host.with_axes(positions, mapped)
@@ -52,7 +59,7 @@ class _Rotation:
         made = cache_update.rope(
             x.reshape(-1, *x.shape[-3:]),
             rows.reshape(-1, x.shape[-2]),
-            self.rotary,
+            rotary,
             inverse=self.inverse,
         )
         made = made.reshape(*mapped, *own)
@@ -73,5 +80,5 @@ class _Rotation:
         (cotangent,), (x, positions) = cotangents, operands
         if type(cotangent) is ad.Zero:
             return [ad.Zero(x.aval), None]
-        back = _Rotation(self.rotary, not self.inverse, self.axes, self.axes_of_positions)
+        back = _Rotation(self.constants, not self.inverse, self.axes, self.axes_of_positions)
         return [back.bind(cotangent, positions, x.aval.shape), None]

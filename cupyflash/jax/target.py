@@ -24,14 +24,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..arrays import device_arrays
-from ..arrays.cuda_device import current
+from ..arrays.cuda_device import current, has_cupy
 from ..errors import ArgumentError, ArgumentTypeError
+from ..gpu.relaunch import Relaunches
+from ..hints.install import CUPY
+from . import layouts
 from .frame import EXECUTE, Frame, Handler
 
 _NAME = "cupyflash"
 # Numbers are drawn anew in each process: a program that one keeps on disk is not found by another.
 _numbers = itertools.count(secrets.randbits(62))
-_DEVICE_WORDS = "float8_e4m3fn", "float8_e5m2"  # CuPy has no such arrays, so they come as bytes
+DEVICE_BYTES = "float8_e4m3fn", "float8_e5m2"  # CuPy has no such arrays, so they come as bytes
 
 
 class Rules(Protocol):
@@ -55,59 +58,62 @@ class Function(NamedTuple):
         Takes the operands, arrays for the results in XLA's memory, unless nothing is traced, and
         the results' shapes. It returns the results: these arrays, or others, which are copied
         there.
-    gpu : str
-        Why the function does not take arrays on a GPU, or "".
     rules : Rules, optional
         Its derivatives. Without them, they are those of what calls it, by `jax.custom_jvp`, say.
     never : str
         Why nothing computes the function, which then stands for its transpose, or "".
+    like : tuple of int or None
+        For each result, which operand's memory order it has; None, or none: C order.
     """
 
     run: Callable[[Sequence[Any], tuple[Any, ...], Sequence[tuple[int, ...]]], Sequence[Any]]
-    gpu: str
     rules: Rules | None = None
     never: str = ""
+    like: tuple[int | None, ...] = ()
 
 
 class _Memory(NamedTuple):
-    """What arrays in XLA's memory are made of: shape, dtype and type of the bytes."""
+    """What arrays in XLA's memory are made of: shape, dtype, strides and type of the bytes."""
 
     shape: tuple[int, ...]
     dtype: Any
+    strides: tuple[int, ...]
     bytes: Any
 
     @classmethod
-    def of(cls, aval: Any) -> _Memory:
-        """Return that of arrays of a shape and a dtype."""
+    def of(cls, aval: Any, order: tuple[int, ...]) -> _Memory:
+        """Return that of arrays of a shape and a dtype, with axes in an order of memory."""
         dtype = np.dtype(aval.dtype)
-        return cls(aval.shape, dtype, ctypes.c_char * (math.prod(aval.shape) * dtype.itemsize))
+        strides, step = [0] * len(order), dtype.itemsize
+        for axis in reversed(order):
+            strides[axis] = step
+            step *= max(aval.shape[axis], 1)
+        held = ctypes.c_char * (math.prod(aval.shape) * dtype.itemsize)
+        return cls(aval.shape, dtype, tuple(strides), held)
 
     def in_host(self, address: int) -> Any:
         """Return the array of NumPy at an address."""
         if not address:  # of no elements
             return np.empty(self.shape, self.dtype)
-        return np.ndarray(self.shape, self.dtype, self.bytes.from_address(address))
+        memory = self.bytes.from_address(address)
+        return np.ndarray(self.shape, self.dtype, memory, strides=self.strides)
 
     def on_device(self, address: int, device: int) -> Any:
         """Return the array of CuPy at an address; one of no elements has none."""
-        dtype = np.dtype(np.uint8) if self.dtype.name in _DEVICE_WORDS else self.dtype
-        strides, step = [], dtype.itemsize
-        for length in reversed(self.shape):
-            strides.append(step)
-            step *= max(length, 1)
-        return device_arrays.borrowed(
-            address, self.shape, dtype, tuple(reversed(strides)), device, None
-        )
+        dtype = np.dtype(np.uint8) if self.dtype.name in DEVICE_BYTES else self.dtype
+        return device_arrays.borrowed(address, self.shape, dtype, self.strides, device, None)
 
 
 class _Entry:
-    """A call in a program: its function, and the arrays that it is called with."""
+    """A call in a program: its function, and shapes and memory orders of the arrays it gets."""
 
     def __init__(self, function: Function, operands: Sequence[Any], results: Sequence[Any]) -> None:
         self._run = function.run
-        self._operands = tuple(map(_Memory.of, operands))
-        self._results = tuple(map(_Memory.of, results))
+        self._operands = tuple(_Memory.of(*each) for each in operands)
+        self._results = tuple(_Memory.of(*each) for each in results)
         self._shapes = tuple(x.shape for x in self._results)
+        arrays = *self._operands, *self._results
+        self._relaunches = Relaunches([ctypes.sizeof(x.bytes) for x in arrays])
 
     def on_cpu(self, frame: Frame) -> None:
         """Make a call on the CPU."""
@@ -120,19 +126,31 @@ class _Entry:
 
     def on_gpu(self, frame: Frame) -> None:
         """Make a call on a GPU: on its device and stream, in XLA's memory."""
+        count = len(self._operands)
+        addresses = frame.operands(count) + frame.results(len(self._shapes))
+        stream = frame.stream()
+        if self._relaunches.launch(stream, addresses):
+            return
         device = frame.device()
-        with device_arrays.on_stream(frame.stream(), device):
-            addresses = frame.operands(len(self._operands))
-            named = zip(self._operands, addresses, strict=True)
-            operands = [x.on_device(a, device) for x, a in named]
-            named = zip(self._results, frame.results(len(self._results)), strict=True)
-            self._make(operands, [x.on_device(a, device) for x, a in named])
+        with device_arrays.on_stream(stream, device):
+            memory = zip((*self._operands, *self._results), addresses, strict=True)
+            arrays = [x.on_device(a, device) for x, a in memory]
+            tape = self._relaunches.tape(stream, addresses)
+            if tape is None:
+                self._make(arrays[:count], arrays[count:])
+                return
+            with tape.recording():
+                all_written = self._make(arrays[:count], arrays[count:])
+            if all_written:
+                self._relaunches.keep(stream, tape, addresses)
 
-    def _make(self, operands: list[Any], results: list[Any]) -> None:
+    def _make(self, operands: list[Any], results: list[Any]) -> bool:
+        """Make a call; return whether results were written where they belong, and none copied."""
         made = self._run(operands, tuple(results), self._shapes)
-        for result, x in zip(results, made, strict=True):
-            if x is not result:
-                result[...] = x
+        copied = [(result, x) for result, x in zip(results, made, strict=True) if x is not result]
+        for result, x in copied:
+            result[...] = x
+        return not copied
 
 
 class _Held:
@@ -235,29 +253,64 @@ def _(*operands: Any, function: Function, results: Any, **_: Any) -> list[Any]:
     """Call a function at once where nothing is traced: XLA would compile a program for each."""
     if function.never:
         raise ArgumentError(function.never)
-    shapes = [shape for shape, _ in results]
-    device = min(operands[0].devices(), key=lambda device: device.id)
+    device = _device_of(operands)
     if device.platform != "cpu":
-        return _at_once_on_gpu(operands, function, shapes, device)
+        return _at_once_on_gpu(operands, function, results, device)
+    shapes = [shape for shape, _ in results]
     made = function.run(list(map(np.asarray, operands)), (), shapes)
     with jax.default_device(device):
         return list(map(jax.numpy.asarray, made))
 
 
+def _device_of(operands: Sequence[Any]) -> Any:
+    """Return the device of a call at once, to which arrays go that nobody has put elsewhere.
+
+    Arrays on several devices are gathered on the first one.
+    """
+    arrays = [x for x in operands if isinstance(x, jax.Array)]
+    put = [x for x in arrays if x.committed] or arrays[:1]
+    devices = sorted({at for x in put for at in x.devices()}, key=lambda at: at.id)
+    if len({at.platform for at in devices}) > 1:
+        raise ArgumentTypeError(
+            f"got arrays on {' and '.join(map(str, devices))}; expected arrays on one device. Put "
+            "them there: jax.device_put(x, jax.devices()[0])."
+        )
+    return devices[0]
+
+
+def _check_gpu(came: str) -> None:
+    """Refuse arrays on a GPU without CuPy."""
+    if not has_cupy():
+        raise ArgumentTypeError(
+            f"{came}; expected arrays on the CPU, because CuPy is not installed, which the kernels "
+            f"for GPUs need. Install it ({CUPY}), or put the arrays there: "
+            "jax.device_put(x, jax.devices('cpu')[0])."
+        )
+
+
 def _at_once_on_gpu(
-    operands: Sequence[Any], function: Function, shapes: Sequence[tuple[int, ...]], device: Any
+    operands: Sequence[Any], function: Function, results: Any, device: Any
 ) -> list[Any]:
     """Call a function on CuPy's current stream; DLPack lets streams wait for each other."""
-    if function.gpu:
-        raise ArgumentTypeError(function.gpu)
+    _check_gpu("got arrays on a GPU")
+    operands = [
+        x if isinstance(x, jax.Array) and x.devices() == {device} else jax.device_put(x, device)
+        for x in operands
+    ]
     with current(device.local_hardware_id):
         arrays = [
             device_arrays.from_dlpack(
-                jax.lax.bitcast_convert_type(x, np.uint8) if x.dtype.name in _DEVICE_WORDS else x
+                jax.lax.bitcast_convert_type(x, np.uint8) if x.dtype.name in DEVICE_BYTES else x
             )
             for x in operands
         ]
-        return list(map(jax.dlpack.from_dlpack, function.run(arrays, (), shapes)))
+        made = map(
+            jax.dlpack.from_dlpack, function.run(arrays, (), [shape for shape, _ in results])
+        )
+        return [
+            jax.lax.bitcast_convert_type(x, dtype) if dtype.name in DEVICE_BYTES else x
+            for x, (_, dtype) in zip(made, results, strict=True)
+        ]
 
 
 @_call.def_abstract_eval
@@ -275,16 +328,36 @@ def _lowering(platform: str) -> Callable[..., Any]:
     lowered = jax.ffi.ffi_lowering(_NAME)
 
     def lower(ctx: Any, *operands: Any, function: Function, **_: Any) -> Any:
-        if platform == "cuda" and function.gpu:
-            raise ArgumentTypeError(f"got arrays of a program for a GPU: {function.gpu}")
+        if platform == "cuda":
+            _check_gpu("got arrays of a program for a GPU")
         if function.never:
             raise ArgumentError(function.never)
         _register(platform)
-        entry = _Entry(function, ctx.avals_in, ctx.avals_out)
+        orders = list(map(layouts.order_of, operands, ctx.avals_in))
+        of_results = [
+            layouts.like(orders[n], len(aval.shape)) if n is not None else layouts.in_c(aval)
+            for aval, n in itertools.zip_longest(ctx.avals_out, function.like)
+        ]
+        entry = _Entry(
+            function,
+            list(zip(ctx.avals_in, orders, strict=True)),
+            list(zip(ctx.avals_out, of_results, strict=True)),
+        )
         number = next(_numbers)
         _entries[number] = entry
         ctx.module_context.add_keepalive(_Held(entry))
-        return lowered(ctx, *operands, number=np.int64(number))
+        given = [
+            layouts.transposed(ctx, *each)
+            for each in zip(operands, ctx.avals_in, orders, strict=True)
+        ]
+        avals_out = [
+            aval.update(shape=tuple(aval.shape[axis] for axis in order))
+            for aval, order in zip(ctx.avals_out, of_results, strict=True)
+        ]
+        of_call = ctx.replace(avals_in=[aval for _, aval in given], avals_out=avals_out)
+        made = lowered(of_call, *(value for value, _ in given), number=np.int64(number))
+        back = zip(made, avals_out, map(layouts.inverse, of_results), strict=True)
+        return [layouts.transposed(ctx, *each)[0] for each in back]
 
     return lower
 

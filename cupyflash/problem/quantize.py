@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from ..arrays.interop import floats, one_home
 from ..errors import ArgumentError, ArgumentTypeError
 from .call import Array
 from .formats import INT4_GROUP, Format, format_of
+
+_PER = "row", "head", "tensor"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +27,8 @@ class Quantisation:
         (..., D).
     form : Format
         The format of the codes.
+    per : {"row", "head", "tensor"}
+        What has a scale of its own, or for a row one for each group.
     columns : int
         Columns that share a scale.
     groups : int
@@ -34,6 +39,7 @@ class Quantisation:
 
     x: Array
     form: Format
+    per: str
     columns: int
     groups: int
     device: int | None
@@ -45,13 +51,26 @@ class Quantisation:
 
     @property
     def shape_of_scale(self) -> tuple[int, ...]:
-        """(..., groups)."""
-        return (*self.x.shape[:-1], self.groups)
+        """(..., groups); axes whose rows share a scale have the length 1."""
+        own = self._own_axes
+        return (*self.x.shape[:own], *(1,) * (self.x.ndim - 1 - own), self.groups)
+
+    @property
+    def rows(self) -> int:
+        """Rows that share a scale, which are neighbours in C order."""
+        return math.prod(self.x.shape[self._own_axes : -1])
+
+    @property
+    def _own_axes(self) -> int:
+        """The leading axes along which scales differ."""
+        axes = self.x.ndim - 1
+        return {"row": axes, "head": max(axes - 1, 0), "tensor": 0}[self.per]
 
 
-def quantisation(x: Any, dtype: Any, group: Any) -> Quantisation:
+def quantisation(x: Any, dtype: Any, group: Any = None, per: Any = "row") -> Quantisation:
     """Validate a call of `quantize`."""
     x, form = floats(x, "x"), format_of(dtype, "dtype")
+    _check_per(per)
     if not x.ndim:
         raise ArgumentError(
             "x: got shape (); expected (..., D), rows of which each has a scale. Pass x[None]."
@@ -63,10 +82,41 @@ def quantisation(x: Any, dtype: Any, group: Any) -> Quantisation:
             "an even number of columns. Pad the last axis with zeros."
         )
     groups = 1
-    if group is not None or form.packed > 1:
+    if per != "row":
+        _check_whole_rows(group, columns, per)
+    elif group is not None or form.packed > 1:
         size = _group_of(group, columns, form)
         columns, groups = size, columns // max(size, 1)
-    return Quantisation(x, form, columns, groups, one_home({"x": x}))
+    return Quantisation(x, form, per, columns, groups, one_home({"x": x}))
+
+
+def _check_per(per: Any) -> None:
+    """Refuse what scales cannot belong to."""
+    words = ", ".join(map(repr, _PER))
+    if not isinstance(per, str):
+        raise ArgumentTypeError(
+            f"per: got {per!r}; expected what has a scale of its own: {words}. Say per='head' for "
+            "one scale for each head."
+        )
+    if per == "block":
+        raise ArgumentError(
+            "per: got 'block'; expected 'row', 'head' or 'tensor': no function takes scales of "
+            "blocks of rows. Scales of rows follow the numbers more closely: say per='row'."
+        )
+    if per not in _PER:
+        raise ArgumentError(
+            f"per: got {per!r}; expected what has a scale of its own: {words}. Say per='row'."
+        )
+
+
+def _check_whole_rows(group: Any, columns: int, per: str) -> None:
+    """Refuse groups of columns where many rows share a scale."""
+    if group is None or (not isinstance(group, (bool, np.bool_)) and group == columns):
+        return
+    raise ArgumentError(
+        f"group: got {group!r} with per={per!r}, where all columns share a scale; expected None. "
+        "Leave group out, or say per='row'."
+    )
 
 
 def _group_of(value: Any, columns: int, form: Format) -> int:

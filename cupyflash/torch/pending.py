@@ -57,9 +57,8 @@ class Pending:
 
 
 # dq, dk and dv; launches that lack one address; and scratch memory, which is kept until then.
-Ready: TypeAlias = tuple[
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor], driver.Buffer, torch.Tensor | None
-]
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Ready: TypeAlias = tuple[Results, driver.Buffer, torch.Tensor | None]
 
 
 class Gradients:
@@ -88,17 +87,15 @@ class Gradients:
         The names of addresses, in the signature of the call, that are told in addition.
     are_small : bool
         Whether their memory is asked for in the forward.
-    launches : CompiledLaunches
-        What computes them.
     buffers : driver.Buffers
-        What these are told.
+        What launches are told that a forward has prepared.
     device : int
         Where.
     """
 
     __slots__ = (
-        "_adds", "_do", "_maps", "_maps_of_do", "_queue", "_results", "_size", "_strides",
-        "are_small", "buffers", "device", "launches", "names",
+        "_adds", "_do", "_queue", "_results", "_size", "_strides", "_unprepared", "are_small",
+        "buffers", "device", "names",
     )  # fmt: skip
 
     def __init__(
@@ -109,7 +106,7 @@ class Gradients:
         do: torch.Tensor,
         strides: Sequence[tuple[int, ...]],
     ) -> None:
-        self.launches, self._queue = compiled.launches, compiled.queue
+        launches, self._queue = compiled.launches, compiled.queue
         self.device = self._queue.device
         self._do, self._strides = (do.dtype, do.stride(), do.data_ptr() & 15), tuple(strides)
         self._results = results
@@ -117,22 +114,35 @@ class Gradients:
         self._size = -(-compiled.workspace_size // item)
         elements = sum(math.prod(shape) for shape, _ in self._results) + self._size
         self.are_small = elements * item <= SMALL
-        scratch = dict(compiled.places)
         self._adds = compiled.adds_to_dq
-        names = [*_TOLD, *({*self.launches.names} - {*_TOLD, *scratch, "d_out"})]
+        scratch = dict(compiled.places)
+        names = [*_TOLD, *(launches.names - {*_TOLD, *scratch})]
         self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
-        number = {name: n for n, name in enumerate(names)} | dict.fromkeys(scratch, _SCRATCH)
-        launches, maps = self.launches, self.launches.maps
-        early = {name: (n, scratch.get(name, 0)) for name, n in number.items()}
-        self.buffers = launches.buffers(launches.values({"d_out": (0, 0)}), launches.values(early))
-        self._maps_of_do = [(place, made) for place, name, made in maps if name == "d_out"]
-        self._maps = [(place, number[y], made) for place, y, made in maps if y != "d_out"]
+        numbers = {name: (n, 0) for n, name in enumerate(names)}
+        numbers |= {name: (_SCRATCH, place) for name, place in scratch.items()}
+        self._unprepared = launches.buffers(launches.told(numbers))
+        late = {"d_out": numbers.pop("d_out")}
+        self.buffers = launches.buffers(launches.told(late), launches.told(numbers))
 
     def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
-        """Return new results, and launches that know all but the address of do.
+        """Return new results, and launches that lack the address of do.
 
         A dq that is added to is 0. Returns None if the call must go through CuPy.
         """
+        made = self._memory(q)
+        if made is None:
+            return None
+        results, scratch, begin, at = made
+        buffer = self.buffers.take()
+        told = 0, begin, *pending.places, *at, *pending.rest
+        if failed := self._queue.launch(buffer.early, 0, *told):
+            raise driver.error(failed % driver.ERRORS, driver.REPLACE)
+        return results, buffer, scratch
+
+    def _memory(
+        self, q: torch.Tensor
+    ) -> tuple[Results, torch.Tensor | None, int, tuple[int, int, int]] | None:
+        """Return new results, scratch memory and where it begins, and the addresses of results."""
         empty = q.new_empty_strided
         of_q, of_k, of_v = self._results
         results = dq, dk, dv = empty(*of_q), empty(*of_k), empty(*of_v)
@@ -145,12 +155,7 @@ class Gradients:
             begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
         if self._adds:
             dq.zero_()
-        told = *pending.places, at_dq, at_dk, at_dv, begin, *pending.rest
-        buffer = self.buffers.take()
-        self._queue.launch(buffer.early, 0, *told)
-        for places, n, encoded in self._maps:
-            buffer.words[places] = encoded.words(told[n])
-        return results, buffer, scratch
+        return results, scratch, begin, (at_dq, at_dk, at_dv)
 
     def compute(
         self, pending: Pending, saved: Sequence[Any], do: Any
@@ -176,26 +181,33 @@ class Gradients:
         if (q.stride(), k.stride(), v.stride(), out.stride()) != self._strides:
             return None
         stream = tensors.raw_stream(self.device)
-        ready: Ready | None
-        try:  # a graph may run several times, and a dq is 0 only once
+        try:  # a graph may run several times, and sums in dq are 0 only once
             ready = None if tensors.records_graph(stream) else pending.ready.pop()
         except IndexError:
             ready = None  # it was too large, or this is the second time
-        if ready is None and (ready := self.prepared(pending, q)) is None:
-            return None
-        results, buffer, _ = ready
-        for places, encoded in self._maps_of_do:
-            buffer.words[places] = encoded.words(place)
-        if failed := queue.launch(buffer.block, stream, place):
-            # A thread of PyTorch's may have no context yet, which CuPy makes.
-            if failed < driver.ERRORS and not queue.is_open():
+        if ready is not None:
+            results, buffer, _ = ready
+            buffers = self.buffers
+            failed = queue.launch(buffer.block, stream, place)
+        else:
+            made = self._memory(q)
+            if made is None:
                 return None
-            raise self.launches.error(failed)
-        self.buffers.unused.append(buffer)
+            results, _, begin, at_results = made
+            buffers = self._unprepared
+            buffer = buffers.take()
+            told = *pending.places, *at_results, *pending.rest
+            failed = queue.launch(buffer.block, stream, place, begin, *told)
+        if failed:
+            # A thread of PyTorch's may have no context yet, which CuPy makes.
+            if not (buffer.has_launched(failed) or queue.is_open()):
+                return None
+            raise buffer.error(failed)
+        buffers.unused.append(buffer)
         return results
 
 
-# The order in which launches of gradients are told addresses but that of do.
-_TOLD = "q", "k", "v", "out", "dq", "dk", "dv", "scratch", "lse"
+# The order in which launches of gradients are told addresses.
+_TOLD = "d_out", "scratch", "q", "k", "v", "out", "dq", "dk", "dv", "lse"
 _SCRATCH = _TOLD.index("scratch")
 _FEWEST = 4  # tensors that are saved: q, k, v and out

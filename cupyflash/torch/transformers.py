@@ -257,6 +257,7 @@ def attention_forward(
         _refuse_unknown(options, attention_mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    dropout = dropout or 0.0  # GPT-2 passes an int: the same call, under another key
     if attention_mask is softcap is s_aux is position_bias is indices is None and not dropout:
         out = _usual(query, key, value, is_causal, scaling)
         if out is not None:

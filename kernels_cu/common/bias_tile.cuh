@@ -1,16 +1,18 @@
-// The gradient of a bias is computed tile by tile: which tile of the bias a block computes, and how
-// it stores it.
+// The gradient of a bias is computed tile by tile: which tile of the bias a block computes, which
+// tiles of scores it sums for it, and how it stores it.
 #pragma once
 #include "gradient_tile.cuh"
 
 namespace bias_tile {
 
-// The tile of a block, and its part of the planes that share it: a plane is a head of a batch
-// entry. The bias has length 1 along the axes along which it is broadcast.
+// The tile of a block, and its part of the rows of scores that share it: blocks of queries of
+// planes, which are heads of batch entries. All planes' first blocks come first, and a tile that
+// belongs to one block of queries has a row in each plane. The bias has length 1 along the axes
+// along which it is broadcast.
 struct BiasTile {
   layout::Entry first;  // of the batch entries that share the tile
   long long head, q_block, kv_block;
-  long long part, begin_plane, end_plane;
+  long long part, begin_row, end_row;
   bool one_head, one_query, one_key;
 
   __device__ __forceinline__ explicit BiasTile(const Params& p)
@@ -25,14 +27,20 @@ struct BiasTile {
     q_block = by_q_block.remainder;
     head = by_head.remainder;
     first = layout::first_entry(p, by_slice.remainder);
-    const layout::PartOfSum planes(p, by_slice.quotient, layout::entries_sharing(p) * heads(p));
-    part = planes.number;
-    begin_plane = planes.begin;
-    end_plane = planes.end;
+    // The last part begins first: under a causal mask the last queries see most keys.
+    const long long blocks_q = one_query ? (p.len_q + BLOCK_Q - 1) / BLOCK_Q : 1;
+    const layout::PartOfSum rows(p, p.tasks - 1 - by_slice.quotient, planes(p) * blocks_q);
+    part = rows.number;
+    begin_row = rows.begin;
+    end_row = rows.end;
   }
   // Heads that share the tile.
   __device__ __forceinline__ long long heads(const Params& p) const {
     return one_head ? p.heads : 1;
+  }
+  // Planes that share it.
+  __device__ __forceinline__ long long planes(const Params& p) const {
+    return layout::entries_sharing(p) * heads(p);
   }
   // Elements between the start of dbias and row 0 of the tile's head.
   __device__ __forceinline__ long long base(const Params& p) const {
@@ -40,6 +48,37 @@ struct BiasTile {
     return part * size + layout::lead_offset(p.dbias, first) + head * p.dbias.head;
   }
 };
+
+// Calls `begin(entry, head, i0, ni)` for each row of scores of the block's part, in order, and then
+// `add(box, tile_class, i0, ni, j0, nj)` for each of its tiles that is not EMPTY. All threads do.
+template <class Begin, class Add>
+__device__ __forceinline__ void for_each_tile(const Params& p, const BiasTile& tile_of_bias,
+                                              Begin begin, Add add) {
+  const long long planes = tile_of_bias.planes(p), heads = tile_of_bias.heads(p);
+#pragma unroll 1
+  for (long long row = tile_of_bias.begin_row; row < tile_of_bias.end_row; ++row) {
+    const layout::Quotient by_plane = layout::divide(row, planes);
+    const layout::Quotient at = layout::divide(by_plane.remainder, heads);
+    const layout::Entry entry = layout::shared_entry(p, tile_of_bias.first, at.quotient);
+    const long long h = tile_of_bias.one_head ? at.remainder : tile_of_bias.head;
+    const long long i0 =
+        (tile_of_bias.one_query ? by_plane.quotient : tile_of_bias.q_block) * BLOCK_Q;
+    const long long j_limit =
+        tile_of_bias.one_key ? entry.len_k : (tile_of_bias.kv_block + 1) * BLOCK_KV;
+    const long long j_end = j_limit < entry.len_k ? j_limit : entry.len_k;
+    const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
+    if (ni <= 0) continue;  // of a shorter sequence
+    begin(entry, h, i0, ni);
+#pragma unroll 1
+    for (long long j0 = tile_of_bias.one_key ? 0 : tile_of_bias.kv_block * BLOCK_KV; j0 < j_end;
+         j0 += BLOCK_KV) {
+      const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
+      const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
+      const int tile_class = tile::classify_tile(p, box);
+      if (tile_class != EMPTY) add(box, tile_class, i0, ni, j0, nj);
+    }
+  }
+}
 
 // Stores the tile 16 bytes at a time, if the array's layout allows that and all of the tile's keys
 // exist. Returns whether it did.

@@ -76,15 +76,9 @@ __device__ __forceinline__ word_t magnitude(accum_t x) {
   return word_of(x) & ~(static_cast<word_t>(1) << SIGN_BIT);
 }
 
-// A group whose numbers are this small is multiplied by 2^LIFT while it is converted, so that no
-// float32 on the way is subnormal. The smallest scale is 2^LEAST.
+// Numbers whose scale or largest magnitude is this small are multiplied by 2^LIFT while they are
+// converted, so that no float32 on the way is subnormal. The smallest scale is 2^LEAST.
 constexpr int LEAST = -126, LIFT = 100, LIFTED_BELOW = -60;
-
-struct Scale {
-  float value;
-  accum_t inverse;
-  bool lifted;
-};
 
 // x * 2^LIFT, also of a subnormal x: its bits are a whole number of units of 2^-149.
 __device__ __forceinline__ float lift(float x) {
@@ -98,34 +92,42 @@ __device__ __forceinline__ float lift(float x) {
 // float64 does not need it: the smallest scale is far above its subnormal numbers.
 __device__ __forceinline__ double lift(double x) { return x; }
 
-// The scale of a group whose largest magnitude is `largest`, as bits.
+// The scale of numbers whose largest magnitude is `largest`, as bits.
 template <int FORMAT>
-__device__ __forceinline__ Scale scale_of(word_t largest) {
-  if (largest > INFINITE) {
-    const float nan = number::bits_to_float(0x7fc00000u);
-    return Scale{nan, static_cast<accum_t>(nan), false};
-  }
+__device__ __forceinline__ float scale_of(word_t largest) {
+  if (largest > INFINITE) return number::bits_to_float(0x7fc00000u);
   const bool lifted = !IS_FLOAT64 && largest < word_of(power_of_two(LIFTED_BELOW));
   const accum_t x = number_of(largest), lifted_x = lifted ? lift(x) : x;
   const accum_t least = power_of_two(lifted ? LEAST + LIFT : LEAST);
   const accum_t ratio = quotient(lifted_x, static_cast<accum_t>(Format<FORMAT>::LARGEST));
   const float scale = static_cast<float>(ratio > least ? ratio : least);
-  const accum_t inverse = quotient(accum_t(1), static_cast<accum_t>(scale));
   const unsigned int lowered = __float_as_uint(scale) - (static_cast<unsigned int>(LIFT) << 23);
-  return Scale{lifted ? __uint_as_float(lowered) : scale, inverse, lifted};
+  return lifted ? __uint_as_float(lowered) : scale;
 }
+
+// What numbers with a scale are multiplied by.
+struct Inverse {
+  accum_t value;
+  bool lifted;
+
+  __device__ __forceinline__ explicit Inverse(float scale)
+      : lifted(!IS_FLOAT64 && scale < power_of_two(LIFTED_BELOW)) {
+    const accum_t wide = scale;
+    value = quotient(accum_t(1), lifted ? lift(wide) : wide);
+  }
+};
 
 // The code of x, rounded to nearest even.
 template <int FORMAT>
-__device__ __forceinline__ unsigned int encode(accum_t x, const Scale& scale) {
+__device__ __forceinline__ unsigned int encode(accum_t x, const Inverse& inverse) {
   using F = Format<FORMAT>;
   constexpr unsigned int MASK = (1u << F::BITS) - 1;
   constexpr int SHIFT = FRACTION - F::FRACTION;
-  if (scale.inverse != scale.inverse) return F::FRACTION > 0 ? NAN_CODE : 0;
+  if (inverse.value != inverse.value) return F::FRACTION > 0 ? NAN_CODE : 0;
   const word_t sign = word_of(x) >> SIGN_BIT << SIGN_BIT;
   const accum_t multiple = magnitude(x) == INFINITE
                                ? number_of(word_of(accum_t(F::LARGEST)) | sign)
-                               : product(scale.lifted ? lift(x) : x, scale.inverse);
+                               : product(inverse.lifted ? lift(x) : x, inverse.value);
   if constexpr (F::FRACTION == 0) {
     // A number this large has units in its last bit, so the sum has the integer in its last bits.
     constexpr word_t UNITS =

@@ -57,15 +57,16 @@ __device__ __forceinline__ bool put(const Target& to, const rotary::Row& from, i
         const word_t other = ptx::shuffle_xor(largest, lanes);
         largest = other > largest ? other : largest;
       }
-      const Scale scale = scale_of<FORMAT>(largest);
-      if (lane == 0) *scales = scale.value;
+      const float scale = scale_of<FORMAT>(largest);
+      if (lane == 0) *scales = scale;
+      const Inverse inverse(scale);
       scales += to.group;
 #pragma unroll 1
       for (int n = lane; n < group / IN_BYTE; n += ptx::WARP_SIZE) {
         unsigned int byte = 0;
 #pragma unroll
         for (int m = 0; m < IN_BYTE; ++m) {  // the first one in the low bits
-          byte |= encode<FORMAT>(rotated(from, by, begin + n * IN_BYTE + m), scale) << m * BITS;
+          byte |= encode<FORMAT>(rotated(from, by, begin + n * IN_BYTE + m), inverse) << m * BITS;
         }
         to.bytes[(begin / IN_BYTE + n) * to.col] = static_cast<unsigned char>(byte);
       }

@@ -257,8 +257,9 @@ struct QuantizeParams {
   long long groups;   // of a row
   long long columns;  // of a group
 
-  int lanes;   // that share a group: a power of two, 32 at most
-  int format;  // see code.cuh
+  int lanes;            // that share a group: a power of two, 32 at most
+  int format;           // see code.cuh
+  int sharing, unused;  // what rows that share a scale do with it: see quantize.cu
 };
 
 struct HadamardParams {

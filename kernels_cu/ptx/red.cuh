@@ -1,4 +1,4 @@
-// Atomic additions to global memory without a result: one PTX instruction per function.
+// Atomic additions and maxima in global memory without a result: one PTX instruction per function.
 #pragma once
 
 namespace ptx {
@@ -10,6 +10,12 @@ __device__ __forceinline__ void red_add(float* to_gmem, float x) {
 
 __device__ __forceinline__ void red_add(double* to_gmem, double x) {
   asm volatile("red.global.add.f64 [%0], %1;" ::"l"(__cvta_generic_to_global(to_gmem)), "d"(x)
+               : "memory");
+}
+
+// Raises a number to x if that is larger.
+__device__ __forceinline__ void red_max(unsigned int* to_gmem, unsigned int x) {
+  asm volatile("red.global.max.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to_gmem)), "r"(x)
                : "memory");
 }
 

@@ -11,7 +11,9 @@
 namespace {
 
 constexpr int WIDTH = 16 / sizeof(accum_t);
-constexpr int AHEAD = 16;  // parts that are loaded before the first of them is added
+// Parts that are loaded before the first of them is added, along one axis and along several: code
+// for more of the latter would not stay in the instruction cache.
+constexpr int AHEAD = 16, AHEAD_BY_AXES = 2;
 
 struct alignas(16) Columns {
   accum_t x[WIDTH];
@@ -25,7 +27,6 @@ struct SummedAxes {
 
 // The elements between the first part and part `number`; the last axis runs fastest.
 __device__ __forceinline__ long long offset_of(const SummedAxes& axes, long long number) {
-  if (axes.only_step != 0) return number * axes.only_step;
   long long elements = 0;
 #pragma unroll
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
@@ -36,24 +37,35 @@ __device__ __forceinline__ long long offset_of(const SummedAxes& axes, long long
   return elements;
 }
 
-// Sums T, one column or several, from `first` on.
-template <class T, class Add>
-__device__ __forceinline__ T sum_parts(const T* first, const SummedAxes& axes, const Add& add) {
+// Sums T, one column or several, from `first` on; `offset` says where a part is.
+template <int AT_ONCE, class T, class Offset, class Add>
+__device__ __forceinline__ T sum_parts(const T* first, long long count, const Offset& offset,
+                                       const Add& add) {
   constexpr int COLUMNS = sizeof(T) / sizeof(accum_t);
   T total = *first;
 #pragma unroll 1
-  for (long long number = 1; number < axes.count; number += AHEAD) {
-    T next[AHEAD];
+  for (long long number = 1; number < count; number += AT_ONCE) {
+    T next[AT_ONCE];
 #pragma unroll
-    for (int n = 0; n < AHEAD; ++n) {
-      if (number + n < axes.count) next[n] = first[offset_of(axes, number + n) / COLUMNS];
+    for (int n = 0; n < AT_ONCE; ++n) {
+      if (number + n < count) next[n] = first[offset(number + n) / COLUMNS];
     }
 #pragma unroll
-    for (int n = 0; n < AHEAD; ++n) {
-      if (number + n < axes.count) add(total, next[n]);
+    for (int n = 0; n < AT_ONCE; ++n) {
+      if (number + n < count) add(total, next[n]);
     }
   }
   return total;
+}
+
+template <class T, class Add>
+__device__ __forceinline__ T sum_of(const T* first, const SummedAxes& axes, const Add& add) {
+  if (axes.only_step != 0) {
+    return sum_parts<AHEAD>(
+        first, axes.count, [&](long long number) { return number * axes.only_step; }, add);
+  }
+  return sum_parts<AHEAD_BY_AXES>(
+      first, axes.count, [&](long long number) { return offset_of(axes, number); }, add);
 }
 
 }  // namespace
@@ -100,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int kind = static_cast<int>(p.kinds[n]);
   if (width == 1) {
     const auto add = [](accum_t& sum, accum_t next) { sum += next; };
-    number::store(gradient.data, kind, target, sum_parts(first, axes, add));
+    number::store(gradient.data, kind, target, sum_of(first, axes, add));
     return;
   }
   const auto add = [](Columns& sum, const Columns& next) {
@@ -110,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   struct alignas(WIDTH * sizeof(storage_t)) Stored {
     storage_t x[WIDTH];
   };
-  const Columns total = sum_parts(reinterpret_cast<const Columns*>(first), axes, add);
+  const Columns total = sum_of(reinterpret_cast<const Columns*>(first), axes, add);
   Stored* const to = reinterpret_cast<Stored*>(gradient.data + target * sizeof(storage_t));
   if (kind == number::STORAGE_KIND && gradient.col == 1 &&
       reinterpret_cast<unsigned long long>(to) % sizeof(Stored) == 0) {

@@ -1,9 +1,15 @@
-// Converts numbers to codes with a scale for each group of columns: the twin of
+// Converts numbers to codes with a scale for each group of columns, or for many rows: the twin of
 // reference/cpu/quantize.py. `lanes` neighbouring lanes of a warp convert a group, 8 columns a lane
 // at a time.
 //
+// Rows that share a scale have three launches: one for each scale, with a group of no columns, sets
+// it to the least one; every row then raises it to its own (RAISE); every row is converted (SHARE).
+// The scale of the largest magnitude is the largest scale, and positive numbers compare as their
+// bits do: infinity is larger than all numbers, and NaN larger than infinity.
+//
 // Grid: the groups of all rows, THREADS / lanes to a block. Shared memory: none.
 #include "../common/params.cuh"
+#include "../ptx/red.cuh"
 #include "../ptx/warp.cuh"
 #include "../common/number.cuh"
 #include "../common/code.cuh"
@@ -11,7 +17,8 @@
 
 namespace {
 
-constexpr int CHUNK = 8;  // columns of a lane, at a time
+constexpr int CHUNK = 8;             // columns of a lane, at a time
+constexpr int RAISE = 1, SHARE = 2;  // `sharing` where rows share a scale, as in gpu/rowwise.py
 
 // Where a group is, in elements of its arrays.
 struct Group {
@@ -78,7 +85,8 @@ __device__ __forceinline__ code::word_t largest_of(const accum_t (&values)[CHUNK
 // Stores the codes of columns from c on.
 template <int FORMAT>
 __device__ __forceinline__ void store(const Group& group, long long c, long long columns,
-                                      const accum_t (&values)[CHUNK], const code::Scale& scale) {
+                                      const accum_t (&values)[CHUNK],
+                                      const code::Inverse& inverse) {
   constexpr int IN_BYTE = 8 / code::Format<FORMAT>::BITS, BYTES = CHUNK / IN_BYTE;
   struct alignas(BYTES) Chunk {
     unsigned char x[BYTES];
@@ -89,7 +97,7 @@ __device__ __forceinline__ void store(const Group& group, long long c, long long
     unsigned int byte = 0;
 #pragma unroll
     for (int m = 0; m < IN_BYTE; ++m) {  // the first one in the low bits
-      byte |= code::encode<FORMAT>(values[n * IN_BYTE + m], scale)
+      byte |= code::encode<FORMAT>(values[n * IN_BYTE + m], inverse)
               << m * code::Format<FORMAT>::BITS;
     }
     chunk.x[n] = static_cast<unsigned char>(byte);
@@ -111,7 +119,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p) {
   const layout::Quotient by_group = layout::divide(thread, p.lanes);
   const bool is_group = by_group.quotient < p.rows;
   const long long columns = is_group ? p.columns : 0;
-  const long long step = p.lanes * CHUNK, own = by_group.remainder * CHUNK;
+  const int step = p.lanes * CHUNK, own = static_cast<int>(by_group.remainder) * CHUNK;
   const Group group =
       group_of(p, is_group ? by_group.quotient : 0, p.columns * code::Format<FORMAT>::BITS / 8);
 
@@ -130,14 +138,29 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p) {
     largest = other > largest ? other : largest;
   }
 
-  const code::Scale scale = code::scale_of<FORMAT>(largest);
-  if (is_group && own == 0) *group.scale = scale.value;
-  store<FORMAT>(group, own, columns, first, scale);
+  const bool tells = is_group && own == 0;
+  float scale;
+  if (p.sharing == SHARE) {
+    scale = *group.scale;
+  } else {
+    scale = code::scale_of<FORMAT>(largest);
+    if (p.sharing == RAISE) {
+      const unsigned int word = __float_as_uint(scale);
+      // The number that is there may be an old one, which others have raised since.
+      if (tells && __float_as_uint(*group.scale) < word) {
+        ptx::red_max(reinterpret_cast<unsigned int*>(group.scale), word);
+      }
+      return;
+    }
+    if (tells) *group.scale = scale;
+  }
+  const code::Inverse inverse(scale);
+  store<FORMAT>(group, own, columns, first, inverse);
 #pragma unroll 1
   for (long long c = own + step; c < columns; c += step) {
     accum_t values[CHUNK];
     load(group, c, columns, values);
-    store<FORMAT>(group, c, columns, values, scale);
+    store<FORMAT>(group, c, columns, values, inverse);
   }
 }
 

@@ -1,12 +1,12 @@
 // The tangent of a bias's gradient on any GPU: the twin of `add_to_bias` in
 // reference/cpu/bias_gradient.py, as `backward_tangent_dkdv` calls it.
 //
-// As backward_bias.cu: one block per tile of the bias, as the bias is stored, sums what the batch
-// entries, heads and blocks make of it that share the tile, in that order.
+// As backward_bias.cu: one block per tile of the bias, as the bias is stored, or a part of it, sums
+// what the tiles of scores make of it that share the tile.
 //
-// Grid and own_size: as backward_bias.cu. Shared memory: chunks of rows of both operands, tiles of
-// probabilities, of their tangents and of derivatives of the score mod (and one for dropout), what
-// each query has one number of.
+// Grid, parts and own_size: as backward_bias.cu. Shared memory: chunks of rows of both operands,
+// tiles of probabilities, of their tangents and of derivatives of the score mod (and one for
+// dropout), what each query has one number of.
 #include "../common/params.cuh"
 #include "../common/bias_tile.cuh"
 #include "../common/tangent_gradient.cuh"
@@ -52,72 +52,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t total[ROWS][COLUMNS];
   matmul::clear(total);
 
-  const long long heads = tile_of_bias.heads(p);
-#pragma unroll 1
-  for (long long plane = tile_of_bias.begin_plane; plane < tile_of_bias.end_plane; ++plane) {
-    const layout::Quotient at = layout::divide(plane, heads);
-    const layout::Entry entry = layout::shared_entry(p, tile_of_bias.first, at.quotient);
-    const long long h = tile_of_bias.one_head ? at.remainder : tile_of_bias.head;
-    const long long i_limit =
-        tile_of_bias.one_query ? entry.len_q : (tile_of_bias.q_block + 1) * BLOCK_Q;
-    const long long j_limit =
-        tile_of_bias.one_key ? entry.len_k : (tile_of_bias.kv_block + 1) * BLOCK_KV;
-    const long long i_end = i_limit < entry.len_q ? i_limit : entry.len_q;
-    const long long j_end = j_limit < entry.len_k ? j_limit : entry.len_k;
+  memory::Rows q, k, d_out, v, tq, tk, tdo, tv;
+  const auto begin = [&](const layout::Entry& entry, long long h, long long i0, int ni) {
     const long long h_kv = h / p.group;
-    const memory::Rows q = memory::rows(p.q, entry, h, false);
-    const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
-    const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
-    const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
-    const memory::Rows tq = memory::rows(HAS_TQ ? t.tq : p.q, entry, h, false);
-    const memory::Rows tdo = memory::rows(HAS_TDO ? x.tdo : p.d_out, entry, h, false);
-    const memory::Rows tk = memory::rows(HAS_TK ? t.tk : p.k, entry, h_kv, true);
-    const memory::Rows tv = memory::rows(HAS_TV ? t.tv : p.v, entry, h_kv, true);
-#pragma unroll 1
-    for (long long i0 = tile_of_bias.one_query ? 0 : tile_of_bias.q_block * BLOCK_Q; i0 < i_end;
-         i0 += BLOCK_Q) {
-      const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
-      __syncthreads();  // the numbers of previous queries, which other threads may still read
-      tangent_gradient::load_statistics(tangent_gradient::statistics_of(x, entry, h), i0, ni,
-                                        scratch);
-#pragma unroll 1
-      for (long long j0 = tile_of_bias.one_key ? 0 : tile_of_bias.kv_block * BLOCK_KV; j0 < j_end;
-           j0 += BLOCK_KV) {
-        const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
-        const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
-        const int tile_class = tile::classify_tile(p, box);
-        if (tile_class == EMPTY) continue;
-
-        // 2 scores
-        accum_t s[ROWS][COLUMNS], ts[ROWS][COLUMNS];
-        matmul::clear(ts);
-        if constexpr (HAS_TQ) {
-          matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(ts, tq, i0, ni, k, j0, nj, a_smem, b_smem);
-        }
-        if constexpr (HAS_TK) {
-          matmul::multiply_both<BLOCK_Q, BLOCK_KV, D, true>(ts, q, i0, ni, tk, j0, nj, a_smem,
-                                                            b_smem);
-        }
-        matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
-        // 3 score mod
-        // 4 mask
-        // 5 probabilities and the gradient of the output's weights
-        tangent_gradient::probabilities<false, STRIDE>(p, box, tile_class, s, ts, scratch);
-        matmul::clear(ts);
-        if constexpr (HAS_TDO) {
-          matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(ts, tdo, i0, ni, v, j0, nj, a_smem, b_smem);
-        }
-        if constexpr (HAS_TV) {
-          matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V, true>(ts, d_out, i0, ni, tv, j0, nj, a_smem,
-                                                              b_smem);
-        }
-        matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem, b_smem);
-        tangent_gradient::logit_gradients<false, STRIDE>(p, s, ts, scratch);
-        // 6 accumulate dbias
-        matmul::add(total, ts);
-      }
+    q = memory::rows(p.q, entry, h, false);
+    d_out = memory::rows(p.d_out, entry, h, false);
+    k = memory::rows(p.k, entry, h_kv, true);
+    v = memory::rows(p.v, entry, h_kv, true);
+    tq = memory::rows(HAS_TQ ? t.tq : p.q, entry, h, false);
+    tdo = memory::rows(HAS_TDO ? x.tdo : p.d_out, entry, h, false);
+    tk = memory::rows(HAS_TK ? t.tk : p.k, entry, h_kv, true);
+    tv = memory::rows(HAS_TV ? t.tv : p.v, entry, h_kv, true);
+    __syncthreads();  // the numbers of previous queries, which other threads may still read
+    tangent_gradient::load_statistics(tangent_gradient::statistics_of(x, entry, h), i0, ni,
+                                      scratch);
+  };
+  const auto add = [&](const TileBox& box, int tile_class, long long i0, int ni, long long j0,
+                       int nj) {
+    // 2 scores
+    accum_t s[ROWS][COLUMNS], ts[ROWS][COLUMNS];
+    matmul::clear(ts);
+    if constexpr (HAS_TQ) {
+      matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(ts, tq, i0, ni, k, j0, nj, a_smem, b_smem);
     }
-  }
+    if constexpr (HAS_TK) {
+      matmul::multiply_both<BLOCK_Q, BLOCK_KV, D, true>(ts, q, i0, ni, tk, j0, nj, a_smem, b_smem);
+    }
+    matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
+    // 3 score mod
+    // 4 mask
+    // 5 probabilities and the gradient of the output's weights
+    tangent_gradient::probabilities<false, STRIDE>(p, box, tile_class, s, ts, scratch);
+    matmul::clear(ts);
+    if constexpr (HAS_TDO) {
+      matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(ts, tdo, i0, ni, v, j0, nj, a_smem, b_smem);
+    }
+    if constexpr (HAS_TV) {
+      matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V, true>(ts, d_out, i0, ni, tv, j0, nj, a_smem,
+                                                          b_smem);
+    }
+    matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem, b_smem);
+    tangent_gradient::logit_gradients<false, STRIDE>(p, s, ts, scratch);
+    // 6 accumulate dbias
+    matmul::add(total, ts);
+  };
+  bias_tile::for_each_tile(p, tile_of_bias, begin, add);
 
   tile::store_cells<STRIDE>(total, tiles_smem);
   __syncthreads();  // the tile, written by other threads

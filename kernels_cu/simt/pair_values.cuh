@@ -61,6 +61,37 @@ __device__ __forceinline__ Owner owner_of(const Params& p, unsigned int block) {
   return {layout::first_entry(p, by_head.quotient), by_head.remainder, by_place.remainder};
 }
 
+// The queries of an owner's block of queries that take part, and the keys of its blocks of keys.
+struct Range {
+  long long i_begin, i_end, j_begin, j_end;
+};
+
+// `place` is the number of the block of queries and of the blocks of keys.
+__device__ __forceinline__ Range range_of(const ReduceParams& t, const layout::Entry& entry,
+                                          const layout::Quotient& place) {
+  const long long i_first = place.quotient * t.block_q, i_last = i_first + t.block_q;
+  const long long j_begin = place.remainder * t.keys_of_owner;
+  const long long j_last = j_begin + t.keys_of_owner;
+  return {i_first > t.first_query ? i_first : t.first_query,
+          i_last < t.end_query ? i_last : t.end_query, j_begin,
+          j_last < entry.len_k ? j_last : entry.len_k};
+}
+
+// Stores what is taken of `nj` keys from j0 on, key by key in `taken_smem`, by blocks of keys.
+// Those from an owner's first key on are `first`; others may continue a block. By all threads.
+__device__ __forceinline__ void store_blocks(const ReduceParams& t, int by, accum_t* found,
+                                             long long j0, bool first, int nj,
+                                             const accum_t* taken_smem) {
+  const long long size = t.block_k < BLOCK_KV ? t.block_k : BLOCK_KV;
+  for (long long n = threadIdx.x * size; n < nj; n += THREADS * size) {
+    const long long end = n + size < nj ? n + size : nj;
+    accum_t* const to = found + (j0 + n) / t.block_k * t.found.col;
+    accum_t value = first ? of_none(by) : *to;
+    for (long long j = n; j < end; ++j) value = take(by, value, taken_smem[j]);
+    *to = value;
+  }
+}
+
 // Turns a thread's products q k into the values of pairs, and those of pairs that do not attend
 // into what is taken of none. tile_smem is scratch memory for the thread's cells, which has logits
 // afterwards if it STORES them; so is value_smem, for those of an expression. `lse_of(r, n)` is the

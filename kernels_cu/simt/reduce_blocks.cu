@@ -51,19 +51,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
   const memory::RowStatistic of_rows = memory::row_statistic(p.lse, entry, h);
 
-  // The queries of its block of queries that take part, and the keys of its blocks of keys.
-  const long long i_first = place.quotient * t.block_q, i_last = i_first + t.block_q;
-  const long long i_begin = i_first > t.first_query ? i_first : t.first_query;
-  const long long i_end = i_last < t.end_query ? i_last : t.end_query;
-  const long long j_begin = place.remainder * t.keys_of_owner;
-  const long long j_last = j_begin + t.keys_of_owner;
-  const long long j_end = j_last < entry.len_k ? j_last : entry.len_k;
+  const pair_values::Range range = pair_values::range_of(t, entry, place);
   accum_t* const found = reinterpret_cast<accum_t*>(t.found.data) +
                          layout::offset(t.found, entry, h, false) + place.quotient * t.found.row;
 
 #pragma unroll 1
-  for (long long j0 = j_begin; j0 < j_end; j0 += BLOCK_KV) {
-    const int nj = tile::rows_from(j0, j_end, BLOCK_KV);
+  for (long long j0 = range.j_begin; j0 < range.j_end; j0 += BLOCK_KV) {
+    const int nj = tile::rows_from(j0, range.j_end, BLOCK_KV);
     __syncthreads();  // what was taken for keys, which other threads may still read
     memory::load_rows<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D>(k_smem, k, j0, nj);
     accum_t taken[ROWS];
@@ -72,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
     int turn = 0;  // of the two sets of log-sum-exps
 #pragma unroll 1
-    for (long long i0 = i_begin; i0 < i_end; i0 += BLOCK_Q) {
-      const int ni = tile::rows_from(i0, i_end, BLOCK_Q);
+    for (long long i0 = range.i_begin; i0 < range.i_end; i0 += BLOCK_Q) {
+      const int ni = tile::rows_from(i0, range.i_end, BLOCK_Q);
       const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
       const int tile_class = tile::classify_tile(p, box);
       if (tile_class == EMPTY) continue;
@@ -110,13 +104,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (matmul::column_thread() == 0) taken_smem[matmul::row_thread() + ROW_THREADS * r] = value;
     }
     __syncthreads();  // what is taken for each key, written by other threads
-    const long long size = t.block_k < BLOCK_KV ? t.block_k : BLOCK_KV;
-    for (long long n = threadIdx.x * size; n < nj; n += THREADS * size) {
-      const long long end = n + size < nj ? n + size : nj;
-      accum_t* const to = found + (j0 + n) / t.block_k * t.found.col;
-      accum_t value = j0 == j_begin ? pair_values::of_none(t.by) : *to;
-      for (long long j = n; j < end; ++j) value = pair_values::take(t.by, value, taken_smem[j]);
-      *to = value;
-    }
+    pair_values::store_blocks(t, t.by, found, j0, j0 == range.j_begin, nj, taken_smem);
   }
 }

@@ -15,7 +15,8 @@
 // shared memory. For dk and dv it has the same keys, all of the tile's queries and a share of the
 // columns. A warp that has its keys alone (P_IN_REGISTERS) keeps P and dS in registers instead;
 // they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
-// STAGES, the next tile is copied while one is multiplied.
+// STAGES, the next tile is copied while one is multiplied. With one of wide heads, the next q
+// arrives behind the products for dv and dq (LOADS_APART), the next do behind the next scores.
 //
 // Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
 // group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
@@ -53,8 +54,11 @@ constexpr int COLUMNS = PART_QUERIES / 4;
 constexpr bool WIDE_HEAD = matmul::larger(D, D_V) > 256;
 template <int WIDTH, int OF>
 using Share = fragment_product::Share<WIDTH, OF, WIDE_HEAD ? OF : 1>;
-using ShareK = Share<D, SHARERS>;
-using ShareV = Share<D_V, SHARERS>;
+// Of dk and dv a warp of wide heads has 32 keys, which read q and do half as often as 16.
+constexpr int SUM_KEYS = WIDE_HEAD && BLOCK_KV % 32 == 0 && !P_IN_REGISTERS ? 32 : WARP_KEYS;
+constexpr int SUM_ROWS = SUM_KEYS / 8, SUM_SHARERS = WARPS * SUM_KEYS / BLOCK_KV;
+using ShareK = Share<D, SUM_SHARERS>;
+using ShareV = Share<D_V, SUM_SHARERS>;
 // For dq a warp has 32 or 16 of the tile's queries and a share of the columns.
 constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
@@ -92,8 +96,11 @@ static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
 
-using Dk = float[ROWS][ShareK::COLUMNS];
-using Dv = float[ROWS][ShareV::COLUMNS];
+// Whether the next q and do are copied apart, each after the last product that reads this one.
+constexpr bool LOADS_APART = WIDE_HEAD && STAGES == 1 && !P_IN_REGISTERS;
+
+using Dk = float[SUM_ROWS][ShareK::COLUMNS];
+using Dv = float[SUM_ROWS][ShareV::COLUMNS];
 using Dq = float[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
 
 // -- roles ----------------------------------------------------------------------------------------
@@ -131,6 +138,11 @@ __device__ __forceinline__ void repair_nonfinite(Dk& dk, Dv& dv, const ShareK& s
   __syncthreads();  // the tile, made finite by all threads
 }
 
+template <int WIDTH, class Sum, class Words>
+__device__ __forceinline__ void multiply_registers(Sum& sum, Words& left, const char* tile_smem) {
+  if constexpr (P_IN_REGISTERS) fragment::multiply_add<WIDTH>(sum, left, tile_smem);
+}
+
 // Multiplies dS and the keys for a part of the columns of a warp's share of dq.
 __device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_smem,
                                             const char* k_smem, bool has_nonfinite,
@@ -152,14 +164,14 @@ __device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_sme
 // Writes dk and dv in place of the keys and values, and from there to global memory.
 __device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
                                               const ShareK& share_k, const ShareV& share_v,
-                                              int warp_key, long long part, int h_kv, int nj,
+                                              int sum_key, long long part, int h_kv, int nj,
                                               const Head* head_smem, char* k_smem, char* v_smem) {
   fragment_product::store_rows<BLOCK_KV>(
-      dk, share_k, warp_key, p.dk, p.kind_dk != number::STORAGE_KIND,
+      dk, share_k, sum_key, p.dk, p.kind_dk != number::STORAGE_KIND,
       layout::offset(p.dk, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dk, part),
       head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
-      dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
+      dv, share_v, sum_key, p.dv, p.kind_dv != number::STORAGE_KIND,
       layout::offset(p.dv, head_smem->entry, h_kv, true) + layout::part_offset(p, p.dv, part),
       head_smem->j0, nj, HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
 }
@@ -187,8 +199,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int warp = threadIdx.x / ptx::WARP_SIZE;
   const int warp_key = warp / SHARERS * WARP_KEYS;
   const int warp_query = warp % SHARERS * WARP_QUERIES;
-  const ShareK share_k(warp % SHARERS);
-  const ShareV share_v(warp % SHARERS);
+  const int sum_key = warp / SUM_SHARERS * SUM_KEYS;
+  const ShareK share_k(warp % SUM_SHARERS);
+  const ShareV share_v(warp % SUM_SHARERS);
   unsigned long long visited = 0;
   fragment_backward::load_keys_and_values<K_BYTES, V_BYTES>(p, work, h_kv, j0, nj, k_smem, v_smem,
                                                             head_smem);
@@ -198,7 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::clear(dv);
   fragment_gradient::DsScale ds_scale;
 
-  const bool finite_keys = fragment_backward::are_keys_finite<K_BYTES>(k_smem);
+  // Where the block has all keys, there may be one tile, with whose queries the keys come.
+  const bool finite_keys = WHOLE_DQ || fragment_backward::are_keys_finite<K_BYTES>(k_smem);
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
@@ -224,14 +238,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                    ? BLOCK_Q
                    : static_cast<int>(head_smem->entry.len_q - first_query(tile));
       };
+      const auto load_q = [&](TileRef tile, int stage) {
+        const memory::Rows q = copy_of(head_smem->q);
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(stages_smem + stage * STAGE_BYTES, q,
+                                                  first_query(tile), rows_of(tile));
+        if constexpr (LOADS_APART) ptx::cp_async_commit();
+      };
+      const auto load_do = [&](TileRef tile, int stage) {
+        const memory::Rows d_out = copy_of(head_smem->d_out);
+        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(
+            stages_smem + stage * STAGE_BYTES + BLOCK_Q * K_BYTES, d_out, first_query(tile),
+            rows_of(tile));
+        if constexpr (LOADS_APART) ptx::cp_async_commit();
+      };
+      const auto load_statistics = [&](TileRef tile) {
+        statistics.load(head_smem->lse, head_smem->delta, first_query(tile), rows_of(tile));
+      };
       const auto load_tile = [&](TileRef tile, int stage) {
-        char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        const long long first = first_query(tile);
-        const int rows = rows_of(tile);
-        const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
-        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, first, rows);
-        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, first, rows);
-        statistics.load(head_smem->lse, head_smem->delta, first, rows);
+        load_q(tile, stage);
+        load_do(tile, stage);
+        load_statistics(tile);
       };
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
@@ -270,9 +296,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
         ++visited;
 
-        ptx::cp_async_wait_all();
+        if constexpr (LOADS_APART) {
+          ptx::cp_async_wait<1>();  // q, which was copied before do
+        } else {
+          ptx::cp_async_wait_all();
+        }
         const auto finite_tile = [&] {
-          return finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+          return (WHOLE_DQ ? fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem) : finite_keys) &&
+                 fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                  fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
         };
         bool has_nonfinite = false;  // of a tile that may have masked pairs
@@ -309,6 +340,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           if (P_IN_REGISTERS && has_nonfinite) {
             fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
           }
+          if constexpr (LOADS_APART) {
+            ptx::cp_async_wait_all();
+            __syncthreads();  // do, copied by all threads
+          }
           float dp[ROWS][COLUMNS];
           fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
                                                   do_smem + query * V_BYTES);
@@ -340,8 +375,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           }
           // 6 accumulate dv and dk
           if (P_IN_REGISTERS && !has_nonfinite) {
-            fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
-            fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
+            multiply_registers<D_V>(dv, weights, do_smem + query * V_BYTES);
+            multiply_registers<D>(dk, ds, q_smem + query * K_BYTES);
           }
         }
         if constexpr (P_IN_REGISTERS) {
@@ -354,8 +389,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           }
         }
         // dv and dk from P and dS in shared memory, and dq.
-        const char* const p_rows = p_smem + warp_key * P_BYTES;
-        const char* const ds_rows = ds_smem + warp_key * P_BYTES;
+        const char* const p_rows = p_smem + sum_key * P_BYTES;
+        const char* const ds_rows = ds_smem + sum_key * P_BYTES;
         const auto dq_gmem = [&] {
           return head_smem->dq + first_query(now) * fragment::whole_columns(D);
         };
@@ -385,7 +420,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                           dq_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
                                           rows_of(now) - first, step, steps);
         };
-        if constexpr (P_IN_REGISTERS || !ATOMIC_DQ) {
+        constexpr int STEPS = BLOCK_Q / 16;
+        if constexpr (LOADS_APART) {
+          if constexpr (ATOMIC_DQ) multiply_dq(dq, 0, ds_smem, k_smem, has_nonfinite, ds_scale);
+          fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
+              dk, ds_rows, q_smem, share_k, [&](int step) {
+                if constexpr (ATOMIC_DQ) add_dq(0, step, 2 * STEPS / DQ_PARTS);
+              });
+          if (next != TileRef::NONE) {
+            __syncthreads();  // q, read by all warps
+            load_q(next, 0);
+            load_statistics(next);
+          }
+          if constexpr (ATOMIC_DQ && DQ_PARTS == 2) {
+            multiply_dq(dq, 1, ds_smem, k_smem, has_nonfinite, ds_scale);
+          }
+          fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
+              dv, p_rows, do_smem, share_v, [&](int step) {
+                if constexpr (ATOMIC_DQ) {
+                  add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
+                }
+              });
+        } else if constexpr (P_IN_REGISTERS || !ATOMIC_DQ) {
           constexpr int AT_ONCE = P_IN_REGISTERS ? 1 : UNROLL;
           const auto nothing = [](int) {};
           if (!P_IN_REGISTERS || has_nonfinite) {
@@ -402,7 +458,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             }
           }
         } else {
-          constexpr int STEPS = BLOCK_Q / 16;
           multiply_dq(dq, 0, ds_smem, k_smem, has_nonfinite, ds_scale);
           fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
               dv, p_rows, do_smem, share_v,
@@ -422,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (next != TileRef::NONE) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, read by all warps
-            load_tile(next, 0);
+            LOADS_APART ? load_do(next, 0) : load_tile(next, 0);
           } else {
             stage = 1 - stage;
           }
@@ -438,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::cp_async_wait_all();
   __syncthreads();  // the keys and values, read by all warps: the results take their memory
   matmul::scale(dk, ds_scale.inverse());
-  store_results(p, dk, dv, share_k, share_v, warp_key,
+  store_results(p, dk, dv, share_k, share_v, sum_key,
                 HAS_PARTS ? layout::part_of_keys(p, number) : 0, h_kv, nj, head_smem, k_smem,
                 v_smem);
   tile::count_tiles(p, visited);

@@ -242,7 +242,7 @@ static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
 static_assert(!HAS_BIAS_TILES || (!HAS_SCORE && !SHARE_KEYS && BIAS_STAGES == STAGES), "a bias");
 static_assert(!HAS_BIAS_TILES || !bias_tiles::IS_WIDE, "a bias of 16 bits");
-static_assert(!WHOLE_DQ || (ATOMIC_DQ && !PACKED), "WHOLE_DQ");
+static_assert(!WHOLE_DQ || ATOMIC_DQ, "WHOLE_DQ");
 static_assert(!HAS_PARTS || (!PACKED && !TMA_STORE), "HAS_PARTS");
 static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
                                   STAGES * (QTiles::BYTES + DoTiles::BYTES) +

@@ -54,22 +54,24 @@ struct PagePiece {
   }
 };
 
-// Issues the TMA loads of a tile of keys or values, ROWS rows of WIDTH columns from row `first` on.
+// Issues the TMA loads of a tile of keys or values, ROWS rows of WIDTH columns from row `first` and
+// column `column` on.
 // Of a cache in pages, `piece` is the lane's place of tma_rows rows, of which the tile has as many
 // as it has room for.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void load_keys(unsigned int to, const ptx::TensorMap& map,
                                           const warpgroup::TmaHead& head, int first,
-                                          const PagePiece& piece, unsigned int barrier) {
+                                          const PagePiece& piece, unsigned int barrier,
+                                          int column = 0) {
   if constexpr (PAGED) {
     if (piece.tile_row < ROWS) {
       warpgroup::TmaHead page = head;
       page.slow = piece.at.page;
       warpgroup::tma_load_tile<ROWS, WIDTH>(to + piece.tile_row * warpgroup::SLAB_ROW_BYTES, map,
-                                            page, piece.at.row, barrier);
+                                            page, piece.at.row, barrier, column);
     }
   } else {
-    warpgroup::tma_load_tile<ROWS, WIDTH>(to, map, head, first, barrier);
+    warpgroup::tma_load_tile<ROWS, WIDTH>(to, map, head, first, barrier, column);
   }
 }
 
@@ -122,8 +124,9 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
       if (loads) {
         shared.v_pipeline.wait_empty(n);
         expect(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
-        load_keys<BLOCK_KV, D_V>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v, first_row,
-                                 piece, shared.v_pipeline.full_barrier(n));
+        load_keys<BLOCK_KV, V_COLUMNS>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v,
+                                       first_row, piece, shared.v_pipeline.full_barrier(n),
+                                       work.first_column());
         ++n;
       }
     }

@@ -33,7 +33,7 @@ using namespace forward_storage;
 constexpr int COLUMNS = BLOCK_KV / 4;                 // scores of a thread in each of its two rows
 constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
 constexpr int SCORE_COLUMNS = fragment_tile::columns_at_once(COLUMNS);
-constexpr int COLUMNS_V = warpgroup::product_columns(D_V) / 4;
+constexpr int COLUMNS_V = warpgroup::product_columns(V_COLUMNS) / 4;
 constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;  // of one warp
 // Whether halves of a masked tile's columns are skipped in which no pair takes part: where there
 // are registers for the question, and it costs less than it saves.
@@ -323,10 +323,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     if constexpr (!WIDE_RESULT) warpgroup_rows::narrow_rows(acc, weight, out);
     more_work = shared.has_work(w + 1);  // asked where registers are free, before the stores
     if constexpr (WIDE_RESULT) {
-      fragment::store_wide<D_V>(acc, weight, p.out,
-                                layout::offset(p.out, work.entry, work.head, false) +
-                                    (work.first + fragment::warp_row()) * p.out.row,
-                                work.rows - fragment::warp_row());
+      fragment::store_wide<V_COLUMNS>(acc, weight, p.out,
+                                      layout::offset(p.out, work.entry, work.head, false) +
+                                          (work.first + fragment::warp_row()) * p.out.row +
+                                          work.first_column() * p.out.col,
+                                      work.rows - fragment::warp_row(), work.columns());
     } else if constexpr (TMA_STORE) {
       if (ptx::shuffle(fragment::warp_row(), 0) < work.rows) {
         warpgroup_rows::tma_store_wait();
@@ -334,12 +335,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
             out, out_address, out_map, work.out, work.first_row_q + fragment::warp_row());
       }
     } else {
-      warpgroup_rows::store_rows<D_V>(
-          out, p.out, layout::offset(p.out, work.entry, work.head, false) + work.first * p.out.row,
-          work.rows);
+      warpgroup_rows::store_rows<V_COLUMNS>(out, p.out,
+                                            layout::offset(p.out, work.entry, work.head, false) +
+                                                work.first * p.out.row +
+                                                work.first_column() * p.out.col,
+                                            work.rows, work.columns());
     }
     // 9 store lse
-    if (p.lse.data != nullptr) {
+    if (p.lse.data != nullptr && work.has_rows()) {
       const memory::RowStatistic to = memory::row_statistic(p.lse, work.entry, work.head);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -351,7 +354,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
     }
     fragment_softmax::init_state(m, l, acc);
-    tile::count_tiles(p, kv_uses - first_kv_use);
+    if (work.has_rows()) tile::count_tiles(p, kv_uses - first_kv_use);
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }
   if (index == 0) {

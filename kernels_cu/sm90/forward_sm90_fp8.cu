@@ -54,31 +54,65 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 // whose product with log2 e may not be a normal number.
 constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 
+// The powers of two by which the output of a thread's rows was divided, because weights were. With
+// V_SCALE_ROWS, a tile's weights are in a unit of its own. The output is brought to this unit when
+// it is rescaled, so that no product is multiplied by it. A unit that is 2^SPAN times smaller than
+// one before might make the output too large: the weights are brought to a larger one then.
+struct OutputUnits {
+  static constexpr int SPAN = 64;
+  int state[2];  // the exponent with its bias, and in the bits above the largest one so far
+
+  __device__ __forceinline__ void init() { state[0] = state[1] = 0x101; }
+  __device__ __forceinline__ int unit(int r) const { return state[r] & 0xff; }
+
+  // Takes up the exponents of a tile's units: changes `alpha`, and weights that need another unit.
+  template <int COLUMNS>
+  __device__ __forceinline__ void take_up(const int (&of_tile)[2], float (&alpha)[2],
+                                          float (&weights)[2][COLUMNS]) {
+    const auto differs = [&] {
+      return ptx::any_lane(of_tile[0] != unit(0) || of_tile[1] != unit(1));
+    };
+    if (!differs()) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int largest = Unit::larger_of(state[r] >> 8, of_tile[r]);
+      const int own = Unit::larger_of(of_tile[r], largest - SPAN);
+      alpha[r] *= Unit::ratio(unit(r), own);
+      state[r] = largest << 8 | own;
+    }
+    if (differs()) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float by = Unit::ratio(of_tile[r], unit(r));
+#pragma unroll
+        for (int x = 0; x < COLUMNS; ++x) weights[r][x] *= by;
+      }
+    }
+  }
+};
+
 // Multiplies weights by the scales of their values, in a unit for each row that depends only on
-// keys with weights: the scales of others may be anything, and change no bit. Rows come one after
-// the other, and scales are read again, because registers have no room for them.
-__device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float* of_values,
-                                           float (&unit_v)[2]) {
+// keys with weights: the scales of others may be anything, and change no bit. Without such keys it
+// is the row's unit before. Rows come one after the other, and scales are read again, because
+// registers have no room for them.
+__device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float (&scales)[BLOCK_KV],
+                                           int (&units)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = 0;
-#pragma unroll
-    for (int x = 0; x < COLUMNS; ++x) {
-      const float own = of_values[fragment_tile::Pairs::key_of(x)];
+    each_scale<COLUMNS>(scales, [&](int x, float own) {
       largest = fmax(largest, s[r][x] == 0 ? 0.0f : fabs(own));  // which ignores NaN
-    }
+    });
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
       largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
     }
-    const Unit unit(largest);
-    unit_v[r] = unit.size;
+    if (largest > 0) units[r] = Unit::exponent_of(largest);
+    const float inverse = Unit::ratio(Unit::ONE, units[r]);
     __syncwarp();  // the compiler keeps nothing of shared memory across it
-#pragma unroll
-    for (int x = 0; x < COLUMNS; ++x) {
-      const float own = of_values[fragment_tile::Pairs::key_of(x)] * unit.inverse;
-      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * own;
-    }
+    each_scale<COLUMNS>(scales, [&](int x, float own) {
+      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * (own * inverse);
+    });
     __syncwarp();
   }
 }
@@ -104,6 +138,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   int kv_uses = 0, q_uses = 0;
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
+  OutputUnits output_units;
+  output_units.init();
   bool more_work = true;
 #pragma unroll 1
   for (int w = 0; more_work; ++w) {
@@ -138,8 +174,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     direct = !ptx::any_lane(!direct);
     if (!direct) c[0] = c[1] = number::LOG2_E<float>;
 
-    float alpha[2];            // the factor of the output when the weights are multiplied
-    float unit_v[2] = {1, 1};  // of the weights: their values' scales were divided by it
+    float alpha[2];  // the factor of the output when the weights are multiplied
     float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
     unsigned int weights[2][COLUMNS / 4];
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
@@ -163,8 +198,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
         for (int column = 0; column < PART_COLUMNS; ++column) {
           float& sum = acc[r][x * PART_COLUMNS + column];
-          const float own = part[x % BUFFERS][r][column];
-          sum = fma(sum, alpha[r], V_SCALE_ROWS ? own * unit_v[r] : own);
+          sum = fma(sum, alpha[r], part[x % BUFFERS][r][column]);
         }
       }
     };
@@ -198,14 +232,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // `keys_end`: whether keys may end in the tile, which is possible in the first one only.
     const auto change_scores = [&](int n, int tile, bool masked, auto keys_end) {
       if constexpr (K_SCALE_ROWS) {
-        const float* const of_keys =
-            shared.scales[KvPipeline::stage_of(n)].k + fragment::lane_column();
-#pragma unroll
-        for (int x = 0; x < COLUMNS; ++x) {
-          const float own = of_keys[fragment_tile::Pairs::key_of(x)];
+        each_scale<COLUMNS>(shared.scales[KvPipeline::stage_of(n)].k, [&](int x, float own) {
           s[0][x] *= own;
           s[1][x] *= own;
-        }
+        });
       }
       if (!direct) {
 #pragma unroll
@@ -236,18 +266,17 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
       if constexpr (V_SCALE_ROWS) {
         const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
+        int units[2] = {output_units.unit(0), output_units.unit(1)};
         if (HAS_SCORE || masked) {
-          scale_seen(s, scales.v + fragment::lane_column(), unit_v);
+          scale_seen(s, scales.v, units);
         } else {
-          const float* const of_values = scales.v_of_tile + fragment::lane_column();
-#pragma unroll
-          for (int x = 0; x < COLUMNS; ++x) {
-            const float own = of_values[fragment_tile::Pairs::key_of(x)];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) s[r][x] *= own;
-          }
-          unit_v[0] = unit_v[1] = shared.v_unit[KvPipeline::stage_of(n)];
+          each_scale<COLUMNS>(scales.v_of_tile, [&](int x, float own) {
+            s[0][x] *= own;
+            s[1][x] *= own;
+          });
+          units[0] = units[1] = shared.v_unit[KvPipeline::stage_of(n)];
         }
+        output_units.take_up(units, alpha, s);
       }
       warpgroup_fp8::narrow(s, weights);
     };
@@ -360,6 +389,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       weight[r] = l[r] == 0.0f ? 0.0f : common * weight[r] * ptx::reciprocal(l[r]);
+      if constexpr (V_SCALE_ROWS) {
+        const float unit = Unit::ratio(output_units.unit(r), Unit::ONE);
+#pragma unroll
+        for (int column = 0; column < COLUMNS_V; ++column) acc[r][column] *= unit;
+      }
     }
     more_work = shared.has_work(w + 1);  // asked where registers are free, before the stores
     if constexpr (WIDE_RESULT) {
@@ -396,6 +430,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
     }
     fragment_softmax::init_state(m, l, acc);
+    output_units.init();
     tile::count_tiles(p, kv_uses - first_kv_use);
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }

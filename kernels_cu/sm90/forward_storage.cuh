@@ -13,6 +13,7 @@ using tile_scheduler::TileRef;
 using tile_scheduler::TileScheduler;
 using tile_scheduler::uniform;
 using tile_scheduler::UNMASKED;
+using tile_scheduler::V_COLUMNS;
 
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::WARPGROUP_ROWS;  // warpgroups of 64 queries each
 constexpr int MAX_CONSUMERS = 3;
@@ -36,7 +37,7 @@ constexpr bool KEEPS_KV = ONE_TILE && !CHECK_FINITE && !CHANGES_SCORES;
 constexpr int CHECKER_WARPS = CHECK_FINITE ? 2 : 0;
 constexpr int CHECKER_ARRIVALS = CHECKER_WARPS * warpgroup::ARRIVALS_OF_WARP;
 
-constexpr int Q_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
+constexpr int Q_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(V_COLUMNS);
 using QTiles =  // of one consumer each
     warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, Q_ROW_BYTES, Q_STAGES * CONSUMERS>;
 using KTiles = warpgroup::SmemTile<BLOCK_KV, Q_ROW_BYTES, KV_STAGES>;
@@ -141,7 +142,9 @@ static_assert(IS_16_BIT, "16-bit types");
 static_assert(THREADS == CONSUMER_THREADS + warpgroup::WARPGROUP_SIZE && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS >= 1 && CONSUMERS <= MAX_CONSUMERS, "BLOCK_Q");
-static_assert(!ONE_TILE || !ENDS_ON_DEVICE, "the keys of a row that is one tile are known");
+static_assert(!ONE_TILE || !CACHED, "the most keys of a row that is one tile are known");
+// What a result joins may lie where the first part writes, while another one reads it.
+static_assert(V_PARTS == 1 || (!RESUMES && !TMA_STORE), "V_PARTS");
 static_assert(SHARED_BYTES == TILES_BYTES + OUT_BYTES + SHARED_STORAGE_BYTES ||
                   (SHARED_BYTES == TILES_BYTES + SHARED_STORAGE_BYTES && !TMA_STORE),
               "SHARED_BYTES");

@@ -65,7 +65,8 @@ struct LaneScales {
   __device__ __forceinline__ void store_k(SharedStorage& shared, int stage) const {
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
-      shared.scales[stage].k[n * ptx::WARP_SIZE + ptx::lane_index()] = values[n];
+      shared.scales[stage].k[RowScales::place_of(n * ptx::WARP_SIZE + ptx::lane_index())] =
+          values[n];
     }
   }
 
@@ -77,15 +78,16 @@ struct LaneScales {
     for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
       largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
     }
-    const Unit unit(largest);
+    const int unit = Unit::exponent_of(largest);
+    const float inverse = Unit::ratio(Unit::ONE, unit);
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
-      const int row = n * ptx::WARP_SIZE + ptx::lane_index();
+      const int row = RowScales::place_of(n * ptx::WARP_SIZE + ptx::lane_index());
       const float value = number::is_finite(values[n]) ? values[n] : values[n] - values[n];
       shared.scales[stage].v[row] = value;
-      shared.scales[stage].v_of_tile[row] = value * unit.inverse;
+      shared.scales[stage].v_of_tile[row] = value * inverse;
     }
-    if (ptx::lane_index() == 0) shared.v_unit[stage] = unit.size;
+    if (ptx::lane_index() == 0) shared.v_unit[stage] = unit;
   }
 };
 

@@ -53,21 +53,47 @@ using KvPipeline = warpgroup::Pipeline<KV_STAGES>;
 using VPipeline = warpgroup::Pipeline<V_STAGES>;
 using WorkPipeline = warpgroup::Pipeline<WORK_STAGES>;
 
-// The scales of the rows of a tile, by which scores and weights are multiplied.
-struct RowScales {
+// The scales of the rows of a tile, by which scores and weights are multiplied. Of 16 keys, key
+// 8 a + 2 b + c has place 4 b + 2 a + c, so that a thread loads those of four of its columns at
+// once.
+struct alignas(16) RowScales {
   float k[BLOCK_KV], v[BLOCK_KV];  // NaN for infinite ones of v
   float v_of_tile[BLOCK_KV];       // v, divided by a power of two so that none is larger than 1
+
+  __device__ __forceinline__ static int place_of(int key) {
+    return key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2;
+  }
 };
 
-// The power of two that is not smaller than the largest of some scales, and its inverse.
-struct Unit {
-  float size, inverse;
+// Calls use(column, scale) for the columns of a thread's rows.
+template <int COLUMNS, class Use>
+__device__ __forceinline__ void each_scale(const float (&scales)[BLOCK_KV], const Use& use) {
+  struct alignas(16) Four {
+    float x[4];
+  };
+  const Four* const own = reinterpret_cast<const Four*>(scales) + ptx::lane_index() % 4;
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 4) {
+    const Four four = own[n];  // of 16 keys
+#pragma unroll
+    for (int x = 0; x < 4; ++x) use(n + x, four.x[x]);
+  }
+}
 
-  __device__ __forceinline__ explicit Unit(float largest) {
+// The power of two that is not smaller than the largest of some scales, as the exponent of a
+// float32 with its bias, from 1 to 253.
+struct Unit {
+  static constexpr int ONE = 127;
+
+  __device__ __forceinline__ static int exponent_of(float largest) {
     const unsigned int bits = __float_as_uint(largest) + 0x7fffffu;
-    const unsigned int exponent = bits < 2u << 23 ? 1 : bits > 253u << 23 ? 253 : bits >> 23;
-    size = __uint_as_float(exponent << 23);
-    inverse = __uint_as_float((254 - exponent) << 23);
+    return bits < 2u << 23 ? 1 : bits > 253u << 23 ? 253 : static_cast<int>(bits >> 23);
+  }
+  __device__ __forceinline__ static int larger_of(int x, int y) { return x > y ? x : y; }
+  // The quotient of two powers of two, 0 if it is less than any normal number. The first one may be
+  // 2^126 times as large as the other one.
+  __device__ __forceinline__ static float ratio(int of, int to) {
+    return __uint_as_float(static_cast<unsigned int>(larger_of(of - to + ONE, 0)) << 23);
   }
   // The larger one of two scales, ignoring those that are not finite.
   __device__ __forceinline__ static float larger(float largest, float scale) {
@@ -83,6 +109,7 @@ struct WorkScales {
 
 // Work tiles and the mbarriers of everything.
 struct SharedStorage {
+  RowScales scales[KV_STAGES];
   ScheduledTile work_tiles[WORK_STAGES];
   TileScheduler scheduler;
   KvPipeline k_pipeline;
@@ -90,8 +117,7 @@ struct SharedStorage {
   // Of transposed values, and of whether those of masked tiles are finite. Scales come with the
   // keys, and are released with the values.
   KvPipeline transposed_pipeline;
-  RowScales scales[KV_STAGES];
-  float v_unit[KV_STAGES];                   // that power of two
+  int v_unit[KV_STAGES];                     // that power of two
   unsigned int has_nonfinite[KV_STAGES][2];  // of masked tiles, by each transposer
   WorkScales work_scales[WORK_STAGES];
   unsigned long long q_full[CONSUMERS], q_empty[CONSUMERS];

@@ -25,9 +25,34 @@ __device__ __forceinline__ TileRef uniform(TileRef tile) {
   return TileRef{ptx::shuffle(static_cast<int>(tile), 0)};
 }
 
+// Of wide values, V_PARTS work tiles have the same queries: each computes all of their scores, with
+// equal bits, and a part of the columns of the output. This is the twin of cupyflash's
+// gpu/kernels/sm90_wide.py.
+constexpr int V_COLUMNS = V_PARTS == 1 ? D_V : matmul::round_up((D_V + V_PARTS - 1) / V_PARTS, 8);
+static_assert(V_PARTS == 1 || ((V_PARTS - 1) * V_COLUMNS < D_V && !ONE_TILE), "V_PARTS");
+
+template <int PARTS>
+struct ColumnsOfValues {
+  int part;
+  __device__ __forceinline__ int first_column() const { return part * V_COLUMNS; }
+  __device__ __forceinline__ int columns() const {
+    return part + 1 < PARTS ? V_COLUMNS : D_V - (PARTS - 1) * V_COLUMNS;
+  }
+  // Whether it writes what belongs to rows, of which there is one for all parts.
+  __device__ __forceinline__ bool has_rows() const { return part == 0; }
+  __device__ __forceinline__ void set(unsigned int number) { part = static_cast<int>(number); }
+};
+template <>
+struct ColumnsOfValues<1> {  // takes no memory
+  __device__ __forceinline__ static int first_column() { return 0; }
+  __device__ __forceinline__ static int columns() { return D_V; }
+  __device__ __forceinline__ static bool has_rows() { return true; }
+  __device__ __forceinline__ static void set(unsigned int) {}
+};
+
 // What producer and consumers need to know of a block of queries of one head. Without rows there is
 // nothing to compute.
-struct ScheduledTile {
+struct ScheduledTile : ColumnsOfValues<V_PARTS> {
   layout::Entry entry;
   long long head;
   long long first;  // query
@@ -87,16 +112,21 @@ struct ScheduledTile {
 // With lists of tiles, the blocks of a head are dealt by their tiles, the longest first.
 //
 // Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on. Where all
-// keys of a row are one tile, a block has neighbouring tiles: most have the head of the one before,
-// whose keys and values stay, and are found by counting.
+// keys of a row are one tile, and arrays are not packed, a block has neighbouring tiles: most have
+// the head of the one before, whose keys and values stay, and are found by counting.
+//
+// Parts of a head's values are dealt like neighbouring heads, so that they find its keys in L2.
+constexpr bool NEIGHBOURS = ONE_TILE && !PACKED;
+
 struct TileScheduler {
   static constexpr bool INTERLEAVE_HEADS = HAS_MASK && !PACKED && !ONE_TILE;
-  unsigned int heads, blocks;
+  unsigned int heads, blocks;              // heads times parts
   unsigned int group_heads, group_rounds;  // of a group of heads that is dealt together
   int rounds;
 
   __device__ __forceinline__ explicit TileScheduler(const Params& p)
-      : heads(static_cast<unsigned int>(p.heads)), blocks(static_cast<unsigned int>(p.blocks)) {
+      : heads(static_cast<unsigned int>(p.heads) * V_PARTS),
+        blocks(static_cast<unsigned int>(p.blocks)) {
     if constexpr (!PACKED) {
 #pragma unroll
       for (int axis = 0; axis < MAX_LEAD; ++axis) {
@@ -129,12 +159,13 @@ struct TileScheduler {
       if (n >= heads_here * blocks) return heads * blocks;
       return (first_head + n % heads_here) * blocks + n / heads_here;
     }
-    if constexpr (ONE_TILE) {
+    if constexpr (NEIGHBOURS) {
       const unsigned int each = heads * blocks / gridDim.x, more = heads * blocks % gridDim.x;
       return blockIdx.x * each + (blockIdx.x < more ? blockIdx.x : more) + round;
     }
     const unsigned int n = round * gridDim.x + blockIdx.x;
-    return HAS_MASK ? layout::interleave_heads(p, n, p.heads, layout::heads_in_flight(p)) : n;
+    if constexpr (!HAS_MASK) return n;
+    return layout::interleave_heads(p, n, p.heads * V_PARTS, layout::heads_in_flight(p));
   }
 };
 
@@ -206,12 +237,15 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
                                                   unsigned int round, const ScheduledTile& before,
                                                   ScheduledTile& work_smem) {
   bool idle = false, keeps = false;
-  if (ONE_TILE && round > 0 && continues(p, before)) {
+  if (NEIGHBOURS && round > 0 && continues(p, before)) {
     keeps = describe_next_tile(p, before, work_smem);
   } else {
     const unsigned int index = scheduler.tile_index(p, round);
     const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
-    layout::WorkTile work = cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
+    const unsigned int known = index < work_tiles ? index : work_tiles - 1;
+    const unsigned int head = known / scheduler.blocks;  // times parts
+    layout::WorkTile work = cache::work_tile_of(
+        p, V_PARTS == 1 ? known : head / V_PARTS * scheduler.blocks + known % scheduler.blocks);
     if constexpr (HAS_LISTS) {  // the longest first; the layout deals the last block first
       work.block = tile_lists::order_of(p, work.entry.b, work.head)[p.blocks - 1 - work.block];
     }
@@ -221,6 +255,7 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
     const int most = work.block == 0 ? of_first : BLOCK_Q;
     const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, most);
     if (ptx::lane_index() == 0) {
+      work_smem.set(head % V_PARTS);
       work_smem.entry = work.entry;
       work_smem.head = work.head;
       work_smem.first = first;
@@ -244,7 +279,7 @@ __device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorag
 #pragma unroll 1
   for (int w = 0; w < scheduler.rounds; ++w) {
     shared.work_pipeline.wait_empty(w);
-    publish_work_tile(p, scheduler, w, shared.work_tile(ONE_TILE && w > 0 ? w - 1 : w),
+    publish_work_tile(p, scheduler, w, shared.work_tile(NEIGHBOURS && w > 0 ? w - 1 : w),
                       shared.work_tile(w));
     add(w);
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));

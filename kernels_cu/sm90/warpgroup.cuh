@@ -156,16 +156,17 @@ struct TmaHead {
   }
 };
 
-// Issues the TMA loads of a tile: ROWS rows from row `first` on, WIDTH columns wide. Its bytes
-// count at an mbarrier.
+// Issues the TMA loads of a tile: ROWS rows from row `first` on, WIDTH columns from `first_column`
+// on. Its bytes count at an mbarrier.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void tma_load_tile(unsigned int to, const ptx::TensorMap& map,
                                               const TmaHead& head, long long first,
-                                              unsigned int barrier) {
+                                              unsigned int barrier, int first_column = 0) {
 #pragma unroll
   for (int column = 0; column < WIDTH; column += SLAB_COLUMNS) {
-    ptx::tma_load(to + column / SLAB_COLUMNS * ROWS * SLAB_ROW_BYTES, map, barrier, column,
-                  static_cast<int>(first), head.head, head.slow, head.slower);
+    ptx::tma_load(to + column / SLAB_COLUMNS * ROWS * SLAB_ROW_BYTES, map, barrier,
+                  first_column + column, static_cast<int>(first), head.head, head.slow,
+                  head.slower);
   }
 }
 

@@ -199,14 +199,14 @@ __device__ __forceinline__ void tma_store_rows(const unsigned int (&words)[2][WO
   }
 }
 
-// Writes a thread's words of a result of WIDTH columns to an array, without TMA. The block's row 0
-// lies at `offset`; `valid` rows exist.
+// Writes a thread's words of a result of `columns` of at most WIDTH columns to an array, without
+// TMA. The block's row 0 lies at `offset`; `valid` rows exist.
 template <int WIDTH, int WORDS>
 __device__ __forceinline__ void store_rows(unsigned int (&words)[2][WORDS], const Operand& to,
-                                           long long offset, int valid) {
+                                           long long offset, int valid, int columns = WIDTH) {
   storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset;
   const int first_row = fragment::warp_row() + fragment::lane_row();
-  if (WIDTH % 4 == 0 && to.col == 1 && to.row % 4 == 0 &&
+  if (columns % 4 == 0 && to.col == 1 && to.row % 4 == 0 &&
       reinterpret_cast<unsigned long long>(data) % sizeof(Four) == 0) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void store_rows(unsigned int (&words)[2][WORDS], cons
 #pragma unroll
       for (int n = 0; n < WORDS; n += 2) {
         const Four four = swap_halves(words[r], n);
-        if (first_row + 8 * r < valid && 8 * n + first_column() < WIDTH) {
+        if (first_row + 8 * r < valid && 8 * n + first_column() < columns) {
           *reinterpret_cast<Four*>(row_gmem + 8 * n) = four;
         }
       }
@@ -229,7 +229,7 @@ __device__ __forceinline__ void store_rows(unsigned int (&words)[2][WORDS], cons
       storage_t* const row_gmem = data + (first_row + 8 * r) * to.row;
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
-        if (first_row + 8 * r < valid && first + x < WIDTH) {
+        if (first_row + 8 * r < valid && first + x < columns) {
           row_gmem[(first + x) * to.col] = static_cast<storage_t>(four.word[x / 2] >> x % 2 * 16);
         }
       }

@@ -61,25 +61,25 @@ struct SharedStorage : BiasValues<HAS_BIAS_TILES> {
 struct TileScheduler {
   const Params& p;
   SharedStorage& storage;
-  long long heads, blocks_q, blocks_k, begin, end;
+  long long heads, planes, blocks_k, begin, end;
 
   __device__ __forceinline__ TileScheduler(const Params& p, SharedStorage& storage)
       : p(p),
         storage(storage),
         heads(storage.bias.heads(p)),
-        blocks_q(storage.bias.one_query ? (p.len_q + BLOCK_Q - 1) / BLOCK_Q : 1),
+        planes(storage.bias.planes(p)),
         blocks_k(storage.bias.one_key ? (p.len_k + BLOCK_KV - 1) / BLOCK_KV : 1),
-        begin(storage.bias.begin_plane * blocks_q * blocks_k),
-        end(storage.bias.end_plane * blocks_q * blocks_k) {}
+        begin(storage.bias.begin_row * blocks_k),
+        end(storage.bias.end_row * blocks_k) {}
 
   __device__ __forceinline__ Position position_of(long long number) const {
     const bias_tile::BiasTile& bias = storage.bias;
     const layout::Quotient of_keys = layout::divide(number, blocks_k);
-    const layout::Quotient of_queries = layout::divide(of_keys.quotient, blocks_q);
-    const layout::Quotient of_heads = layout::divide(of_queries.quotient, heads);
+    const layout::Quotient of_planes = layout::divide(of_keys.quotient, planes);
+    const layout::Quotient of_heads = layout::divide(of_planes.remainder, heads);
     const layout::Entry entry = layout::shared_entry(p, bias.first, of_heads.quotient);
     const long long h = bias.one_head ? of_heads.remainder : bias.head;
-    const long long i0 = (bias.one_query ? of_queries.remainder : bias.q_block) * BLOCK_Q;
+    const long long i0 = (bias.one_query ? of_planes.quotient : bias.q_block) * BLOCK_Q;
     const long long j0 = (bias.one_key ? of_keys.remainder : bias.kv_block) * BLOCK_KV;
     return Position{entry,
                     h,

@@ -377,14 +377,14 @@ __device__ __forceinline__ void resume(accum_t (&acc)[ROWS][COLUMNS], accum_t (&
   __syncwarp();  // the lse before, read by all lanes of its row
 }
 
-// Writes a warp's rows of a result of WIDTH columns, each times a factor, to an array of the
-// accumulator's type. The warp's row 0 goes to `offset`; `valid` rows exist.
+// Writes a warp's rows of a result of `columns` of at most WIDTH columns, each times a factor, to
+// an array of the accumulator's type. The warp's row 0 goes to `offset`; `valid` rows exist.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_wide(const accum_t (&result)[ROWS][COLUMNS],
                                            const accum_t (&factor)[ROWS], const Operand& to,
-                                           long long offset, int valid) {
+                                           long long offset, int valid, int columns = WIDTH) {
   accum_t* const data = reinterpret_cast<accum_t*>(to.data) + offset;
-  const bool pairs = WIDTH % 2 == 0 && to.col == 1 && to.row % 2 == 0 &&
+  const bool pairs = columns % 2 == 0 && to.col == 1 && to.row % 2 == 0 &&
                      reinterpret_cast<unsigned long long>(data) % sizeof(Pair) == 0;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -395,12 +395,12 @@ __device__ __forceinline__ void store_wide(const accum_t (&result)[ROWS][COLUMNS
     for (int n = 0; n < COLUMNS; n += 2) {
       const int column = pair_column(n);
       const Pair stored{{result[r][n] * factor[r], result[r][n + 1] * factor[r]}};
-      if (pairs && column < WIDTH) {
+      if (pairs && column < columns) {
         *reinterpret_cast<Pair*>(row_gmem + column) = stored;
       } else {
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-          if (column + x < WIDTH) row_gmem[(column + x) * to.col] = stored.x[x];
+          if (column + x < columns) row_gmem[(column + x) * to.col] = stored.x[x];
         }
       }
     }

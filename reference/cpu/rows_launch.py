@@ -51,9 +51,10 @@ def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
 
 @own_arithmetic
 def quantize(x: Array, columns: int, form: int, codes: Array, scale: Array) -> None:
-    """Write the codes of rows (..., D), as bytes, and the scale of every group of columns.
+    """Write the codes of rows (..., D), as bytes, and the scale of every group.
 
-    `form` is the number of a format.
+    A group has `columns` numbers, a part of a row or several rows. `form` is the number of a
+    format.
     """
     number = _accumulator(x)
     prepare([(quantize_kernel, number)])

@@ -201,6 +201,44 @@ def test_the_log_sum_exp_may_be_given():
     assert all(np.allclose(ours[name], other[name], rtol=1e-13, atol=1e-13) for name in SUMS)
 
 
+def test_attention_returns_them_beside_its_output():
+    q, k, options = drawn(np.random.default_rng(30), np.float32)
+    v = np.random.default_rng(31).standard_normal((2, 3, 70, 16)).astype(np.float32)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    wanted = cupyflash.reduce(q, k, SUMS, lse=lse, **options)
+    # Weights are those before dropout.
+    more = options | {"dropout": 0.3, "seed": 5}
+    dropped = cupyflash.attention(q, k, v, **more)
+    room = np.empty_like(out), np.empty_like(lse)
+    shown, found = cupyflash.attention(q, k, v, reductions=SUMS, **options)
+    other, lse_of, again = cupyflash.attention(
+        q, k, v, reductions=SUMS, return_lse=True, out=room[0], lse_out=room[1], **more
+    )
+    assert same_bits(shown, out)
+    assert same_bits(other, dropped)
+    assert same_bits(lse_of, lse)
+    assert other is room[0]
+    assert lse_of is room[1]
+    for name, x in wanted.items():
+        assert same_bits(found[name], x), name
+        assert same_bits(again[name], x), name
+    out, found = cupyflash.attention(q[0, 0], k[0, 0], k[0, 0], reductions=SUMS)
+    assert out.shape == q[0, 0].shape
+    assert found["mass"].shape == (70,)
+
+
+def test_entries_are_those_of_all_three_arrays():
+    rng = np.random.default_rng(32)
+    q, k = rng.standard_normal((2, 2, 20, 8))
+    v = rng.standard_normal((3, 2, 20, 8))
+    by_entry = masks.mask(lambda b, h, i, j: j % 3 == b)
+    named = {"mass": reductions.mass(), "top": reductions.max_logit()}
+    found = cupyflash.attention(q, k, v, reductions=named, mask=by_entry)[1]
+    assert found["mass"].shape == (3, 2, 20)
+    alone = cupyflash.reduce(np.broadcast_to(q, (3, 2, 20, 8)), k, named, mask=by_entry)
+    assert all(same_bits(found[name], alone[name]) for name in named)
+
+
 # What is promised
 
 
@@ -319,6 +357,19 @@ def test_errors_of_calls():
     wrong("lse: got shape", one, lse=np.zeros(3))
     wrong("no such argument; say mask=masks.causal", one, ArgumentTypeError, causal=True)
     wrong("broadcasts to", {"m": reductions.mass(np.ones(61))})
+    beside = {
+        "function": lambda q, k, named, **x: cupyflash.attention(q, k, k, reductions=named, **x)
+    }
+    wrong("got none", {}, **beside)
+    wrong("return_lse: got 1", one, ArgumentTypeError, return_lse=1, **beside)
+    room = np.full(q.shape, 3.0)
+    with pytest.raises(ArgumentError, match="broadcasts to"):
+        cupyflash.attention(q, k, k, reductions={"m": reductions.mass(np.ones(61))}, out=room)
+    assert (room == 3).all()
+    codes = {"qkv_dtype": "float8_e4m3fn", "q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}
+    x = np.zeros((2, 4, 8), np.uint8)
+    with pytest.raises(ArgumentError, match="'mass' beside codes"):
+        cupyflash.attention(x, x, x, reductions=one, **codes)
     for reduction in OTHERS.values():
         wrong("which has no gradient", {"x": reduction}, function=cupyflash.reduce_vjp)
     vjp = cupyflash.reduce_vjp(q, k, one, **options)[1]

@@ -13,7 +13,7 @@ from placement import same_bits
 
 from cupyflash import ArgumentError, lookup, masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu import lookups, route
+from cupyflash.gpu import lookups, route, workspace
 from cupyflash.problem import validate
 from cupyflash.problem.lookups import of_call
 from cupyflash.problem.options import Options
@@ -87,9 +87,61 @@ def test_gradients_are_within_the_bound(name):
             assert rho(gradient, *bounds[table]).value <= 1, (dtype, gradient)
 
 
+@pytest.fixture(name="small_parts")
+def _small_parts(monkeypatch):
+    """Let blocks have parts of a sum that are as short as they can be."""
+    for name, value in {"TILE_Q": 16, "TILE_K": 16, "FEWEST_TILES": 1}.items():
+        monkeypatch.setattr(workspace, name, value)
+
+
+def parts_of(arrays, options):
+    """How many blocks share the scores of each look-up."""
+    _, q, k, v = arrays
+    call = validate.call(q, k, v, Options(**options))
+    made = {x: np.zeros(x.array.shape, x.array.dtype) for x in of_call(call)}
+    served = lookups.served(call, made)
+    return [workspace.parts_of_bias(call, x.gradient.shape) for x in served]
+
+
+@emulated
+@mostly_thorough(
+    "name, parts",
+    {"one number": 16, "entries and heads": 2, "heads": 4, "queries": 4, "keys": 4}.items(),
+    quick=(("one number", 16),),
+    why="other axes along which sums run",
+)
+def test_parts_of_sums(name, parts, small_parts):
+    arrays, options, offsets = problem(name, np.float32)
+    assert parts_of(arrays, options) == [parts]
+    found = [
+        computed(arrays, options, offsets, Blocks(16, 16, 64), schedule)
+        for schedule in (REVERSE, Emulator().schedule)
+    ]
+    for table, gradient in found[0][0].items():
+        assert rho(gradient, *found[0][1][table]).value <= 1
+        assert same_bits(gradient, found[1][0][table])
+
+
+@emulated
+@pytest.mark.thorough("another way of adding up the same parts")
+def test_parts_of_an_entry_do_not_depend_on_the_batch(small_parts):
+    (do, q, k, v), options, _ = problem("heads", np.float32)
+    del options["dropout"], options["seed"]
+    rng = np.random.default_rng(1)
+    both = rng.uniform(0, 1, (2, 4))
+
+    def gradient(slopes, *arrays):
+        table = lookup(slopes, learned=True)
+        changed = {**options, "score_mod": scores.alibi(table)}
+        return computed(arrays, changed, None, Blocks(16, 16, 64))[0][table]
+
+    alone = gradient(both[1:], do[1:], q[1:], k, v[1:])
+    assert same_bits(gradient(both, do, q, k, v)[1:], alone)
+
+
 @emulated
 @pytest.mark.parametrize("name", ["one number", "heads"])
-def test_packed_sequences(name):
+def test_packed_sequences(name, small_parts):
     made, bounds = computed(*problem(name, np.float32, packed=True), Blocks(16, 16, 64))
     for table, gradient in made.items():
         assert rho(gradient, *bounds[table]).value <= 1

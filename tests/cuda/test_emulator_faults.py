@@ -26,6 +26,7 @@ from cupyflash.problem import cached, coded, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.hadamard import transform
 from cupyflash.problem.options import Options
+from cupyflash.problem.reduction_form import Form
 from cupyflash.problem.tangents import SecondTangents, Tangents
 from cupyflash.rowwise import HADAMARD
 
@@ -435,6 +436,9 @@ def _everything(emulator):
     some = masks.mask(lambda b, h, i, j: ((j < 16) | (j >= 32)) & (j <= i))
     call = validate.call(q, k, k, Options(mask=some, score_mod=scores.softcap(3.0)))
     reduce_in_every_form(emulator, call, draw(2, 2, 40))
+    call = validate.call(*(x.astype(np.float16) for x in (q, k, k)), Options(mask=some))
+    form = Form("weight", "blocks", "sum", rows=(0, 40), block=(40, 40))
+    emulator.reduce(call, form, draw(2, 2, 40), None)
 
     # Lists of tiles, whose rows are dealt in an order.
     chosen = masks.chosen(np.array([[0, 2], [1, -1], [3, 0]]), (64, 64))

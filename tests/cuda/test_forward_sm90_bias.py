@@ -201,18 +201,21 @@ def test_a_bias_that_has_no_map_is_part_of_the_score_change():
 
 
 @pytest.mark.parametrize(
-    ("q_shape", "bias", "name"),
+    ("q_shape", "bias", "causal", "name"),
     [
-        ((16, 12, 512, 64), (12, 512, 512), "bias_bf16_tma__q64_kv64"),
-        ((256, 4, 256, 32), (4, 256, 256), "bias_bf16_tma__q64_kv64"),
-        ((64, 4, 64, 32), (4, 64, 64), "one_bias_bf16_tma__q64_kv64"),
-        ((2048, 4, 49, 32), (4, 49, 49), "one_score__q64_kv64"),
+        ((16, 12, 512, 64), (12, 512, 512), False, "bias_bf16__q64_kv128"),
+        ((16, 12, 512, 64), (12, 512, 512), True, "mask_bias_bf16_tma__q64_kv64"),
+        ((8, 12, 1024, 64), (8, 1, 1, 1024), False, "bias_bf16__q64_kv128"),
+        ((256, 4, 256, 32), (4, 256, 256), False, "bias_bf16_tma__q64_kv64"),
+        ((64, 4, 64, 32), (4, 64, 64), False, "one_bias_bf16_tma__q64_kv64"),
+        ((2048, 4, 49, 32), (4, 49, 49), False, "one_score__q64_kv64"),
     ],
 )
-def test_which_calls_take_tiles_of_a_bias(q_shape, bias, name):
+def test_which_calls_take_tiles_of_a_bias(q_shape, bias, causal, name):
     q, bias = (np.broadcast_to(np.zeros(x[-1:], BFLOAT16), x) for x in (q_shape, bias))
     q, bias = (np.lib.stride_tricks.as_strided(x, x.shape, steps(x)) for x in (q, bias))
-    taken = route.of(validate.call(q, q, q, Options(bias=bias)), H200).recipe.launches[0]
+    options = Options(bias=bias, mask=masks.causal() if causal else None)
+    taken = route.of(validate.call(q, q, q, options), H200).recipe.launches[0]
     assert taken.special.name.endswith(name)
     assert len(taken.maps) == (5 if "bias" in name else 4)
     assert (taken.special.tiles.bias_stages > 0) == ("bias" in name)

@@ -70,13 +70,22 @@ def test_few_key_heads_of_many_queries_have_parts():
     assert of(32, 1, 0, 0) == (1, 1)
 
 
-def test_a_tile_of_the_bias_that_many_planes_share_has_parts():
+def test_a_tile_of_the_bias_that_many_scores_share_has_parts():
     assert of(4, 4, 49, 49, 2048, (1, 4, 49, 49))[1] == 96
     assert of(4, 4, 256, 256, 256, (4, 256, 256))[1] == 8
     assert of(12, 12, 512, 512, 16, (1, 12, 512, 512))[1] == 1  # enough tiles
     assert of(4, 4, 64, 64, 15, (4, 64, 64))[1] == 1  # too few planes
     assert of(4, 4, 64, 64, 4, (64, 64))[1] == 2  # heads are planes, too
     assert of(4, 4, 64, 64, 4, (4, 4, 64, 64))[1] == 1  # nothing is shared
+    assert of(16, 16, 4096, 4096, 2, (16, 1, 1))[1] == 32  # a number for each head
+    assert of(16, 16, 4096, 4096, 2, (1, 1, 1))[1] == 512  # one in all
+    assert of(16, 16, 4096, 4096, 2, (1, 1, 4096))[1] == 12
+    assert of(16, 16, 4096, 4096, 2, (16, 4096, 1))[1] == 1  # enough tiles
+    assert of(2, 2, 512, 4096, 1, (1, 512, 1))[1] == 2  # as many as there are planes
+    assert of(4, 4, 300, 64, 1, (1, 1, 1))[1] == 2  # with eight tiles of scores and more
+    assert of(4, 4, 0, 64, 1, (1, 1, 1))[1] == 1
+    alone, one_of_many = (of(4, 4, 512, 512, n, (n, 4, 1, 1))[1] for n in (1, 9))
+    assert alone == one_of_many == 8
 
 
 def test_packed_sequences_have_no_parts_of_keys():
@@ -84,6 +93,19 @@ def test_packed_sequences_have_no_parts_of_keys():
     ends = np.array([0, 8192])
     call = validate.varlen_call(q, k, k, ends, ends, True, Options())
     assert workspace.scratch_of(call, True, share_queries=True).key_parts == 1
+
+
+def test_parts_of_packed_sequences_depend_on_no_other_sequence():
+    q = np.zeros((32, 8192, 8), HALF)
+
+    def parts(ends, shape):
+        options = Options(bias=np.zeros(shape, HALF))
+        call = validate.varlen_call(q, q, q, ends, ends, True, options)
+        return workspace.scratch_of(call, True).bias_parts
+
+    apart, together = np.array([0, 512, 8192]), np.array([0, 8192])
+    assert parts(apart, (2, 1, 1, 1)) == 1  # of a number for each sequence
+    assert parts(apart, (1, 1, 1)) == parts(together, (1, 1, 1)) == 512
 
 
 def test_what_explain_counts():
@@ -143,9 +165,8 @@ def test_parts_of_dbias(case):
     shape = 1 if "heads" in case else 2, 1 if "queries" in case else 40, 24
     (bias,) = draw(shape, dtype=dtype, seed=3)
     call = validate.call(q, k, v, Options(bias=bias))
-    assert workspace.scratch_of(call, True, share_queries=True).bias_parts == (
-        4 if "heads" in case else 2
-    )
+    planes = 34 if "heads" in case else 17
+    assert workspace.scratch_of(call, True, share_queries=True).bias_parts == planes // 8
     precision = Precision.of(q.dtype, tensor_cores=dtype == HALF)
     wanted = backward_bound(do, q, k, v, bias=bias, precision=precision, block_kv=16)
     made = [run(call, do, blocks, schedule).dbias for schedule in (REVERSE, randomly(1))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from codes import DTYPES, LARGEST, any_numbers
+from codes import DTYPES, LARGEST, PER, any_numbers
 from emulator import build
 from emulator.calls import Emulator
 from emulator.machine import randomly
@@ -30,16 +30,16 @@ F32 = np.float32
 SHAPES = [(3, 5, 64), (2, 3, 2, 4), (7,), (37, 2), (2, 96), (3, 300), (1, 2, 1, 3, 64), (2, 1288)]
 
 
-def quantized_there(x, form, group, rng):
+def quantized_there(x, form, group, rng, per="row"):
     """Return what the emulator makes of an array in poisoned memory, in some memory order."""
-    checked = quantisation(x, form, group)
+    checked = quantisation(x, form, group, per)
     placed = []
     for shape, dtype in ((checked.shape_of_codes, np.uint8), (checked.shape_of_scale, F32)):
         layout = random_layout(rng, len(shape), np.dtype(dtype).itemsize)
         layout = layout._replace(shift=layout.shift // np.dtype(dtype).itemsize * 4)
         placed.append(Placed(shape, dtype, PLAIN if rng.random() < 0.5 else layout))
     copies = Copies(HostMemory())
-    there = quantisation(copies.array(x), form, group)
+    there = quantisation(copies.array(x), form, group, per)
     codes, scale = (copies.array(each.view, True) for each in placed)
     emulator = Emulator(schedule=randomly(int(rng.integers(2**32))))
     emulator.rowwise(QUANTIZE, there, codes=codes, scale=scale)
@@ -73,6 +73,23 @@ def test_codes_are_those_of_the_cpu(dtype):
         assert same_bits(scale, wanted[1]), (seed, form, shape)
 
 
+@pytest.mark.parametrize("per", PER[1:])
+@mostly_thorough(
+    "dtype", DTYPES, quick=DTYPES[1:3], why="every number of float16 is quick", ids=str
+)
+def test_rows_share_a_scale(dtype, per):
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        form, shape = sorted(LARGEST)[seed % 4], (*SHAPES[:4], (2, 3, 40, 8), (0, 4))[seed % 6]
+        if form == "int4" and shape[-1] % 2:
+            continue
+        x = aligned(rng, shape, dtype, any_numbers(rng, shape, dtype))
+        wanted = cupyflash.quantize(x, form, per=per)
+        codes, scale = quantized_there(x, form, None, rng, per)
+        assert np.array_equal(bits(codes), bits(wanted[0])), (seed, form, shape)
+        assert same_bits(scale, wanted[1]), (seed, form, shape)
+
+
 @pytest.mark.parametrize("form", LARGEST)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_every_number_of_16_bits(form, dtype):
@@ -95,10 +112,13 @@ def test_where_numbers_of_float32_are_subnormal(form):
     x = (rng.standard_normal((400, 32)).astype(F32) * 2.0**exponents).astype(F32)
     x[:, 5] = 0
     x[-1] = 0
-    wanted = cupyflash.quantize(x, form)
-    codes, scale = quantized_there(x, form, None, rng)
-    assert np.array_equal(codes, wanted[0].view(np.uint8))
-    assert same_bits(scale, wanted[1])
+    for rows in (1, 50):
+        x = x.reshape(-1, rows, 32)
+        per = "row" if rows == 1 else "head"
+        wanted = cupyflash.quantize(x, form, per=per)
+        codes, scale = quantized_there(x, form, None, rng, per)
+        assert np.array_equal(codes, wanted[0].view(np.uint8))
+        assert same_bits(scale, wanted[1])
 
 
 @pytest.mark.parametrize("columns", [1, 8, 9, 16, 17, 64, 128, 256, 257, 2000])

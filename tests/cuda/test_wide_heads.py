@@ -16,8 +16,8 @@ from placement import same_bits
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import route
-from cupyflash.gpu.kernels import registry, sm80
-from cupyflash.gpu.kernels.spec import REGISTERS, Request
+from cupyflash.gpu.kernels import registry, sm80, sm90, sm90_wide
+from cupyflash.gpu.kernels.spec import REGISTERS, Extent, Request
 from cupyflash.problem import cached, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
@@ -129,6 +129,18 @@ def test_the_backward_is_within_the_bound(sizes, name, deterministic, dtype):
 
 
 @emulated
+def test_queries_are_copied_apart_from_do_where_one_stage_has_room():
+    d, options = 384, {"mask": masks.window(40, 20)}
+    q, k, v, do = arrays(BRAIN, d, d, 140, 40)
+    blocks = Chosen(shared_memory=SHARED_MEMORY["sm_90"])
+    request = Request(validate.call(q, k, v).problem, target_of("sm_90"))
+    assert registry.select("dkdv", request).tiles.stages == 1
+    ran = Ran(q, k, v, do, blocks, **options)
+    assert "backward_sm80_dkdv" in ran.kernels
+    assert ran.worst(do, **options) <= 1
+
+
+@emulated
 @pytest.mark.thorough("the kernel of the bias is quick with other heads, and has no other code")
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_gradient_of_a_bias_is_within_the_bound(sizes):
@@ -158,17 +170,55 @@ def test_the_tiles_that_gpus_get(arch, sizes, deterministic):
     [
         ((320, 320), "plain"), ((264, 304), "causal"), ((320, 64), "window"),
         ((72, 312), "documents"), ((312, 264), "dropout"), ((320, 320), "slopes"),
-        ((264, 264), "no keys"),
+        ((264, 264), "no keys"), ((512, 512), "plain"), ((384, 384), "window"),
+        ((328, 264), "causal"), ((512, 328), "dropout"), ((448, 64), "slopes"),
+        ((16, 512), "documents"), ((504, 496), "no keys"),
     ],
-    quick=[((264, 304), "causal")],
+    quick=[((264, 304), "causal"), ((328, 264), "causal"), ((16, 512), "documents")],
     why="other masks and scores, which small heads have, too",
     ids=str,
 )  # fmt: skip
-def test_warpgroups_have_heads_up_to_320(sizes, name):
+def test_warpgroups_have_wide_heads(sizes, name):
     q, k, v, _ = arrays(BRAIN, *sizes)
     ran = Ran(q, k, v, blocks=HOPPER, **OPTIONS[name])
     assert set(ran.kernels) == {"forward_sm90"}
     assert ran.worst(**OPTIONS[name]) <= 1
+
+
+@emulated
+@mostly_thorough(
+    "name",
+    ["plain", "causal", "window", "documents", "dropout", "slopes", "nan"],
+    quick=["dropout"],
+    why="other masks and scores of the same loop",
+)
+def test_parts_of_wide_values_have_the_same_weights(name):
+    q, k, v, _ = arrays(BRAIN, 328, 256)
+    if name == "nan":
+        v[0, 20, 9], v[0, 21, 100] = np.nan, np.inf
+    options = OPTIONS["causal" if name == "nan" else name]
+    ran = Ran(q, k, np.concatenate((v, v), -1), blocks=HOPPER, **options)
+    one = Ran(q, k, v, blocks=HOPPER, **options)
+    assert same_bits(ran.out[..., :256], ran.out[..., 256:])
+    assert same_bits(ran.out[..., :256], one.out)
+    assert same_bits(ran.lse, one.lse)
+
+
+@emulated
+@mostly_thorough("d_v", [264, 512], quick=[264], why="whole parts are a simpler case")
+def test_parts_of_wide_values_store_float32(d_v):
+    q, k, v, _ = arrays(HALF, 72, d_v)
+    call = validate.call(q, k, v, Options(mask=masks.causal()))
+    out, lse = np.full((2, 70, d_v), np.nan, np.float32), np.full((2, 70), np.nan, np.float32)
+    names = []
+    Emulator(HOPPER, runs=lambda special: names.append(special.kernel) or True).forward(
+        call, out, lse
+    )
+    assert set(names) == {"forward_sm90"}
+    how = {"precision": Precision.of(HALF, tensor_cores=True), "block_kv": 16}
+    bound = forward_bound(q, k, v, mask=masks.causal(), **how)
+    assert rho(out, *bound.out).value <= 1
+    assert same_bits(out.astype(HALF), Ran(q, k, v, blocks=HOPPER, mask=masks.causal()).out)
 
 
 @emulated
@@ -296,23 +346,57 @@ def test_the_plan_names_them(arch):
     call = validate.call(q, q, q, Options())
     plan = route.of(call, target_of(arch)).plan
     hardware = "simt" if arch == "sm_75" else "sm80"
-    assert plan.kernel == f"forward_{hardware}"
+    assert plan.kernel == f"forward_{'sm90' if arch == 'sm_90' else hardware}"
     parts = [step.kernel for step in route.of_gradients(call, target_of(arch), True).steps]
     assert f"backward_{hardware}_dkdv" in parts
     assert f"backward_{hardware}_dq" in parts
 
 
-def test_hopper_has_warpgroups_for_heads_up_to_320():
+def test_hopper_has_warpgroups_for_wide_heads():
     target = target_of("sm_90")
     for d, d_v, kernel in (
         (320, 320, "sm90"),
         (264, 8, "sm90"),
-        (8, 328, "sm80"),
+        (8, 328, "sm90"),
+        (512, 512, "sm90"),
+        (511, 512, "sm80"),  # rows of which not all begin at multiples of 16 bytes
         (300, 8, "sm80"),
     ):
         shapes = (2, 600, d), (2, 600, d), (2, 600, d_v)
         call = validate.call(*(np.zeros(shape, HALF) for shape in shapes), Options())
         assert route.of(call, target).plan.kernel == f"forward_{kernel}"
+
+
+@pytest.mark.parametrize("d_v", [8, 256, 257, 320, 384, 448, 511, 512])
+@pytest.mark.parametrize("d", [8, 256, 328, 384, 448, 512])
+def test_parts_of_wide_values_fit(d, d_v):
+    tiles = sm90.fit_forward(d, d_v, "masks")
+    parts, columns = sm90_wide.parts_of(d_v)
+    if max(d, d_v) > 320:
+        assert tiles.v_parts == parts
+        assert (parts - 1) * columns < d_v <= parts * columns
+        assert columns <= 256
+    else:
+        assert tiles.v_parts == 1
+    assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
+
+
+def test_every_part_has_its_work_tiles():
+    extent = Extent(queries=600, keys=600, heads=5, entries=3, multiprocessors=132)
+    for d_v, parts in ((256, 1), (264, 2), (512, 2)):
+        made = sm90.FORWARD.grid(extent, sm90.fit_forward(328, d_v))
+        assert made.work_tiles == 3 * 5 * parts * 5
+        assert made.blocks == 5
+        assert made.size == min(made.work_tiles, 132)
+
+
+def test_a_result_that_joins_another_one_is_not_divided():
+    for d_v, kernel in ((512, "sm80"), (256, "sm90")):
+        q, v = np.zeros((2, 600, 512), HALF), np.zeros((2, 600, d_v), HALF)
+        call = validate.call(q, q, v, Options())
+        out, lse = np.zeros((2, 600, d_v), np.float32), np.zeros((2, 600), np.float32)
+        made = route.forward(call, target_of("sm_90"), out, lse, before=(out, lse))
+        assert made.plan.kernel == f"forward_{kernel}"
 
 
 def test_other_types_have_the_portable_kernels():

@@ -34,6 +34,7 @@ from cupyflash.gpu.kernels import (
     simt,
     sm80,
     sm80_f64,
+    sm80_reduce,
     sm80_tangent,
     sm90,
     sm90_bias,
@@ -135,6 +136,8 @@ class Blocks:
             return self.tensor_tiles(problem)
         if spec is sm80_tangent.TANGENTS:
             return self.tangent_tiles(problem)
+        if spec is sm80_reduce.WEIGHTS:
+            return self.weight_tiles(problem)
         if spec.name in sm80.BACKWARD_BYTES:
             return self.gradient_tiles(spec.name, problem)
         if spec.name in sm80_f64.BACKWARD_BYTES:
@@ -165,12 +168,14 @@ class Blocks:
         if self.warpgroups is None:
             return sm90.fit_forward(*sizes, registers)
         block_q, block_kv, resident = self.warpgroups
+        longest = int(np.max(request.problem.len_k, initial=0))
+        one_tile = longest <= block_kv and not request.has_cache
         if tiles_of_bias:
-            more = bias_tiles.itemsize(request), resident, request.call.rows.known_k <= block_kv
+            more = bias_tiles.itemsize(request), resident, one_tile
             found = sm90.forward_bias_tiles(block_q, block_kv, *sizes, *more)
             assert found is not None
             return found
-        one_tile, room = request.call.rows.known_k <= block_kv, registers not in sm90.CHANGED
+        room = registers not in sm90.CHANGED
         return sm90.forward_tiles(block_q, block_kv, *sizes, room, resident, one_tile)
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
@@ -227,6 +232,12 @@ class Blocks:
             rows, block_kv = 8 * warps, max(32, block_kv)
         return sm80_tangent.tiles_of(rows, block_kv, warps, *sizes)
 
+    def weight_tiles(self, problem: Problem) -> Tiles:
+        """Return tiles of sums of weights: 16 or 32 keys a warp; wide rows need 64 threads."""
+        warps = max(self.threads // 32, 2 if problem.d > sm80.LARGEST_OF_WARP else 1)
+        keys = 32 * warps if self.block_kv >= 32 * warps else 16 * warps
+        return sm80_reduce.tiles_of(min(max(self.block_q, 16), 32 * warps), keys, warps, problem.d)
+
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
         sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
@@ -276,6 +287,12 @@ class Chosen(Blocks):
         """Return the tiles that the package's table gives forward mode on tensor cores."""
         limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
         chosen = sm80_tangent.fit(problem.d, problem.d_v, limit, False)
+        assert chosen is not None
+        return chosen
+
+    def weight_tiles(self, problem: Problem) -> Tiles:
+        """Return the tiles that the package's table gives sums of weights on tensor cores."""
+        chosen = sm80_reduce.fit(problem.d, max(self.shared_memory, LEAST_WITH_TENSOR_CORES))
         assert chosen is not None
         return chosen
 

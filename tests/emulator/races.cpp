@@ -381,6 +381,10 @@ void add_at_once(float* place, float value) { *place += value; }
 
 void add_at_once(double* place, double value) { *place += value; }
 
+void raise_at_once(unsigned int* place, unsigned int value) {
+  if (*place < value) *place = value;
+}
+
 void fence_device() { races::fence(); }
 
 unsigned long long compare_and_swap(unsigned long long* place, unsigned long long expected,

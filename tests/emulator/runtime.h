@@ -150,6 +150,9 @@ unsigned long long add_at_once(unsigned long long* place, unsigned long long val
 void add_at_once(float* place, float value);
 void add_at_once(double* place, double value);
 
+// Raises what lies in memory to a value that is larger, in one step.
+void raise_at_once(unsigned int* place, unsigned int value);
+
 // Orders what this thread knows before the swaps behind it, and what its swaps have read before
 // what comes next.
 void fence_device();

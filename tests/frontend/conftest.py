@@ -55,6 +55,24 @@ def cupy(install):
 
 
 @pytest.fixture
+def as_on_a_gpu(monkeypatch, cupy):
+    """Make the calls of programs for the CPU as those of a GPU, and return what CuPy was told."""
+    from cupyflash.jax import frame, target
+
+    told = []
+
+    def on_stream(stream, device):
+        told.append((stream, device))
+        return nullcontext()
+
+    monkeypatch.setattr(target._Entry, "on_cpu", target._Entry.on_gpu)
+    monkeypatch.setattr(frame.Frame, "stream", lambda _: 77)
+    monkeypatch.setattr(frame.Frame, "device", lambda _: 0)
+    monkeypatch.setattr(device_arrays, "on_stream", on_stream)
+    return told
+
+
+@pytest.fixture
 def gpu_tensors(cupy, monkeypatch):
     """Make a function that makes tensors, with CuPy's module as `cupy`.
 

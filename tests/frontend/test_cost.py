@@ -305,6 +305,56 @@ def test_tiles_that_are_chosen_were_nearly_the_fastest(row):
     assert found[chosen] <= 1.07 * min(found.values())
 
 
+class Biased(NamedTuple):
+    """The same of tiles of a bias; whether there is a causal mask."""
+
+    name: str
+    heads: int
+    length: int
+    d: int
+    masked: bool
+    times: tuple[tuple[int, int, int, float], ...]
+
+
+BIASED = [
+    Biased(
+        name, heads, length, d, masked, tuple((*x, us) for x, us in zip(tried, times, strict=True))
+    )
+    for tried in [((64, 64, 3), (64, 128, 2), (128, 128, 1), (192, 112, 1))]
+    for name, heads, length, d, masked, times in [
+        ("a row for all queries, 1024", 96, 1024, 64, False, (106.7, 100.7, 106.3, 119.0)),
+        ("a row for all queries, 2048", 64, 2048, 64, False, (259.6, 246.2, 261.5, 251.6)),
+        ("T5", 192, 512, 64, False, (60.0, 57.7, 61.5, 68.7)),
+        ("T5, causal", 192, 512, 64, True, (45.9, 53.1, 48.5, 63.7)),
+        ("a bias of each entry", 64, 2048, 64, False, (270.5, 255.4, 269.9, 266.0)),
+        ("the same, causal", 32, 2048, 64, True, (86.4, 84.6, 84.8, 93.9)),
+        ("Evoformer", 1024, 256, 32, False, (73.3, 74.6, 78.1, 122.0)),
+        ("Evoformer, causal", 1024, 256, 32, True, (81.0, 78.6, 79.1, 104.4)),
+    ]
+]
+
+
+@pytest.mark.parametrize("row", BIASED, ids=[row.name for row in BIASED])
+def test_tiles_of_a_bias_that_are_chosen_were_nearly_the_fastest(row):
+    sizes, lengths = (row.d, row.d), (row.length, row.length)
+    tiles = sm90.choose_forward_bias(*sizes, "bias", 2, row.masked, *lengths)
+    found = {x[:3]: x[3] for x in row.times}
+    chosen = tiles.block_q, tiles.block_kv, tiles.resident_blocks
+    assert found[chosen] <= 1.04 * min(found.values())
+    for (block_q, block_kv, resident), measured in found.items():
+        tiles = sm90.forward_bias_tiles(block_q, block_kv, *sizes, 2, resident)
+        expected = sm90.forward_cost(tiles, *sizes, True, *lengths, row.masked)
+        us = 8 + row.heads * expected.time / 132e3  # a launch, and all work on 132 SMs
+        assert 0.8 < us / measured < 1.25
+
+
+def test_a_bias_of_four_bytes_keeps_its_stages():
+    """Of fewer and larger tiles it would have one."""
+    for itemsize, keys in ((2, 128), (4, 64)):
+        tiles = sm90.choose_forward_bias(64, 64, "bias", itemsize, False, 1024, 1024)
+        assert (tiles.block_kv, tiles.bias_stages) == (keys, 2)
+
+
 @pytest.mark.parametrize(("queries", "kernel"), [(16, "forward_sm80"), (17, "forward_sm90")])
 def test_a_step_of_a_generation_keeps_its_launch(queries, kernel):
     """A map of tensors would have to be encoded anew for each number of keys."""

@@ -152,6 +152,7 @@ TAKES_OPTIONS |= {
     for name, keywords in TAKES_OPTIONS.items()
     if name.startswith("attention")
 }
+TAKES_OPTIONS["attention"].add("reductions")  # of arrays that are not packed
 
 
 def public(module: types.ModuleType) -> dict[str, object]:

@@ -8,12 +8,22 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from codes import DTYPES, LARGEST, LEAST, any_numbers, grouped, half_step, meaning, quantized
+from codes import (
+    DTYPES,
+    LARGEST,
+    LEAST,
+    PER,
+    any_numbers,
+    grouped,
+    half_step,
+    meaning,
+    quantized,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from placement import Placed, bits, random_layout, same_bits
 
-from cupyflash import ArgumentError, ArgumentTypeError, attention_cached, quantize
+from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_cached, quantize
 from cupyflash.arrays.dtypes import accumulator
 
 F32 = np.float32
@@ -21,9 +31,10 @@ EACH = pytest.mark.parametrize("form", LARGEST)
 SHAPES = [(3, 5, 64), (2, 3, 2, 12), (7,), (4, 1), (2, 96), (3, 300), (1, 2, 1, 2, 64)]
 
 
-def assert_codes(x, form, group=None):
-    codes, scale = quantize(x, form, group=group)
-    wanted, wanted_scale = quantized(x, form, group)
+def assert_codes(x, form, group=None, per="row"):
+    codes, scale = quantize(x, form, group=group, per=per)
+    wanted, wanted_scale = quantized(x, form, group, per)
+    assert scale.shape == wanted_scale.shape
     assert same_bits(scale, wanted_scale)
     assert codes.shape == wanted.shape
     assert np.array_equal(bits(codes), bits(wanted))
@@ -44,6 +55,44 @@ def test_codes_are_those_of_the_specification(seed, form, dtype, what):
     placed = Placed(shape, dtype, random_layout(rng, len(shape), dtype.itemsize, True), values)
     assert_codes(placed.view, form, group)
     placed.check()
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from(sorted(LARGEST)), st.sampled_from(DTYPES),
+    st.sampled_from([(3, 5, 64), (2, 3, 2, 12), (8,), (4, 2), (1, 2, 1, 2, 6)]),
+    st.sampled_from(PER[1:]),
+)  # fmt: skip
+def test_rows_share_the_scale_of_their_largest_number(seed, form, dtype, shape, per):
+    rng = np.random.default_rng(seed)
+    values = any_numbers(rng, shape, dtype)
+    placed = Placed(shape, dtype, random_layout(rng, len(shape), dtype.itemsize, True), values)
+    assert_codes(placed.view, form, per=per)
+    placed.check()
+
+
+@EACH
+@pytest.mark.parametrize("per", PER[1:])
+def test_scales_of_many_rows_are_those_of_attention(form, per):
+    """They broadcast to the rows of a cache and, of float8, to those of attention."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((2, 3, 20, 32)).astype(F32) for _ in range(3))
+    (codes_k, k_scale), (codes_v, v_scale) = (quantize(x, form, per=per) for x in (k, v))
+    meant = [
+        (scale * meaning(codes, form)).astype(F32)
+        for codes, scale in ((codes_k, k_scale), (codes_v, v_scale))
+    ]
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    raw = codes_k.view(np.uint8), codes_v.view(np.uint8)
+    out = attention_cached(q, *raw, 20, **scales, kv_dtype=form, mask=None)
+    np.testing.assert_allclose(out, attention(q, *meant), rtol=1e-4, atol=1e-5)
+    if form.startswith("float8"):
+        codes_q, q_scale = quantize(q, form, per=per)
+        out = attention(
+            codes_q.view(np.uint8), *raw, q_scale=q_scale, **scales, qkv_dtype=form,
+            out_dtype="float32",
+        )  # fmt: skip
+        numbers = (q_scale * meaning(codes_q, form)).astype(F32)
+        np.testing.assert_allclose(out, attention(numbers, *meant), rtol=1e-4, atol=1e-5)
 
 
 @EACH
@@ -119,6 +168,25 @@ def test_what_is_not_finite_is_not_lost(form, dtype):
 
 
 @EACH
+@pytest.mark.parametrize("per", PER[1:])
+def test_what_is_not_finite_belongs_to_all_rows_of_its_scale(form, per):
+    x = np.ones((2, 3, 4, 64), F32)
+    x[0, 1, 2, 5], x[1, 2, 0, 6] = np.nan, -np.inf
+    codes, scale = assert_codes(x, form, per=per)
+    if per == "tensor":
+        assert np.isnan(scale).all()
+        return
+    assert np.isnan(scale[0, 1]).all()
+    assert scale[1, 2] == np.inf
+    assert np.isfinite(scale).sum() == 4
+    meant = meaning(codes, form)
+    np.testing.assert_array_equal(meant[0, 1], np.full((4, 64), 0 if form[0] == "i" else np.nan))
+    assert meant[1, 2, 0, 6] == -LARGEST[form]
+    assert np.count_nonzero(meant[1, 2]) == 1
+    assert (meant[0, 0] == LARGEST[form]).all()
+
+
+@EACH
 def test_the_smallest_scale(form):
     x = np.zeros((3, 64), F32)
     x[1, 3], x[2, 4] = 2.0**-149, -(2.0**-126)
@@ -150,6 +218,16 @@ def test_empty_axes(form, shape):
     assert codes.size == 0
     if shape == (2, 0) and form != "int4":
         assert scale.tolist() == [[np.float32(LEAST)]] * 2
+
+
+@EACH
+@pytest.mark.parametrize("per", PER[1:])
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64), (2, 0), (0,), (0, 3, 64)])
+def test_scales_without_rows_are_the_smallest(form, per, shape):
+    codes, scale = assert_codes(np.ones(shape, F32), form, per=per)
+    assert codes.size == 0
+    assert scale.shape[-1] == 1
+    assert (scale == LEAST).all()
 
 
 def test_types_and_shapes():
@@ -242,6 +320,26 @@ def test_groups_that_nothing_takes(shape, form, group, message):
         rows = {"k_scale": scale[None, None], "v_scale": scale[None, None], "kv_dtype": form}
         raw = codes.view(np.uint8)[None, None]
         attention_cached(x[None, None], raw, raw, 2, **rows)  # it takes them
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"per": "block"}, ArgumentError, "per: got 'block'; expected 'row', .* no function takes"),
+        ({"per": "heads"}, ArgumentError, "per: got 'heads'; expected .* Say per='row'"),
+        ({"per": None}, ArgumentTypeError, "per: got None; .* 'row', 'head', 'tensor'"),
+        ({"per": 1}, ArgumentTypeError, "per: got 1; expected what has a scale"),
+        ({"per": "head", "group": 32}, ArgumentError, "group: got 32 with per='head', .* Leave"),
+        ({"per": "tensor", "group": True}, ArgumentError, "group: got True with per='tensor'"),
+    ],
+)
+def test_scales_that_nothing_takes(options, error, message):
+    with pytest.raises(error, match=message):
+        quantize(np.ones((2, 64), F32), "int8", **options)
+
+
+def test_all_columns_may_be_named_where_rows_share_a_scale():
+    assert quantize(np.ones((3, 64), F32), "int4", group=64, per="head")[1].shape == (1, 1)
 
 
 def test_other_arguments_that_are_wrong():

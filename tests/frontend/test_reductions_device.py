@@ -35,3 +35,14 @@ def test_arrays_of_expressions_are_where_the_call_is(cupy):
         cupyflash.reduce(q, k, {"m": reductions.mass(weights)})
     made = {"m": reductions.mass(cupy.asarray(weights))}
     assert cupyflash.reduce(q, k, made)["m"].shape == (2, 4, 40)
+
+
+def test_statistics_beside_the_output_read_its_log_sum_exp(cupy):
+    q, k = drawn(cupy)
+    named = {"m": LAST, "e": reductions.entropy()}
+    options = {"mask": masks.causal()}
+    out, found = cupyflash.attention(q, k, k, reductions=named, **options)
+    kernels = [x.kernel.split("__")[0] for x in cupy.launches]
+    assert kernels == ["forward_simt", "reduce_blocks", "reduce_keys"]
+    assert out.shape == q.shape
+    assert {name: x.shape for name, x in found.items()} == {"m": (2, 4, 40), "e": (2, 4, 40)}

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from host_cupy import TOO_MANY_RESOURCES, HostCupy
+from host_cupy import INVALID_CONTEXT, TOO_MANY_RESOURCES, HostCupy
 from recognised import draw
 
 import cupyflash
@@ -60,6 +60,17 @@ def test_maps_follow_the_parameters(cupy, unchecked, monkeypatch):
         assert maps[:, 0].tolist() == [x.data.ptr for x in (*arrays, out)]
         assert maps[:, 1:4].tolist() == [[64, 512, 2]] * 4
         assert maps[:, 10].tolist() == [64, 128, 128, 16]
+
+
+def test_a_map_that_gets_no_address_is_an_error_and_nothing_is_launched(cupy):
+    arrays = draw(cupy, (2, 512, 64), np.float16)
+    for n in range(3):  # CuPy launches the first one
+        cupy.during_replace = lambda: INVALID_CONTEXT
+        with pytest.raises(RuntimeError, match=r"cuTensorMapReplaceAddress: .*INVALID_CONTEXT"):
+            cupyflash.attention(*arrays)
+        assert len(cupy.launches) == n
+        cupy.during_replace = lambda: 0
+        cupyflash.attention(*arrays)
 
 
 def test_the_stream_is_that_of_the_moment_and_thread(cupy):

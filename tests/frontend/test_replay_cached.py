@@ -16,6 +16,8 @@ from cupyflash.gpu import driver, params, tma
 from cupyflash.problem import cached as cached_calls
 from cupyflash.problem.hadamard import matrix_of
 
+MAPS = bytes(range(tma.BYTES)), bytes(range(tma.BYTES))[::-1]
+
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_length_of_all_entries_is_told_anew_and_recognised(cupy, monkeypatch, paged):
@@ -289,9 +291,9 @@ def test_what_the_driver_is_told_lies_as_in_cuda_h(cupy):
     bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     for overlaps in (False, True):
         sizes = {"grid": 7, "threads": 96, "shared_memory": 5000}
-        kernels = [driver.Kernel("one", None, 1234, **sizes, template=bytes(20), maps=2,
+        kernels = [driver.Kernel("one", None, 1234, **sizes, template=bytes(20), maps=MAPS,
                                  overlaps=overlaps)] * 2  # fmt: skip
-        buffer = driver.Buffer(kernels, 0, ())
+        buffer = driver.Buffer(kernels, driver.Functions(), driver.Told())
         driver.queue(0).launch(buffer.early, 4321)
         start = np.frombuffer(buffer.words, np.uint64).ctypes.data
         for n, (place, function, pointers) in enumerate(buffer.launches):
@@ -308,7 +310,9 @@ def test_what_the_driver_is_told_lies_as_in_cuda_h(cupy):
             assert attribute.value.programmaticStreamSerializationAllowed == 1
             first = start + 8 * n * kernels[0].words
             listed = (ctypes.c_uint64 * 3).from_address(pointers)
-            assert list(listed) == [first, first + 24, first + 24 + 128]
+            assert list(listed) == [first, first + 64, first + 64 + 128]
+            held = tuple(ctypes.string_at(x, tma.BYTES) for x in listed[1:])
+            assert (first % 64, held) == (0, MAPS)
 
 
 def test_a_refused_launch_names_the_kernel(cupy):

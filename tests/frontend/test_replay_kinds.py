@@ -217,7 +217,8 @@ KINDS = {
         dense((2, 4, 600, 64), BYTES, (4, 1, 1), **FP8), attention, DENSE,
         {"q_scale": SCALES, "k_scale": SCALES, "v_scale": SCALES}, 0,
     ),
-    "codes, widened": (dense((2, 4, 40, 24), BYTES, (4, 1, 1), **FP8), attention, DENSE, {}, 6),
+    # Numbers of codes are in new memory, and their tensor maps have its addresses, too.
+    "codes, widened": (dense((2, 4, 40, 24), BYTES, (4, 1, 1), **FP8), attention, DENSE, {}, 9),
     "append": (rows_of_cache(), append, APPEND, {"interleaved": 0}, 0),
     "append, interleaved": (
         rows_of_cache(interleaved=True), append, APPEND, {"interleaved": 1}, 0

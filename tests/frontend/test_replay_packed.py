@@ -13,7 +13,7 @@ from recognised import draw, fields
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, masks
-from cupyflash.arrays import cuda_device, reports
+from cupyflash.arrays import cuda_device, per_stream, reports
 from cupyflash.gpu import params, tma, uploads
 from cupyflash.problem import arguments, cached, validate
 
@@ -306,7 +306,7 @@ def test_each_stream_has_its_copy_of_offsets_from_the_host(cupy):
                 assert held_at(places[0]) == ENDS
                 assert found.setdefault(stream, places) == places
     assert len(set(found.values())) == 3
-    for stream in range(80, 80 + uploads.MOST_STREAMS):  # the first ones are forgotten
+    for stream in range(80, 80 + per_stream.MOST_STREAMS):  # the first ones are forgotten
         with cupy.stream(stream):
             cupyflash.attention_varlen(q, k, v, ENDS, ENDS)
             assert held_at(told(cupy.launches[-1])[1]) == ENDS

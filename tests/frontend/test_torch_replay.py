@@ -17,7 +17,7 @@ from recognised import fields, told, unchecked
 
 from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
 from cupyflash.arrays import reports
-from cupyflash.gpu import params
+from cupyflash.gpu import params, tma
 from cupyflash.problem import validate
 from cupyflash.problem.options import NAMES
 
@@ -28,6 +28,7 @@ from cupyflash.torch import (  # noqa: E402 (after the skip)
     attention_varlen,
     autograd,
     compute,
+    pending,
     recognised,
     scaled_dot_product_attention,
     tensors,
@@ -133,6 +134,39 @@ def test_saved_tensors_that_hooks_put_elsewhere(cupy, gpu_tensors, unpacked, nam
     for a, b in zip(found, wanted, strict=True):  # all but the addresses of new memory
         assert a.kernel == b.kernel
         assert np.count_nonzero(a.words != b.words) <= 5
+
+
+def long_rows(count=4):
+    """Return tensors for which kernels take tensor maps, and add dq to sums."""
+    return [torch.zeros(1, 2, 600, 64, dtype=torch.float16) for _ in range(count)]
+
+
+@pytest.mark.parametrize("most", [0, 2**40], ids=["later", "early"])
+def test_memory_of_gradients_that_is_asked_for(cupy, gpu_tensors, monkeypatch, most):
+    """Kernels are told the same, whether the forward has asked for memory or not."""
+    monkeypatch.setattr(pending, "SMALL", most)
+    for _ in range(3):
+        by_engine(*long_rows())
+    place = params.params(0, 0, 0).place
+    for _ in range(2):
+        q, k, v, do = arrays = long_rows()
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves)
+        forward = cupy.launches[-1]
+        cupy.launches.clear()
+        made = torch.autograd.grad(out, leaves, do)
+        delta, dkdv, rows = cupy.launches
+        assert [x.kernel.split("__")[0] for x in cupy.launches] == [
+            "backward_delta",
+            "backward_sm90_dkdv",
+            "backward_dq_rows",
+        ]
+        (sums,) = {int(x.words[place("dq_accum") // 8]) for x in (delta, dkdv, rows)}
+        assert sums != 0
+        maps = dkdv.words[-6 * tma.BYTES // 8 :: tma.BYTES // 8]
+        assert maps.tolist() == [x.data_ptr() for x in (q, k, v, do, *made[1:])]
+        assert {x.data_ptr() for x in (*arrays, *made, out)} <= told(cupy.launches)
+        assert forward.words[LSE] in dkdv.words
 
 
 def test_a_forward_of_a_thread_in_which_cupy_has_launched_nothing(cupy, gpu_tensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cupyflash import ArgumentError
@@ -59,6 +60,19 @@ def results(model, implementation, ids, mask, **options):
         ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, **options
     )
     return output.logits.detach()[seen], gradients, text
+
+
+@pytest.mark.parametrize("dropout", [0, 0.0, False, np.float32(0)], ids=repr)
+def test_a_layer_without_dropout_is_recognised_at_once(monkeypatch, dropout):
+    """A model says 0 as its configuration does, and between two layers each look-up takes long."""
+    x = torch.randn(2, 4, 5, 16, requires_grad=True)
+
+    def layer():
+        return adapter.attention_forward(torch.nn.Module(), x, x, x, None, dropout=dropout)[0]
+
+    wanted = layer()
+    monkeypatch.setattr(adapter, "run", None)
+    assert torch.equal(layer(), wanted)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -22,7 +22,8 @@ EACH_TYPE = pytest.mark.parametrize(
 )
 # Heads, queries, keys, D, Dv: tiles that are not whole, and heads that boxes fill with zeros.
 SIZES = [(1, 512, 512, 64, 64), (1, 513, 700, 128, 128), (2, 700, 513, 256, 256),
-         (2, 640, 1000, 72, 64), (1, 1100, 515, 192, 128), (4, 530, 530, 40, 64)]  # fmt: skip
+         (2, 640, 1000, 72, 64), (1, 1100, 515, 192, 128), (4, 530, 530, 40, 64),
+         (1, 530, 700, 512, 512), (2, 515, 300, 384, 264), (2, 300, 515, 72, 504)]  # fmt: skip
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ MASKS = {
 
 
 @EACH_TYPE
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("d", [64, 128, 192, 256, 512])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(cupy, dtype, d, name):
     q, k, v = draw(cupy, dtype, (2, 1000, d), (1, 1000, d), (1, 1000, d))
@@ -117,7 +118,7 @@ def test_masks(cupy, dtype, d, name):
 
 @EACH_TYPE
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 def test_a_value_reaches_only_the_rows_that_see_it(cupy, dtype, value, d):
     q, k, v = draw(cupy, dtype, *[(8, 1500, d)] * 3)
     plain = cupyflash.attention(q, k, v, mask=masks.causal())
@@ -141,7 +142,7 @@ CHANGES = {
 
 
 @EACH_TYPE
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_scores(cupy, dtype, d, name):
     q, k, v = draw(cupy, dtype, (4, 700, d), (2, 1000, d), (2, 1000, d))
@@ -155,7 +156,7 @@ def test_changed_scores(cupy, dtype, d, name):
 
 
 @EACH_TYPE
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["plain", "causal"])
 def test_packed_sequences(cupy, dtype, d, mask):
     ends = np.array([0, 1, 1, 500, 530, 1700, 2000])
@@ -180,7 +181,7 @@ def test_packed_sequences(cupy, dtype, d, mask):
 
 
 @EACH_TYPE
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["plain", "causal"])
 def test_a_head_has_the_same_bits_in_any_company(cupy, dtype, d, mask):
     # A block goes on from head to head; one head alone has a block for each of its jobs.

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentTypeError, Rotary, masks, scores
+from cupyflash import Rotary, masks, scores
 
 jax = pytest.importorskip("jax", reason="needs JAX, compiled for CUDA")
 
 import jax.numpy as jnp  # noqa: E402 (after the skip)
 
-from cupyflash.jax import attention, attention_cached, attention_varlen, rope  # noqa: E402
+from cupyflash.jax import append, attention, attention_cached, attention_varlen, rope  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 CAUSAL = masks.causal()
@@ -25,12 +25,11 @@ TYPES = ["float16", "bfloat16", "float32"]
 
 
 @pytest.fixture
-def cupy(gpu, monkeypatch):
+def cupy(gpu):
     import cupy
 
     if jax.default_backend() != "gpu":
         pytest.skip("JAX finds no GPU: needs jax[cuda12] or jax[cuda13], compiled for CUDA")
-    monkeypatch.setenv("CUPYFLASH_JAX_GPU", "1")
     return cupy
 
 
@@ -151,6 +150,112 @@ def test_a_cache_and_rope(cupy):
     same(found, cupyflash.rope(cupy.from_dlpack(k), cupy.from_dlpack(at), of_gpu))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
+def test_rows_are_written_as_cupy_writes_them(cupy, codes, jit):
+    k_new, v_new, q = (draw(2, heads, 3, 64, seed=heads) for heads in (2, 2, 8))
+    table, lengths = jnp.array([[3, 0], [1, 4]], jnp.int32), jnp.array([17, 3], jnp.int32)
+    angles = np.outer(np.arange(40), 100.0 ** -np.arange(0, 1, 1 / 32)).astype(np.float32)
+    rotary = Rotary(np.cos(angles), np.sin(angles))
+    held = [jnp.zeros((5, 2, 16, 64), codes or "float32") for _ in range(2)]
+    scales = {}
+    if codes is not None:
+        scales = {name: jnp.ones((5, 2, 16, 1), jnp.float32) for name in ("k_scale", "v_scale")}
+
+    def write(k, v, lengths, scales):
+        options = {"table": table, "rotary": rotary, "q": q, **scales}
+        return append(k_new, v_new, k, v, lengths, **options)
+
+    made = (jax.jit(write) if jit else write)(*held, lengths, scales)
+    as_bytes = [jax.lax.bitcast_convert_type(x, jnp.uint8) if codes else x for x in held]
+    k, v, *rest = [cupy.array(x) for x in of_cupy(cupy, [*as_bytes, *scales.values()])]
+    options = dict(zip(scales, rest, strict=True))
+    if codes is not None:
+        options["kv_dtype"] = codes
+    arrays = of_cupy(cupy, (k_new, v_new))
+    turned = cupyflash.append(
+        *arrays,
+        k,
+        v,
+        cupy.from_dlpack(lengths),
+        table=cupy.from_dlpack(table),
+        q=cupy.from_dlpack(q),
+        rotary=Rotary(cupy.asarray(rotary.cos), cupy.asarray(rotary.sin)),
+        **options,
+    )
+    same(made.q, turned)
+    for x, wanted in zip(made[:2], (k, v), strict=True):
+        found = jax.lax.bitcast_convert_type(x, jnp.uint8) if codes else x
+        assert np.array_equal(np.asarray(found), wanted.get())
+    for x, wanted in zip(made[2:4], rest, strict=False):
+        assert np.array_equal(x, wanted.get())
+
+
+def test_a_generation_with_a_donated_cache(cupy):
+    """No step copies the cache or waits, and the rows are those of one call."""
+    q, k, v = [draw(1, 4, 20, 64, seed=n) for n in range(3)]
+
+    def step(k, v, q_new, k_new, v_new, n):
+        k, v, *_ = append(k_new, v_new, k, v, n)
+        return k, v, attention_cached(q_new, k, v, n, mask=CAUSAL)
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    held = [jnp.zeros((1, 4, 32, 64)) for _ in range(2)]
+    rows = []
+    for n in range(20):
+        new = [x[:, :, n : n + 1] for x in (q, k, v)]
+        *held, row = step(*held, *new, jnp.array([n + 1], jnp.int32))
+        rows.append(row)
+    found = jnp.concatenate(rows, axis=2)
+    assert np.allclose(found, attention(q, k, v, mask=CAUSAL), atol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
+def test_arrays_in_masks_and_scores_come_from_any_memory(cupy, place, jit):
+    q, k, v = qkv("bfloat16")
+    slopes, shifts = np.array([0.5, 0.25, 0.125, 0.0625], np.float32), np.array([0, -7])
+
+    def options(place):
+        return {
+            "score_mod": scores.alibi(place(slopes)),
+            "mask": masks.causal(offset=place(shifts)),
+        }
+
+    def loss(q, k, v):
+        out = attention(q, k, v, **options(place))
+        return out.astype(jnp.float32).sum(), out
+
+    function = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+    function = jax.jit(function) if jit else function
+    arrays = of_cupy(cupy, (q, k, v))
+    wanted, vjp = cupyflash.attention_vjp(*arrays, **options(cupy.asarray))
+    for _ in range(3):  # copies are kept
+        gradients, out = function(q, k, v)
+        same(out, wanted)
+        for found, wished in zip(gradients, vjp(cupy.ones_like(wanted)), strict=False):
+            same(found, wished)
+
+
+def test_nothing_is_read_back_outside_of_programs(cupy):
+    q, k, v = [draw(4, 100, 64, seed=n) for n in range(3)]
+    ends, lengths = jnp.array([0, 20, 100], jnp.int32), jnp.array([100], jnp.int32)
+    at = jnp.arange(100, dtype=jnp.int32)
+    angles = np.outer(np.arange(100), 100.0 ** -np.arange(0, 1, 1 / 32)).astype(np.float32)
+    rotary = Rotary(jnp.cos(angles), jnp.sin(angles))
+
+    def made():
+        out = attention_varlen(q, k, v, ends, ends, mask=CAUSAL)
+        rows = attention_cached(q[None, :, -1:], k[None], v[None], lengths, mask=CAUSAL)
+        return out, rows, rope(q, at, rotary), attention(q, k, v, seed=at[3], dropout=0.1)
+
+    wanted = jax.block_until_ready(made())
+    with jax.transfer_guard_device_to_host("disallow"):
+        found = made()
+    for x, y in zip(found, wanted, strict=True):
+        assert np.array_equal(x, y)
+
+
 def test_donation_shard_map_and_arrays_of_no_elements(cupy):
     q, k, v = qkv()
     wanted = attention(q, k, v)
@@ -210,12 +315,3 @@ def test_memory_of_one_program_is_written_in_order(cupy):
     for _ in range(20):
         assert np.array_equal(program(q).astype(jnp.float32), first.astype(jnp.float32))
     assert np.allclose(first.astype(jnp.float32), wanted.astype(jnp.float32), rtol=0.05, atol=0.05)
-
-
-def test_without_the_option_it_is_an_error(cupy, monkeypatch):
-    monkeypatch.delenv("CUPYFLASH_JAX_GPU")
-    q, k, v = qkv()
-    with pytest.raises(ArgumentTypeError, match="got an array on a GPU"):
-        attention(q, k, v)
-    with pytest.raises(ArgumentTypeError, match="for a GPU"):
-        jax.jit(lambda q, k, v: attention(q, k, v))(q, k, v)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from codes import DTYPES, LARGEST, any_numbers
+from codes import DTYPES, LARGEST, PER, any_numbers
 from gpu_arrays import Copies
 from hadamards import SIZES, transformed
 from halves import mostly_thorough
@@ -31,11 +31,11 @@ def placed(rng, shape, dtype, values):
     return Placed(shape, dtype, layout if rng.random() < 0.6 else PLAIN, values).view
 
 
-def assert_codes(gpu, x, form, group=None):
+def assert_codes(gpu, x, form, group=None, per="row"):
     copies = Copies(gpu)
-    codes, scale = cupyflash.quantize(copies.array(x), form, group=group)
+    codes, scale = cupyflash.quantize(copies.array(x), form, group=group, per=per)
     copies.check()
-    wanted, wanted_scale = cupyflash.quantize(x, form, group=group)
+    wanted, wanted_scale = cupyflash.quantize(x, form, group=group, per=per)
     assert codes.dtype == (np.int8 if form == "int8" else np.uint8)
     assert np.array_equal(bits(gpu.result(codes)), bits(wanted))
     assert same_bits(gpu.result(scale), wanted_scale)
@@ -49,6 +49,35 @@ def test_codes_are_those_of_the_cpu(gpu, dtype, form):
         shape = [(3, 5, 64), (2, 3, 2, 32), (700, 128), (5, 576), (2, 4096)][seed % 5]
         group = [None, shape[-1]][seed % 2]
         assert_codes(gpu, placed(rng, shape, dtype, any_numbers(rng, shape, dtype)), form, group)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", LARGEST)
+@pytest.mark.parametrize("per", PER[1:])
+def test_rows_share_a_scale(gpu, dtype, form, per):
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        shape = [(3, 5, 64), (2, 3, 2, 32), (4, 700, 128), (5, 576), (0, 4)][seed % 5]
+        assert_codes(gpu, placed(rng, shape, dtype, any_numbers(rng, shape, dtype)), form, per=per)
+
+
+def test_a_graph_of_shared_scales(cupy):
+    """Scales of an earlier replay, which were larger, are forgotten."""
+    x = cupy.ones((3, 200, 64), np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupyflash.quantize(x, "int8", per="head")
+        stream.begin_capture()
+        codes, scale = cupyflash.quantize(x, "int8", per="head")
+        graph = stream.end_capture()
+        for size in (100, 1):
+            values = np.random.default_rng(0).standard_normal(x.shape).astype(F32) * size
+            x.set(values, stream)
+            graph.launch(stream)
+            stream.synchronize()
+            wanted = cupyflash.quantize(values, "int8", per="head")
+            assert np.array_equal(codes.get(), wanted[0])
+            assert same_bits(scale.get(), wanted[1])
 
 
 @pytest.mark.parametrize("form", LARGEST)

@@ -25,12 +25,26 @@ def grouped(x: Array, form: str, group: int | None) -> Array:
     return wide.reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
 
 
+PER = "row", "head", "tensor"
+
+
+def sharing_axes(axes: int, per: str) -> tuple[int, ...]:
+    """Return the axes of an array along which codes have one scale, besides its last one."""
+    return {"row": (), "head": (axes - 2,) if axes > 1 else (), "tensor": (*range(axes - 1),)}[per]
+
+
 @np.errstate(all="ignore")
-def quantized(x: Array, form: str, group: int | None = None) -> tuple[Array, Array]:
+def quantized(
+    x: Array, form: str, group: int | None = None, per: str = "row"
+) -> tuple[Array, Array]:
     """Return the bytes of codes (..., D), or (..., D / 2), and the scales."""
-    wide = grouped(x, form, group)
+    if per == "row":
+        wide = grouped(x, form, group)
+    else:
+        wide = np.array(x, accumulator(x.dtype))[..., None, :]
     number = wide.dtype.type
     largest = np.max(np.abs(wide), axis=-1, initial=0)
+    largest = np.max(largest, axis=sharing_axes(x.ndim, per), initial=0, keepdims=True)
     scale = np.maximum(largest / number(LARGEST[form]), number(LEAST))
     scale = np.asarray(scale, np.float32)
     scale[np.isnan(scale)] = np.nan  # with the bits that NumPy gives it

@@ -294,6 +294,15 @@ CASES = [
         lambda x: x[:, :1] + x[:, 1:],
     ),
     Case(
+        "red_max",
+        """
+          out[0] = in[0];
+          ptx::red_max(out, in[1]);
+        """,
+        lambda: np.random.default_rng(0).integers(0, 2**32, (2 * THREADS, 2), np.uint32),
+        lambda x: x.max(axis=1, keepdims=True),
+    ),
+    Case(
         "compare_and_swap",
         """
           out[0] = in[0];

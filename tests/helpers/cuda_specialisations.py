@@ -79,6 +79,7 @@ SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
     ((40, 40), "plain", 64, 77),
     ((32, 32), "pair bias", 49, 49),
     ((64, 64), "pair bias", 512, 512),
+    ((128, 128), "causal", 64, 64),
 ]
 MORE_OPTIONS: dict[str, dict[str, Any]] = {"pair bias": {"bias": BIAS}}
 _OF_BIAS = "backward_bias", "backward_tangent_bias"
@@ -122,6 +123,11 @@ def cases() -> list[Case]:
         ("distance", (512, 512), "everything"), ("distance", (1, 3), "segments"),
     ]):  # fmt: skip
         found.append(Case(f"reduce_{of}", dtypes[n % 4], own, options, False))
+    for n, (own, options) in enumerate([
+        ((128, 128), "plain"), ((64, 64), "causal"), ((256, 256), "segments"),
+        ((40, 72), "softcap"), ((512, 512), "causal"), ((128, 128), "everything"), ((1, 3), "bias"),
+    ]):  # fmt: skip
+        found.append(Case("reduce_sm80_weights", dtypes[1 + n % 2], own, options, False))
     # Tensor cores: the types, sizes and options that have tiles or code of their own.
     tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
     for n in range(14):
@@ -161,10 +167,14 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
     for n, (own, options) in enumerate([
         ((320, 320), "plain"), ((320, 264), "causal"), ((304, 320), "everything"),
+        ((512, 512), "plain"), ((512, 512), "causal"), ((384, 384), "everything"),
+        ((64, 328), "segments"),
     ]):  # fmt: skip
-        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False))
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n == 6))
     for n, (own, options, _, _) in enumerate(SHORT_ROWS):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"short {n}"))
+        if n in (7, 10):
+            found.append(Case("forward_sm90", BFLOAT16, own, options, True, f"short {n}"))
     for n, (own, options, kind) in enumerate([
         ((64, 64), "pair bias", "bfloat16"), ((64, 64), "pair bias", "float32"),
         ((128, 128), "everything", "float16"), ((128, 128), "pair bias", "float32"),
@@ -186,6 +196,8 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         kernel = f"backward_{hardware}_dkdv"
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
+    case = Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq")
+    found.append(case)
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -338,7 +350,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         registers = sm90.register_class(request.call)
         if case.cache.startswith("tiles"):
             kind = np.dtype(case.cache.split()[1].replace("bfloat16", "float16"))
-            return sm90.fit_forward_bias(*case.sizes, kind.itemsize)
+            sees = kind.itemsize, request.call.mask is not None, 512, 512
+            return sm90.choose_forward_bias(*case.sizes, registers, *sees)
         if case.cache.startswith("short"):
             _, _, len_q, len_k = SHORT_ROWS[int(case.cache.split()[1])]
             has_bias = request.call.bias is not None
@@ -442,7 +455,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         tma_store=not (case.packed or resumes or parts) and _tma_stores(spec, problem, tiles),
         parts=parts,
         whole_dq=whole_dq,
-        atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
+        atomic_dq=(whole_dq or not case.packed) and problem.dtype.name in spec.atomic_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
         tq=has_tangents,
         tk=has_tangents,

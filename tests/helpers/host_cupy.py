@@ -106,7 +106,9 @@ class Attribute(ctypes.Structure):
 
 OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 RAISED = 999  # an exception was raised
-TOO_MANY_RESOURCES = 701  # CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+# CUDA's errors, and their names behind CUDA_ERROR_
+INVALID_VALUE, INVALID_CONTEXT, TOO_MANY_RESOURCES = 1, 201, 701
+NAMES = {1: b"INVALID_VALUE", 201: b"INVALID_CONTEXT", 701: b"LAUNCH_OUT_OF_RESOURCES"}
 
 
 class HostCupy(ModuleType):
@@ -118,6 +120,8 @@ class HostCupy(ModuleType):
         In order.
     during_launch : callable
         Runs while the driver is asked; what it returns is the driver's error, if it is not None.
+    during_replace : callable
+        Runs when a tensor map has got its address, and returns the driver's error or 0.
     library : namespace
         The driver's functions.
     """
@@ -126,7 +130,7 @@ class HostCupy(ModuleType):
         super().__init__("cupy")
         self.__version__ = version
         self.launches = []
-        self.during_launch = lambda: None
+        self.during_launch, self.during_replace = lambda: None, lambda: 0
         self.device = 0
         self.driver_version = 12020  # one whose launches never overlap
         self._stream = threading.local()
@@ -192,7 +196,9 @@ class HostCupy(ModuleType):
                 if self.name == "cupyflash_copy_blocks":
                     module.copy_blocks(grid[0] * block[0], args[0])
                     return
-                words = np.concatenate([argument.view(np.uint64) for argument in args])
+                words, *maps = (argument.view(np.uint64) for argument in args)
+                space = np.zeros(-words.size % 8 if maps else 0, np.uint64)  # see `driver.Buffer`
+                words = np.concatenate([words, space, *maps])
                 stream = module.current_stream().ptr
                 how = self.name, False, grid[0], block[0], shared_mem, stream, words
                 module.launches.append(Launch(*how))
@@ -218,6 +224,16 @@ class HostCupy(ModuleType):
             module.launches.append(Launch(*how, early))
             return 0
 
+        def clear(place, value, count, stream):
+            ctypes.memset(place, value, 4 * count)
+            return 0
+
+        def replace(place, address):
+            if place % 64 or address % 16:  # as cuda.h wants them
+                return INVALID_VALUE
+            ctypes.c_uint64.from_address(place).value = address
+            return self.during_replace()
+
         def launched(*arguments):
             """Launch for machine code, which takes an error's number and no exception."""
             try:
@@ -229,11 +245,16 @@ class HostCupy(ModuleType):
         def error_name(error, place):
             if error == RAISED:
                 raise module.raised
-            assert error == TOO_MANY_RESOURCES
-            place._obj.value = b"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
+            place._obj.value = b"CUDA_ERROR_" + NAMES[error]
 
         self.library = SimpleNamespace(
             cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launched),
+            cuMemsetD32Async=ctypes.CFUNCTYPE(
+                ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
+            )(clear),
+            cuTensorMapReplaceAddress=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 2)(
+                replace
+            ),
             cuGetErrorName=error_name,
         )
 
@@ -310,7 +331,9 @@ class HostCupy(ModuleType):
 
     def current_stream(self):
         pointer = getattr(self._stream, "pointer", 0)
-        return SimpleNamespace(ptr=pointer, is_capturing=lambda: False, synchronize=lambda: None)
+        made = SimpleNamespace(ptr=pointer, wait_event=lambda event: None)
+        made.is_capturing, made.synchronize = (lambda: False), (lambda: None)
+        return made
 
     @contextmanager
     def stream(self, pointer):

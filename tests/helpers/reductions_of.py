@@ -63,14 +63,20 @@ def run(problem: Problem, function: Any, named: dict[str, Reduction]) -> Any:
         return function(q, k, named, **options)
 
 
-def ratios(problem: Problem, found: dict[str, Any], named: dict[str, Reduction]) -> dict[str, Any]:
+def ratios(
+    problem: Problem,
+    found: dict[str, Any],
+    named: dict[str, Reduction],
+    tensor_cores: bool = False,
+) -> dict[str, Any]:
     """Return the worst ratio of error to bound of each result but positions."""
+    precision = precision_of(problem, tensor_cores)
     q, k, options = call_of(problem)
     made = {}
     for name, reduction in named.items():
         if reduction.by == "argmax":
             continue
-        bound = reduction_bound(q, k, reduction, precision=precision_of(problem, False), **options)
+        bound = reduction_bound(q, k, reduction, precision=precision, **options)
         values = found[name].values if reduction.by == "top" else found[name]
         with np.errstate(invalid="ignore"):
             nan = np.isnan(np.asarray(bound.exact, np.float64))

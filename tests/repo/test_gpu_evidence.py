@@ -53,6 +53,7 @@ def record(tmp_path, monkeypatch):
     """Run the tool, and return its exit status and its record."""
     cupy = HostCupy()
     cupy.cuda.runtime.driverGetVersion = lambda: 13000
+    cupy.cuda.runtime.getDeviceCount = lambda: 1
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     cuda_device.of.cache_clear()
 
@@ -79,7 +80,17 @@ def test_the_record_of_tests_names_what_failed(tmp_path, record):
     assert made["commit"] == "0123abc"
     assert gpu_machine._words(["--folder", "/a", "tests", "--folder=/b"]) == ["tests"]
     assert "H200" in made["card"]
+    assert made["cards"] == 1
     assert made["versions"].keys() >= {"python", "numpy", "numba"}
+
+
+def test_processes_take_turns_of_gpus():
+    assert gpu_evidence.environments(1, 1) == [{}]
+    assert gpu_evidence.environments(3, 2) == [
+        {"CUPYFLASH_TEST_SHARE": "1/3", "CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUPYFLASH_TEST_SHARE": "2/3", "CUDA_VISIBLE_DEVICES": "1,0"},
+        {"CUPYFLASH_TEST_SHARE": "3/3", "CUDA_VISIBLE_DEVICES": "0,1"},
+    ]
 
 
 @pytest.mark.thorough("it waits for the clock; what is recorded is tested without it")

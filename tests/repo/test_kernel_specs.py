@@ -131,9 +131,10 @@ def test_a_spec_tells_what_its_kernel_is(name):
     assert maps == [{"d_out": "do"}.get(each, each) for each in operands]
 
 
-# Sums of dq have no choice; of codes, those that no kernel of their own serves become numbers; and
-# shared keys are those of each entry where no kernel reads them for all.
-WITH_ARRAYS = {"dq_rows", "forward_codes", "shared"}
+# Sums of dq have no choice; of codes, those that no kernel of their own serves become numbers;
+# shared keys are those of each entry where no kernel reads them for all; and weights are summed as
+# other values where they have no kernel.
+WITH_ARRAYS = {"dq_rows", "forward_codes", "reduce_weights", "shared"}
 
 
 @pytest.mark.parametrize("part", [part for part in KERNELS if part not in WITH_ARRAYS])
@@ -234,7 +235,16 @@ OTHERS = {
     "d": 96,
     "d_v": 80,
     "tiles": Tiles(
-        16, 32, 64, 48, resident_blocks=3, whole=True, one_tile=True, row_sharers=2, bias_stages=1
+        16,
+        32,
+        64,
+        48,
+        resident_blocks=3,
+        whole=True,
+        one_tile=True,
+        row_sharers=2,
+        v_parts=2,
+        bias_stages=1,
     ),
     "bias": "bfloat16",
     "page_rows": 16,

@@ -34,7 +34,8 @@ ORDER = [
     ["request", "row_request"],
     ["changes"],
     ["execute"],
-    ["pieces"],
+    ["pieces", "reduced_call"],
+    ["statistics"],
     [
         "api",
         "cache_update",
@@ -46,7 +47,6 @@ ORDER = [
         "planning",
         "quantization",
         "second_order",
-        "statistics",
         "streamed",
         "varlen",
     ],
@@ -62,7 +62,7 @@ ORDER = [
 # folders may import each other.
 INSIDE = {
     "arrays": [
-        ["cuda_device", "dtypes", "integers", "reports", "tape", "typed"],
+        ["cuda_device", "dtypes", "integers", "per_stream", "reports", "tape", "typed"],
         ["device_arrays"],
         ["copies", "interop", "transfers", "unallocated"],
     ],
@@ -131,7 +131,7 @@ INSIDE = {
         ["launch"],
         ["growing", "reduction_launches", "second_launches"],
         ["row_launches"],
-        ["launch_cache", "recent"],
+        ["launch_cache", "recent", "relaunch"],
         ["checksum_launches", "piece_launches"],
     ],
 }

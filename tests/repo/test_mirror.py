@@ -41,7 +41,7 @@ JOINS = {"kernels_cu/sm80/decode_sm80.cu", "kernels_cu/simt/decode_simt.cu"}
 # Kernel -> its twin's function, and the kernel that calls it.
 PARTS = {
     **dict.fromkeys(
-        ("reduce_blocks", "reduce_distance"),
+        ("reduce_blocks", "reduce_distance", "reduce_weights"),
         ("reduce_queries", ("reference/cpu/reduce.py", "reduce_queries")),
     ),
     "backward_bias": ("add_to_bias", ("reference/cpu/backward.py", "backward_dkdv")),

@@ -4,8 +4,9 @@
     python tests/tools/gpu_evidence.py --minutes 9 tests         it ends after nine minutes
     python tests/tools/gpu_evidence.py fuzz --problems 4000 --seed 2611
 
-Records go to tests/data/gpu; `--folder` names another place. The exit status is 1 if a test failed
-or did not end, or if a result was beyond its bound.
+Each process sees all GPUs, and another one of them as the first. Records go to tests/data/gpu;
+`--folder` names another place. The exit status is 1 if a test failed or did not end, or if a result
+was beyond its bound.
 """
 
 from __future__ import annotations
@@ -127,16 +128,27 @@ def outcomes(logs: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def run_tests(asked: argparse.Namespace) -> dict[str, Any]:
+def environments(jobs: int, gpus: int) -> list[dict[str, str]]:
+    """Return for each process its share of the tests, and the GPUs as it counts them."""
+    made: list[dict[str, str]] = [{} for _ in range(jobs)]
+    for n, each in enumerate(made):
+        if jobs > 1:
+            each["CUPYFLASH_TEST_SHARE"] = f"{n + 1}/{jobs}"
+        if gpus > 1:
+            each["CUDA_VISIBLE_DEVICES"] = ",".join(str((n + i) % gpus) for i in range(gpus))
+    return made
+
+
+def run_tests(asked: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """Run the tests in parallel processes; return what the record says of them."""
     begin = time.monotonic()
     files = asked.files or gpu_files()
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--color=no"]
     command += ["-m", asked.marker, "--tb=short", *files]
-    shares = [{"CUPYFLASH_TEST_SHARE": f"{n}/{asked.jobs}"} for n in range(1, asked.jobs + 1)]
+    shares = environments(asked.jobs, gpus)
     end = begin + 60 * asked.minutes
     with tempfile.TemporaryDirectory() as folder:
-        done = ended([command] * asked.jobs, shares if asked.jobs > 1 else [{}], end, Path(folder))
+        done = ended([command] * asked.jobs, shares, end, Path(folder))
     for _, log in done:
         print("\n".join(log.splitlines()[-SHOWN:]), flush=True)
     found = outcomes(log for _, log in done)
@@ -196,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     fuzz.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     asked = parser.parse_args(arguments)
     facts = gpu_machine.facts(asked.commit)
-    found = run_tests(asked) if asked.part == "tests" else run_fuzz(asked)
+    found = run_tests(asked, facts["cards"]) if asked.part == "tests" else run_fuzz(asked)
     gpu_machine.write(facts | found, asked.part, asked.folder)
     if asked.part == "tests":
         bad = found["failed"] or found["left"] or any(x not in (0, 5) for x in found["statuses"])

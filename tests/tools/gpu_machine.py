@@ -62,6 +62,7 @@ def facts(commit: str) -> dict[str, Any]:
         "commit": commit,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "card": card.name,
+        "cards": cupy.cuda.runtime.getDeviceCount(),
         "capability": "{}.{}".format(*card.capability),
         "driver": cupy.cuda.runtime.driverGetVersion(),
         "versions": versions,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ...arrays.dtypes import FLOATS
@@ -14,6 +16,10 @@ ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp work
 TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns of a row at most
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 ENTRIES = Tiles(block_q=256, block_kv=0, threads=256, shared_memory=0)  # block_q offsets
+# Threads of a block of backward_delta.cu. Each warp finds its arrays first, by some 500
+# instructions, where two rows of a lane take 150: so few warps are best, if an SM has enough that
+# wait for memory.
+DELTA_THREADS, WAITING_THREADS = (64, 128), 512
 SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 # Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.
@@ -25,6 +31,18 @@ WARP_ROW = 512  # bytes of o that a warp folds at once
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
+
+
+def _configure_delta(request: Request) -> Tiles:
+    """Return tiles with few threads, if there are blocks enough. No bit depends on them."""
+    problem = request.problem
+    if problem.packed:
+        return RESULTS
+    blocks = -(-int(np.max(problem.len_q, initial=0)) // RESULTS.block_q)
+    blocks *= problem.batch * problem.heads
+    wanted = WAITING_THREADS * request.device.multiprocessors
+    threads = (x for x in DELTA_THREADS if blocks * x >= wanted)
+    return replace(RESULTS, threads=next(threads, RESULTS.threads))
 
 
 def _configure_sink(request: Request) -> Tiles | None:
@@ -75,7 +93,7 @@ DELTA = KernelSpec(
     computes="delta = rowsum(do * out)",
     method=_METHOD,
     heads=_HEADS,
-    configure=lambda request: RESULTS,
+    configure=_configure_delta,
     grid=grid.by_results,
     scores=False,
     sizes=("d_v",),

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...problem.call import Call
+from ...problem.call import Call, Problem
 from ...problem.rows import UNKNOWN
 from .. import params, tma
-from . import bias_tiles, cost, grid, sm80, tma_operands
-from .cost import Cost, Rates
+from . import bias_tiles, cost, grid, sm80, sm90_wide, tma_operands
+from .cost import Cost
 from .sm80 import ENTRY_BYTES, HALVES, LARGEST_OF_WARP
+from .sm90_cost import dkdv_cost, forward_cost
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
@@ -42,8 +43,10 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "scores": _MASKED | {64: (192, 112), 320: (128, 32)},
 }
 # Largest head -> queries and keys of a tile with tiles of a bias in shared memory, and blocks that
-# share an SM: small heads wait for the bias, and another block computes.
+# share an SM: while small heads wait, another block computes.
 FORWARD_BIAS_TILES = {64: (64, 64, 3), 128: (128, 128, 1), 256: (128, 64, 1)}
+# Of small heads, others: fewer tiles, of which more is beyond an edge of a mask.
+SMALL_BIAS_TILES = (64, 128, 2), (128, 128, 1)
 # Largest head -> keys of a tile in addition to these, for rows that are one tile, or few that have
 # less padding. Masked pairs are bits of a word.
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -57,14 +60,16 @@ MOST_MASKED = 128
 # Of so few queries most rows of a tile are empty, and a generation has a key more in each call, of
 # which a map of tensors would have to be encoded anew.
 STEP_QUERIES = 16
-EXACT = 0.95  # of the usual tiles' time: others must take less, since the model is not more exact
+# Of the usual tiles' time: others must take less, since the model is not more exact. Those
+# with tiles of a bias were measured, all of them.
+EXACT, EXACT_BIAS = 0.95, 0.96
 # Largest head -> largest tile of keys -> blocks that share an SM's registers, with 64 queries each.
 SMALL_BLOCKS: dict[int, dict[int, int]] = {64: {80: 3, 144: 2}, 128: {80: 2}}
 SMALL_HEAD = 64  # columns of q, k and v whose tiles leave room for more stages
 FEW_QUERIES, FEW_KEYS = 1024, 4096
 CHANGED = "bias", "scores"  # classes with code for scores
-WORK_STAGES, CHECKER_WARPS = 3, 2  # work tiles at a time; warps of the finite check
-TILE_GROUPS = 2048  # that have a class each
+# Work tiles at a time; warps of the finite check; groups of tiles that have a class each.
+WORK_STAGES, CHECKER_WARPS, TILE_GROUPS = 3, 2, 2048
 _WORK_TILE_BYTES = ENTRY_BYTES + 104 + 2 * TILE_GROUPS // 8
 SCHEDULER_BYTES = (_WORK_TILE_BYTES + 16) * WORK_STAGES + 24  # work tiles, with barriers
 STAGE_BYTES = 40 + 4 * CHECKER_WARPS  # barriers of a stage of k and v; as many of one of q
@@ -156,6 +161,8 @@ def results_have_room(tiles: Tiles, d: int, d_v: int) -> bool:
 
 def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
     """Return the tiles of forward_sm90.cu; `registers` is a key of `FORWARD_TILES`."""
+    if max(d, d_v) > max(_MASKED):
+        return sm90_wide.fit(d, d_v, SHARED_MEMORY, forward_tiles)
     blocks = at_head(FORWARD_TILES[registers], d, d_v)
     # A bias is read through the L1 cache, which shares its memory with shared memory.
     return forward_tiles(*blocks, d, d_v, room=registers not in CHANGED)
@@ -171,51 +178,10 @@ def fit_forward_bias(d: int, d_v: int, itemsize: int, registers: str = "bias") -
     return tiles
 
 
-def product_columns(width: int) -> int:
-    """Return the columns of a product with v: the twin of `warpgroup::product_columns`."""
-    if width <= 96:
-        return max(-(-width // 16) * 16, 32)
-    return 128 if width <= 128 else 160 if width <= 160 else -(-width // 64) * 64
-
-
-# What forward_sm90 takes by the queries of a tile: three consumers overlap more than two. With a
-# bias, loads wait for the L1 cache.
-FORWARD_RATES = {
-    64: Rates(1200.0, 200.0, 0.0280, 0.000318),
-    128: Rates(1200.0, 200.0, 0.0280, 0.000318),
-    192: Rates(1200.0, 200.0, 0.0233, 0.000265),
-}
-BIAS_RATES = {
-    64: Rates(800.0, 200.0, 0.22, 0.0),
-    128: Rates(2000.0, 200.0, 0.22, 0.0),
-    192: Rates(600.0, 200.0, 0.28, 0.0),
-}
-# With tiles of a bias, a pair takes a quarter more instructions.
-BIAS_TILE_RATES = {
-    block_q: Rates(rates.start, rates.step + 100.0, 1.27 * rates.pair, rates.product)
-    for block_q, rates in FORWARD_RATES.items()
-}
-
-
-def forward_cost(tiles: Tiles, d: int, d_v: int, has_bias: bool, len_q: int, len_k: int) -> Cost:
-    """Return what the rows of a head take with tiles of forward_sm90.cu."""
-    products = -(-d // 16) * 16 + product_columns(d_v)
-    rates = BIAS_RATES if has_bias else FORWARD_RATES
-    return cost.of(
-        (BIAS_TILE_RATES if tiles.bias_stages else rates)[tiles.block_q],
-        (len_q, len_k),
-        (tiles.block_q, tiles.block_kv),
-        products,
-        (2 * (d + d_v), 2 * (d + d_v)),
-        tiles.resident_blocks,
-    )
-
-
 def _tiles_by_length(d: int, d_v: int, registers: str, len_k: int) -> list[Tiles]:
     """Return tiles of forward_sm90.cu for rows of so many keys, in addition to the usual ones."""
     found = []
-    has_bias = registers == "bias"
-    wide = registers.startswith("plain")
+    has_bias, wide = registers == "bias", registers.startswith("plain")
     widths = [x for x in at_head(WIDTHS, d, d_v) if wide or x <= MOST_MASKED]
     small = next((x for head, x in SMALL_BLOCKS.items() if max(d, d_v) <= head), {})
     for width in widths:
@@ -240,35 +206,62 @@ def choose_forward(
 ) -> Tiles:
     """Return the tiles of forward_sm90.cu that take the least time; lengths may be `UNKNOWN`."""
     usual = fit_forward(d, d_v, registers)
-    if registers == "scores" or len_k >= UNKNOWN:
+    if registers == "scores" or len_k >= UNKNOWN or max(d, d_v) > max(WIDTHS):
         return usual
     others = _tiles_by_length(d, d_v, registers, len_k)
     return _fastest(usual, others, (d, d_v, has_bias, len_q, len_k))
 
 
-def _fastest(usual: Tiles, others: list[Tiles], sizes: tuple[int, int, bool, int, int]) -> Tiles:
+def _fastest(
+    usual: Tiles,
+    others: list[Tiles],
+    sizes: tuple[int, int, bool, int, int],
+    masked: bool = False,
+    exact: float = EXACT,
+) -> Tiles:
     """Return the tiles that take the least time; others only if the model is sure of them."""
-    times = {tiles: forward_cost(tiles, *sizes).time for tiles in (*others, usual)}
+    times = {x: forward_cost(x, *sizes, masked).time for x in (*others, usual)}
     best = min(times, key=times.__getitem__)
-    exact = EXACT if sizes[-1] > usual.block_kv else 1.0  # one tile is the same, and takes less
+    exact = exact if sizes[-1] > usual.block_kv else 1.0  # one tile is the same, and takes less
     return best if times[best] <= exact * times[usual] else usual
 
 
 @functools.lru_cache(maxsize=256)
 def choose_forward_bias(
-    d: int, d_v: int, registers: str, itemsize: int, len_q: int, len_k: int
+    d: int, d_v: int, registers: str, itemsize: int, masked: bool, len_q: int, len_k: int
 ) -> Tiles:
     """Return the tiles of forward_sm90.cu, with tiles of a bias, that take the least time."""
     usual = fit_forward_bias(d, d_v, itemsize, registers)
-    # On an H200, nothing is faster than small blocks for small heads, but where rows are one tile.
-    if registers == "scores" or (usual.resident_blocks > 1 and len_k > MOST_MASKED):
+    if registers == "scores":
         return usual
-    small = (
-        forward_bias_tiles(x.block_q, x.block_kv, d, d_v, itemsize, x.resident_blocks, x.one_tile)
-        for x in _tiles_by_length(d, d_v, registers, len_k)
-    )
-    others = [x for x in small if x is not None]
-    return _fastest(usual, others, (d, d_v, True, len_q, len_k))
+    sizes = d, d_v, True, min(len_q, cost.LONG), min(len_k, cost.LONG)
+    blocks = [
+        (x.block_q, x.block_kv, x.resident_blocks, x.one_tile)
+        for x in _tiles_by_length(d, d_v, registers, sizes[-1])
+    ]
+    exact = EXACT
+    if usual.resident_blocks > 1 and sizes[-1] > MOST_MASKED:
+        blocks, exact = [(*x, False) for x in SMALL_BIAS_TILES], EXACT_BIAS
+    made = (forward_bias_tiles(q, k, d, d_v, itemsize, n, one) for q, k, n, one in blocks)
+    others = [x for x in made if x is not None and x.bias_stages >= usual.bias_stages]
+    return _fastest(usual, others, sizes, masked, exact)
+
+
+def _choose_packed(problem: Problem, registers: str) -> Tiles:
+    """Return the tiles of forward_sm90.cu for packed sequences.
+
+    Where all keys of a sequence are one tile, its bits do not depend on the width of this tile. So
+    only where that holds for all sequences in the usual tiles, their lengths choose others.
+    """
+    d, d_v, longest = problem.d, problem.d_v, int(np.max(problem.len_k, initial=0))
+    usual = fit_forward(d, d_v, registers)
+    is_wide = max(d, d_v) > max(WIDTHS)
+    if registers in CHANGED or is_wide or not 0 < longest <= usual.block_kv:
+        return usual
+    others = [x for x in _tiles_by_length(d, d_v, registers, longest) if x.one_tile]
+    some = np.asarray(problem.len_q)[np.asarray(problem.len_q) > 0]
+    queries = int(np.ceil(np.mean(some))) if some.size else 1
+    return _fastest(usual, others, (d, d_v, False, queries, longest))
 
 
 def _configure_forward(request: Request) -> Tiles:
@@ -280,8 +273,10 @@ def _configure_forward(request: Request) -> Tiles:
     registers = register_class(call)
     has_tiles = max(problem.d, problem.d_v) <= max(FORWARD_BIAS_TILES)
     if call.bias is not None and has_tiles and bias_tiles.obstacle(request) is None:
-        itemsize = bias_tiles.itemsize(request)
-        return choose_forward_bias(problem.d, problem.d_v, registers, itemsize, *lengths)
+        kind = bias_tiles.itemsize(request), call.mask is not None
+        return choose_forward_bias(problem.d, problem.d_v, registers, *kind, *lengths)
+    if call.rows.adjoin and not request.has_cache:
+        return _choose_packed(problem, registers)
     return choose_forward(problem.d, problem.d_v, registers, call.bias is not None, *lengths)
 
 
@@ -290,7 +285,10 @@ def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
     if call is None or max(problem.d, problem.d_v) > LARGEST_OF_WARP:  # rates are of others
         return None
     lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
-    return forward_cost(tiles, problem.d, problem.d_v, call.bias is not None, *lengths)
+    if tiles.one_tile and lengths[1] > tiles.block_kv:  # packed; longer ones have the same kernel
+        tiles = fit_forward(problem.d, problem.d_v, register_class(call))
+    sizes = problem.d, problem.d_v, call.bias is not None, *lengths
+    return forward_cost(tiles, *sizes, masked=call.mask is not None)
 
 
 def _slower(request: Request, own: tuple[KernelSpec, Tiles], other: KernelSpec) -> str | None:
@@ -309,15 +307,14 @@ def _forward_obstacle(request: Request) -> str | None:
         return "its arrays are not known"
     if request.call.rows.known_q <= STEP_QUERIES:
         return f"a row has at most {STEP_QUERIES} queries, and may have a key more in the next call"
-    slower = _slower(request, (FORWARD, _configure_forward(request)), sm80.FORWARD)
-    if slower is not None:
-        return slower
+    own = FORWARD, _configure_forward(request)
+    refused = sm90_wide.obstacle(request) or _slower(request, own, sm80.FORWARD)
+    if refused is not None:
+        return refused
     if request.is_paged("k"):
-        block_kv = _configure_forward(request).block_kv
+        page, block_kv = request.call.k.shape[-2], own[1].block_kv
         if tma_operands.page_rows(request, block_kv) < tma_operands.FEWEST_PAGE_ROWS:
-            return (
-                f"pages of {request.call.k.shape[-2]} and its tiles of {block_kv} keys do not fit"
-            )
+            return f"pages of {page} and its tiles of {block_kv} keys do not fit"
     return tma_operands.obstacle(request, ("q", "k", "v"))
 
 
@@ -330,7 +327,7 @@ FORWARD = KernelSpec(
     part="forward",
     computes="out and log-sum-exp",
     method="multiplies {dtype} by the tensor cores of warpgroups",
-    heads=dict.fromkeys(HALVES, max(_MASKED)),
+    heads=dict.fromkeys(HALVES, sm90_wide.LARGEST),
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,
@@ -361,41 +358,6 @@ FORWARD = KernelSpec(
     cost=_cost_of_forward,
 )
 
-# -- forward_sm90_tf32 ----------------------------------------------------------------------------
-
-# Largest head -> queries and keys of a tile of forward_sm90_tf32.cu. Its bound relies on sums over
-# heads up to 128 and tiles of 64 keys.
-TF32_TILES: dict[int, tuple[int, int]] = {128: (128, 64)}
-
-
-def tf32_tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
-    """Return tiles of forward_sm90_tf32.cu: a warpgroup for 64 queries each."""
-    q, v, columns_v = row_bytes(d, 4), row_bytes(d_v, 4), -(-d_v // 64) * 64
-    shared = block_q * max(q, v) + 2 * block_kv * (q + 4 * columns_v)
-    shared += ENTRY_BYTES + 32 + 12 * (block_q // 16)
-    return Tiles(block_q, block_kv, 2 * block_q, shared, stages=1)
-
-
-def fit_tf32(d: int, d_v: int) -> Tiles:
-    """Return the tiles of forward_sm90_tf32.cu."""
-    return tf32_tiles(*at_head(TF32_TILES, d, d_v), d, d_v)
-
-
-TF32_FORWARD = KernelSpec(
-    source="sm90/forward_sm90_tf32.cu",
-    part="forward",
-    computes="out and log-sum-exp",
-    method="multiplies {dtype} by the tensor cores of warpgroups{products}",
-    heads={"float32": max(TF32_TILES)},
-    precisions={"float32": "tf32x3"},
-    capability=CAPABILITY,
-    architecture=ARCHITECTURE,
-    tensor_cores=True,
-    configure=lambda request: fit_tf32(request.problem.d, request.problem.d_v),
-    grid=grid.by_queries,
-    lists="queries",
-)
-
 # -- backward_sm90_dkdv ---------------------------------------------------------------------------
 
 # Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
@@ -420,30 +382,11 @@ def fit_dkdv(d: int, d_v: int) -> Tiles:
     return dkdv_tiles(*at_head(DKDV_TILES, d, d_v), d, d_v)
 
 
-def _line(d: int, d_v: int) -> int:
-    """Columns that backward_sm90_dkdv computes at a time; of wide heads in two warpgroups."""
-    return 64 if max(d, d_v) <= 128 else 128
-
-
-# What backward_sm90_dkdv takes.
-DKDV_RATES = Rates(4400.0, 0.0, 0.076, 0.00031)
-
-
-def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
-    """Return what the rows of a head take with tiles of backward_sm90_dkdv.cu."""
-    line = _line(d, d_v)
-    whole, whole_v = (-(-n // 16) * 16 for n in (d, d_v))
-    wide, wide_v = (-(-n // line) * line for n in (d, d_v))  # of dk and dq, and of dv
-    products = whole + whole_v + 2 * wide + wide_v
-    block = tiles.block_kv, tiles.block_q
-    moved = 4 * (d + d_v), 2 * (d + d_v) + 8 * d
-    return cost.of(DKDV_RATES, (len_k, len_q), block, products, moved)
-
-
 def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
-    problem = request.problem
-    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
-    return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
+    problem, rows = request.problem, request.problem.rows
+    # No sequence's kernel may depend on the lengths of others that are packed with it.
+    lengths = min(rows.known_q, cost.LONG), min(rows.known_k, cost.LONG)
+    return dkdv_cost(tiles, problem.d, problem.d_v, *lengths)
 
 
 def dkdv_slower(request: Request) -> str | None:
@@ -492,6 +435,7 @@ DKDV = KernelSpec(
     slope=True,
     atomic_dq=HALVES,
     whole_dq=True,
+    packed_dq=True,
     parts=True,
     lists="keys",
     deals=True,

@@ -31,7 +31,8 @@ def _bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
     v_stages = sm90.KV_STAGES if d_v <= LINE else 1
     held = block_q * q + sm90.KV_STAGES * (block_kv * q + transposed) + v_stages * block_kv * v
     storage = sm90.SCHEDULER_BYTES + _STORAGE_BYTES + 16 * v_stages
-    return held + storage + _CONSUMER_BYTES * (block_q // 64) + _SCALE_BYTES * block_kv
+    storage += _CONSUMER_BYTES * (block_q // 64) + _SCALE_BYTES * block_kv
+    return held + -(-storage // 16) * 16  # scales are loaded by 16 bytes
 
 
 def tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cupyflash import masks
 
-from .base import Documented, Functions, Peer, all_rounded, mask_or_bias, no_gradient_of_more
+from .base import (
+    Documented,
+    Functions,
+    Peer,
+    all_rounded,
+    mask_or_bias,
+    no_gradient_of_more,
+    positive_scale,
+)
 from .with_jax import dot_product_attention
 from .with_torch import GENERAL, SDPA, TORCH, by_autograd, one_width, sdpa
 
@@ -36,9 +45,21 @@ def filled(attend: Callable[..., Any], widths: Sequence[int] = EIGHT) -> Callabl
 
 
 def causal_or_none(call: Call) -> bool:
-    """Serve calls without a mask, or with the causal one that is aligned at the last key."""
+    """Serve scales above 0, without a mask or with the causal one, aligned at the last key."""
     mask = call.options.get("mask")
-    return one_width(call) and (mask is None or mask == masks.causal())
+    return one_width(call) and positive_scale(call) and (mask is None or mask == masks.causal())
+
+
+def _without_groups() -> bool:
+    """Whether the installed `varlen_attn` has no option for shared heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" not in inspect.signature(varlen_attn).parameters
+
+
+def _of_varlen(call: Call) -> bool:
+    grouped = call.q.shape[-3] != call.k.shape[-3]
+    return causal_or_none(call) and not (grouped and _without_groups())
 
 
 def _varlen() -> Functions:
@@ -47,13 +68,14 @@ def _varlen() -> Functions:
 
     def attend(q: Any, k: Any, v: Any, scale: float, causal: bool) -> Any:
         batch, heads = q.shape[:2]
+        options = {"enable_gqa": True} if heads != k.shape[1] else {}
         starts = [
             torch.arange(batch + 1, dtype=torch.int32, device=q.device) * x.shape[2] for x in (q, k)
         ]
         packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         out, lse = varlen_attn(
             *packed, *starts, q.shape[2], k.shape[2], return_aux=AuxRequest(lse=True), scale=scale,
-            window_size=(-1, 0) if causal else (-1, -1), enable_gqa=heads != k.shape[1],
+            window_size=(-1, 0) if causal else (-1, -1), **options,
         )  # fmt: skip
         lse = lse.reshape(heads, batch, -1).transpose(0, 1)
         return out.unflatten(0, (batch, -1)).transpose(1, 2), lse
@@ -143,19 +165,35 @@ def _masked(call: Call) -> bool:
     return mask_or_bias(call) and no_gradient_of_more(call)
 
 
+def _of_cudnn(call: Call) -> bool:
+    return _masked(call) and call.k.shape[-2] > 1  # it has no kernel for one key
+
+
+def _of_jax_cudnn(call: Call) -> bool:
+    """Serve gradients of even numbers of queries and keys."""
+    odd = call.q.shape[-2] % 2 or call.k.shape[-2] % 2
+    return _masked(call) and not (call.gradients and odd)
+
+
+def _narrow(call: Call) -> bool:
+    """Serve heads of at most 128."""
+    return causal_or_none(call) and max(call.q.shape[-1], call.v.shape[-1]) <= 128
+
+
 PEERS = (
     Peer(
-        "torch-cudnn", "torch", "torch", TORCH, lambda: sdpa("cudnn", DEVICE), SIXTEEN,
-        ("masks", "bias", "scale", "gqa", "lengths"),
-        {"precision": all_rounded, "serves": _masked, "empty_rows": "any"}, SDPA, gpu=True,
+        "torch-cudnn", "torch", "torch", TORCH, lambda: sdpa("cudnn", DEVICE, filled),
+        SIXTEEN, ("masks", "bias", "scale", "lengths"),
+        {"precision": all_rounded, "serves": _of_cudnn, "empty_rows": "any"}, SDPA, gpu=True,
     ),
     Peer(
-        "torch-efficient", "torch", "torch", TORCH, lambda: sdpa("efficient", DEVICE),
+        "torch-efficient", "torch", "torch", TORCH, lambda: sdpa("efficient", DEVICE, filled),
         (*SIXTEEN, "float32"), tuple(x for x in GENERAL if x not in ("gqa", "finite")),
         {"precision": all_rounded, "serves": _masked, "empty_rows": "any"}, SDPA, gpu=True,
     ),
     Peer(
-        "torch-varlen", "torch", "torch", TORCH, _varlen, SIXTEEN, (*CAUSAL, "lse"), OF_CAUSAL,
+        "torch-varlen", "torch", "torch", TORCH, _varlen, SIXTEEN, (*CAUSAL, "lse"),
+        OF_CAUSAL | {"serves": _of_varlen},
         Documented("(T, H, D), packed", alignment=f"a window of (-1, 0), {LAST}", lse=NATURAL),
         gpu=True,
     ),
@@ -163,7 +201,7 @@ PEERS = (
         "jax-cudnn", "jax", "jax", "pip install 'jax[cuda13]'",
         lambda: dot_product_attention("cudnn"), SIXTEEN,
         ("masks", "bias", "scale", "gqa", "lengths"),
-        {"precision": all_rounded, "serves": _masked, "empty_rows": "any", "shapes": 3},
+        {"precision": all_rounded, "serves": _of_jax_cudnn, "empty_rows": "any", "shapes": 3},
         Documented("(B, L, H, D)", alignment="is_causal at the first key",
                    lse="natural logarithm, in the type of the query"),
         gpu=True,
@@ -176,7 +214,7 @@ PEERS = (
     ),
     Peer(
         "flash-attn-4", "flash-attn-4", "flash_attn.cute", "pip install --pre flash-attn-4",
-        _flash_attn_4, SIXTEEN, (*CAUSAL, "lse"), OF_CAUSAL,
+        _flash_attn_4, SIXTEEN, (*CAUSAL, "lse"), OF_CAUSAL | {"serves": _narrow},
         Documented("(B, L, H, D)", alignment=LAST, lse=NATURAL), gpu=True,
     ),
     Peer(

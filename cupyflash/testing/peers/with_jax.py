@@ -34,19 +34,24 @@ def by_vjp(attend: Callable[..., Any]) -> Functions:
             options = options | {"bias": bias}
         return options
 
-    def of_gradients(do: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    def of_outputs(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return attend(q, k, v, **options)
+
+    def of_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
         _, vjp = jax.vjp(lambda *x: attend(*x, **options)[0], q, k, v)
         return vjp(do)
 
-    # One compilation for a shape, instead of one for each step.
-    compiled, gradients = jax.jit(attend), jax.jit(of_gradients)
+    # One compilation for a shape and a scale, instead of one for each step.
+    compiled, gradients = (
+        jax.jit(each, static_argnames="scale") for each in (of_outputs, of_gradients)
+    )
 
     def forward(q: Array, k: Array, v: Array, **options: Any) -> Any:
         out, lse = compiled(q, k, v, **options_of(q, k, options))
         return np.asarray(out), None if lse is None else np.asarray(lse)
 
     def backward(do: Array, q: Array, k: Array, v: Array, *_: Any, **options: Any) -> Any:
-        made = gradients(do, q, k, v, options_of(q, k, options))
+        made = gradients(do, q, k, v, **options_of(q, k, options))
         return tuple(np.asarray(x) for x in made)
 
     return Functions(forward, backward)
@@ -57,12 +62,15 @@ def dot_product_attention(implementation: str) -> Functions:
     import jax
     import jax.numpy as jnp
 
-    def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, scale: float | None = None, **options: Any) -> Any:
         turned = [jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (q, k, v)]
+        if implementation == "cudnn":  # columns are filled up to a multiple of 8
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            turned = [jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[-1] % 8)]) for x in turned]
         out, lse = jax.nn.dot_product_attention(
-            *turned, implementation=implementation, return_residual=True, **options
+            *turned, scale=scale, implementation=implementation, return_residual=True, **options
         )
-        return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+        return jnp.swapaxes(out, 1, 2)[..., : v.shape[-1]], jnp.swapaxes(lse, 1, 2)
 
     return by_vjp(attend)
 

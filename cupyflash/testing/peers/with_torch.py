@@ -95,8 +95,12 @@ def by_autograd(
     return Functions(forward, backward if gradients else None)
 
 
-def sdpa(way: str, device: str = "cpu") -> Functions:
-    """Return `scaled_dot_product_attention` by one of its back ends."""
+def sdpa(
+    way: str,
+    device: str = "cpu",
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda attend: attend,
+) -> Functions:
+    """Return `scaled_dot_product_attention` by one of its back ends, with `around` around it."""
     import torch
     from torch.nn import attention
     from torch.nn.functional import scaled_dot_product_attention
@@ -115,7 +119,7 @@ def sdpa(way: str, device: str = "cpu") -> Functions:
             grouped = q.shape[1] != k.shape[1]
             return scaled_dot_product_attention(q, k, v, given, enable_gqa=grouped, **options), None
 
-    return by_autograd(attend, device=device)
+    return by_autograd(around(attend), device=device)
 
 
 def _flex() -> Functions:
