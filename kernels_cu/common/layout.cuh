@@ -145,16 +145,16 @@ __device__ __forceinline__ long long sequence_of(const Params& p, const long lon
 }
 
 // The same by the lanes of a warp, which call it together: each step asks for 32 sequences.
-__device__ __forceinline__ long long sequence_of_by_warp(const Params& p, const long long* offsets,
-                                                         long long total, int block,
-                                                         long long slot) {
-  long long low = 0, high = p.batch - 1;
+// Launches have fewer than 2^31 blocks, and so many rows that TMA can load.
+__device__ __forceinline__ int sequence_of_by_warp(const Params& p, const long long* offsets,
+                                                   long long total, int block, int slot) {
+  int low = 0, high = static_cast<int>(p.batch) - 1;
+#pragma unroll 1
   while (low < high) {
-    const long long step = (high - low + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
-    const long long b = low + step * (ptx::lane_index() + 1);
-    const bool has_begun = first_slot(offsets, total, block, b < high ? b : high) <= slot;
-    const unsigned int begun = ptx::ballot(b <= high && has_begun);
-    low += step * __popc(begun);
+    const int step = (high - low + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
+    const int b = low + step * (ptx::lane_index() + 1), known = b < high ? b : high;
+    const int first = static_cast<int>(clamp(offsets[known], 0, total)) / block + known;
+    low += step * __popc(ptx::ballot(b <= high && first <= slot));
     high = high < low + step - 1 ? high : low + step - 1;
   }
   return low;
@@ -165,24 +165,33 @@ struct BlockOfSequence {
   long long b, block;
 };
 
-// Those of block number `slot`, by the lanes of a warp. If there are as many blocks as all
-// sequences would have if they were as long as the longest one, nothing is searched.
+// Those of block number `slot`. With COUNTS, all lanes of a warp call it together; and if there are
+// as many blocks as all sequences would have if they were as long as the longest one, nothing is
+// searched.
+template <bool COUNTS>
 __device__ __forceinline__ BlockOfSequence block_of_sequence(const Params& p, bool of_keys,
                                                              int block, long long slot) {
-  const long long each = ((of_keys ? p.len_k : p.len_q) + block - 1) / block;
-  if (p.blocks == p.batch * each) {
-    const Quotient by_sequence = divide(slot, each);
-    return BlockOfSequence{by_sequence.quotient, by_sequence.remainder};
-  }
-  const long long* const offsets = of_keys ? p.offsets_k : p.offsets_q;
+  const long long* offsets = of_keys ? p.offsets_k : p.offsets_q;
   const long long total = of_keys ? p.total_k : p.total_q;
-  const long long b = sequence_of_by_warp(p, offsets, total, block, slot);
+  long long b = 0;
+  if constexpr (COUNTS) {
+    const long long each = ((of_keys ? p.len_k : p.len_q) + block - 1) / block;
+    if (p.blocks == p.batch * each) {
+      const Quotient by_sequence = divide(slot, each);
+      return BlockOfSequence{by_sequence.quotient, by_sequence.remainder};
+    }
+    b = sequence_of_by_warp(p, offsets, total, block, static_cast<int>(slot));
+  } else {
+    b = sequence_of(p, offsets, total, block, slot);
+  }
   return BlockOfSequence{b, slot - first_slot(offsets, total, block, b)};
 }
 
 // The work tile of thread block `number`, for an output of `heads` heads. With `last_first`, blocks
-// of rows are assigned in descending order: under a causal mask the last queries see most keys. All
-// lanes of a warp call it together.
+// of rows are assigned in descending order: under a causal mask the last queries see most keys.
+// COUNTS: whether the grid is one of cupyflash/gpu/kernels/grid.py that counts blocks of packed
+// sequences by the longest one, where that gives fewer.
+template <bool COUNTS = false>
 __device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long number, int heads,
                                                  bool of_keys, int block, bool last_first) {
   WorkTile work;
@@ -191,7 +200,7 @@ __device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long numb
   const Quotient by_head = divide(by_block.quotient, heads);
   work.head = by_head.remainder;
   if constexpr (PACKED) {
-    const BlockOfSequence own = block_of_sequence(p, of_keys, block, slot);
+    const BlockOfSequence own = block_of_sequence<COUNTS>(p, of_keys, block, slot);
     work.entry = first_entry(p, own.b);
     work.block = own.block;
   } else {

@@ -276,8 +276,8 @@ __device__ __forceinline__ bool lanes_agree(bool condition) {
 
 // The block's keys. With lists in an order, it is that of the first head that has these keys.
 __device__ __forceinline__ layout::WorkTile work_tile(const Params& p) {
-  layout::WorkTile work = layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x),
-                                               p.heads_kv, true, BLOCK_KV, false);
+  layout::WorkTile work = layout::work_tile_of<true>(p, layout::interleave_heads(p, blockIdx.x),
+                                                     p.heads_kv, true, BLOCK_KV, false);
   if constexpr (HAS_LISTS) {
     if (!work.idle && tile_lists::are_ordered(p)) {
       work.block = tile_lists::order_of(p, work.entry.b, work.head * p.group)[work.block];

@@ -244,7 +244,7 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
     const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
     const unsigned int known = index < work_tiles ? index : work_tiles - 1;
     const unsigned int head = known / scheduler.blocks;  // times parts
-    layout::WorkTile work = cache::work_tile_of(
+    layout::WorkTile work = cache::work_tile_of<true>(
         p, V_PARTS == 1 ? known : head / V_PARTS * scheduler.blocks + known % scheduler.blocks);
     if constexpr (HAS_LISTS) {  // the longest first; the layout deals the last block first
       work.block = tile_lists::order_of(p, work.entry.b, work.head)[p.blocks - 1 - work.block];

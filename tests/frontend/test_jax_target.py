@@ -324,6 +324,12 @@ def attend_to_a_cache(q, k, v):
     return swapped(attention_cached(*map(swapped, (q, k, v)), [2, 1, 2], mask=CAUSAL))
 
 
+def attend_to_pages(q, k, v):
+    """Pages as vLLM has them: (pages, positions, heads, dim)."""
+    table = jnp.array([[2], [0], [1]], jnp.int32)
+    return swapped(attention_cached(*map(swapped, (q, k, v)), [2, 1, 2], table=table))
+
+
 def turn(q, k, v):
     rotary = Rotary(np.ones((2, 3), np.float32), np.ones((2, 3), np.float32))
     return swapped(rope(swapped(q) + 1, jnp.arange(2), rotary)) + k + v
@@ -338,6 +344,7 @@ ORDERS = {
     ),
     "vmap": jax.vmap(lambda *x: attend(*(y[None] for y in x))[0]),
     "a cache": attend_to_a_cache,
+    "pages": attend_to_pages,
     "rope": turn,
 }
 

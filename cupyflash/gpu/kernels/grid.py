@@ -11,11 +11,16 @@ TURNS, MOST_TILES = 8, 4
 
 def by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """A block for each tile of queries of a head."""
-    return _by_rows(extent.queries, tiles.block_q, extent, extent.longest[0])
+    return _by_rows(extent.queries, tiles.block_q, extent)
 
 
 def by_keys(extent: Extent, tiles: Tiles) -> Grid:
     """A block for each tile of keys of a head."""
+    return _by_rows(extent.keys, tiles.block_kv, extent)
+
+
+def counted_by_keys(extent: Extent, tiles: Tiles) -> Grid:
+    """A block for each tile of keys of a head, or fewer: see COUNTS in common/layout.cuh."""
     return _by_rows(extent.keys, tiles.block_kv, extent, extent.longest[1])
 
 
@@ -57,10 +62,11 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     Tiles are dealt out in advance, and a block prepares its next one. Blocks that wait until
     another kernel leaves their SM may take very different times: then each tile has its own block,
     which goes to any free SM. Tiles of packed sequences may do so, too: a block has a few of them,
-    which lie far apart.
+    which lie far apart. Of these there may be fewer, see COUNTS in common/layout.cuh.
     """
     parts = extent.heads * tiles.v_parts  # of wide values have the same queries
-    grid = by_queries(extent._replace(heads=parts), tiles)
+    of_parts = extent._replace(heads=parts)
+    grid = _by_rows(extent.queries, tiles.block_q, of_parts, extent.longest[0])
     if extent.differ:
         return grid
     most = extent.multiprocessors * tiles.resident_blocks

@@ -430,7 +430,7 @@ DKDV = KernelSpec(
     "k, v and do",
     obstacle=_dkdv_obstacle,
     configure=_configure_dkdv,
-    grid=grid.by_keys,
+    grid=grid.counted_by_keys,
     tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows, bias=True),
     slope=True,
     atomic_dq=HALVES,
