@@ -222,7 +222,7 @@ class Relaunches:
         self, asked: Asked, kept: Sequence[Any], addresses: Sequence[int], stream: int
     ) -> Relaunch | None:
         compiled, gradients = asked.compiled, asked.gradients
-        if compiled.all_zero or compiled.launches.waits or not compiled.queue.function:
+        if compiled.all_zero or compiled.launches.waits or not compiled.queue.functions.launch:
             return None
         spans = [
             (begin, begin + size, n)
