@@ -202,6 +202,7 @@ class Buffer:
         ]
         made += [_block(functions, start, [each], [], Told()) for each in launches]
         self._held = memory, made
+        self._one: list[int]
         self.block, self.early, *self._one = (x.ctypes.data for x in made)
 
     def has_launched(self, failed: int) -> bool:
@@ -381,7 +382,7 @@ def queue(device: int) -> Queue:
 
 def _address(name: str) -> int:
     """Return the address of a function of the driver."""
-    return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0
+    return int(ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0)
 
 
 def functions(queue: Queue, kernels: Sequence[Kernel]) -> Functions:
