@@ -1,10 +1,10 @@
 // The gradient of a bias in 16-bit types by the tensor cores of compute capability 8.0 and later,
 // summed over the axes along which it was broadcast: the twin of reference/cpu/bias_gradient.py.
 //
-// One block per tile of the bias, as the bias is stored: it loops over the tiles of scores that were
-// given this tile, and recomputes their dS, which it adds up in float32 as it lies in registers. If
-// many share few tiles, several blocks have a part each, which backward_sums adds up in order. The
-// loop is that of fragment_bias.cuh; here are its products.
+// One block per tile of the bias, as the bias is stored: it loops over the tiles of scores that
+// were given this tile, and recomputes their dS, which it adds up in float32 as it lies in
+// registers. If many share few tiles, several blocks have a part each, which backward_sums adds up
+// in order. The loop is that of fragment_bias.cuh; here are its products.
 //
 // Grid: parts * prod(own_size) * bias_heads * ceil(bias_len_q / BLOCK_Q) *
 // ceil(bias_len_k / BLOCK_KV); packed: own_size[0] is the bias's first axis, 1 or the number of
