@@ -308,8 +308,7 @@ def scratch_of_gradients(
     whole = registry.has_all_keys(request)
     if call.rows.adjoin:
         # Longer sequences have other kernels, of which only those of sums give the same dq.
-        # Where nobody looked at the offsets, a sequence may have queries and no keys.
-        whole = whole and not deterministic and not call.rows.unread and do is not None
+        whole = whole and not deterministic and do is not None
         if whole:
             arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3), "d_out": (do, 3)}
             whole = registry.stores_packed_dq(request_of(call, target, arrays, plan))

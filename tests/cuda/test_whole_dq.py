@@ -107,11 +107,17 @@ def test_what_explain_counts():
 def test_nobody_knows_whether_sequences_have_keys():
     # Offsets in device memory that are not read: that a sequence has a query says nothing of keys.
     q = np.zeros((2, 60, 64), HALF)
-    for unread, made in ((True, 3), (False, 2)):
-        call = validate.varlen_call(q, q, q, np.array([0, 60]), np.array([0, 60]), True)
-        rows = dataclasses.replace(call.problem.rows, unread=unread)
-        call = dataclasses.replace(call, problem=dataclasses.replace(call.problem, rows=rows))
-        assert len(route.of_gradients(call, target_of("sm_90")).steps) == made
+    call = validate.varlen_call(q, q, q, np.array([0, 60]), np.array([0, 60]), True)
+    unread = np.array([0, 60])  # the most extreme lengths
+    for change, made in (
+        ({}, 2),
+        ({"unread": True}, 3),
+        ({"unread": True, "len_k": unread}, 3),
+        ({"unread": True, "len_q": unread, "len_k": unread}, 3),
+    ):
+        rows = dataclasses.replace(call.problem.rows, **change)
+        other = dataclasses.replace(call, problem=dataclasses.replace(call.problem, rows=rows))
+        assert len(route.of_gradients(other, target_of("sm_90")).steps) == made
 
 
 # -- results --------------------------------------------------------------------------------------

@@ -182,12 +182,14 @@ def reason(choice: Choice, request: Request, before: str = "", after: str = "") 
 def has_all_keys(request: Request) -> bool:
     """Return whether a block of the kernel of dk and dv has all keys of a head, and can store dq.
 
-    As for `adds_dq`, a request without arrays is enough. Packed queries without keys have no block.
+    As for `adds_dq`, a request without arrays is enough. Packed queries without keys have no block,
+    and where nobody looked at the offsets, there may be some.
     """
     problem, choice = request.problem, select("dkdv", request)
     keys = int(np.max(problem.len_k, initial=0))
-    has_all = choice.spec.whole_dq and 0 < keys <= choice.tiles.block_kv
-    return has_all and not np.any((problem.len_k == 0) & (problem.len_q > 0))
+    if problem.rows.unread or not choice.spec.whole_dq or not 0 < keys <= choice.tiles.block_kv:
+        return False
+    return not np.any((problem.len_k == 0) & (problem.len_q > 0))
 
 
 def stores_packed_dq(request: Request) -> bool:
