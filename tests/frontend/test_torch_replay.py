@@ -156,11 +156,8 @@ def test_memory_of_gradients_that_is_asked_for(cupy, gpu_tensors, monkeypatch, m
         cupy.launches.clear()
         made = torch.autograd.grad(out, leaves, do)
         delta, dkdv, rows = cupy.launches
-        assert [x.kernel.split("__")[0] for x in cupy.launches] == [
-            "backward_delta",
-            "backward_sm90_dkdv",
-            "backward_dq_rows",
-        ]
+        kernels = "backward_delta", "backward_sm90_dkdv", "backward_dq_rows"
+        assert [x.kernel.split("__")[0] for x in cupy.launches] == list(kernels)
         (sums,) = {int(x.words[place("dq_accum") // 8]) for x in (delta, dkdv, rows)}
         assert sums != 0
         maps = dkdv.words[-6 * tma.BYTES // 8 :: tma.BYTES // 8]
