@@ -33,7 +33,7 @@ SPILLS = {
     "forward_sm90": 196,
     "forward_sm90_fp8": 186,  # in PARTIAL tiles
     "forward_sm90_tf32": 136,
-    "backward_sm80_dkdv": 152,
+    "backward_sm80_dkdv": 180,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 8,
     "backward_sm90_bias": 4,
