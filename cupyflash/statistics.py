@@ -127,9 +127,8 @@ def with_reductions(
     given = request.options
     options = _options(given.mask, given.score_mod, given.bias, given.sink, given.scale)
     # Entries are counted along the leading axes of all three arrays.
-    q, k, v = request.operands
-    arrays = (interop.array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    prepared = ReducedCall.of_call(without_values(*arrays, options).call, named)
+    q, k, v = (interop.array(x, name) for x, name in zip(request.operands, "qkv", strict=True))
+    prepared = ReducedCall.of_call(without_values(q, k, v, options).call, named)
     *shown, lse = execute.forward(request, True, out, lse_out)
     found = prepared.with_lse(lse).found(named)
     return (*shown, lse, found) if return_lse else (*shown, found)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ LONG_FILES = {  # take a minute and more
     "test_outputs", "test_properties",
 }  # fmt: skip
 QUICK = "not thorough"  # pyproject.toml selects these tests unless the command line has a -m
+FROM_THE_END = "collects from the end"  # what a worker is told if all tests are run
 EMULATOR_CACHE = "CUPYFLASH_EMULATOR_CACHE"  # of kernels that are compiled for the CPU
 
 # `python -m pytest` puts the current folder on sys.path. In a checkout that would give a
@@ -176,8 +177,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell workers that all tests are run, and every other one to collect them from the end."""
+    if node.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        node.workerinput[FROM_THE_END] = int(node.gateway.id.removeprefix("gw")) % 2 == 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Collect a folder from its end, so that workers meet in the middle.
+
+    Pytest rewrites the assertions of a file once, and keeps that. Two workers that go through the
+    files in the same order would both do it for all of them.
+    """
+    report = yield
+    told = getattr(collector.config, "workerinput", {})
+    if told.get(FROM_THE_END) and isinstance(collector, pytest.Dir | pytest.Package):
+        report.result.reverse()
+    return report
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if FROM_THE_END in getattr(config, "workerinput", ()):
+        items.sort(key=lambda item: item.path)  # all workers must have one order
     items.sort(key=lambda item: item.path.stem not in LONG_FILES)  # so that workers end together
     keep_share(config, items)
 

@@ -13,7 +13,6 @@ from . import driver, tma
 from . import jit as compiler
 from .writer import Launch
 
-_NOTHING: Mapping[str, int] = {}
 _NO_VALUES = driver.Told()
 WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 
@@ -76,23 +75,16 @@ class CompiledLaunches:
         """Whether `start` waits for every kernel."""
         return WAIT_AFTER_LAUNCH
 
-    def told(
-        self, numbers: Mapping[str, tuple[int, int]], clears: Mapping[str, int] = _NOTHING
-    ) -> driver.Told:
+    def told(self, numbers: Mapping[str, tuple[int, int]]) -> driver.Told:
         """Return what is told of addresses, but of those whose names are not among some.
 
-        `numbers` has for each name the number of a value behind the stream, and what is added;
-        `clears` has words of 32 bits that are to be 0 before.
+        `numbers` has for each name the number of a value behind the stream, and what is added.
         """
         words, maps = (
             [driver.Value(x, 1 + numbers[y][0], numbers[y][1]) for x, y in all_of if y in numbers]
             for all_of in (self.words, self.maps)
         )
-        cleared = [
-            driver.Clear(1 + numbers[name][0], numbers[name][1], count)
-            for name, count in clears.items()
-        ]
-        return driver.Told(words, maps, cleared)
+        return driver.Told(words, maps)
 
     def buffers(self, told: driver.Told, early: driver.Told = _NO_VALUES) -> driver.Buffers:
         """Return buffers of these launches that take values in another way."""

@@ -99,14 +99,6 @@ class Value(NamedTuple):
     added: int
 
 
-class Clear(NamedTuple):
-    """Memory that is filled with 0 before launches: words of 32 bits at a value, plus `added`."""
-
-    number: int
-    added: int
-    count: int
-
-
 class Told(NamedTuple):
     """What launches are told.
 
@@ -114,20 +106,16 @@ class Told(NamedTuple):
     ----------
     words, maps : sequence of Value
         What is written, and the addresses of tensor maps.
-    clears : sequence of Clear
-        What is cleared before.
     """
 
     words: Sequence[Value] = ()
     maps: Sequence[Value] = ()
-    clears: Sequence[Clear] = ()
 
 
 class Functions(NamedTuple):
     """The addresses of the driver's functions; that of launches is 0 if CuPy must make them."""
 
     launch: int = 0
-    clear: int = 0
     replace: int = 0
 
 
@@ -207,7 +195,7 @@ class Buffer:
             launches.append((start + 8 * config, kernel.function, start + 8 * pointers))
             begin += kernel.words
         self.launches, self.streams = tuple(launches), tuple(streams)
-        self._calls = [REPLACE] * len(told.maps) + [CLEAR] * len(told.clears)
+        self._calls = [REPLACE] * len(told.maps)
         made = [
             _block(functions, start, launched, streams, each)
             for launched, each in ((launches, told), ([], early))
@@ -263,9 +251,6 @@ def _block(
     for place, number, added in told.maps:
         arguments.append((len(calls), 1, number, added))
         calls.append((functions.replace, start + 8 * place))
-    for number, added, count in told.clears:
-        arguments += (len(calls), 0, number, added), (len(calls), 3, STREAM, 0)
-        calls.append((functions.clear, 0, 0, count))
     calls += [(functions.launch, *each) for each in launches]
     values = [*(Value(place, STREAM, 0) for place in streams), *told.words]
     return launcher.block(calls, [(start + 8 * x, n, y) for x, n, y in values], arguments)
@@ -361,7 +346,7 @@ class Queue:
         self.clear: Any = None
         if self._is_known:
             pointer, found = ctypes.c_void_p, library()
-            self.functions = Functions(*map(_address, (LAUNCH, CLEAR)))
+            self.functions = Functions(_address(LAUNCH))
             self.clear = found.cuMemsetD32Async
             self.clear.argtypes = pointer, ctypes.c_uint, ctypes.c_size_t, pointer
         self.overlaps = self._is_known and _overlaps(cupy, device)

@@ -131,11 +131,6 @@ class CompiledRecipe:
         names = [name for name, _, _ in self.scratch]
         return tuple(zip(names, (0, *ends), strict=False))
 
-    @cached_property
-    def sums(self) -> int:
-        """The bytes of sums of dq, which are 0 before."""
-        return sum(size for name, size, _ in self.scratch if name == "dq_accum")
-
     def _divide(self, addresses: Addresses, workspace: int) -> None:
         """Note where scratch lies in a workspace."""
         begin = -(-workspace // ALIGNMENT) * ALIGNMENT
@@ -169,15 +164,12 @@ class CompiledRecipe:
                 if gradient is not None:
                     device_arrays.fill(gradient, 0)
             return
-        made = self._take_scratch(addresses, workspace)
-        for name, part, memory in made:
-            if name == "dq_accum":
-                memory.memset_async(0, part.nbytes)
+        taken = self._take_scratch(addresses, workspace)
         if self.adds_to_dq:
             device_arrays.fill(gradients.dq, 0)
         stream = self.queue.pointer()
         self.launches.start(addresses, stream)
-        del held
+        del held, taken
 
 
 def compiled_recipe(

@@ -242,7 +242,7 @@ def backward(
     if not problem.batch or not problem.heads:
         return KernelRoute(call, (), Recipe(all_zero=True))
     dq, dk, dv, dbias, dsink = gradients
-    made = scratch_of_gradients(call, target, plan, deterministic)
+    made = scratch_of_gradients(call, target, plan, deterministic, do)
     scratch, atomic_dq, whole_dq = made.arrays, made.atomic_dq, made.whole_dq
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch[parts_of("dsink")] = ArraySpec(dsink.shape, problem.accumulator)
@@ -296,13 +296,25 @@ def backward(
 
 
 def scratch_of_gradients(
-    call: Call, target: Target, plan: Plan | None = None, deterministic: bool = False
+    call: Call,
+    target: Target,
+    plan: Plan | None = None,
+    deterministic: bool = False,
+    do: Array | None = None,
 ) -> GradientScratch:
-    """Return the scratch memory of a backward."""
+    """Return the scratch memory of a backward; without `do`, of packed sequences of any lengths."""
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
     request = Request(call.problem, target, blocks=blocks)
-    # What entries share has the sum of their dq.
-    whole = registry.has_all_keys(request) and math.prod(call.q.shape[:-3]) == call.problem.batch
+    whole = registry.has_all_keys(request)
+    if call.rows.adjoin:
+        # Longer sequences have other kernels, of which only those of sums give the same dq.
+        # Where nobody looked at the offsets, a sequence may have queries and no keys.
+        whole = whole and not deterministic and not call.rows.unread and do is not None
+        if whole:
+            arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3), "d_out": (do, 3)}
+            whole = registry.stores_packed_dq(request_of(call, target, arrays, plan))
+    else:  # what entries share has the sum of their dq
+        whole = whole and math.prod(call.q.shape[:-3]) == call.problem.batch
     atomic_dq = not whole and registry.adds_dq(request, deterministic)
     return scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
 

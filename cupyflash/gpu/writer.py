@@ -460,7 +460,7 @@ class Writer:
         longest = self.told["len_q"], self.told["len_k"]
         lengths = problem.rows.extent(longest, (self.told["total_q"], self.told["total_k"]))
         entries = problem.rows.entries(math.prod(entries))
-        return Extent(*lengths, heads, *entries, sms, differ=self.call.beside)
+        return Extent(*lengths, heads, *entries, sms, differ=self.call.beside, longest=longest)
 
 
 def _page_rows(call: Call, spec: KernelSpec) -> int:

@@ -16,9 +16,9 @@ from ..arrays.cuda_device import current, current_stream
 from ..arrays.per_stream import PerStream
 from ..expr.bind import with_arrays
 from ..expr.structure import Structured
+from ..gpu.relaunch import LaunchTape
 from ..problem.rotary import Rotary
 from . import arguments
-from .relaunch import LaunchTape
 
 
 def alike(value: Any) -> Any:

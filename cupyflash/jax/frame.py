@@ -7,12 +7,14 @@ All fields that are read here are words of 64 bits, in the layout of major versi
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
+import threading
 from typing import Any
 
 # Words of XLA_FFI_CallFrame, whose last fields are structures themselves: args, rets and attrs.
-_API, _CONTEXT, _STAGE, _ARGS, _RETS, _ATTRS = 2, 3, 4, 9, 14, 20
-_EXTENSION = 1
-_Words = ctypes.c_int64 * 21
+_EXTENSION, _API, _CONTEXT, _STAGE, _ARGS, _RETS, _ATTRS = 1, 2, 3, 4, 9, 14, 20
+_FIELDS = struct.Struct("8x4q32xq32xq40xq")  # these words, in this order
 EXECUTE = 3  # of XLA_FFI_ExecutionStage
 _METADATA = 1  # of XLA_FFI_Extension_Type
 # Bytes from the beginning of XLA_FFI_Api.
@@ -51,6 +53,19 @@ class _DeviceOrdinalGet(ctypes.Structure):
     ]
 
 
+class _Questions(threading.local):
+    """What a thread asks XLA; a call writes its context there, and XLA the answer."""
+
+    def __init__(self) -> None:
+        self.of_stream = _StreamGet(ctypes.sizeof(_StreamGet), None, None, None)
+        size = _DeviceOrdinalGet.device_ordinal.offset + 4  # without what pads the structure
+        self.of_device = _DeviceOrdinalGet(size, None, None, 0)
+        self.at_stream, self.at_device = map(ctypes.addressof, (self.of_stream, self.of_device))
+
+
+_questions = _Questions()
+
+
 class FrameError(Exception):
     """XLA refused what a target asked for."""
 
@@ -64,25 +79,28 @@ class Frame:
         Where the XLA_FFI_CallFrame lies.
     """
 
-    __slots__ = ("_words",)
+    __slots__ = ("_api", "_args", "_attrs", "_context", "_extension", "_rets", "_stage")
 
     def __init__(self, address: int) -> None:
-        self._words = _Words.from_address(address)
+        (
+            self._extension, self._api, self._context, self._stage, self._args, self._rets,
+            self._attrs,
+        ) = _FIELDS.unpack(ctypes.string_at(address, _FIELDS.size))  # fmt: skip
 
     @property
     def is_question(self) -> bool:
         """Whether XLA asks about the target instead of calling it."""
-        return bool(self._words[_EXTENSION])
+        return bool(self._extension)
 
     @property
     def stage(self) -> int:
         """The stage of the execution; calls are at `EXECUTE`."""
-        return int(self._words[_STAGE]) & 0xFFFFFFFF  # an int of 32 bits, and what pads it
+        return int(self._stage) & 0xFFFFFFFF  # an int of 32 bits, and what pads it
 
     @property
     def version(self) -> tuple[int, int]:
         """Major and minor version of XLA's FFI."""
-        major, minor = (ctypes.c_int32 * 2).from_address(self._words[_API] + _VERSION)
+        major, minor = (ctypes.c_int32 * 2).from_address(self._api + _VERSION)
         return int(major), int(minor)
 
     def answer(self) -> None:
@@ -91,7 +109,7 @@ class Frame:
         A target without traits is no part of a command buffer: XLA launches it itself each time.
         """
         major, minor = self.version
-        extension = self._words[_EXTENSION]
+        extension = self._extension
         if ctypes.c_int32.from_address(extension + 8).value != _METADATA or major:
             return  # then XLA refuses the version that its structure has, 0.0
         metadata = ctypes.c_int64.from_address(extension + 24).value
@@ -99,17 +117,16 @@ class Frame:
 
     def operands(self, count: int) -> list[int]:
         """Return the addresses of the operands' elements."""
-        return _addresses(self._words[_ARGS], count)
+        return _addresses(self._args, count)
 
     def results(self, count: int) -> list[int]:
         """Return the addresses of the results' elements."""
-        return _addresses(self._words[_RETS], count)
+        return _addresses(self._rets, count)
 
     def number(self) -> int:
         """Return the one attribute, an integer of 64 bits."""
-        scalar = ctypes.c_int64.from_address(self._words[_ATTRS]).value
-        value = ctypes.c_int64.from_address(scalar + 8).value
-        return ctypes.c_int64.from_address(value).value
+        scalar = _word(self._attrs).value
+        return _word(_word(scalar + 8).value).value
 
     def stream(self) -> int:
         """Return the CUDA stream of the call.
@@ -119,8 +136,10 @@ class Frame:
         FrameError
             If the platform has none.
         """
-        question = _StreamGet(ctypes.sizeof(_StreamGet), None, self._words[_CONTEXT], None)
-        self._ask(_STREAM_GET, question, "a stream")
+        question = _questions.of_stream
+        question.ctx = self._context
+        if self._function(_STREAM_GET)(_questions.at_stream):
+            raise FrameError("XLA gave no stream to a call")
         return int(question.stream or 0)
 
     def device(self) -> int:
@@ -131,9 +150,10 @@ class Frame:
         FrameError
             If the platform has none.
         """
-        size = _DeviceOrdinalGet.device_ordinal.offset + 4  # without what pads the structure
-        question = _DeviceOrdinalGet(size, None, self._words[_CONTEXT], 0)
-        self._ask(_DEVICE_ORDINAL_GET, question, "a device")
+        question = _questions.of_device
+        question.ctx = self._context
+        if self._function(_DEVICE_ORDINAL_GET)(_questions.at_device):
+            raise FrameError("XLA gave no device to a call")
         return int(question.device_ordinal)
 
     def error(self, message: str, is_argument: bool) -> int:
@@ -145,16 +165,22 @@ class Frame:
         )
         return int(made or 0)
 
-    def _ask(self, function: int, question: Any, what: str) -> None:
-        if self._function(function)(ctypes.byref(question)):
-            raise FrameError(f"XLA gave no {what.removeprefix('a ')} to a call")
-
     def _function(self, offset: int) -> Any:
-        pointer = ctypes.c_int64.from_address(self._words[_API] + offset).value
-        return _Function(pointer)
+        return _function_at(_word(self._api + offset).value)
+
+
+_word = ctypes.c_int64.from_address
+_function_at = functools.cache(_Function)
+
+
+@functools.cache
+def _pointers(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}q")
 
 
 def _addresses(pointers: int, count: int) -> list[int]:
     """Return where the elements of buffers are, of which there is an array of pointers."""
-    words = (ctypes.c_int64 * count).from_address(pointers) if count else ()
-    return [ctypes.c_int64.from_address(word + _DATA).value for word in words]
+    if not count:
+        return []
+    words = _pointers(count).unpack(ctypes.string_at(pointers, 8 * count))
+    return [_word(word + _DATA).value for word in words]

@@ -8,20 +8,15 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
+from ..arrays import device_arrays
 from ..errors import ArgumentError
 from . import target
-
-NOT_ON_A_GPU = (
-    "expected them on the CPU, where alone this function computes for JAX. "
-    "Write rows to a cache by x.at[...].set, or put them on the CPU by jax.device_put."
-)
 
 
 def call(
     run: Callable[..., Any],
     results: Any,
     *args: Any,
-    gpu: str = "",
     no_gradient: str = "",
     like: Sequence[Any] = (),
 ) -> Any:
@@ -36,8 +31,6 @@ def call(
         Shapes and dtypes of what it returns.
     *args
         Trees of JAX arrays, one or more.
-    gpu : str
-        Why the function does not take arrays on a GPU, if it does not.
     no_gradient : str
         What is raised if a derivative is asked for, or "" if its arrays have none.
     like : sequence of JAX array or None
@@ -52,7 +45,7 @@ def call(
         return made
 
     rules = _NoGradient(no_gradient) if no_gradient else None
-    function = target.Function(of_leaves, gpu, rules, like=orders)
+    function = target.Function(of_leaves, rules, like=orders)
     leaves, of_results = jax.tree.flatten(results)
     return jax.tree.unflatten(of_results, target.bind(function, leaves, "sequential", arrays))
 
@@ -67,6 +60,13 @@ class _NoGradient(NamedTuple):
 
     def transpose(self, *_: Any) -> NoReturn:
         raise ArgumentError(self.message)
+
+
+def empty_beside(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return a new array in the memory of another one; on a GPU, codes are bytes."""
+    if not device_arrays.is_device_array(array):
+        return np.empty(shape, dtype)
+    return device_arrays.empty(shape, np.uint8 if dtype.name in target.DEVICE_BYTES else dtype)
 
 
 def mapped_axes(arrays: dict[str, Any], extra: int) -> tuple[int, ...]:

@@ -14,7 +14,9 @@ from ..problem import append as problem
 from ..problem.codes import CacheCodes
 from ..problem.keywords import explained
 from ..problem.rotary import Rotary, rotation
-from . import arguments, constants, host
+from . import arguments, host
+from .constants import Constants
+from .constants import alike as constant_alike
 from .rotation import rotated
 
 _NO_GRADIENT = (
@@ -71,7 +73,7 @@ def append(
     Parameters
     ----------
     k_new : jax.Array, shape (B, Hkv, n, D)
-        New keys, on the CPU; with `offsets`, packed keys of shape (Hkv, total, D).
+        New keys; with `offsets`, packed keys of shape (Hkv, total, D).
     v_new : jax.Array, shape (B, Hkv, n, Dv)
         New values; with `offsets`, packed values of shape (Hkv, total, Dv).
     k : jax.Array, shape (B, Hkv, S, D)
@@ -177,15 +179,57 @@ class _Places:
 
         `new` has the rows if what they hold is compared.
         """
-        shape = self._check(*self._known_or_alike(places))[0].shape
-        results = [jax.ShapeDtypeStruct(shape, np.int32)] * 3
+        found = self._check(*self._known_or_alike(places))
+        given = [*places.values(), *new.values()]
+        if all(map(arguments.is_known, given)):
+            if new:
+                found = self._check(
+                    {name: arguments.known(x) for name, x in places.items()}, new=new
+                )
+            page, row, position = (jnp.asarray(x.astype(np.int32)) for x in found)
+            return page, row, position
+        results = [jax.ShapeDtypeStruct(found[0].shape, np.int32)] * 3
 
         def run(places: dict[str, Any], new: dict[str, Any], _: Any) -> list[Any]:
             return [x.astype(np.int32) for x in self._check(places, new=new)]
 
+        def checked(places: dict[str, Any], new: dict[str, Any]) -> list[Any]:
+            made: list[Any] = host.call(run, results, places, new)
+            return made
+
         operands = {name: jnp.asarray(x) for name, x in places.items()}
-        page, row, position = host.call(run, results, operands, new, gpu=host.NOT_ON_A_GPU)
+        if any(map(arguments.is_traced, given)):
+            made = jax.lax.platform_dependent(operands, new, default=checked, cuda=self._on_gpu)
+        else:
+            made = self._on_gpu(operands, new)
+        page, row, position = made
         return page, row, position
+
+    def _on_gpu(self, places: dict[str, Any], _: Any) -> list[Any]:
+        """Return the same, unchecked, because a check would wait for the GPU.
+
+        What is out of range is in no page, so that nothing is written for it.
+        """
+        k_new, (pages, _, room, _) = self._new["k_new"], self._held["k"][0]
+        size = max(room, 1)
+        offsets, table = places.get("offsets"), places.get("table")
+        count = k_new.shape[-2]
+        if offsets is None:
+            batch = k_new.shape[0]
+            entry = jnp.broadcast_to(jnp.arange(batch)[:, None], (batch, count))
+            ends = jnp.full(batch, count)
+        else:
+            batch = offsets.size - 1
+            entry = jnp.searchsorted(offsets[1:], jnp.arange(count), side="right")
+            ends = offsets[1:]
+        after = jnp.broadcast_to(places["lengths"], (batch,)) - ends
+        position = after[jnp.minimum(entry, batch - 1)] + jnp.arange(count)
+        capacity = room if table is None else room * table.shape[1]
+        is_there = (entry < batch) & (position >= 0) & (position < capacity)
+        position = jnp.where(is_there, position, 0)
+        page = entry if table is None else table[entry, position // size]
+        page = jnp.where(is_there & (page >= 0) & (page < pages), page, pages)
+        return [x.astype(np.int32) for x in (page, position % size, position)]
 
     def _check(
         self, places: dict[str, Any], pages: int = 0, new: dict[str, Any] | None = None
@@ -279,14 +323,23 @@ def _coded(
     results = room | {name: x for name, x in new.items() if name == "q"}
     at = {} if rotary is None else {"positions": position}
 
-    def run(arrays: dict[str, Any], _: Any) -> dict[str, Any]:
-        made = {name: np.empty(x.shape, x.dtype) for name, x in room.items()}
-        options: dict[str, Any] = {"lengths": count, "rotary": rotary, "kv_dtype": kv_dtype}
-        options |= arrays | made
-        q = cache_update.append(**options)
+    constants = Constants({"lengths": count, "rotary": rotary, "kv_dtype": kv_dtype})
+    names = sorted(results)  # in the order of a tree's leaves
+
+    def run(arrays: dict[str, Any], into: tuple[Any, ...]) -> dict[str, Any]:
+        options = dict(constants.beside(arrays["k_new"]))
+        made = dict(zip(names, into, strict=False))
+        for name, x in room.items():
+            if name not in made:
+                made[name] = host.empty_beside(arrays["k_new"], x.shape, x.dtype)
+        if made["k"].dtype != room["k"].dtype:
+            options["kv_dtype"] = room["k"].dtype.name  # on a GPU, where codes are bytes
+        q = cache_update.append(
+            **arrays, **{n: made[n] for n in room}, **options, out=made.get("q")
+        )
         return made if "q" not in arrays else {**made, "q": q}
 
-    made = host.call(run, results, new | at, gpu=host.NOT_ON_A_GPU, no_gradient=_NO_GRADIENT)
+    made = host.call(run, results, new | at, no_gradient=_NO_GRADIENT)
     made = {name: x[0] for name, x in made.items()} if packed else dict(made)
     return {_NEW.get(name, name): x for name, x in made.items()}
 
@@ -374,5 +427,5 @@ def rope(
     positions = arguments.integers("positions", positions)
     is_known = arguments.is_known(positions)
     alike = arguments.known(positions) if is_known else arguments.like(positions)
-    checked = rotation(arguments.like(x), alike, constants.alike(rotary), inverse, None)
+    checked = rotation(arguments.like(x), alike, constant_alike(rotary), inverse, None)
     return rotated(x, jnp.asarray(positions), rotary, checked.inverse)

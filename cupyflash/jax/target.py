@@ -26,15 +26,15 @@ from jax.interpreters import ad, batching, mlir
 from ..arrays import device_arrays
 from ..arrays.cuda_device import current, has_cupy
 from ..errors import ArgumentError, ArgumentTypeError
+from ..gpu.relaunch import Relaunches
 from ..hints.install import CUPY
 from . import layouts
 from .frame import EXECUTE, Frame, Handler
-from .relaunch import Relaunches
 
 _NAME = "cupyflash"
 # Numbers are drawn anew in each process: a program that one keeps on disk is not found by another.
 _numbers = itertools.count(secrets.randbits(62))
-_DEVICE_WORDS = "float8_e4m3fn", "float8_e5m2"  # CuPy has no such arrays, so they come as bytes
+DEVICE_BYTES = "float8_e4m3fn", "float8_e5m2"  # CuPy has no such arrays, so they come as bytes
 
 
 class Rules(Protocol):
@@ -58,8 +58,6 @@ class Function(NamedTuple):
         Takes the operands, arrays for the results in XLA's memory, unless nothing is traced, and
         the results' shapes. It returns the results: these arrays, or others, which are copied
         there.
-    gpu : str
-        Why the function does not take arrays on a GPU, or "".
     rules : Rules, optional
         Its derivatives. Without them, they are those of what calls it, by `jax.custom_jvp`, say.
     never : str
@@ -69,7 +67,6 @@ class Function(NamedTuple):
     """
 
     run: Callable[[Sequence[Any], tuple[Any, ...], Sequence[tuple[int, ...]]], Sequence[Any]]
-    gpu: str = ""
     rules: Rules | None = None
     never: str = ""
     like: tuple[int | None, ...] = ()
@@ -103,7 +100,7 @@ class _Memory(NamedTuple):
 
     def on_device(self, address: int, device: int) -> Any:
         """Return the array of CuPy at an address; one of no elements has none."""
-        dtype = np.dtype(np.uint8) if self.dtype.name in _DEVICE_WORDS else self.dtype
+        dtype = np.dtype(np.uint8) if self.dtype.name in DEVICE_BYTES else self.dtype
         return device_arrays.borrowed(address, self.shape, dtype, self.strides, device, None)
 
 
@@ -129,27 +126,23 @@ class _Entry:
 
     def on_gpu(self, frame: Frame) -> None:
         """Make a call on a GPU: on its device and stream, in XLA's memory."""
-        device, stream = frame.device(), frame.stream()
         count = len(self._operands)
-        addresses = frame.operands(count) + frame.results(len(self._results))
+        addresses = frame.operands(count) + frame.results(len(self._shapes))
+        stream = frame.stream()
+        if self._relaunches.launch(stream, addresses):
+            return
+        device = frame.device()
         with device_arrays.on_stream(stream, device):
-            found = self._relaunches.find(device, stream, addresses)
-            if found is not None:
-                n, filled = found.filled, None
-                if n is not None:
-                    filled = self._results[n - count].on_device(addresses[n], device)
-                found(addresses, filled)
-                return
             memory = zip((*self._operands, *self._results), addresses, strict=True)
             arrays = [x.on_device(a, device) for x, a in memory]
-            tape = self._relaunches.tape(device, stream, addresses)
+            tape = self._relaunches.tape(stream, addresses)
             if tape is None:
                 self._make(arrays[:count], arrays[count:])
                 return
             with tape.recording():
                 all_written = self._make(arrays[:count], arrays[count:])
             if all_written:
-                self._relaunches.keep(device, stream, tape, addresses)
+                self._relaunches.keep(stream, tape, addresses)
 
     def _make(self, operands: list[Any], results: list[Any]) -> bool:
         """Make a call; return whether results were written where they belong, and none copied."""
@@ -260,10 +253,10 @@ def _(*operands: Any, function: Function, results: Any, **_: Any) -> list[Any]:
     """Call a function at once where nothing is traced: XLA would compile a program for each."""
     if function.never:
         raise ArgumentError(function.never)
-    shapes = [shape for shape, _ in results]
     device = _device_of(operands)
     if device.platform != "cpu":
-        return _at_once_on_gpu(operands, function, shapes, device)
+        return _at_once_on_gpu(operands, function, results, device)
+    shapes = [shape for shape, _ in results]
     made = function.run(list(map(np.asarray, operands)), (), shapes)
     with jax.default_device(device):
         return list(map(jax.numpy.asarray, made))
@@ -285,10 +278,8 @@ def _device_of(operands: Sequence[Any]) -> Any:
     return devices[0]
 
 
-def _check_gpu(function: Function, came: str) -> None:
-    """Refuse what does not run on a GPU, or not without CuPy."""
-    if function.gpu:
-        raise ArgumentTypeError(f"{came}; {function.gpu}")
+def _check_gpu(came: str) -> None:
+    """Refuse arrays on a GPU without CuPy."""
     if not has_cupy():
         raise ArgumentTypeError(
             f"{came}; expected arrays on the CPU, because CuPy is not installed, which the kernels "
@@ -298,10 +289,10 @@ def _check_gpu(function: Function, came: str) -> None:
 
 
 def _at_once_on_gpu(
-    operands: Sequence[Any], function: Function, shapes: Sequence[tuple[int, ...]], device: Any
+    operands: Sequence[Any], function: Function, results: Any, device: Any
 ) -> list[Any]:
     """Call a function on CuPy's current stream; DLPack lets streams wait for each other."""
-    _check_gpu(function, "got arrays on a GPU")
+    _check_gpu("got arrays on a GPU")
     operands = [
         x if isinstance(x, jax.Array) and x.devices() == {device} else jax.device_put(x, device)
         for x in operands
@@ -309,11 +300,17 @@ def _at_once_on_gpu(
     with current(device.local_hardware_id):
         arrays = [
             device_arrays.from_dlpack(
-                jax.lax.bitcast_convert_type(x, np.uint8) if x.dtype.name in _DEVICE_WORDS else x
+                jax.lax.bitcast_convert_type(x, np.uint8) if x.dtype.name in DEVICE_BYTES else x
             )
             for x in operands
         ]
-        return list(map(jax.dlpack.from_dlpack, function.run(arrays, (), shapes)))
+        made = map(
+            jax.dlpack.from_dlpack, function.run(arrays, (), [shape for shape, _ in results])
+        )
+        return [
+            jax.lax.bitcast_convert_type(x, dtype) if dtype.name in DEVICE_BYTES else x
+            for x, (_, dtype) in zip(made, results, strict=True)
+        ]
 
 
 @_call.def_abstract_eval
@@ -332,7 +329,7 @@ def _lowering(platform: str) -> Callable[..., Any]:
 
     def lower(ctx: Any, *operands: Any, function: Function, **_: Any) -> Any:
         if platform == "cuda":
-            _check_gpu(function, "got arrays of a program for a GPU")
+            _check_gpu("got arrays of a program for a GPU")
         if function.never:
             raise ArgumentError(function.never)
         _register(platform)

@@ -103,6 +103,8 @@ class _Replayed(torch.autograd.Function):
         settings, seen, wants_lse = call
         made = seen.known.launch(seen.addresses, operands[0])
         out, lse = made or compute.forward(settings, Operands(*operands))
+        if seen.known.has_rows_first and not made:
+            out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         pending = None
         if made:
             wants_bias = len(operands) > _BIAS and ctx.needs_input_grad[1 + _BIAS]
@@ -128,6 +130,9 @@ class _Replayed(torch.autograd.Function):
             made = pending.gradients.compute(pending, saved, do)
             if made is not None:
                 return None, *made, *_NONE[: len(saved) - 1 - len(made)]
+        if seen.known.has_rows_first:
+            *saved, out = saved
+            saved, do = (*saved, out.transpose(1, 2)), do.transpose(1, 2)
         return None, *_gradients(ctx, settings, (*saved, lse), do, dlse, seen)
 
 
@@ -312,11 +317,12 @@ def attention(
 
 
 def again(
-    settings: Settings, operands: Operands, return_lse: bool
+    settings: Settings, operands: Operands, return_lse: bool, rows_first: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Return what `attention` does for a call like an earlier one; None if there was none.
 
-    Nothing has to be checked before.
+    Nothing has to be checked before. With `rows_first`, tensors are on a GPU, and out is
+    (B, L, H, D).
     """
     q = operands.q
     if type(q) not in PLAIN or is_transforming():
@@ -336,6 +342,8 @@ def again(
     seen: recognised.Signature | recognised_cpu.Signature | None
     if q.is_cuda:
         seen = recognised.signature(kind, settings, operands)
+        if rows_first and seen is not None and seen.known is not None:
+            seen.known = seen.known.with_rows_first()
     else:
         if not (records or return_lse) and q.shape[-2:-1] == _ONE:
             out = recognised_cpu.one_query(settings, operands)

@@ -56,10 +56,9 @@ class Pending:
             self.gradients.buffers.unused.append(self.ready.pop()[1])
 
 
-# dq, dk and dv; launches that lack one address; and scratch memory, which is kept until then, and
-# where it begins.
+# dq, dk and dv; launches that lack one address; and scratch memory, which is kept until then.
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Ready: TypeAlias = tuple[Results, driver.Buffer, torch.Tensor | None, int]
+Ready: TypeAlias = tuple[Results, driver.Buffer, torch.Tensor | None]
 
 
 class Gradients:
@@ -121,16 +120,14 @@ class Gradients:
         self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
         numbers = {name: (n, 0) for n, name in enumerate(names)}
         numbers |= {name: (_SCRATCH, place) for name, place in scratch.items()}
-        clears = {"dq_accum": compiled.sums // 4} if compiled.sums else {}  # words of 4 bytes
-        self._unprepared = launches.buffers(launches.told(numbers, clears))
-        late = {name: numbers[name] for name in ("d_out", *clears)}
-        early = {name: place for name, place in numbers.items() if name not in late}
-        self.buffers = launches.buffers(launches.told(late, clears), launches.told(early))
+        self._unprepared = launches.buffers(launches.told(numbers))
+        late = {"d_out": numbers.pop("d_out")}
+        self.buffers = launches.buffers(launches.told(late), launches.told(numbers))
 
     def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
-        """Return new results, and launches that lack the address of do and where scratch begins.
+        """Return new results, and launches that lack the address of do.
 
-        Returns None if the call must go through CuPy.
+        A dq that is added to is 0. Returns None if the call must go through CuPy.
         """
         made = self._memory(q)
         if made is None:
@@ -140,7 +137,7 @@ class Gradients:
         told = 0, begin, *pending.places, *at, *pending.rest
         if failed := self._queue.launch(buffer.early, 0, *told):
             raise driver.error(failed % driver.ERRORS, driver.REPLACE)
-        return results, buffer, scratch, begin
+        return results, buffer, scratch
 
     def _memory(
         self, q: torch.Tensor
@@ -189,9 +186,9 @@ class Gradients:
         except IndexError:
             ready = None  # it was too large, or this is the second time
         if ready is not None:
-            results, buffer, _, begin = ready
+            results, buffer, _ = ready
             buffers = self.buffers
-            failed = queue.launch(buffer.block, stream, place, begin)
+            failed = queue.launch(buffer.block, stream, place)
         else:
             made = self._memory(q)
             if made is None:

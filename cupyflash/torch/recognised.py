@@ -179,6 +179,8 @@ class Signature(launch_cache.Signature):
         known, found = self.known, seen.known
         if known is None or found is None or not self.has_gradients:
             return
+        if known.has_rows_first:
+            do = do.transpose(1, 2)
         results = [(shape, strides) for _, shape, strides, _ in found.forms]
         (of_out,) = (strides for name, _, strides, _ in known.forms if name == "out")
         strides = *self._strides, of_out
@@ -209,9 +211,14 @@ class Known:
         Names, shapes, strides and dtypes of its results; None for the dtype of its queries.
     gradients : dict
         What is kept about the gradients of such calls, by `how` of `Signature.pending`.
+    has_rows_first : bool
+        Whether the output is (B, L, H, D), with heads behind rows.
     """
 
-    __slots__ = ("_numbers", "_sizes", "compiled", "dtype", "forms", "gradients", "tables")
+    __slots__ = (
+        "_numbers", "_rows_first", "_size", "compiled", "dtype", "forms", "gradients",
+        "has_rows_first", "tables",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -221,18 +228,37 @@ class Known:
         dtype: torch.dtype,
     ) -> None:
         self.compiled, self.tables, self.dtype = compiled, tables, dtype
-        self._sizes = compiled.workspace_size, compiled.sums
+        self._size = compiled.workspace_size
         self.forms = [
             (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)
             for name, x in results.items()
         ]
         self.gradients: dict[tuple[bool, bool], Gradients] = {}
         self._numbers: Mapping[str, int] = {}
+        self.has_rows_first = False
+        self._rows_first: Known | None = None
+
+    def with_rows_first(self) -> Known:
+        """Return the same with an output that lies likewise, but is (B, L, H, D).
+
+        Who wants it so needs no transposed view, of which PyTorch would record a derivative.
+        """
+        made = self._rows_first
+        if made is None:
+            made = copy.copy(self)
+            made.gradients, made.has_rows_first = {}, True
+            made.forms = [
+                (name, _swapped(shape), _swapped(strides), dtype) if name == "out" else
+                (name, shape, strides, dtype)
+                for name, shape, strides, dtype in self.forms
+            ]  # fmt: skip
+            self._rows_first = made
+        return made
 
     def told(self, numbers: Mapping[str, int]) -> Known:
         """Return the same for a call that is told further numbers."""
         made = copy.copy(self)
-        made._numbers, made.gradients = numbers, {}
+        made._numbers, made.gradients, made._rows_first = numbers, {}, None
         return made
 
     def launch(self, addresses: dict[str, int], q: torch.Tensor) -> list[torch.Tensor] | None:
@@ -257,16 +283,18 @@ class Known:
         if compiled.adds_to_dq:
             made[0].zero_()
         stream = tensors.raw_stream(queue.device)
-        size, sums = self._sizes
-        if size:
-            scratch = empty((size,), (1,), dtype=torch.uint8)
+        if self._size:
+            scratch = empty((self._size,), (1,), dtype=torch.uint8)
             begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
             for name, place in compiled.places:
                 addresses[name] = begin + place
-            if sums:
-                queue.clear(addresses["dq_accum"], 0, sums // 4, stream)
         compiled.launches.start(addresses, stream)
         return made
+
+
+def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    batch, heads, rows, columns = sizes
+    return batch, rows, heads, columns
 
 
 _lock = threading.Lock()  # for writing; look-ups need no lock

@@ -340,6 +340,7 @@ class Known:
     __slots__ = (
         "_forms", "_names", "_run", "dtype_of_lse", "gradients", "is_never", "out_stride",
     )  # fmt: skip
+    has_rows_first = False  # as calls on a GPU may have
 
     def __init__(
         self,

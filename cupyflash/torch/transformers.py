@@ -261,7 +261,7 @@ def attention_forward(
     if attention_mask is softcap is s_aux is position_bias is indices is None and not dropout:
         out = _usual(query, key, value, is_causal, scaling)
         if out is not None:
-            return out.transpose(1, 2).contiguous(), None
+            return out, None
     queries = query.shape[2]
     mask: Any = attention_mask
     if attention_mask is None:
@@ -308,7 +308,8 @@ def _usual(
 ) -> torch.Tensor | None:
     """Compute a call with nothing but a causal mask as an earlier one; None if there was none.
 
-    Between two layers, a model uses most of the CPU's caches. So this makes few objects and calls.
+    The result is (B, L, H, D), contiguous. Between two layers, a model uses most of the CPU's
+    caches. So this makes few objects and calls.
     """
     if torch.compiler.is_compiling():
         return None
@@ -318,7 +319,7 @@ def _usual(
         if query.is_cpu and (scaling is None or scaling == query.shape[3] ** -0.5):
             out = _one_query(query, key, value)
             if out is not None:
-                return out
+                return out.transpose(1, 2).contiguous()
     elif is_causal and queries > key.shape[2]:
         return None
     how = is_causal, scaling, _is_deterministic()
@@ -328,8 +329,12 @@ def _usual(
         if len(_settings) >= _MOST_SETTINGS:
             _settings.clear()
         _settings[how] = settings
-    made = autograd.again(settings, Operands(query, key, value), False)
-    return None if made is None else made[0]
+    on_gpu = query.is_cuda
+    made = autograd.again(settings, Operands(query, key, value), False, on_gpu)
+    if made is None:
+        return None
+    out = made[0]
+    return out.contiguous() if on_gpu else out.transpose(1, 2).contiguous()
 
 
 _CAUSAL = masks.causal()

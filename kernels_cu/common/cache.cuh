@@ -78,8 +78,9 @@ __device__ __forceinline__ bool has_few_rows(const Params& p, long long len_q) {
 
 // The work tile of thread block `number` of a forward kernel; `layout::work_tile_of`, with what the
 // device knows of a cache.
+template <bool COUNTS = false>
 __device__ __forceinline__ layout::WorkTile work_tile_of(const Params& p, long long number) {
-  layout::WorkTile work = layout::work_tile_of(p, number, p.heads, false, BLOCK_Q, true);
+  layout::WorkTile work = layout::work_tile_of<COUNTS>(p, number, p.heads, false, BLOCK_Q, true);
   if constexpr (CACHED) {
     work.entry.len_k = length(p, work.entry.b);
     if constexpr (PACKED) work.idle = work.idle || has_few_rows(p, work.entry.len_q);

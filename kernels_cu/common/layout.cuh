@@ -1,6 +1,7 @@
 // Which block of which head and batch entry a thread block computes, and the offsets of its rows in
 // global memory: the twin of reference/cpu/layout.py.
 #pragma once
+#include "../ptx/warp.cuh"
 #include "number.cuh"
 
 namespace layout {
@@ -121,14 +122,20 @@ __device__ __forceinline__ Entry shared_entry(const Params& p, const Entry& firs
   return entry;
 }
 
-// The packed sequence to which block number `slot` belongs. Sequence b has the numbers from
-// offsets[b] / block + b on: at least as many as it has blocks, and total / block + batch in all.
+// The first block number of packed sequence b. It has at least as many numbers as blocks, and all
+// sequences have total / block + batch.
+__device__ __forceinline__ long long first_slot(const long long* offsets, long long total,
+                                                int block, long long b) {
+  return clamp(offsets[b], 0, total) / block + b;
+}
+
+// The packed sequence to which block number `slot` belongs.
 __device__ __forceinline__ long long sequence_of(const Params& p, const long long* offsets,
                                                  long long total, int block, long long slot) {
   long long low = 0, high = p.batch - 1;
   while (low < high) {
     const long long middle = (low + high + 1) / 2;
-    if (clamp(offsets[middle], 0, total) / block + middle <= slot) {
+    if (first_slot(offsets, total, block, middle) <= slot) {
       low = middle;
     } else {
       high = middle - 1;
@@ -137,8 +144,54 @@ __device__ __forceinline__ long long sequence_of(const Params& p, const long lon
   return low;
 }
 
+// The same by the lanes of a warp, which call it together: each step asks for 32 sequences.
+// Launches have fewer than 2^31 blocks, and so many rows that TMA can load.
+__device__ __forceinline__ int sequence_of_by_warp(const Params& p, const long long* offsets,
+                                                   long long total, int block, int slot) {
+  int low = 0, high = static_cast<int>(p.batch) - 1;
+#pragma unroll 1
+  while (low < high) {
+    const int step = (high - low + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
+    const int b = low + step * (ptx::lane_index() + 1), known = b < high ? b : high;
+    const int first = static_cast<int>(clamp(offsets[known], 0, total)) / block + known;
+    low += step * __popc(ptx::ballot(b <= high && first <= slot));
+    high = high < low + step - 1 ? high : low + step - 1;
+  }
+  return low;
+}
+
+// A packed sequence and a block of its rows.
+struct BlockOfSequence {
+  long long b, block;
+};
+
+// Those of block number `slot`. With COUNTS, all lanes of a warp call it together; and if there are
+// as many blocks as all sequences would have if they were as long as the longest one, nothing is
+// searched.
+template <bool COUNTS>
+__device__ __forceinline__ BlockOfSequence block_of_sequence(const Params& p, bool of_keys,
+                                                             int block, long long slot) {
+  const long long* offsets = of_keys ? p.offsets_k : p.offsets_q;
+  const long long total = of_keys ? p.total_k : p.total_q;
+  long long b = 0;
+  if constexpr (COUNTS) {
+    const long long each = ((of_keys ? p.len_k : p.len_q) + block - 1) / block;
+    if (p.blocks == p.batch * each) {
+      const Quotient by_sequence = divide(slot, each);
+      return BlockOfSequence{by_sequence.quotient, by_sequence.remainder};
+    }
+    b = sequence_of_by_warp(p, offsets, total, block, static_cast<int>(slot));
+  } else {
+    b = sequence_of(p, offsets, total, block, slot);
+  }
+  return BlockOfSequence{b, slot - first_slot(offsets, total, block, b)};
+}
+
 // The work tile of thread block `number`, for an output of `heads` heads. With `last_first`, blocks
 // of rows are assigned in descending order: under a causal mask the last queries see most keys.
+// COUNTS: whether the grid is one of cupyflash/gpu/kernels/grid.py that counts blocks of packed
+// sequences by the longest one, where that gives fewer.
+template <bool COUNTS = false>
 __device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long number, int heads,
                                                  bool of_keys, int block, bool last_first) {
   WorkTile work;
@@ -147,11 +200,9 @@ __device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long numb
   const Quotient by_head = divide(by_block.quotient, heads);
   work.head = by_head.remainder;
   if constexpr (PACKED) {
-    const long long* offsets = of_keys ? p.offsets_k : p.offsets_q;
-    const long long total = of_keys ? p.total_k : p.total_q;
-    const long long b = sequence_of(p, offsets, total, block, slot);
-    work.entry = first_entry(p, b);
-    work.block = slot - (clamp(offsets[b], 0, total) / block + b);
+    const BlockOfSequence own = block_of_sequence<COUNTS>(p, of_keys, block, slot);
+    work.entry = first_entry(p, own.b);
+    work.block = own.block;
   } else {
     work.entry = first_entry(p, by_head.quotient);
     work.block = slot;

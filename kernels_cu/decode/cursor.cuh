@@ -94,8 +94,11 @@ class Cursor {
         if (unit_ < end_) begin_unit();
         continue;
       }
-      if (++unit_ == end_) break;
-      if (++index_ == task.units(p_, level_)) {
+      unit_ += step_;
+      if (unit_ >= end_) break;
+      if (OF_BLOCKS && step_ > 1) {
+        begin_found(schedule_->find(unit_));
+      } else if (++index_ == task.units(p_, level_)) {
         index_ = 0;
         int number = task.number;
         Task following;
@@ -122,14 +125,24 @@ class Cursor {
       if (unit_ < end_) begin_unit();
       return;
     }
-    const int begin = schedule.begin(blockIdx.x), all = schedule.begin(blockIdx.x + 1) - begin;
-    unit_ = begin + all * share_ / shares_;
-    end_ = begin + all * (share_ + 1) / shares_;
-    if (unit_ == end_) return;
-    const Found found = schedule.find(unit_);
+    schedule_ = &schedule;
+    if (schedule.deals_in_turns()) {
+      unit_ = blockIdx.x;
+      end_ = schedule.total;
+      step_ = gridDim.x;
+    } else {
+      const int begin = schedule.begin(blockIdx.x), all = schedule.begin(blockIdx.x + 1) - begin;
+      unit_ = begin + all * share_ / shares_;
+      end_ = begin + all * (share_ + 1) / shares_;
+    }
+    if (unit_ >= end_) return;
+    begin_found(schedule.find(unit_));
+    begin_unit();
+  }
+
+  __device__ __forceinline__ void begin_found(const Found& found) {
     index_ = found.index;
     begin_task(found.task);
-    begin_unit();
   }
 
   __device__ __forceinline__ void begin_task(const Task& task) {
@@ -195,7 +208,9 @@ class Cursor {
   const Params& p_;
   const Workspace& workspace_;
   WarpTasks& tasks_smem_;
-  int unit_ = 0, end_ = 0;  // its unit's slot, and the end of the warp's
+  const Schedule* schedule_ = nullptr;
+  int unit_ = 0, end_ = 0,
+      step_ = 1;  // its unit's slot, the end of the warp's, from one to the next
   int level_ = 0, index_ = 0, place_ = 0;
   int share_, shares_;
   int leaf_ = 0, leaf_begin_ = 0, leaf_end_ = 0;

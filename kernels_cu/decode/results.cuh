@@ -93,7 +93,8 @@ struct Results {
     const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
 #pragma unroll 1
     for (int column = threadIdx.x % SHARE; column < D_V; column += SHARE) {
-      const accum_t o = statistics.l == accum_t(0) ? accum_t(0) : held[STATISTICS + column];
+      const accum_t own = held[STATISTICS + place_of(column)];
+      const accum_t o = statistics.l == accum_t(0) ? accum_t(0) : own;
       // A sum of 0 gets no sign, because the sign would depend on masked pairs.
       number::narrow(fma(o, inverse, accum_t(0)), out + column * step);
     }

@@ -4,10 +4,10 @@
 // one node of the next level; this tree is the same whatever is launched. A task is a block of
 // rows, the queries of heads that share a key head, and its units are the nodes of one level that
 // hold visible leaves. All units of all tasks form one list, and every thread block has an equal
-// share of it, as has every warp within a block. The level depends on the amount of work: leaves if
-// there is little, so that every warp has some, and larger nodes if these still fill the device, so
-// that fewer results are kept. No bit of a result depends on it. Where tasks are few and have few
-// leaves, each has a block (WHOLE).
+// share of it, as has every warp within a block; or blocks take them in turns. The level depends on
+// the amount of work: leaves if there is little, so that every warp has some, and larger nodes if
+// these still fill the device, so that fewer results are kept. No bit of a result depends on it.
+// Where tasks are few and have few leaves, each has a block (WHOLE).
 #pragma once
 #include "../common/tile.cuh"
 #include "../common/cache.cuh"
@@ -319,6 +319,14 @@ class Schedule {
       storage_smem_->sums[threadIdx.x] = sum_;
       __syncthreads();  // the sums of all threads
     }
+  }
+
+  // Whether blocks take the units in turns instead of having shares. Tasks of an entry read the
+  // same keys: where a block would have several, others compute them at the same time, and the keys
+  // are read from the chip's memory once. Elsewhere neighbouring units of a task need no other
+  // queries.
+  __device__ __forceinline__ bool deals_in_turns() const {
+    return OF_BLOCKS && p_.tasks > static_cast<int>(gridDim.x);
   }
 
   // The first unit of a block. The last blocks, which may be the last to begin, have none too many.

@@ -10,6 +10,7 @@
 // lengths of dq's leading axes. Shared memory: none.
 #include "../common/params.cuh"
 #include "../ptx/cp_async.cuh"
+#include "../ptx/grid.cuh"
 #include "../common/layout.cuh"
 
 namespace {
@@ -28,6 +29,8 @@ struct alignas(16) Floats {
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, false);
+  ptx::wait_for_grids();  // the sums
+  ptx::launch_dependents();
   if (work.idle) return;
   const long long i0 = work.block * BLOCK_Q, length = work.entry.len_q;
   const float* const sums = reinterpret_cast<const float*>(p.dq_accum.data) +

@@ -15,8 +15,8 @@
 // shared memory. For dk and dv it has the same keys, all of the tile's queries and a share of the
 // columns. A warp that has its keys alone (P_IN_REGISTERS) keeps P and dS in registers instead;
 // they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
-// STAGES, the next tile is copied while one is multiplied. With one stage of wide heads, the next q
-// arrives behind the products for dv and dq (LOADS_APART), and the next do behind the next scores.
+// STAGES, the next tile is copied while one is multiplied. With one of wide heads, the next q
+// arrives behind the products for dv and dq (LOADS_APART), the next do behind the next scores.
 //
 // Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
 // group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
@@ -142,7 +142,6 @@ __device__ __forceinline__ void repair_nonfinite(Dk& dk, Dv& dv, const ShareK& s
   __syncthreads();  // the tile, made finite by all threads
 }
 
-// Adds the product of P or dS in registers and a tile.
 template <int WIDTH, class Sum, class Words>
 __device__ __forceinline__ void multiply_registers(Sum& sum, Words& left, const char* tile_smem) {
   if constexpr (P_IN_REGISTERS) fragment::multiply_add<WIDTH>(sum, left, tile_smem);

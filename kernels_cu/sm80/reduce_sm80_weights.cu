@@ -138,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     float lse = 0;  // of the thread's query of the tile that is being copied
     const auto copy = [&](const fragment_tile::Tile& tile, int stage) {
       const long long first = range.i_begin + tile.first;
-      const memory::Rows q = storage_smem->q;
+      const memory::Rows& rows = storage_smem->q;
+      const memory::Rows q{rows.data, rows.row, rows.col, rows.vectors};
       fragment::begin_rows<BLOCK_Q, D, ROW_BYTES>(stages_smem + stage * STAGE_BYTES, q, first,
                                                   tile.rows);
       const int i = threadIdx.x;

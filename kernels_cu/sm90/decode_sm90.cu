@@ -16,9 +16,9 @@
 // bit of it, and neither does it matter which consumer computes a leaf: m, and every lane's part of
 // l, pass from one to the other. Larger nodes are merged as everywhere.
 //
-// Grid: a share of all units for each block; decode_combine.cu joins their partial results.
-// Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. After the
-// parameters comes the tensor map of keys, which is not read where tma_rows is 0.
+// Grid: units are dealt to the blocks (decode/tasks.cuh); decode_combine.cu joins their partial
+// results. Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. After
+// the parameters comes the tensor map of keys, which is not read where tma_rows is 0.
 #include "../common/params.cuh"
 #include "../warp/decode_scores.cuh"
 #include "../warp/fragment_softmax.cuh"
@@ -42,6 +42,10 @@ __device__ __forceinline__ int first_row() {
   return warp * fragment::WARP_ROWS + fragment::lane_row();
 }
 
+struct alignas(16) FourColumns {
+  float of[4];
+};
+
 // What a consumer keeps of its unit while it computes tiles.
 struct Unit {
   merge::Statistics row[2];
@@ -52,7 +56,9 @@ struct Unit {
 __device__ __forceinline__ void store_node(const decode::Workspace& workspace, const float (&m)[2],
                                            const float (&l)[2], const float (&o)[2][COLUMNS_O],
                                            Unit& unit, int slot, int rows, bool opens, float c) {
-  const int first_column = warpgroup::index() * (D_V / CONSUMERS) + fragment::lane_column();
+  // Of 16 columns, a thread has four, which are neighbours in a slot (decode::place_of).
+  constexpr int AT_ONCE = 8;  // accesses of 16 bytes, all loaded before the first is stored
+  const int first_place = warpgroup::index() * (D_V / CONSUMERS) + 2 * fragment::lane_column();
   float sums[2] = {l[0], l[1]};
   fragment_softmax::row_sum(sums);
 #pragma unroll
@@ -64,17 +70,28 @@ __device__ __forceinline__ void store_node(const decode::Workspace& workspace, c
     const int row = first_row() + 8 * r;
     if (row >= rows) continue;
     float* const to = workspace.row(slot, row);
-    if (first_column == 0) decode::statistics_of(to) = unit.row[r];
-    TwoRows* const columns = reinterpret_cast<TwoRows*>(to + decode::STATISTICS + first_column);
+    if (first_place == 0) decode::statistics_of(to) = unit.row[r];
+    FourColumns* const columns =
+        reinterpret_cast<FourColumns*>(to + decode::STATISTICS + first_place);
     if (opens) {
 #pragma unroll
-      for (int n = 0; n < COLUMNS_O; n += 2) columns[2 * n] = TwoRows{{o[r][n], o[r][n + 1]}};
+      for (int n = 0; n < COLUMNS_O; n += 4) {
+        columns[n] = FourColumns{{o[r][n], o[r][n + 1], o[r][n + 2], o[r][n + 3]}};
+      }
     } else {
 #pragma unroll
-      for (int n = 0; n < COLUMNS_O; n += 2) {
-        const TwoRows before = columns[2 * n];
-        columns[2 * n] = TwoRows{
-            {factors.apply(before.of[0], o[r][n]), factors.apply(before.of[1], o[r][n + 1])}};
+      for (int first = 0; first < COLUMNS_O; first += 4 * AT_ONCE) {
+        FourColumns sums[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) sums[n] = columns[first + 4 * n];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            sums[n].of[x] = factors.apply(sums[n].of[x], o[r][first + 4 * n + x]);
+          }
+          columns[first + 4 * n] = sums[n];
+        }
       }
     }
   }

@@ -142,7 +142,7 @@ static_assert(IS_16_BIT, "16-bit types");
 static_assert(THREADS == CONSUMER_THREADS + warpgroup::WARPGROUP_SIZE && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS >= 1 && CONSUMERS <= MAX_CONSUMERS, "BLOCK_Q");
-static_assert(!ONE_TILE || !ENDS_ON_DEVICE, "the keys of a row that is one tile are known");
+static_assert(!ONE_TILE || !CACHED, "the most keys of a row that is one tile are known");
 // What a result joins may lie where the first part writes, while another one reads it.
 static_assert(V_PARTS == 1 || (!RESUMES && !TMA_STORE), "V_PARTS");
 static_assert(SHARED_BYTES == TILES_BYTES + OUT_BYTES + SHARED_STORAGE_BYTES ||

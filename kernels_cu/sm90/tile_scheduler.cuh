@@ -112,10 +112,12 @@ struct ScheduledTile : ColumnsOfValues<V_PARTS> {
 // With lists of tiles, the blocks of a head are dealt by their tiles, the longest first.
 //
 // Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on. Where all
-// keys of a row are one tile, a block has neighbouring tiles: most have the head of the one before,
-// whose keys and values stay, and are found by counting.
+// keys of a row are one tile, and arrays are not packed, a block has neighbouring tiles: most have
+// the head of the one before, whose keys and values stay, and are found by counting.
 //
 // Parts of a head's values are dealt like neighbouring heads, so that they find its keys in L2.
+constexpr bool NEIGHBOURS = ONE_TILE && !PACKED;
+
 struct TileScheduler {
   static constexpr bool INTERLEAVE_HEADS = HAS_MASK && !PACKED && !ONE_TILE;
   unsigned int heads, blocks;              // heads times parts
@@ -157,7 +159,7 @@ struct TileScheduler {
       if (n >= heads_here * blocks) return heads * blocks;
       return (first_head + n % heads_here) * blocks + n / heads_here;
     }
-    if constexpr (ONE_TILE) {
+    if constexpr (NEIGHBOURS) {
       const unsigned int each = heads * blocks / gridDim.x, more = heads * blocks % gridDim.x;
       return blockIdx.x * each + (blockIdx.x < more ? blockIdx.x : more) + round;
     }
@@ -235,14 +237,14 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
                                                   unsigned int round, const ScheduledTile& before,
                                                   ScheduledTile& work_smem) {
   bool idle = false, keeps = false;
-  if (ONE_TILE && round > 0 && continues(p, before)) {
+  if (NEIGHBOURS && round > 0 && continues(p, before)) {
     keeps = describe_next_tile(p, before, work_smem);
   } else {
     const unsigned int index = scheduler.tile_index(p, round);
     const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
     const unsigned int known = index < work_tiles ? index : work_tiles - 1;
     const unsigned int head = known / scheduler.blocks;  // times parts
-    layout::WorkTile work = cache::work_tile_of(
+    layout::WorkTile work = cache::work_tile_of<true>(
         p, V_PARTS == 1 ? known : head / V_PARTS * scheduler.blocks + known % scheduler.blocks);
     if constexpr (HAS_LISTS) {  // the longest first; the layout deals the last block first
       work.block = tile_lists::order_of(p, work.entry.b, work.head)[p.blocks - 1 - work.block];
@@ -277,7 +279,7 @@ __device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorag
 #pragma unroll 1
   for (int w = 0; w < scheduler.rounds; ++w) {
     shared.work_pipeline.wait_empty(w);
-    publish_work_tile(p, scheduler, w, shared.work_tile(ONE_TILE && w > 0 ? w - 1 : w),
+    publish_work_tile(p, scheduler, w, shared.work_tile(NEIGHBOURS && w > 0 ? w - 1 : w),
                       shared.work_tile(w));
     add(w);
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));

@@ -36,11 +36,10 @@ SPILLS = {
     "backward_sm80_dkdv": 180,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 8,
-    "backward_sm90_bias": 4,
     "backward_f64_dkdv": 220,
     "decode_sm80": 168,
     "decode_sm80_shared": 36,
-    "decode_sm90": 1288,  # where NaN and infinities are added one by one
+    "decode_sm90": 1296,  # where NaN and infinities are added one by one
 }
 
 
@@ -56,9 +55,9 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 360
+    assert len(CASES) <= 380
     reductions = [case for case in CASES if case.kernel.startswith("reduce_")]
-    assert len({case.dtype for case in reductions}) == 4  # of all three kernels together
+    assert len({case.dtype for case in reductions}) == 4  # of all kernels together
     for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         if own[0] in reductions:

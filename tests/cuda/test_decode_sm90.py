@@ -169,6 +169,23 @@ def test_no_bit_depends_on_the_grid_or_the_schedule(multiprocessors, schedule):
     within_the_bound(q, k, lengths, *got)
 
 
+def test_blocks_take_units_of_many_tasks_in_turns():
+    """Their tasks are more than the blocks, and change with every unit."""
+    find = "begin_found(schedule_->find(unit_));"
+    assert source.read("decode/cursor.cuh").count(find) == 1
+
+    def without(asked):
+        return build.read(asked).replace(find, "")
+
+    lengths = np.array([700, 10, 1030])
+    q, k = draw(3, 96, 1, 1030, seed=21)  # two tasks of each entry
+    want = run(q, hidden(k, lengths), lengths, emulator=Emulator(HOPPER, FORWARD))
+    within_the_bound(q, k, lengths, *want)
+    two = dataclasses.replace(HOPPER, multiprocessors=2)
+    assert same(run(q, k, lengths, emulator=Emulator(two, randomly(3))), want)
+    assert not same(run(q, k, lengths, emulator=Emulator(two, REVERSE, read=without)), want)
+
+
 def test_no_bit_depends_on_the_batch_or_the_capacity():
     lengths = np.array([900, 10])
     q, k = draw(2, HEADS, 1, 900, seed=7)

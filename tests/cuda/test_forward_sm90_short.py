@@ -10,10 +10,10 @@ from halves import mostly_thorough
 from placement import same_bits
 from warpgroup_calls import TYPES, draw, emulated, run, within_the_bound
 
-from cupyflash import masks
+from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import route
-from cupyflash.gpu.kernels import sm90
+from cupyflash.gpu.kernels import grid, sm90
 from cupyflash.gpu.kernels.spec import RESERVED
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
@@ -85,6 +85,37 @@ def test_values_that_are_not_finite(options):
     assert np.isneginf(lse[2]).all() == hidden
 
 
+SHORT = np.array([0, 64, 64, 65, 100, 164]), np.array([0, 64, 66, 66, 100, 150])
+OF_PACKED = {
+    "plain": {},
+    "causal": {"mask": masks.causal(), "dropout": 0.2, "seed": 3},
+    "window": {"mask": masks.window(9, 4), "scale": -0.1},
+}
+
+
+@emulated
+@mostly_thorough(
+    ("name", "d", "tiles"),
+    [("plain", 64, (64, 64, 3)), ("causal", 128, (64, 64, 2)), ("window", 40, (192, 80, 1))],
+    quick=[("causal", 128, (64, 64, 2))],
+    why="other heads and tiles, and no mask",
+)
+def test_short_packed_sequences_have_the_same_bits_in_small_tiles(name, d, tiles, monkeypatch):
+    dtype, options = TYPES[d // 128], OF_PACKED[name]
+    q, k, v = draw(dtype, (2, 464, d), *[(1, 450, d)] * 2)
+    q[:, 164:], k[:, 150:] = 1, np.nan  # of another sequence, which has more keys than a tile
+    beside = tuple(np.append(x, n) for x, n in zip(SHORT, (464, 450), strict=True))
+    usual = run(q, k, v, offsets=beside, **options)
+    monkeypatch.setattr(grid, "TURNS", 1)
+    short = q[:, :164], k[:, :150], v[:, :150]
+    for multiprocessors, schedule in ((1, FORWARD), (2, randomly(1))):
+        how = {"warpgroups": tiles, "multiprocessors": multiprocessors}
+        out, lse, _ = run(*short, schedule, offsets=SHORT, **how, **options)
+        within_the_bound(*short, out, lse, SHORT, **options)
+        assert same_bits(usual[0][:, :164], out)
+        assert same_bits(usual[1][:, :164], lse)
+
+
 # -- which tiles are chosen -----------------------------------------------------------------------
 
 
@@ -109,6 +140,34 @@ def test_the_choice_does_not_depend_on_the_batch():
     for batch in (1, 7, 1000):
         q = np.broadcast_to(np.zeros((197, 64), np.float16), (batch, 197, 64))
         assert route.of(validate.call(q, q, q), H200).plan.block_kv == 208
+
+
+def packed_tiles(*lengths, d=128, **options):
+    ends = np.r_[0, np.cumsum(lengths)]
+    q = np.zeros((2, ends[-1], d), np.float16)
+    route_of = route.of(validate.varlen_call(q, q, q, ends, ends, True, Options(**options)), H200)
+    return route_of.steps[-1].special.tiles
+
+
+def test_short_packed_sequences_have_small_tiles():
+    usual = packed_tiles(300, mask=masks.causal())
+    assert (usual.block_q, usual.block_kv, usual.one_tile) == (128, 128, False)
+    few = packed_tiles(64, 20, 0, 64, mask=masks.causal())
+    assert (few.block_q, few.block_kv, few.resident_blocks, few.one_tile) == (64, 64, 2, True)
+    assert packed_tiles(64, 20, 129, mask=masks.causal()) == usual
+    assert packed_tiles(176, 100).one_tile  # without a mask, tiles have more keys
+    assert packed_tiles(60, 60, d=64).resident_blocks == 3
+    assert not packed_tiles(40, 7, d=512).one_tile
+    assert not packed_tiles(60, 60, score_mod=scores.softcap(3.0)).one_tile
+
+
+def test_the_kernel_of_packed_sequences_does_not_depend_on_lengths():
+    for d in (8, 64, 128, 256):
+        for lengths in ((1,), (16, 3), (64, 64), (5000,), (1, 5000)):
+            ends = np.r_[0, np.cumsum(lengths)]
+            q = np.zeros((2, ends[-1], d), np.float16)
+            call = validate.varlen_call(q, q, q, ends, ends, True, Options())
+            assert route.of(call, H200).steps[-1].kernel == "forward_sm90"
 
 
 def test_the_tiles_of_short_rows_fit():

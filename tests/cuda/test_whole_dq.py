@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from cuda_specialisations import BFLOAT16, target_of
@@ -66,10 +68,30 @@ def test_kernels_of_one_tile_of_keys():
     assert kernels(129, deterministic=True) == [*whole, "backward_sm80_dq"]
     assert kernels(64, d=200) == whole
     assert kernels(65, d=200) == sums
-    assert kernels(100, packed=True) == sums  # a sequence without keys has no block
+    assert kernels(100, packed=True) == sums  # it has no code for packed sequences
     assert kernels(100, lead=1) == sums  # entries share q
     assert kernels(100, dtype=np.float32)[1:] == ["backward_simt_dkdv"]
     assert kernels(0) == sums
+
+
+def test_kernels_of_packed_sequences():
+    whole = ["backward_delta", "backward_sm90_dkdv"]
+    sums = [*whole, "backward_dq_rows"]
+    assert kernels(100, packed=True, arch="sm_90") == whole
+    # Longer sequences beside it would have the kernel of dq, whose sums are others.
+    exact = kernels(100, packed=True, arch="sm_90", deterministic=True)
+    assert exact == [*whole, "backward_sm80_dq"]
+    assert kernels(129, packed=True, arch="sm_90") == sums
+    q, k = np.zeros((2, 60, 64), HALF), np.zeros((2, 50, 64), HALF)
+    for ends_q, ends_k, made in (
+        ([0, 40, 60], [0, 20, 50], whole),
+        ([0, 40, 60], [0, 50, 50], sums),  # a sequence without keys has no block
+        ([0, 60, 60], [0, 50, 50], whole),  # nor has it queries
+        ([0, 60, 60], [0, 20, 50], whole),
+    ):
+        call = validate.varlen_call(q, k, k, np.array(ends_q), np.array(ends_k), True)
+        route_of = route.of_gradients(call, target_of("sm_90"))
+        assert [step.kernel for step in route_of.steps] == made
 
 
 def test_what_explain_counts():
@@ -80,6 +102,16 @@ def test_what_explain_counts():
     assert dkdv.most.writes == dkdv.once.writes == {"dk": keys, "dv": keys, "dq": queries}
     assert "dq_accum" not in dkdv.most.reads
     assert made.memory == queries + 2 * keys + 256 * 4  # dq, dk, dv and delta
+
+
+def test_nobody_knows_whether_sequences_have_keys():
+    # Offsets in device memory that are not read: that a sequence has a query says nothing of keys.
+    q = np.zeros((2, 60, 64), HALF)
+    for unread, made in ((True, 3), (False, 2)):
+        call = validate.varlen_call(q, q, q, np.array([0, 60]), np.array([0, 60]), True)
+        rows = dataclasses.replace(call.problem.rows, unread=unread)
+        call = dataclasses.replace(call, problem=dataclasses.replace(call.problem, rows=rows))
+        assert len(route.of_gradients(call, target_of("sm_90")).steps) == made
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -126,6 +158,23 @@ def test_the_same_as_by_sums(kernel, monkeypatch):
     sums = run(call, do, KERNELS[kernel], deterministic=False)
     assert np.array_equal(made.dq, sums.dq)
     assert np.array_equal(wide.dq.astype(HALF), sums.dq)
+
+
+PACKED = {"plain": {}, "causal": {"mask": masks.causal()}, "window": {"mask": masks.window(9, 4)}}
+
+
+@emulated
+@mostly_thorough("case", PACKED, quick=("causal",), why="masks that other gradients share")
+def test_packed_sequences_have_the_same_as_by_sums(case, monkeypatch):
+    q, do = draw((4, 260, 40), (4, 260, 24))
+    k, v = draw((2, 134, 40), (2, 134, 24), seed=1)
+    ends = np.array([0, 70, 70, 231, 260]), np.array([0, 33, 40, 100, 134])
+    call = validate.varlen_call(q, k, v, *ends, True, Options(**PACKED[case]))
+    made = run(call, do, KERNELS["sm90"], randomly(1), deterministic=False)
+    monkeypatch.setattr(registry, "has_all_keys", lambda request: False)
+    sums = run(call, do, KERNELS["sm90"], deterministic=False)
+    for name in ("dq", "dk", "dv"):
+        assert np.array_equal(getattr(made, name), getattr(sums, name))
 
 
 @emulated

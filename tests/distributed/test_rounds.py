@@ -111,7 +111,7 @@ def test_what_is_fully_allowed_has_no_mask():
         assert len(pieces) == rank + 1
 
 
-def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
+def test_steps_are_remembered_while_the_mask_and_what_it_reads_stay_the_same(monkeypatch):
     made = []
     compute = schemes._made
     monkeypatch.setattr(schemes, "_made", lambda *x: made.append(1) or compute(*x))
@@ -137,10 +137,14 @@ def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
             assert len(made) == 2 + n
         # Elements may change between two calls.
         sends = []
-        for document in (0, 1):
+        for document in (0, 1, 0, 1):
             ids[48:] = document
             sends.append(any(step.receives for step in steps(masks.segments(ids), layout, layout)))
-        assert sends == [True, False]
+        assert sends == [True, False] * 2
+        assert len(made) == 7
+        of_others = masks.segments(ids.astype(np.int32))  # of another type, whose bytes differ
+        steps(of_others, layout, layout)
+        assert len(made) == 8
         for left in range(100):
             steps(masks.window(left, 0), layout, layout)
         assert len(layout.remembered) == schemes.MOST_REMEMBERED

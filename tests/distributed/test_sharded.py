@@ -120,9 +120,9 @@ def test_proofs_are_those_of_whole_arrays(monkeypatch):
 
         monkeypatch.setattr(schemes, "_made", remember)
         on_ranks(4, "contiguous", near_documents, is_sharded, scheme="rounds")
-    (ours, theirs) = (sorted(map(repr, each)) for each in made.values())
-    assert ours == theirs
-    assert len(ours) == 8
+    # Gradients have the plan of the forward, which is remembered if arrays are whole.
+    assert sorted({*map(repr, made[True])}) == sorted(map(repr, made[False]))
+    assert (len(made[True]), len(made[False])) == (8, 4)
 
 
 @pytest.mark.parametrize("size", [2, 3])

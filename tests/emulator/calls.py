@@ -168,12 +168,14 @@ class Blocks:
         if self.warpgroups is None:
             return sm90.fit_forward(*sizes, registers)
         block_q, block_kv, resident = self.warpgroups
+        longest = int(np.max(request.problem.len_k, initial=0))
+        one_tile = longest <= block_kv and not request.has_cache
         if tiles_of_bias:
-            more = bias_tiles.itemsize(request), resident, request.call.rows.known_k <= block_kv
+            more = bias_tiles.itemsize(request), resident, one_tile
             found = sm90.forward_bias_tiles(block_q, block_kv, *sizes, *more)
             assert found is not None
             return found
-        one_tile, room = request.call.rows.known_k <= block_kv, registers not in sm90.CHANGED
+        room = registers not in sm90.CHANGED
         return sm90.forward_tiles(block_q, block_kv, *sizes, room, resident, one_tile)
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:

@@ -23,10 +23,6 @@ class Memory:
     def __init__(self, held: Array) -> None:
         self._held, self.ptr = held, held.ctypes.data
 
-    def memset_async(self, value: int, size: int) -> None:
-        """Write one value to bytes."""
-        self._held[:size] = value
-
     def view(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an array in C order that begins here."""
         return np.ndarray(shape, dtype, self._held.data)

@@ -5,14 +5,18 @@ No GPU is needed: frames are made here, and a stand-in for CuPy writes down what
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 
+import host_cupy
 import numpy as np
 import pytest
 
 import cupyflash
 from cupyflash import Rotary, masks, scores
 from cupyflash.arrays import device_arrays
+from cupyflash.gpu import relaunch
+from cupyflash.gpu.launch import ALIGNMENT
 from cupyflash.problem import replay
 
 jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
@@ -87,16 +91,17 @@ def streams(cupy, monkeypatch):
 
 
 @pytest.fixture
-def scratch(monkeypatch):
-    """Make scratch memory the same memory for calls of which this list is cleared before."""
-    asked, made = [], {}
-    ask = device_arrays.memory
+def scratch(cupy, monkeypatch):
+    """Give scratch memory out from one place on, until this list is cleared."""
+    asked, room = [], cupy.alloc(1 << 24)
 
     def memory(size):
+        begin = sum(-(-x // ALIGNMENT) * ALIGNMENT for x in asked)
         asked.append(size)
-        return made.setdefault(tuple(asked), ask(size))
+        return room + begin
 
     monkeypatch.setattr(device_arrays, "memory", memory)
+    monkeypatch.setattr(relaunch, "_scratch", {})
     return asked
 
 
@@ -191,9 +196,7 @@ def test_what_kernels_add_to_is_zero_before(streams, cupy):
     for memory in there:
         memory[...] = 255
     call.run(there)
-    (relaunch,) = call.entry._relaunches._found.values()
-    assert relaunch.filled == call.count  # dq
-    assert not there[call.count].any()
+    assert not there[call.count].any()  # dq
     assert (there[call.count + 1] == 255).all()
 
 
@@ -210,8 +213,7 @@ def test_kernels_are_told_what_they_are_told_otherwise(
         borrowed.clear()
         scratch.clear()
         call.run(there)
-        (relaunch,) = call.entry._relaunches._found.values()
-        assert len(borrowed) == (relaunch.filled is not None)
+        assert not borrowed
         found = told(cupy)
         assert found[0]
         with monkeypatch.context() as patched:
@@ -263,7 +265,7 @@ def test_arrays_in_one_memory_are_not_told_apart(streams, cupy, borrowed):
     call.run([q, q, q, *results])
     assert not borrowed
     ((words,), _) = told(cupy)
-    assert list(words).count(q.ctypes.data) == 3
+    assert list(words).count(q.ctypes.data) == 6  # of parameters, and of tensor maps
     assert k.ctypes.data not in words
 
 
@@ -293,3 +295,42 @@ def test_calls_that_are_checked_every_time_are_not_kept(streams, cupy, monkeypat
         call.run()
     assert not call.entry._relaunches._found
     assert len(told(cupy)[0]) == 6
+
+
+def test_scratch_memory_of_a_stream_is_used_again(streams, cupy, monkeypatch):
+    """By all calls, if it is large enough; what a call holds no other one has."""
+    monkeypatch.setattr(relaunch, "_scratch", {})
+    memory = relaunch._Scratch(0, 70)
+    first = memory.take(1000)
+    other = memory.take(10)
+    assert first[1].ptr != other[1].ptr
+    memory.give_back(first)
+    assert memory.take(900) is first
+    memory.give_back(first)
+    assert memory.take(1001)[1].ptr != first[1].ptr
+
+
+def test_a_thread_of_which_nothing_is_known_goes_the_other_way(streams, cupy, borrowed):
+    (call,) = calls_of(CALLS["attention"], *X)
+    for _ in range(2):
+        call.run()
+    borrowed.clear()
+    thread = threading.Thread(target=call.run)
+    thread.start()
+    thread.join()
+    assert len(borrowed) == 5
+
+
+@pytest.mark.parametrize("failure", ["launch", "fill"])
+def test_errors_of_the_driver_say_which_kernel_fails(streams, cupy, failure):
+    x = [a.astype(np.float32) for a in X]
+    _, call = calls_of(gradient(precision="tf32x3"), *x)
+    for _ in range(2):
+        call.run()
+    if failure == "launch":
+        cupy.during_launch = lambda: host_cupy.TOO_MANY_RESOURCES
+    else:
+        (found,) = call.entry._relaunches._found.values()
+        found._parts[0].clear = lambda *_: host_cupy.TOO_MANY_RESOURCES
+    with pytest.raises(RuntimeError, match="OUT_OF_RESOURCES"):
+        call.run()

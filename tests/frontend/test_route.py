@@ -133,7 +133,10 @@ def test_a_gpu_runs_the_route_of_gradients(gpu, kind, deterministic):
             assert found == launches_of(route)
             ran.extend(found)
         assert route.scratch <= size
-        if not deterministic:  # parts begin at multiples of 256 bytes; dsink may be one
+        # Packed sequences of other lengths may need sums of dq. Parts begin at multiples of 256
+        # bytes; dsink may be one.
+        stores_dq = kind == "packed" and any(x.special.whole_dq for x in route.steps)
+        if not deterministic and not stores_dq:
             assert size <= route.scratch + 256 * 8
 
     check()

@@ -141,3 +141,31 @@ def test_codes_that_nobody_named_and_other_flags_are_refused():
         attention_cached(q, k, k, 5)
     with pytest.raises(ArgumentTypeError, match="inverse: got 1"):
         rope(q, [0], Rotary(*angles()), inverse=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tensors_of_vllm_are_taken_as_they_are(dtype):
+    """Pages with the heads behind the positions, and int32 for its metadata."""
+    cache = torch.zeros(2, 8, 16, 2, 32, dtype=dtype)
+    table = torch.tensor([[5, 2], [1, 0]], dtype=torch.int32)
+    lengths = torch.tensor([20, 7], dtype=torch.int32)
+    ends = torch.tensor([0, 20, 27], dtype=torch.int32)
+    query, key, value = (draw(27, heads, 32, dtype=dtype, seed=heads) for heads in (8, 2, 3))
+    value = value[:, :2]
+    keys, values = cache.transpose(2, 3)
+    rows = [x.transpose(0, 1) for x in (query, key, value)]
+    append(*rows[1:], keys, values, lengths, table=table, offsets=ends)
+    assert torch.equal(cache[0, 5], key[:16])
+    assert torch.equal(cache[1, 2, :4], value[16:20])
+    assert torch.equal(cache[0, 1, :7], key[20:])
+    asked = torch.tensor([0, 3, 4], dtype=torch.int32)  # the last rows of each sequence
+    q = rows[0][:, [17, 18, 19, 26]]
+    options = {"table": table, "mask": masks.causal()}
+    out = attention_cached(q, keys, values, lengths, offsets_q=asked, **options)
+    for mine, (first, last) in ((slice(0, 3), (0, 20)), (slice(3, 4), (20, 27))):
+        of_one = [array_of(x[:, first:last]) for x in rows[1:]]
+        held = [x[None].copy() for x in of_one]
+        wanted = cupyflash.attention_cached(
+            array_of(q[:, mine].contiguous())[None], *held, last - first, mask=masks.causal()
+        )
+        assert same(out[:, mine].contiguous(), wanted[0])

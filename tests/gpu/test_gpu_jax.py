@@ -17,7 +17,7 @@ jax = pytest.importorskip("jax", reason="needs JAX, compiled for CUDA")
 
 import jax.numpy as jnp  # noqa: E402 (after the skip)
 
-from cupyflash.jax import attention, attention_cached, attention_varlen, rope  # noqa: E402
+from cupyflash.jax import append, attention, attention_cached, attention_varlen, rope  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 CAUSAL = masks.causal()
@@ -148,6 +148,66 @@ def test_a_cache_and_rope(cupy):
     found = jax.jit(lambda x, at: rope(x, at, rotary))(k, at)
     of_gpu = Rotary(cupy.asarray(rotary.cos), cupy.asarray(rotary.sin))
     same(found, cupyflash.rope(cupy.from_dlpack(k), cupy.from_dlpack(at), of_gpu))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
+def test_rows_are_written_as_cupy_writes_them(cupy, codes, jit):
+    k_new, v_new, q = (draw(2, heads, 3, 64, seed=heads) for heads in (2, 2, 8))
+    table, lengths = jnp.array([[3, 0], [1, 4]], jnp.int32), jnp.array([17, 3], jnp.int32)
+    angles = np.outer(np.arange(40), 100.0 ** -np.arange(0, 1, 1 / 32)).astype(np.float32)
+    rotary = Rotary(np.cos(angles), np.sin(angles))
+    held = [jnp.zeros((5, 2, 16, 64), codes or "float32") for _ in range(2)]
+    scales = {}
+    if codes is not None:
+        scales = {name: jnp.ones((5, 2, 16, 1), jnp.float32) for name in ("k_scale", "v_scale")}
+
+    def write(k, v, lengths, scales):
+        options = {"table": table, "rotary": rotary, "q": q, **scales}
+        return append(k_new, v_new, k, v, lengths, **options)
+
+    made = (jax.jit(write) if jit else write)(*held, lengths, scales)
+    as_bytes = [jax.lax.bitcast_convert_type(x, jnp.uint8) if codes else x for x in held]
+    k, v, *rest = [cupy.array(x) for x in of_cupy(cupy, [*as_bytes, *scales.values()])]
+    options = dict(zip(scales, rest, strict=True))
+    if codes is not None:
+        options["kv_dtype"] = codes
+    arrays = of_cupy(cupy, (k_new, v_new))
+    turned = cupyflash.append(
+        *arrays,
+        k,
+        v,
+        cupy.from_dlpack(lengths),
+        table=cupy.from_dlpack(table),
+        q=cupy.from_dlpack(q),
+        rotary=Rotary(cupy.asarray(rotary.cos), cupy.asarray(rotary.sin)),
+        **options,
+    )
+    same(made.q, turned)
+    for x, wanted in zip(made[:2], (k, v), strict=True):
+        found = jax.lax.bitcast_convert_type(x, jnp.uint8) if codes else x
+        assert np.array_equal(np.asarray(found), wanted.get())
+    for x, wanted in zip(made[2:4], rest, strict=False):
+        assert np.array_equal(x, wanted.get())
+
+
+def test_a_generation_with_a_donated_cache(cupy):
+    """No step copies the cache or waits, and the rows are those of one call."""
+    q, k, v = [draw(1, 4, 20, 64, seed=n) for n in range(3)]
+
+    def step(k, v, q_new, k_new, v_new, n):
+        k, v, *_ = append(k_new, v_new, k, v, n)
+        return k, v, attention_cached(q_new, k, v, n, mask=CAUSAL)
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    held = [jnp.zeros((1, 4, 32, 64)) for _ in range(2)]
+    rows = []
+    for n in range(20):
+        new = [x[:, :, n : n + 1] for x in (q, k, v)]
+        *held, row = step(*held, *new, jnp.array([n + 1], jnp.int32))
+        rows.append(row)
+    found = jnp.concatenate(rows, axis=2)
+    assert np.allclose(found, attention(q, k, v, mask=CAUSAL), atol=1e-5)
 
 
 @pytest.mark.parametrize("jit", [False, True])

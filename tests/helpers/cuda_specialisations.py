@@ -79,6 +79,7 @@ SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
     ((40, 40), "plain", 64, 77),
     ((32, 32), "pair bias", 49, 49),
     ((64, 64), "pair bias", 512, 512),
+    ((128, 128), "causal", 64, 64),
 ]
 MORE_OPTIONS: dict[str, dict[str, Any]] = {"pair bias": {"bias": BIAS}}
 _OF_BIAS = "backward_bias", "backward_tangent_bias"
@@ -172,6 +173,8 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n == 6))
     for n, (own, options, _, _) in enumerate(SHORT_ROWS):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"short {n}"))
+        if n in (7, 10):
+            found.append(Case("forward_sm90", BFLOAT16, own, options, True, f"short {n}"))
     for n, (own, options, kind) in enumerate([
         ((64, 64), "pair bias", "bfloat16"), ((64, 64), "pair bias", "float32"),
         ((128, 128), "everything", "float16"), ((128, 128), "pair bias", "float32"),
@@ -193,6 +196,8 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         kernel = f"backward_{hardware}_dkdv"
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
+    case = Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq")
+    found.append(case)
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -450,7 +455,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         tma_store=not (case.packed or resumes or parts) and _tma_stores(spec, problem, tiles),
         parts=parts,
         whole_dq=whole_dq,
-        atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
+        atomic_dq=(whole_dq or not case.packed) and problem.dtype.name in spec.atomic_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
         tq=has_tangents,
         tk=has_tangents,

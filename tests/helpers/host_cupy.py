@@ -51,9 +51,6 @@ class MemoryPointer:
     def __add__(self, offset):
         return MemoryPointer(self.held, self.offset + offset, self.device_id)
 
-    def memset_async(self, value, size):
-        self.held[self.offset : self.offset + size] = value
-
 
 class PinnedMemory(np.ndarray):
     """Bytes of host memory with an address."""
@@ -121,8 +118,6 @@ class HostCupy(ModuleType):
     ----------
     launches : list of Launch
         In order.
-    cleared : list of (int, int, int)
-        What the driver has cleared: addresses, words and streams.
     during_launch : callable
         Runs while the driver is asked; what it returns is the driver's error, if it is not None.
     during_replace : callable
@@ -134,7 +129,7 @@ class HostCupy(ModuleType):
     def __init__(self, version="14.2.0", devices=1, properties=H200):
         super().__init__("cupy")
         self.__version__ = version
-        self.launches, self.cleared = [], []
+        self.launches = []
         self.during_launch, self.during_replace = lambda: None, lambda: 0
         self.device = 0
         self.driver_version = 12020  # one whose launches never overlap
@@ -231,7 +226,6 @@ class HostCupy(ModuleType):
 
         def clear(place, value, count, stream):
             ctypes.memset(place, value, 4 * count)
-            self.cleared.append((place, count, stream))
             return 0
 
         def replace(place, address):

@@ -7,6 +7,8 @@ import importlib
 import inspect
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import conftest
 import pytest
@@ -114,6 +116,27 @@ def test_ci_runs_the_other_half():
     command = "pytest -n 2 -m thorough"
     for name in (".ci/run", "README.md", "CONTRIBUTING.md", "docs/install.md"):
         assert command in (ROOT / name).read_text(), name
+
+
+def test_workers_that_collect_from_either_end_have_one_order():
+    """Otherwise xdist refuses to run anything."""
+    names = ["a/test_b.py", "a/test_c.py", "a/test_faults.py", "d/test_a.py"]
+
+    def order(from_the_end):
+        config = SimpleNamespace(workerinput={conftest.FROM_THE_END: from_the_end})
+        folder = mock.Mock(spec=pytest.Dir, config=config)
+        made = conftest.pytest_make_collect_report(folder)
+        next(made)
+        with pytest.raises(StopIteration) as stopped:
+            made.send(SimpleNamespace(result=names[:]))
+        files = stopped.value.value.result
+        assert files == (names[::-1] if from_the_end else names)
+        items = [SimpleNamespace(path=Path(name), n=n) for name in files for n in range(2)]
+        conftest.pytest_collection_modifyitems(config, items)
+        return [(str(item.path), item.n) for item in items]
+
+    assert order(False) == order(True)
+    assert order(True)[0] == ("a/test_faults.py", 0)  # a long one
 
 
 def test_some_cases_of_a_matrix_are_quick():

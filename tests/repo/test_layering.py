@@ -131,7 +131,7 @@ INSIDE = {
         ["launch"],
         ["growing", "reduction_launches", "second_launches"],
         ["row_launches"],
-        ["launch_cache", "recent"],
+        ["launch_cache", "recent", "relaunch"],
         ["checksum_launches", "piece_launches"],
     ],
 }

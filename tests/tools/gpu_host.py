@@ -100,7 +100,7 @@ def launching_nothing(queue: driver.Queue) -> Iterator[None]:
     """Let calls make no launches."""
     nothing = _launch_nothing
     with (
-        mock.patch.multiple(queue, launch=nothing, clear=nothing),
+        mock.patch.multiple(queue, launch=nothing),
         mock.patch.object(launch.CompiledLaunches, "start", nothing),
     ):
         yield

@@ -144,9 +144,7 @@ def compared(kernels: Sequence[tuple[str, int, int]], device: str = "gpu") -> li
             if not left:
                 raise SystemExit(f"{use.name} did not run, which explain names for {problem}")
             _, read, written = left.pop(0)
-            # What was made zero before is written by another.
-            zeroed = use.once.reads.get("dq_accum", 0) if use.name.endswith("dkdv") else 0
-            wanted = sum(use.once.reads.values()), sum(use.once.writes.values()) - zeroed
+            wanted = sum(use.once.reads.values()), sum(use.once.writes.values())
             rows.append(Row(problem, use.name, *wanted, read, written))
     # CuPy's kernels of standard attention: as many for each shape.
     each = len(left) // len(STANDARD)

@@ -70,8 +70,13 @@ class Use:
 
     @property
     def adds_dq(self) -> bool:
-        """Whether it adds this share to memory."""
-        return self.atomic_dq and not self.whole_dq
+        """Whether it adds this share to memory, or writes the zeros to which another one adds."""
+        return (self.atomic_dq and not self.whole_dq) or self._clears_sums
+
+    @property
+    def _clears_sums(self) -> bool:
+        slots = self.step.launch.slots if isinstance(self.step, KernelStep) else ()
+        return self.part == "delta" and any(name == "dq_accum" for _, name in slots)
 
     @property
     def whole_dq(self) -> bool:

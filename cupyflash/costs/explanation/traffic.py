@@ -139,7 +139,7 @@ class Sizes:
         part : str
             What the kernel computes: the name of a part in the specs.
         adds_dq : bool
-            Whether it adds its share of dq to memory.
+            Whether it adds its share of dq to memory, or writes zeros to which another one adds.
         found : Survey or None
             The tiles that it visits.
         joins : bool
@@ -160,7 +160,8 @@ class Sizes:
             rows = made({}, {"lists": lists}) if part == "lists" else made({"lists": lists}, {})
             return rows, rows
         if part == "delta":
-            rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
+            zeros = sums if adds_dq else 0
+            rows = made({"o": self.o, "do": self.o}, {"delta": self.row, "dq_accum": zeros})
             return rows, rows
         if part == "numbers":
             rows = made(self.codes, {"q": self.q, "k": self.k, "v": self.v})
@@ -210,12 +211,13 @@ class Sizes:
             results = {"parts": parts} if parts else {"dk": self.k, "dv": self.v}
             if whole_dq:
                 results["dq"] = self.q
-            # Sums start at 0; each visit to a tile reads and writes its rows.
-            added = queries * self.sum_row if adds_dq else 0
-            zeroed = sums if adds_dq else 0
+            # Each visit to a tile reads and writes its rows. Another kernel clears sums before; dq
+            # itself is cleared by a fill, which counts here.
+            added, summed = (n * self.sum_row if adds_dq else 0 for n in (queries, self.queries))
+            zeroed = summed if name == "dq" else 0
             return (
-                made(mine | once | {name: zeroed}, results | {name: 2 * zeroed}),
-                made(mine | pass_by | {name: added}, results | {name: zeroed + added}),
+                made(mine | once | {name: summed}, results | {name: summed + zeroed}),
+                made(mine | pass_by | {name: added}, results | {name: added + zeroed}),
             )
         if part == "dq":
             mine = {"q": self.q, "do": self.o} | statistics

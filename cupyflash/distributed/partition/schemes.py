@@ -1,14 +1,19 @@
 """The plan of a call on one rank: its scheme, and the steps that it takes.
 
-Layouts remember plans, so that a loop of calls with one mask finds its steps once.
+Layouts remember plans, so that a loop of calls with one mask finds its steps once. Arrays that a
+mask reads are compared by digests of what they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ...errors import ArgumentError
+from ...expr.evaluate import host
 from ...problem.call import Array, Call
 from .exchange_schedule import SCHEMES, Scheme, Step, ranks_of_a_node, steps
 from .layouts import Layout
@@ -129,7 +134,8 @@ def plan(
 ) -> Plan:
     """Return the plan of this rank, whose peers are on these nodes.
 
-    A mask that reads arrays is examined in every call, because their elements may have changed.
+    A layout remembers it. What the arrays hold that a mask reads is compared in every call, because
+    their elements may have changed.
     `by_heads` says whether rows may travel to the ranks of their heads: divided look-ups do not.
     `copies` says whether messages take no SMs.
     """
@@ -143,7 +149,7 @@ def plan(
     if scheme in BY_HEADS:
         _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
     expr, arrays = (None, ()) if call.mask is None else call.mask.structure
-    if arrays or not by_heads:
+    if not by_heads:
         return _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
     problem = call.problem
     sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
@@ -151,7 +157,8 @@ def plan(
     options = None if call.score_mod is None else call.score_mod.structure[0], call.sink is None
     bias = None if call.bias is None else call.bias.shape[-1:]
     how = scheme, tuple(nodes), copies, backward and scheme == "auto"
-    key = expr, facts, options, bias, problem.rows.of_queries.layout, how
+    held = tuple(map(_content, arrays))
+    key = expr, held, facts, options, bias, problem.rows.of_queries.layout, how
     known = layout.remembered.get(key)
     if known is None or known[0] is not layout_k:
         while len(layout.remembered) >= MOST_REMEMBERED:
@@ -160,6 +167,12 @@ def plan(
         layout.remembered[key] = known
     made: Plan = known[1]
     return made
+
+
+def _content(array: Array) -> Hashable:
+    """Return what tells an array that a mask reads from others, whatever memory it lies in."""
+    elements = np.ascontiguousarray(host(array))
+    return elements.shape, elements.dtype.str, hashlib.sha256(elements.view(np.uint8)).digest()
 
 
 def _sizes(x: Array) -> tuple[int, ...]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from .spec import Extent, Grid, Tiles
 
+# Packed: blocks that an SM is to have in turn, so that a long one does not end last; and the most
+# work tiles of a block, which loads the next one while it computes. Measured on an H200.
+TURNS, MOST_TILES = 8, 4
+
 
 def by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """A block for each tile of queries of a head."""
@@ -13,6 +17,11 @@ def by_queries(extent: Extent, tiles: Tiles) -> Grid:
 def by_keys(extent: Extent, tiles: Tiles) -> Grid:
     """A block for each tile of keys of a head."""
     return _by_rows(extent.keys, tiles.block_kv, extent)
+
+
+def counted_by_keys(extent: Extent, tiles: Tiles) -> Grid:
+    """A block for each tile of keys of a head, or fewer: see COUNTS in common/layout.cuh."""
+    return _by_rows(extent.keys, tiles.block_kv, extent, extent.longest[1])
 
 
 def by_tiles(extent: Extent, tiles: Tiles) -> Grid:
@@ -50,15 +59,20 @@ def by_warps(extent: Extent, tiles: Tiles) -> Grid:
 def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """Return a grid of tiles of queries that are shared among as many blocks as the SMs hold.
 
-    Tiles are dealt out in advance, and a block prepares its next one. Tiles of packed sequences and
-    of caches may take very different times, and so do blocks that wait until another kernel leaves
-    their SM: then each tile has its own block, which goes to any free SM.
+    Tiles are dealt out in advance, and a block prepares its next one. Blocks that wait until
+    another kernel leaves their SM may take very different times: then each tile has its own block,
+    which goes to any free SM. Tiles of packed sequences may do so, too: a block has a few of them,
+    which lie far apart. Of these there may be fewer, see COUNTS in common/layout.cuh.
     """
     parts = extent.heads * tiles.v_parts  # of wide values have the same queries
-    grid = by_queries(extent._replace(heads=parts), tiles)
-    if extent.sequences or extent.differ:
+    of_parts = extent._replace(heads=parts)
+    grid = _by_rows(extent.queries, tiles.block_q, of_parts, extent.longest[0])
+    if extent.differ:
         return grid
     most = extent.multiprocessors * tiles.resident_blocks
+    if extent.sequences:
+        each = min(MOST_TILES, grid.size // (TURNS * most)) if most else 1
+        return grid._replace(size=-(-grid.size // max(each, 1)))
     return grid._replace(size=min(grid.size, most))
 
 
@@ -84,9 +98,11 @@ def by_rows_of_tasks(extent: Extent, tiles: Tiles) -> Grid:
     return tasks._replace(size=rows if tiles.threads > 64 else -(-rows // 2))
 
 
-def _by_rows(rows: int, block: int, extent: Extent) -> Grid:
+def _by_rows(rows: int, block: int, extent: Extent, longest: int = 0) -> Grid:
     if extent.sequences:  # each may end within a block
         blocks = rows // block + extent.sequences if rows else 0
+        if longest:  # each may have as many as the longest one
+            blocks = min(blocks, extent.sequences * -(-longest // block))
     else:
         blocks = -(-rows // block)
     return _plain(blocks * extent.heads * extent.entries, blocks)

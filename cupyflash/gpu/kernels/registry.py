@@ -25,12 +25,13 @@ from . import (
     sm90_bias,
     sm90_decode,
     sm90_fp8,
+    sm90_tf32,
 )
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
-    "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
+    "forward": (sm90.FORWARD, sm90_tf32.FORWARD, sm80.FORWARD, simt.FORWARD),
     "tangents": (sm80_tangent.TANGENTS, simt.TANGENTS),
     "tangent_delta": (rowwise.TANGENT_DELTA,),
     "tangent_sink": (rowwise.TANGENT_SINK,),
@@ -181,11 +182,20 @@ def reason(choice: Choice, request: Request, before: str = "", after: str = "") 
 def has_all_keys(request: Request) -> bool:
     """Return whether a block of the kernel of dk and dv has all keys of a head, and can store dq.
 
-    As for `adds_dq`, a request without arrays is enough.
+    As for `adds_dq`, a request without arrays is enough. Packed queries without keys have no block.
     """
     problem, choice = request.problem, select("dkdv", request)
     keys = int(np.max(problem.len_k, initial=0))
-    return choice.spec.whole_dq and 0 < keys <= choice.tiles.block_kv and not problem.rows.adjoin
+    has_all = choice.spec.whole_dq and 0 < keys <= choice.tiles.block_kv
+    return has_all and not np.any((problem.len_k == 0) & (problem.len_q > 0))
+
+
+def stores_packed_dq(request: Request) -> bool:
+    """Return whether the kernel of dk and dv stores dq of packed sequences where it can.
+
+    Unlike other questions, this one needs arrays. If another kernel serves after all, it can, too.
+    """
+    return has_all_keys(request) and select("dkdv", request).spec.packed_dq
 
 
 def adds_dq(request: Request, deterministic: bool) -> bool:

@@ -97,7 +97,8 @@ DELTA = KernelSpec(
     grid=grid.by_results,
     scores=False,
     sizes=("d_v",),
-    operands=("d_out", "out", "dlse", "delta"),
+    operands=("d_out", "out", "dlse", "delta", "dq_accum"),
+    overlaps=True,
 )
 SINK = KernelSpec(
     source="rowwise/backward_sink.cu",
@@ -145,6 +146,7 @@ DQ_ROWS = KernelSpec(
     scores=False,
     sizes=("d",),
     operands=("dq_accum", "dq"),
+    overlaps=True,
 )
 SUMS = KernelSpec(
     source="rowwise/backward_sums.cu",

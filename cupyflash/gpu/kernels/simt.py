@@ -230,7 +230,7 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
         False,
         lambda x: 2 * x.padded_columns(x.d_v) + 64,
     ),
-    "backward_lookup": (backward_bias, False, lambda x: 128),  # as many sums as scores
+    "backward_lookup": (backward_bias, False, lambda x: 0),
     # Two tiles of scores, too.
     "backward_simt_tangent_dkdv": (
         backward_simt_tangent_dkdv,
@@ -263,7 +263,7 @@ BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_bias", 4): ((64, 64, 256, 512),),
     ("backward_bias", 8): ((64, 64, 256, 512),),
-    ("backward_lookup", 4): ((64, 128, 128, 512), (64, 64, 256, 512)),
+    ("backward_lookup", 4): ((128, 64, 256, 512), (64, 64, 256, 512)),
     ("backward_lookup", 8): ((64, 64, 256, 512),),
     ("backward_simt_tangent_dkdv", 4): ((64, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_simt_tangent_dq", 4): ((64, 64, 256, 512), (64, 64, 128, 512)),

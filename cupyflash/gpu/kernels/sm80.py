@@ -250,8 +250,8 @@ def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
     problem = request.problem
     if not _has_rates(request):
         return None
-    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
-    return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
+    lengths = min(problem.rows.known_q, cost.LONG), min(problem.rows.known_k, cost.LONG)
+    return dkdv_cost(tiles, problem.d, problem.d_v, *lengths)
 
 
 def _configure_forward(request: Request) -> Tiles | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...problem.call import Call
+from ...problem.call import Call, Problem
 from ...problem.rows import UNKNOWN
 from .. import params, tma
 from . import bias_tiles, cost, grid, sm80, sm90_wide, tma_operands
@@ -247,6 +247,23 @@ def choose_forward_bias(
     return _fastest(usual, others, sizes, masked, exact)
 
 
+def _choose_packed(problem: Problem, registers: str) -> Tiles:
+    """Return the tiles of forward_sm90.cu for packed sequences.
+
+    Where all keys of a sequence are one tile, its bits do not depend on the width of this tile. So
+    only where that holds for all sequences in the usual tiles, their lengths choose others.
+    """
+    d, d_v, longest = problem.d, problem.d_v, int(np.max(problem.len_k, initial=0))
+    usual = fit_forward(d, d_v, registers)
+    is_wide = max(d, d_v) > max(WIDTHS)
+    if registers in CHANGED or is_wide or not 0 < longest <= usual.block_kv:
+        return usual
+    others = [x for x in _tiles_by_length(d, d_v, registers, longest) if x.one_tile]
+    some = np.asarray(problem.len_q)[np.asarray(problem.len_q) > 0]
+    queries = int(np.ceil(np.mean(some))) if some.size else 1
+    return _fastest(usual, others, (d, d_v, False, queries, longest))
+
+
 def _configure_forward(request: Request) -> Tiles:
     call, problem = request.call, request.problem
     assert call is not None
@@ -258,6 +275,8 @@ def _configure_forward(request: Request) -> Tiles:
     if call.bias is not None and has_tiles and bias_tiles.obstacle(request) is None:
         kind = bias_tiles.itemsize(request), call.mask is not None
         return choose_forward_bias(problem.d, problem.d_v, registers, *kind, *lengths)
+    if call.rows.adjoin and not request.has_cache:
+        return _choose_packed(problem, registers)
     return choose_forward(problem.d, problem.d_v, registers, call.bias is not None, *lengths)
 
 
@@ -266,6 +285,8 @@ def _cost_of_forward(request: Request, tiles: Tiles) -> Cost | None:
     if call is None or max(problem.d, problem.d_v) > LARGEST_OF_WARP:  # rates are of others
         return None
     lengths = min(call.rows.known_q, cost.LONG), min(call.rows.known_k, cost.LONG)
+    if tiles.one_tile and lengths[1] > tiles.block_kv:  # packed; longer ones have the same kernel
+        tiles = fit_forward(problem.d, problem.d_v, register_class(call))
     sizes = problem.d, problem.d_v, call.bias is not None, *lengths
     return forward_cost(tiles, *sizes, masked=call.mask is not None)
 
@@ -337,41 +358,6 @@ FORWARD = KernelSpec(
     cost=_cost_of_forward,
 )
 
-# -- forward_sm90_tf32 ----------------------------------------------------------------------------
-
-# Largest head -> queries and keys of a tile of forward_sm90_tf32.cu. Its bound relies on sums over
-# heads up to 128 and tiles of 64 keys.
-TF32_TILES: dict[int, tuple[int, int]] = {128: (128, 64)}
-
-
-def tf32_tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
-    """Return tiles of forward_sm90_tf32.cu: a warpgroup for 64 queries each."""
-    q, v, columns_v = row_bytes(d, 4), row_bytes(d_v, 4), -(-d_v // 64) * 64
-    shared = block_q * max(q, v) + 2 * block_kv * (q + 4 * columns_v)
-    shared += ENTRY_BYTES + 32 + 12 * (block_q // 16)
-    return Tiles(block_q, block_kv, 2 * block_q, shared, stages=1)
-
-
-def fit_tf32(d: int, d_v: int) -> Tiles:
-    """Return the tiles of forward_sm90_tf32.cu."""
-    return tf32_tiles(*at_head(TF32_TILES, d, d_v), d, d_v)
-
-
-TF32_FORWARD = KernelSpec(
-    source="sm90/forward_sm90_tf32.cu",
-    part="forward",
-    computes="out and log-sum-exp",
-    method="multiplies {dtype} by the tensor cores of warpgroups{products}",
-    heads={"float32": max(TF32_TILES)},
-    precisions={"float32": "tf32x3"},
-    capability=CAPABILITY,
-    architecture=ARCHITECTURE,
-    tensor_cores=True,
-    configure=lambda request: fit_tf32(request.problem.d, request.problem.d_v),
-    grid=grid.by_queries,
-    lists="queries",
-)
-
 # -- backward_sm90_dkdv ---------------------------------------------------------------------------
 
 # Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
@@ -397,9 +383,10 @@ def fit_dkdv(d: int, d_v: int) -> Tiles:
 
 
 def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
-    problem = request.problem
-    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
-    return dkdv_cost(tiles, problem.d, problem.d_v, *longest)
+    problem, rows = request.problem, request.problem.rows
+    # No sequence's kernel may depend on the lengths of others that are packed with it.
+    lengths = min(rows.known_q, cost.LONG), min(rows.known_k, cost.LONG)
+    return dkdv_cost(tiles, problem.d, problem.d_v, *lengths)
 
 
 def dkdv_slower(request: Request) -> str | None:
@@ -443,13 +430,15 @@ DKDV = KernelSpec(
     "k, v and do",
     obstacle=_dkdv_obstacle,
     configure=_configure_dkdv,
-    grid=grid.by_keys,
+    grid=grid.counted_by_keys,
     tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows, bias=True),
     slope=True,
     atomic_dq=HALVES,
     whole_dq=True,
+    packed_dq=True,
     parts=True,
     lists="keys",
     deals=True,
+    overlaps=True,
     cost=_cost_of_dkdv,
 )

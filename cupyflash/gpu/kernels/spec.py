@@ -179,6 +179,8 @@ class Extent(NamedTuple):
     differ : bool
         Whether blocks take different times in a way that only the device knows: entries have keys
         of different number, or other kernels hold some SMs for a while.
+    longest : tuple of int
+        At least the queries and the keys of each packed sequence; 0 if nothing is known.
     """
 
     queries: int
@@ -189,6 +191,7 @@ class Extent(NamedTuple):
     multiprocessors: int = 0
     group: int = 1
     differ: bool = False
+    longest: tuple[int, int] = (0, 0)
 
 
 class Grid(NamedTuple):
@@ -324,6 +327,8 @@ class KernelSpec:
         Storage types for which it can also add its share of dq to memory.
     whole_dq : bool
         Whether it can store dq where one of its blocks has all keys.
+    packed_dq : bool
+        Whether it is to do so for packed sequences, too.
     parts : bool
         Whether several blocks may share the queries of a block of keys.
     dq_accum_step : int
@@ -372,6 +377,7 @@ class KernelSpec:
     operands: tuple[str, ...] | None = None
     atomic_dq: tuple[str, ...] = ()
     whole_dq: bool = False
+    packed_dq: bool = False
     parts: bool = False
     dq_accum_step: int = 1
     ends_with_queries: bool = False
