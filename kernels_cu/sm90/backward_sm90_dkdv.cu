@@ -72,6 +72,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   ds_scale::WarpScale warp_scale;
   unsigned int tile_number = 0;  // the use of the pipelines
   unsigned long long visited = 0;
+
   // The product for dq must not read non-finite keys. Where dq is deferred it reads a copy of the
   // keys without them; otherwise they are set to 0 for this product, and loaded again.
   unsigned int dq_keys = smem.k.address(0);
@@ -131,18 +132,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     }
   }
   float s[2][COLUMNS];
-  // S = k q^T of the pipeline's tile n, or where there is none, of no use.
+  // S = k q^T of the pipeline's tile n. Where that does not exist, the product is of no use.
   const auto issue_s = [&](unsigned int n, bool exists) {
     if (exists) shared.q_pipeline.wait_full(n);
     const unsigned int q_address = smem.q.address(Pipeline::stage_of(exists ? n : n - 1));
     ptx::wgmma_fence();
     warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address, 0));
     ptx::wgmma_commit();
-  };
-  const auto compute_s = [&](unsigned int n, bool exists) {
-    issue_s(n, exists);
-    ptx::wgmma_wait<0>();
-    ptx::fence_accumulator(s);
   };
 #pragma unroll 1
   for (unsigned int n = 0; n < shared.spans; ++n) {
@@ -396,7 +392,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::fence_accumulator(dk);
       if constexpr (EARLY_S) ptx::fence_accumulator(s);
       if (clears_keys) warpgroup_gradient::reload_keys(p, shared, smem.k.begin);
-      if (EARLY_S && clears_keys) compute_s(tile_number + 1, has_next);  // of the keys as they came
       warpgroup::arrive_warpgroup(shared.q_pipeline.empty_barrier(tile_number));
     };
     // The index of the last tile of the current run of FULL ones: within it no class is looked up.
@@ -411,7 +406,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
     int seen = span.first;  // tiles up to here have their dq
     TileRef tile = next_tile(span.first);
-    if (EARLY_S && tile != TileRef::NONE) compute_s(tile_number, true);
+    if (EARLY_S && tile != TileRef::NONE) {
+      issue_s(tile_number, true);
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(s);
+    }
 #pragma unroll 1
     for (; tile != TileRef::NONE; ++tile_number) {
       const TileRef next = next_tile(index_of(tile) + 1);
@@ -490,8 +489,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   __syncthreads();  // what one thread wrote each, and the mbarriers, initialised
   if (warpgroup::index() == CONSUMERS) {
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
-    if (warp == 0 && ptx::lane_index() == 0)
+    if (warp == 0 && ptx::lane_index() == 0) {
       backward_producer::producer(p, smem, q_map, do_map, dv_map.bias());
+    }
     if (warp == 1) backward_producer::statistics_warp(smem);
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
