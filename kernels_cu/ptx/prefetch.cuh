@@ -17,9 +17,4 @@ __device__ __forceinline__ void prefetch_once(const void* address, int bytes) {
 #endif
 }
 
-// Brings the line of an address in global memory to the caches, ahead of a read by the same SM.
-__device__ __forceinline__ void prefetch_line(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)) : "memory");
-}
-
 }  // namespace ptx

@@ -1,7 +1,6 @@
 // The roles of the producer warpgroup of backward_sm90_dkdv.cu: one thread issues the TMA loads of
 // k, v, q and do, and the statistics warp brings lse and delta.
 #pragma once
-#include "../ptx/prefetch.cuh"
 #include "backward_storage.cuh"
 
 namespace backward_producer {
@@ -15,17 +14,15 @@ using backward_storage::Span;
 using backward_storage::TileRef;
 
 // Visits every tile of queries that is not EMPTY, with its number: the use of the pipelines.
-// `begin` is 0, or behind the first one, which is then left out.
 template <class Visit>
-__device__ __forceinline__ void for_each_tile(SharedStorage& shared, int begin,
-                                              const Visit& visit) {
-  unsigned int tile_number = begin == 0 ? 0 : 1;
+__device__ __forceinline__ void for_each_tile(SharedStorage& shared, const Visit& visit) {
+  unsigned int tile_number = 0;
 #pragma unroll 1
   for (unsigned int n = 0; n < shared.spans; ++n) {
     shared.span_pipeline.wait_full(n);
     const Span& span = shared.span[Pipeline::stage_of(n)];
 #pragma unroll 1
-    for (TileRef tile = span.next_tile(n == 0 ? begin : span.first); tile != TileRef::NONE;
+    for (TileRef tile = span.next_tile(span.first); tile != TileRef::NONE;
          tile = span.next_tile(index_of(tile) + 1), ++tile_number) {
       visit(span, tile, tile_number);
     }
@@ -48,7 +45,7 @@ __device__ __forceinline__ void tma_load_keys(unsigned int to, const ptx::Tensor
   }
 }
 
-// One thread: loads the block's keys and values. It initialises the barriers itself, so that it
+// One thread: loads the block's keys and values. It initialises their barrier itself, so that it
 // need not wait for what other threads write first.
 __device__ __forceinline__ void load_keys_and_values(const Params& p, const layout::WorkTile& work,
                                                      const SharedMemory& smem,
@@ -63,79 +60,30 @@ __device__ __forceinline__ void load_keys_and_values(const Params& p, const layo
   const long long first = work.entry.start_k + work.block * BLOCK_KV;
   tma_load_keys<D>(smem.k.address(0), k_map, k, first, kv_full);
   tma_load_keys<D_V>(smem.v.address(0), v_map, v, first, kv_full);
-  smem.storage->init_barriers();
 }
 
-// Issue the TMA loads of q and do of the pipeline's tile n, whose first row is `first`. With q come
-// as many further bytes.
-__device__ __forceinline__ void load_q(const SharedMemory& smem, const ptx::TensorMap& q_map,
-                                       const warpgroup::TmaHead& q, long long first, unsigned int n,
-                                       int further) {
-  using namespace backward_storage;
-  const unsigned int full = smem.storage->q_pipeline.full_barrier(n);
-  ptx::mbarrier_arrive_expect_tx(full, QTiles::BYTES + further);
-  warpgroup::tma_load_tile<BLOCK_Q, D>(smem.q.address(Pipeline::stage_of(n)), q_map, q, first,
-                                       full);
-}
-__device__ __forceinline__ void load_do(const SharedMemory& smem, const ptx::TensorMap& do_map,
-                                        const warpgroup::TmaHead& d_out, long long first,
-                                        unsigned int n) {
-  using namespace backward_storage;
-  const unsigned int full = smem.storage->do_full_barrier(n);
-  ptx::mbarrier_arrive_expect_tx(full, DoTiles::BYTES);
-  warpgroup::tma_load_tile<BLOCK_Q, D_V>(smem.d_out.address(Pipeline::stage_of(n)), do_map, d_out,
-                                         first, full);
-}
-
-// The first tile that the block computes, where PREPARES_FIRST and if it is one of the first head's
-// first 32. A warp finds it by itself, so that it need not wait for the span.
-__device__ __forceinline__ TileRef first_tile(const Params& p, const layout::WorkTile& work) {
-  using namespace backward_storage;
-  const layout::Entry& entry = work.entry;
-  if (!PREPARES_FIRST || entry.len_q == 0) return TileRef::NONE;
-  if constexpr (!HAS_MASK) return tile_ref(0, FULL);
-  const int last = tile::smaller(tiles_of(entry) - 1, ptx::WARP_SIZE - 1);
-  const long long i0 = static_cast<long long>(tile::smaller(ptx::lane_index(), last)) * BLOCK_Q,
-                  j0 = work.block * BLOCK_KV;
-  const TileBox box =
-      tile::describe_tile(entry, work.head * p.group, i0, tile::rows_from(i0, entry.len_q, BLOCK_Q),
-                          j0, tile::rows_from(j0, entry.len_k, BLOCK_KV));
-  const unsigned int nonempty = ptx::ballot(tile::classify_tile(p, box) != EMPTY);
-  return nonempty == 0 ? TileRef::NONE : tile_ref(__ffs(static_cast<int>(nonempty)) - 1, PARTIAL);
-}
-
-// A warp: loads q and do of that tile.
-__device__ __forceinline__ void load_first_tile(const Params& p, const layout::WorkTile& work,
-                                                const SharedMemory& smem,
-                                                const ptx::TensorMap& q_map,
-                                                const ptx::TensorMap& do_map) {
-  const TileRef tile = first_tile(p, work);
-  if (ptx::lane_index() != 0) return;
-  smem.storage->has_sink = p.sink != nullptr;
-  smem.storage->begin = tile == TileRef::NONE ? 0 : index_of(tile) + 1;
-  if (tile == TileRef::NONE) return;
-  const long long h = work.head * p.group, first = work.entry.start_q + first_query(tile);
-  load_q(smem, q_map, warpgroup::TmaHead(p.q, work.entry, h), first, 0, 0);
-  load_do(smem, do_map, warpgroup::TmaHead(p.d_out, work.entry, h), first, 0);
-}
-
-// One thread: issues the TMA loads of q and do of every tile, and of the bias beside q. Those of
-// the first tile may be issued already.
+// One thread: issues the TMA loads of q and do of every tile, and of the bias beside q.
 __device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem,
                                          const ptx::TensorMap& q_map, const ptx::TensorMap& do_map,
                                          const ptx::TensorMap& bias_map) {
   using namespace backward_storage;
   SharedStorage& shared = *smem.storage;
-  for_each_tile(shared, shared.begin, [&](const Span& span, TileRef tile, unsigned int n) {
+  for_each_tile(shared, [&](const Span& span, TileRef tile, unsigned int n) {
     const long long first = span.entry.start_q + first_query(tile);
+    const int stage = Pipeline::stage_of(n);
     shared.q_pipeline.wait_empty(n);
-    load_q(smem, q_map, span.q, first, n, HAS_BIAS_TILES ? bias_tiles::bytes(p) : 0);
+    const int bias_bytes = HAS_BIAS_TILES ? bias_tiles::bytes(p) : 0;
+    ptx::mbarrier_arrive_expect_tx(shared.q_pipeline.full_barrier(n), QTiles::BYTES + bias_bytes);
+    warpgroup::tma_load_tile<BLOCK_Q, D>(smem.q.address(stage), q_map, span.q, first,
+                                         shared.q_pipeline.full_barrier(n));
     if constexpr (HAS_BIAS_TILES) {
       bias_tiles::issue(p, smem.bias, bias_map, warpgroup::TmaHead(p.bias, span.entry, span.h),
-                        Pipeline::stage_of(n), static_cast<int>(first), static_cast<int>(shared.j0),
+                        stage, static_cast<int>(first), static_cast<int>(shared.j0),
                         shared.q_pipeline.full_barrier(n));
     }
-    load_do(smem, do_map, span.d_out, first, n);
+    ptx::mbarrier_arrive_expect_tx(shared.do_full_barrier(n), DoTiles::BYTES);
+    warpgroup::tma_load_tile<BLOCK_Q, D_V>(smem.d_out.address(stage), do_map, span.d_out, first,
+                                           shared.do_full_barrier(n));
   });
 }
 
@@ -191,30 +139,12 @@ struct TileStatistics {
   }
 };
 
-// A warp: asks for lse and delta of the first tile, which the statistics warp then finds in the L1
-// cache.
-__device__ __forceinline__ void prefetch_first_statistics(const Params& p,
-                                                          const layout::WorkTile& work) {
-  const TileRef tile = first_tile(p, work);
-  if (tile == TileRef::NONE) return;
-  const long long h = work.head * p.group;
-  const memory::RowStatistic lse = memory::row_statistic(p.lse, work.entry, h),
-                             delta = memory::row_statistic(p.delta, work.entry, h);
-#pragma unroll
-  for (int n = ptx::lane_index(); n < BLOCK_Q; n += ptx::WARP_SIZE) {
-    const long long i = first_query(tile) + n;
-    if (i >= work.entry.len_q) break;
-    ptx::prefetch_line(lse.data + i * lse.row);
-    ptx::prefetch_line(delta.data + i * delta.row);
-  }
-}
-
 // One warp: brings lse and delta of every tile. They may have any strides, which TMA could not
 // load. It also publishes which tiles need a check for non-finite values.
 __device__ __forceinline__ void statistics_warp(const SharedMemory& smem) {
   SharedStorage& shared = *smem.storage;
   TileStatistics statistics;
-  for_each_tile(shared, 0, [&](const Span& span, TileRef tile, unsigned int n) {
+  for_each_tile(shared, [&](const Span& span, TileRef tile, unsigned int n) {
     statistics.load(span, tile);
     shared.q_pipeline.wait_empty(n);
     const int stage = Pipeline::stage_of(n);

@@ -9,9 +9,10 @@
 // atomic additions in the order in which blocks run; backward_dq_rows.cu converts the sums. Where
 // WHOLE_DQ, a block has all keys of a head, and stores dq, which is whole after one product.
 //
-// A warp-specialised kernel. The last warpgroup of a block is the producer, the others are the two
-// consumers, each with 64 of the block's keys. kernels_cu/README.md has a table of the barriers
-// between them and a timeline.
+// A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
+// loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
+// 64 of the block's keys. kernels_cu/README.md has a table of the barriers between them and a
+// timeline.
 //
 // Scores and dP are keys by queries, so that P and dS are left operands of the products with do and
 // q as they lie in registers (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through
@@ -21,8 +22,9 @@
 // alternate, so that the other one runs ahead.
 //
 // The consumer is one body. Split into functions over structs of its registers, the same steps took
-// up to 3 % longer on an H100. A change is measured again, and so are the choices in
-// backward_storage.cuh, by `cupyflash bench --pass backward --variant full --variant causal`.
+// up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
+// single steps change the machine code of some types and heads. A change is measured again, and so
+// are the choices below, by `cupyflash bench --pass backward --variant full --variant causal`.
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
 // backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed: that of
@@ -45,7 +47,27 @@ using warpgroup_gradient::ColumnShare;
 using warpgroup_gradient::write_dq;
 using namespace backward_storage;
 
+// A consumer's queries of a tile, and the scores of a thread in each of its two rows.
+constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;
+constexpr int COLUMNS = QUERIES / 4;
 constexpr int DQ_COLUMNS = SHARE_KEYS ? ColumnShare<D>::COLUMNS : warpgroup::SLAB_COLUMNS / 4;
+constexpr int FUSED_COLUMNS = 8;  // for which a fused score mod is instantiated
+
+// Whether each warp scales its dS in float16 by a factor of its own, after a common first one: then
+// no warp waits for another one's vote.
+constexpr bool SCALE_BY_WARP = IS_FLOAT16 && DEFER_DQ;
+// Whether probabilities are computed between the steps of the product for dP. Wider heads are
+// slower that way.
+constexpr bool OVERLAP_DP_SOFTMAX = !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <= 64;
+// Whether the mask is evaluated before the product for the scores is issued, or while it is
+// multiplied. Both choices were measured.
+constexpr bool MASK_FIRST = SHARE_KEYS || DEFER_DQ;
+// Whether FULL tiles have code of their own, without masked pairs.
+constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !CHANGES_SCORES && !DEFER_DQ;
+// Whether the product for dv is issued before dS is stored. Both choices were measured.
+constexpr bool DV_FIRST = CHANGES_SCORES && !SHARE_KEYS;
+// Whether dS goes through shared memory: for dq, or where the consumers share keys.
+constexpr bool STORE_DS = ATOMIC_DQ || SHARE_KEYS;
 
 static_assert(SHARE_KEYS || (KEY_TILES == CONSUMERS && ColumnShare<D>::SLABS <= CONSUMERS),
               "BLOCK_KV");
@@ -117,7 +139,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     }
   };
 
-  publish_span<true>(p, shared, 0);
+  publish_span(p, shared, 0);
   warpgroup::mbarrier_wait(shared.kv_full_barrier(), 0);
   const float c = shared.c;
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
@@ -131,25 +153,16 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       dq_keys = ptx::shared_address(smem.finite_k);
     }
   }
-  float s[2][COLUMNS];
-  // S = k q^T of the pipeline's tile n. Where that does not exist, the product is of no use.
-  const auto issue_s = [&](unsigned int n, bool exists) {
-    if (exists) shared.q_pipeline.wait_full(n);
-    const unsigned int q_address = smem.q.address(Pipeline::stage_of(exists ? n : n - 1));
-    ptx::wgmma_fence();
-    warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address, 0));
-    ptx::wgmma_commit();
-  };
 #pragma unroll 1
   for (unsigned int n = 0; n < shared.spans; ++n) {
-    publish_span<false>(p, shared, n + 1);
+    publish_span(p, shared, n + 1);
     shared.span_pipeline.wait_full(n);
     const Span& span = shared.span[Pipeline::stage_of(n)];
     const HeadConstants head_constants =
         tile::head_constants_of(p, span.box_of(tile_ref(0, 0), shared.j0, shared.nj));
     // From this index on tiles miss queries. If the block misses keys, all tiles count.
     const int whole = shared.nj < BLOCK_KV ? 0 : span.whole;
-    const auto step = [&](TileRef tile, bool has_next, auto may_have_masked) {
+    const auto step = [&](TileRef tile, auto may_have_masked) {
       // Whether pairs of the tile may be masked or missing, and whether any may be masked.
       constexpr bool MAY_HAVE_MASKED = decltype(may_have_masked)::value;
       constexpr bool MASKS = MAY_MASK && MAY_HAVE_MASKED;
@@ -173,7 +186,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const int first_row = SHARE_KEYS ? index * QUERIES * warpgroup::SLAB_ROW_BYTES : 0;
       const float* const lse_smem = shared.lse[stage] + corner.column;
       warpgroup_gradient::QueryStatistics<COLUMNS> lse;
-      float dp[2][COLUMNS];
+      float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2];  // P after dropout, and dS
       unsigned int mask[2], kept[2];  // bit n of word r is that of pair (r, n)
       bool sees_nonfinite = false;    // in the thread's scores or dP
@@ -193,7 +206,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         constexpr int EACH =
             (COLUMNS + STEPS - 1) / STEPS;  // columns of scores that overlap with a step
         warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
-        if (CHANGES_SCORES || OVERLAP_DP_SOFTMAX || EARLY_S) ptx::wgmma_fence();
+        if constexpr (CHANGES_SCORES || OVERLAP_DP_SOFTMAX) ptx::wgmma_fence();
         const warpgroup::SmemDesc d_out = make_smem_desc(do_address + first_row, 0);
         warpgroup::multiply<D_V, BLOCK_Q>(dp, v, d_out, [&](int n) {
           if (!OVERLAP_DP_SOFTMAX) return;
@@ -204,7 +217,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 
       // -- recompute P: s becomes P, and the product for dP is issued
       // 2 scores
-      if constexpr (!EARLY_S) shared.q_pipeline.wait_full(tile_number);
+      warpgroup::mbarrier_wait(shared.q_pipeline.full_barrier(tile_number), phase);
       if (PACKED && ni < BLOCK_Q) {
         warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
         warpgroup_gradient::clear_rows<BLOCK_Q, D>(q_smem, ni);
@@ -219,20 +232,16 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         has_nonfinite = warpgroup_gradient::has_nonfinite_rows(q_smem, do_smem);
       };
       if constexpr (DEFER_DQ) check_finite();
-      if constexpr (!EARLY_S) {
-        ptx::wgmma_fence();
-        warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address + first_row, 0));
-        ptx::wgmma_commit();
-      }
+      ptx::wgmma_fence();
+      warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address + first_row, 0));
+      ptx::wgmma_commit();
       if (!MASK_FIRST && masked) evaluate_mask();
       if constexpr (!CHANGES_SCORES) {
         lse = warpgroup_gradient::QueryStatistics<COLUMNS>(lse_smem);
         if constexpr (!OVERLAP_DP_SOFTMAX) issue_dp();
       }
-      if constexpr (!EARLY_S) {
-        ptx::wgmma_wait<CHANGES_SCORES || OVERLAP_DP_SOFTMAX ? 0 : 1>();
-        ptx::fence_accumulator(s);
-      }
+      ptx::wgmma_wait<CHANGES_SCORES || OVERLAP_DP_SOFTMAX ? 0 : 1>();
+      ptx::fence_accumulator(s);
       if (VOTE_NONFINITE && may_mask) sees_nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
       // 4 mask
@@ -331,7 +340,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if constexpr (SHARE_KEYS) store_p();
       if constexpr (DV_FIRST) issue_dv();
       store_ds();
-      if constexpr (EARLY_S) issue_s(tile_number + 1, has_next);
       if constexpr (!SHARE_KEYS && !DV_FIRST) issue_dv();
       if constexpr (STORE_DS) ptx::fence_proxy_async();
       const bool votes = VOTE_NONFINITE && SHARE_KEYS && may_mask;
@@ -390,7 +398,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(dv);
       ptx::fence_accumulator(dk);
-      if constexpr (EARLY_S) ptx::fence_accumulator(s);
       if (clears_keys) warpgroup_gradient::reload_keys(p, shared, smem.k.begin);
       warpgroup::arrive_warpgroup(shared.q_pipeline.empty_barrier(tile_number));
     };
@@ -405,23 +412,15 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       return tile;
     };
     int seen = span.first;  // tiles up to here have their dq
-    TileRef tile = next_tile(span.first);
-    if (EARLY_S && tile != TileRef::NONE) {
-      issue_s(tile_number, true);
-      ptx::wgmma_wait<0>();
-      ptx::fence_accumulator(s);
-    }
 #pragma unroll 1
-    for (; tile != TileRef::NONE; ++tile_number) {
-      const TileRef next = next_tile(index_of(tile) + 1);
-      const bool has_next = next != TileRef::NONE;
+    for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
+         tile = next_tile(index_of(tile) + 1), ++tile_number) {
       warpgroup_gradient::clear_dq(p, span, seen, index_of(tile));
       if (SPLIT_FULL_TILES && lanes_agree(class_of(tile) == FULL && index_of(tile) < whole)) {
-        step(tile, has_next, warpgroup::Bool<false>());
+        step(tile, warpgroup::Bool<false>());
       } else {
-        step(tile, has_next, warpgroup::Bool<true>());
+        step(tile, warpgroup::Bool<true>());
       }
-      tile = next;
     }
     warpgroup_gradient::clear_dq(p, span, seen, span.end);
     ptx::mbarrier_arrive(shared.span_pipeline.empty_barrier(n));
@@ -476,23 +475,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if constexpr (HAS_LISTS) ptx::wait_for_grids();
   const layout::WorkTile work = work_tile(p);
   if (work.idle) return ptx::wait_for_grids();
-  const int warp = threadIdx.x / ptx::WARP_SIZE - CONSUMER_WARPS;
   if (threadIdx.x == 0) publish_block(p, work, *smem.storage);
-  if (PREPARES_FIRST && threadIdx.x == ptx::WARP_SIZE) publish_first_head(p, work, *smem.storage);
+  if (threadIdx.x == ptx::WARP_SIZE) smem.storage->init_barriers();
   if (threadIdx.x == CONSUMER_THREADS) {
     backward_producer::load_keys_and_values(p, work, smem, k_map, v_map);
   }
-  if (warp == 0) backward_producer::load_first_tile(p, work, smem, q_map, do_map);
-  if (warp > 0) ptx::wait_for_grids();  // The consumers, which add to dq, wait for lse and delta.
-  if (warp == 1) ptx::launch_dependents();
-  if (warp == 2) backward_producer::prefetch_first_statistics(p, work);
-  __syncthreads();  // what one thread wrote each, and the mbarriers, initialised
+  __syncthreads();  // what publish_block wrote, and the mbarriers, initialised
+
   if (warpgroup::index() == CONSUMERS) {
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
-    if (warp == 0 && ptx::lane_index() == 0) {
+    const int warp = threadIdx.x / ptx::WARP_SIZE % 4;
+    if (warp == 0 && ptx::lane_index() == 0)
       backward_producer::producer(p, smem, q_map, do_map, dv_map.bias());
+    if (warp == 1) {
+      // The consumers, which add to dq, wait for this warp's lse and delta.
+      ptx::wait_for_grids();
+      ptx::launch_dependents();
+      backward_producer::statistics_warp(smem);
     }
-    if (warp == 1) backward_producer::statistics_warp(smem);
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
     consumer(p, smem, dk_map, dv_map.stored());

@@ -23,40 +23,12 @@ constexpr int SLAB_BYTES = 64 * warpgroup::SLAB_ROW_BYTES;
 // for S and dP, and half of the columns of dk, dv and dq. Otherwise each has 64 keys, and all
 // columns of their dk and dv.
 constexpr bool SHARE_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
-// A consumer's queries of a tile, and the scores of a thread in each of its two rows.
-constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;
-constexpr int COLUMNS = QUERIES / 4;
-constexpr int FUSED_COLUMNS = 8;  // for which a fused score mod is instantiated
 // Whether a tile's dq has one slab of columns, so that the consumers compute it in turns, each the
 // dq of every other tile. Otherwise each computes some of a tile's slabs.
 constexpr bool ALTERNATE_DQ = !SHARE_KEYS && fragment::row_bytes(D) == warpgroup::SLAB_ROW_BYTES;
 // Whether one consumer computes a tile's dq during the next tile. Narrow heads are slower that way.
 constexpr bool DEFER_DQ =
     ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !CHANGES_SCORES && !(HAS_MASK && HAS_DROPOUT);
-
-// Whether each warp scales its dS in float16 by a factor of its own, after a common first one: then
-// no warp waits for another one's vote.
-constexpr bool SCALE_BY_WARP = IS_FLOAT16 && DEFER_DQ;
-// Whether the product for a tile's scores is issued in the step before, ahead of those for dv and
-// dk, so that a step waits for products twice instead of three times.
-constexpr bool EARLY_S = ALTERNATE_DQ && ATOMIC_DQ && !CHANGES_SCORES && !HAS_DROPOUT && !PACKED &&
-                         !WHOLE_DQ && !HAS_PARTS;
-// Whether probabilities are computed between the steps of the product for dP. Wider heads are
-// slower that way.
-constexpr bool OVERLAP_DP_SOFTMAX = !EARLY_S && !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <= 64;
-// Whether the mask is evaluated before the product for the scores is issued, or while it is
-// multiplied. Both choices were measured.
-constexpr bool MASK_FIRST = SHARE_KEYS || DEFER_DQ;
-// Whether FULL tiles have code of their own, without masked pairs.
-constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !CHANGES_SCORES && !DEFER_DQ;
-// Whether the product for dv is issued before dS is stored. Both choices were measured.
-constexpr bool DV_FIRST = CHANGES_SCORES && !SHARE_KEYS;
-// Whether dS goes through shared memory: for dq, or where the consumers share keys.
-constexpr bool STORE_DS = ATOMIC_DQ || SHARE_KEYS;
-
-// Whether several warps prepare a block's first tile at the same time: one writes what the block
-// has to do, one the first head, one loads q and do, and one lse and delta.
-constexpr bool PREPARES_FIRST = !HAS_PARTS && !HAS_BIAS_TILES;
 
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
@@ -171,8 +143,7 @@ struct SharedStorage {
   layout::Entry entry;
   long long j0;  // the first key
   int h_kv, nj, tiles_per_head;
-  bool has_sink;                       // these two are written by another thread than the others
-  unsigned char begin;                 // of span 0, the first tile whose loads are not issued yet
+  bool has_sink;
   unsigned int spans_per_head, spans;  // `spans` of all heads
   float c;                             // scale log2 e
   unsigned int first_head;             // where HAS_PARTS: the part's, of those that share the keys
@@ -286,19 +257,16 @@ __device__ __forceinline__ layout::WorkTile work_tile(const Params& p) {
   return work;
 }
 
-__device__ __forceinline__ long long tiles_of(const layout::Entry& entry) {
-  return (entry.len_q + BLOCK_Q - 1) / BLOCK_Q;
-}
-
 // Writes which keys the block has, and how many spans it computes with them; called by one thread.
 __device__ __forceinline__ void publish_block(const Params& p, const layout::WorkTile& work,
                                               SharedStorage& shared) {
-  const unsigned int tiles = static_cast<unsigned int>(tiles_of(work.entry));
+  const unsigned int tiles = static_cast<unsigned int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
   shared.entry = work.entry;
   shared.j0 = work.block * BLOCK_KV;
   shared.h_kv = static_cast<int>(work.head);
   shared.nj = tile::rows_from(shared.j0, work.entry.len_k, BLOCK_KV);
   shared.tiles_per_head = static_cast<int>(tiles);
+  shared.has_sink = p.sink != nullptr;
   shared.spans_per_head = HAS_MASK ? (tiles + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
   shared.spans =
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
@@ -322,52 +290,37 @@ __device__ __forceinline__ float* dq_of(const Params& p, const layout::Entry& en
   }
 }
 
-// The span of a head's tiles from index `first` on, without their classes.
-__device__ __forceinline__ Span span_of(const Params& p, const layout::Entry& entry, long long h,
-                                        int first, int tiles) {
-  const int end = first + Span::MAX_TILES < tiles ? first + Span::MAX_TILES : tiles;
-  return Span{entry,
-              h,
-              memory::row_statistic(p.lse, entry, h),
-              memory::row_statistic(p.delta, entry, h),
-              dq_of(p, entry, h),
-              warpgroup::TmaHead(p.q, entry, h),
-              warpgroup::TmaHead(p.d_out, entry, h),
-              first,
-              HAS_MASK ? end : tiles,
-              static_cast<int>(entry.len_q / BLOCK_Q),
-              {},
-              {}};
-}
-
-// Where PREPARES_FIRST: writes span 0 without classes; called by one thread.
-__device__ __forceinline__ void publish_first_head(const Params& p, const layout::WorkTile& work,
-                                                   SharedStorage& shared) {
-  shared.span[0] =
-      span_of(p, work.entry, work.head * p.group, 0, static_cast<int>(tiles_of(work.entry)));
-}
-
-// Writes span n, if there is one; where PREPARES_FIRST, of the first one the classes. All consumer
-// threads call it together.
-template <bool IS_FIRST>
+// Writes span n, if there is one. All consumer threads call it together.
 __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& shared,
                                              unsigned int n) {
   if (n >= shared.spans) return;
   shared.span_pipeline.wait_empty(n);
   Span& span = shared.span[Pipeline::stage_of(n)];
-  constexpr bool HAS_HEAD = PREPARES_FIRST && IS_FIRST;
   // Where HAS_PARTS, one thread's branch would have the assembler run products one by one.
-  if (!HAS_HEAD && (HAS_PARTS ? ptx::any_lane(threadIdx.x == 0) : threadIdx.x == 0)) {
+  if (HAS_PARTS ? ptx::any_lane(threadIdx.x == 0) : threadIdx.x == 0) {
     unsigned int head = n / shared.spans_per_head;  // of those that share the keys
     const unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
     if constexpr (HAS_PARTS) head += shared.first_head;
     const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
     const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
-    const Span made = span_of(p, entry, h, static_cast<int>(first), shared.tiles_per_head);
+    const int tiles = shared.tiles_per_head;
+    const int end = first + Span::MAX_TILES < tiles ? first + Span::MAX_TILES : tiles;
+    const Span made = {entry,
+                       h,
+                       memory::row_statistic(p.lse, entry, h),
+                       memory::row_statistic(p.delta, entry, h),
+                       dq_of(p, entry, h),
+                       warpgroup::TmaHead(p.q, entry, h),
+                       warpgroup::TmaHead(p.d_out, entry, h),
+                       static_cast<int>(first),
+                       HAS_MASK ? end : tiles,
+                       static_cast<int>(entry.len_q / BLOCK_Q),
+                       {},
+                       {}};
     if (!HAS_PARTS || threadIdx.x == 0) span = made;
   }
   if constexpr (HAS_MASK) {
-    if constexpr (!HAS_HEAD) consumers_sync();  // the span's head, which one thread wrote
+    consumers_sync();  // the span's head, which one thread wrote
     span.classify(p, shared.j0, shared.nj);
   }
   ptx::mbarrier_arrive(shared.span_pipeline.full_barrier(n));

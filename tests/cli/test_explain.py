@@ -248,7 +248,8 @@ def test_gradients_by_hand():
         "lse": passed * wide, "delta": passed * wide, "dq_accum": passed * columns * wide,
     }  # fmt: skip
     assert dkdv.most.writes == {
-        "dk": 256 * columns * item, "dv": 256 * columns * item, "dq_accum": passed * columns * wide,
+        "dk": 256 * columns * item, "dv": 256 * columns * item,
+        "dq_accum": passed * columns * wide,
     }  # fmt: skip
     assert rows.once.total == 256 * columns * (wide + item)
     assert dkdv.flops == 2 * 3 * 128 * 128 * 5 * 64

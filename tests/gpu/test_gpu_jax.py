@@ -5,6 +5,7 @@ They are the tests of `tests/frontend/test_jax*.py`, with CuPy in place of NumPy
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import cupyflash
 from cupyflash import Rotary, masks, scores
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes share the GPU
 jax = pytest.importorskip("jax", reason="needs JAX, compiled for CUDA")
 
 import jax.numpy as jnp  # noqa: E402 (after the skip)

@@ -209,7 +209,6 @@ PREFETCH = Case(
     "prefetch_once",
     """
       ptx::prefetch_once(in, 16);
-      ptx::prefetch_line(in);
       out[0] = in[0] + in[1];
     """,
     lambda: _any_words(4, 4),

@@ -4,6 +4,5 @@
 namespace ptx {
 
 inline void prefetch_once(const void*, int) {}
-inline void prefetch_line(const void*) {}
 
 }  // namespace ptx
