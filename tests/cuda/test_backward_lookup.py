@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from cuda_specialisations import BFLOAT16
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import REVERSE
 from halves import mostly_thorough
 from placement import same_bits

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from halves import mostly_thorough
 from harness import attend

@@ -7,7 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
 from emulator.problems import emulator_of, lean_kernels, run_forward, run_second
 from hypothesis import Phase, given, settings

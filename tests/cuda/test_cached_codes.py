@@ -11,7 +11,8 @@ from caches import results
 from coded_caches import FORMATS, MIXED, NAMES, NAN_CODE, Coded, forms_of, meaning, words
 from cuda_specialisations import target_of
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import REVERSE, randomly
 from emulator.problems import HostMemory
 from gpu_arrays import Copies

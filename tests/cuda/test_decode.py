@@ -12,7 +12,8 @@ import pytest
 from caches import hidden, in_pages, results
 from cuda_specialisations import target_of
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
 from halves import mostly_thorough
 from placement import same_bits

@@ -11,7 +11,8 @@ from caches import results
 from coded_caches import Coded, words
 from cuda_specialisations import target_of
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
 from halves import mostly_thorough
 from hypothesis import example, given, settings

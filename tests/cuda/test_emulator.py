@@ -8,7 +8,8 @@ import itertools
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Blocks, Chosen, Emulator
+from emulator.blocks import Blocks, Chosen
+from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
 from emulator.problems import (
     HostMemory,

@@ -13,7 +13,8 @@ import pytest
 from caches import results
 from coded_arrays import Coded
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from emulator.probe import Probe
 from emulator.problems import lean_kernels, reduce_in_every_form

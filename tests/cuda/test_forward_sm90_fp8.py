@@ -7,7 +7,8 @@ import pytest
 from coded_arrays import FORMATS, NAN_CODE, Coded, draw
 from cuda_specialisations import target_of
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
 from halves import mostly_thorough
 from placement import same_bits

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from cuda_specialisations import target_of
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import randomly
 from emulator.problems import emulator_of, run_tangent
 from hypothesis import Phase, given, settings

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import REVERSE, randomly
 from halves import mostly_thorough
 from hypothesis import given, settings

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from ranks import blocks_of
 
 from cupyflash import distributed, masks, scores

@@ -8,7 +8,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import REVERSE, randomly
 from halves import mostly_thorough
 from placement import same_bits

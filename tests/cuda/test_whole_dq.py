@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from cuda_specialisations import BFLOAT16, target_of
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.blocks import Blocks
+from emulator.calls import Emulator
 from emulator.machine import REVERSE, randomly
 from halves import mostly_thorough
 

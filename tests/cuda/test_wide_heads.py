@@ -8,7 +8,8 @@ import pytest
 from caches import hidden, in_pages, results
 from cuda_specialisations import SHARED_MEMORY, capability
 from emulator import build
-from emulator.calls import Blocks, Chosen, Emulator
+from emulator.blocks import Blocks, Chosen
+from emulator.calls import Emulator
 from emulator.machine import randomly
 from halves import mostly_thorough
 from placement import same_bits

@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from emulator.calls import Blocks
+from emulator.blocks import Blocks
 from emulator.machine import FORWARD, REVERSE, Schedule, randomly
 from emulator.problems import combine_bounds
 from harness import attend, attend_backward

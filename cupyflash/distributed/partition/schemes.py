@@ -172,7 +172,7 @@ def plan(
 def _content(array: Array) -> Hashable:
     """Return what tells an array that a mask reads from others, whatever memory it lies in."""
     elements = np.ascontiguousarray(host(array))
-    return elements.shape, elements.dtype.str, hashlib.sha256(elements.view(np.uint8)).digest()
+    return elements.shape, elements.dtype.str, hashlib.sha256(elements.tobytes()).digest()
 
 
 def _sizes(x: Array) -> tuple[int, ...]:
