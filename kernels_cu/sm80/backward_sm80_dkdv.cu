@@ -65,12 +65,9 @@ constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = Share<D, DQ_SHARERS>;
 constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, to save registers
 
-// Where a block has all keys, there may be one tile of queries, with which the keys come: then they
-// are checked with each tile. Wide heads lack the registers.
-constexpr bool KEYS_WITH_QUERIES = WHOLE_DQ && !WIDE_HEAD;
-
 // Limited by registers.
 constexpr int UNROLL = HAS_SCORE || (D <= 64 && !P_IN_REGISTERS) ? 2 : D > 64 && D <= 128 ? 8 : 4;
+constexpr bool LATE_KEYS = WHOLE_DQ && !WIDE_HEAD;  // they come with the first tile of queries
 
 using gradient_tile::TileRef;
 __device__ __forceinline__ int index_of(TileRef tile) { return static_cast<int>(tile) / 4; }
@@ -215,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::clear(dv);
   fragment_gradient::DsScale ds_scale;
 
-  const bool finite_keys = KEYS_WITH_QUERIES || fragment_backward::are_keys_finite<K_BYTES>(k_smem);
+  const bool finite_keys = LATE_KEYS || fragment_backward::are_keys_finite<K_BYTES>(k_smem);
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
@@ -305,8 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           ptx::cp_async_wait_all();
         }
         const auto finite_tile = [&] {
-          return (KEYS_WITH_QUERIES ? fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem)
-                                    : finite_keys) &&
+          return (LATE_KEYS ? fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem) : finite_keys) &&
                  fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                  fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
         };

@@ -36,7 +36,7 @@ _HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
 def _configure_delta(request: Request) -> Tiles:
     """Return tiles with few threads, if there are blocks enough. No bit depends on them."""
     problem = request.problem
-    if problem.packed:
+    if problem.rows.adjoin:
         return RESULTS
     blocks = -(-int(np.max(problem.len_q, initial=0)) // RESULTS.block_q)
     blocks *= problem.batch * problem.heads
