@@ -56,12 +56,12 @@ struct SharedStorage : BiasValues<HAS_BIAS_TILES> {
 };
 
 // The tiles of scores as numbers: of batch entries, heads, and blocks of queries and of keys, as
-// far as the bias is broadcast along them; the block's part of them. Of packed arrays some do not
-// exist.
+// far as the bias is broadcast along them; of the block's part of them, the first has number 0. Of
+// packed arrays some do not exist.
 struct TileScheduler {
   const Params& p;
   SharedStorage& storage;
-  long long heads, planes, blocks_k, begin, end;
+  long long heads, planes, blocks_k, begin, count;
 
   __device__ __forceinline__ TileScheduler(const Params& p, SharedStorage& storage)
       : p(p),
@@ -70,11 +70,11 @@ struct TileScheduler {
         planes(storage.bias.planes(p)),
         blocks_k(storage.bias.one_key ? (p.len_k + BLOCK_KV - 1) / BLOCK_KV : 1),
         begin(storage.bias.begin_row * blocks_k),
-        end(storage.bias.end_row * blocks_k) {}
+        count(storage.bias.end_row * blocks_k - begin) {}
 
   __device__ __forceinline__ Position position_of(long long number) const {
     const bias_tile::BiasTile& bias = storage.bias;
-    const layout::Quotient of_keys = layout::divide(number, blocks_k);
+    const layout::Quotient of_keys = layout::divide(begin + number, blocks_k);
     const layout::Quotient of_planes = layout::divide(of_keys.quotient, planes);
     const layout::Quotient of_heads = layout::divide(of_planes.remainder, heads);
     const layout::Entry entry = layout::shared_entry(p, bias.first, of_heads.quotient);
@@ -95,7 +95,7 @@ struct TileScheduler {
     fragment_tile::Tile next{};
 #pragma unroll 1
     do {
-      next = fragment_tile::next_tile<1>(p, storage.classes, number, end, describe);
+      next = fragment_tile::next_tile<1>(p, storage.classes, number, count, describe);
       if (!PACKED || next.rows == 0) break;
       const Position at = position_of(next.first);
       if (at.ni > 0 && at.nj > 0) break;
@@ -231,7 +231,7 @@ __device__ __forceinline__ void accumulate_ds(const TileScheduler& scheduler,
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // read once, and kept
   matmul::clear(total);
   int stage = 0;
-  fragment_tile::Tile now = scheduler.next_tile(scheduler.begin);
+  fragment_tile::Tile now = scheduler.next_tile(0);
   scheduler.publish(now, stage);
   __syncthreads();  // the first tile, which other threads wrote
   if (now.rows > 0) {
