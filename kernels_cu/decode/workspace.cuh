@@ -14,8 +14,8 @@ constexpr int STATISTICS = 16 / sizeof(accum_t);  // elements before the columns
 constexpr int COLUMNS = (D_V + 15) / 16 * 16;     // of a row of o: whole vectors
 constexpr int ROW = STATISTICS + COLUMNS;
 
-// Where a column of o is in its row: where all of a block works on one unit, of 16 columns, column
-// 8 a + 2 b + c has place 4 b + 2 a + c, so that a thread of a product has 16 bytes of its own.
+// Where a column of o is in its row. Where all of a block works on one unit, a thread of a product
+// has 16 bytes of its own: of 16 columns, column 8 a + 2 b + c has place 4 b + 2 a + c.
 __device__ __forceinline__ int place_of(int column) {
   if constexpr (!OF_BLOCKS) return column;
   return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;

@@ -54,6 +54,10 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 // whose product with log2 e may not be a normal number.
 constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 
+// Whether the output is brought to the unit of a tile's weights, so that no product is multiplied
+// by it. With three consumers there are no registers for that.
+constexpr bool OUTPUT_HAS_UNIT = V_SCALE_ROWS && CONSUMERS == 2;
+
 // The powers of two by which the output of a thread's rows was divided, because weights were. With
 // V_SCALE_ROWS, a tile's weights are in a unit of its own. The output is brought to this unit when
 // it is rescaled, so that no product is multiplied by it. A unit that is 2^SPAN times smaller than
@@ -174,7 +178,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     direct = !ptx::any_lane(!direct);
     if (!direct) c[0] = c[1] = number::LOG2_E<float>;
 
-    float alpha[2];  // the factor of the output when the weights are multiplied
+    float alpha[2];            // the factor of the output when the weights are multiplied
+    float unit_v[2] = {1, 1};  // of the weights, where products are multiplied by it
     float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
     unsigned int weights[2][COLUMNS / 4];
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
@@ -198,7 +203,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
         for (int column = 0; column < PART_COLUMNS; ++column) {
           float& sum = acc[r][x * PART_COLUMNS + column];
-          sum = fma(sum, alpha[r], part[x % BUFFERS][r][column]);
+          const float own = part[x % BUFFERS][r][column];
+          sum = fma(sum, alpha[r], V_SCALE_ROWS && !OUTPUT_HAS_UNIT ? own * unit_v[r] : own);
         }
       }
     };
@@ -276,7 +282,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           });
           units[0] = units[1] = shared.v_unit[KvPipeline::stage_of(n)];
         }
-        output_units.take_up(units, alpha, s);
+        if constexpr (OUTPUT_HAS_UNIT) {
+          output_units.take_up(units, alpha, s);
+        } else {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) unit_v[r] = Unit::ratio(units[r], Unit::ONE);
+        }
       }
       warpgroup_fp8::narrow(s, weights);
     };
@@ -389,7 +400,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       weight[r] = l[r] == 0.0f ? 0.0f : common * weight[r] * ptx::reciprocal(l[r]);
-      if constexpr (V_SCALE_ROWS) {
+      if constexpr (OUTPUT_HAS_UNIT) {
         const float unit = Unit::ratio(output_units.unit(r), Unit::ONE);
 #pragma unroll
         for (int column = 0; column < COLUMNS_V; ++column) acc[r][column] *= unit;

@@ -53,9 +53,8 @@ using KvPipeline = warpgroup::Pipeline<KV_STAGES>;
 using VPipeline = warpgroup::Pipeline<V_STAGES>;
 using WorkPipeline = warpgroup::Pipeline<WORK_STAGES>;
 
-// The scales of the rows of a tile, by which scores and weights are multiplied. Of 16 keys, key
-// 8 a + 2 b + c has place 4 b + 2 a + c, so that a thread loads those of four of its columns at
-// once.
+// The scales of the rows of a tile, by which scores and weights are multiplied. A thread loads
+// those of four of its columns at once: of 16 keys, key 8 a + 2 b + c has place 4 b + 2 a + c.
 struct alignas(16) RowScales {
   float k[BLOCK_KV], v[BLOCK_KV];  // NaN for infinite ones of v
   float v_of_tile[BLOCK_KV];       // v, divided by a power of two so that none is larger than 1
