@@ -248,7 +248,7 @@ def test_gradients_by_hand():
         "lse": passed * wide, "delta": passed * wide, "dq_accum": passed * columns * wide,
     }  # fmt: skip
     sums = {"dq_accum": passed * columns * wide}
-    assert dkdv.most.writes == {name: 256 * columns * item for name in ("dk", "dv")} | sums
+    assert dkdv.most.writes == dict.fromkeys(("dk", "dv"), 256 * columns * item) | sums
     assert rows.once.total == 256 * columns * (wide + item)
     assert dkdv.flops == 2 * 3 * 128 * 128 * 5 * 64
     # dq, dk, dv; delta and the sums of dq.
