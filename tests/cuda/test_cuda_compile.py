@@ -36,6 +36,7 @@ SPILLS = {
     "backward_sm80_dkdv": 180,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 8,
+    "backward_sm90_bias": 4,
     "backward_f64_dkdv": 220,
     "decode_sm80": 168,
     "decode_sm80_shared": 36,
