@@ -119,11 +119,8 @@ def with_reductions(
     """Compute a call of `attention` and reductions of it, which read its log-sum-exp."""
     execute.check_flag(return_lse, "return_lse")
     named = _named(reductions)
-    if request.call.encoding.operands:
-        raise ArgumentError(
-            f"reductions: got {', '.join(map(repr, named))} beside codes in q, k and v; expected "
-            "arrays of numbers, which dequantize makes of codes."
-        )
+    names = ", ".join(map(repr, named))
+    request.call.encoding.check_numbers(f"reductions: got {names}")
     given = request.options
     options = _options(given.mask, given.score_mod, given.bias, given.sink, given.scale)
     # Entries are counted along the leading axes of all three arrays.

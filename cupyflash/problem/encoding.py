@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ..arrays.typed import Array
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 from .formats import Format
 
 QUERIES = "float16", "bfloat16", "float32"  # types of queries beside a cache of codes
@@ -78,6 +78,9 @@ class Encoding:
         of_scales = 0 if scale is None else scale.shape[-1] * scale.itemsize
         return int(x.shape[-1] * x.itemsize + of_scales)
 
+    def check_numbers(self, named: str) -> None:
+        """Refuse codes where something else, which is named, needs numbers in q, k and v."""
+
     def check_queries(self, dtype: np.dtype[Any], name: str) -> None:
         """Refuse a dtype of the arrays that come with these."""
 
@@ -90,6 +93,13 @@ class Fp8Encoding(Encoding):
 
     operands = "q", "k", "v"
     units = ("float8",)
+
+    def check_numbers(self, named: str) -> None:
+        """Refuse all calls: q, k and v are codes."""
+        raise ArgumentError(
+            f"{named} beside codes in q, k and v; expected arrays of numbers, which dequantize "
+            "makes of codes."
+        )
 
     def type_words(self, dtype: np.dtype[Any]) -> tuple[str, str]:
         """Return the type of a call whose results have a dtype: short, and in more words."""
