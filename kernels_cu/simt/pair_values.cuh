@@ -62,13 +62,13 @@ __device__ __forceinline__ Owner owner_of(const Params& p, unsigned int block) {
 }
 
 // The queries of an owner's block of queries that take part, and the keys of its blocks of keys.
-struct Range {
+struct OwnerRange {
   long long i_begin, i_end, j_begin, j_end;
 };
 
 // `place` is the number of the block of queries and of the blocks of keys.
-__device__ __forceinline__ Range range_of(const ReduceParams& t, const layout::Entry& entry,
-                                          const layout::Quotient& place) {
+__device__ __forceinline__ OwnerRange range_of(const ReduceParams& t, const layout::Entry& entry,
+                                               const layout::Quotient& place) {
   const long long i_first = place.quotient * t.block_q, i_last = i_first + t.block_q;
   const long long j_begin = place.remainder * t.keys_of_owner;
   const long long j_last = j_begin + t.keys_of_owner;

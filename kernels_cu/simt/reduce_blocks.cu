@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
   const memory::RowStatistic of_rows = memory::row_statistic(p.lse, entry, h);
 
-  const pair_values::Range range = pair_values::range_of(t, entry, place);
+  const pair_values::OwnerRange range = pair_values::range_of(t, entry, place);
   accum_t* const found = reinterpret_cast<accum_t*>(t.found.data) +
                          layout::offset(t.found, entry, h, false) + place.quotient * t.found.row;
 

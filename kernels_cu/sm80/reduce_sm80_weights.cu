@@ -36,7 +36,7 @@ constexpr int UNROLL = 4;
 struct SharedStorage {
   layout::Entry entry;
   long long h;
-  pair_values::Range range;
+  pair_values::OwnerRange range;
   memory::Rows q;
   memory::RowStatistic of_rows;
   float* found;
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                           place.quotient * t.found.row;
   }
   __syncthreads();  // what the block owns, written by thread 0
-  const pair_values::Range& range = storage_smem->range;
+  const pair_values::OwnerRange& range = storage_smem->range;
 
   const int warp_key = threadIdx.x / ptx::WARP_SIZE * WARP_KEYS;
   Keys keys{k_smem + warp_key * ROW_BYTES};
