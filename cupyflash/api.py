@@ -32,6 +32,7 @@ def attention(
     v: DLPackArray,
     *,
     return_lse: Literal[False] = False,
+    reductions: None = None,
     **options: Unpack[ForwardOptions],
 ) -> NDArray[F]: ...
 
@@ -43,6 +44,7 @@ def attention(
     v: DLPackArray,
     *,
     return_lse: Literal[True],
+    reductions: None = None,
     **options: Unpack[ForwardOptions],
 ) -> tuple[NDArray[F], FloatArray]: ...
 
@@ -54,6 +56,7 @@ def attention(
     v: DLPackArray,
     *,
     return_lse: Literal[False] = False,
+    reductions: None = None,
     **options: Unpack[ForwardOptions],
 ) -> Array: ...
 
@@ -65,6 +68,7 @@ def attention(
     v: DLPackArray,
     *,
     return_lse: Literal[True],
+    reductions: None = None,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, FloatArray]: ...
 
@@ -76,6 +80,7 @@ def attention(
     v: DLPackArray,
     *,
     return_lse: bool,
+    reductions: None = None,
     **options: Unpack[ForwardOptions],
 ) -> Array | tuple[Array, FloatArray]: ...
 

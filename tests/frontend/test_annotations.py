@@ -71,7 +71,7 @@ def typed_keywords(hint: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", OVERLOADED)
 def test_overloads_have_the_arguments_of_the_function(name):
-    """One by one or by ``**options``, with the same types; q and return_lse decide the result."""
+    """One by one or by ``**options``, with the same types; some decide the type of the result."""
     function = PUBLIC[name]
     own = typing.get_type_hints(function)
     returned = own.pop("return")
@@ -85,7 +85,7 @@ def test_overloads_have_the_arguments_of_the_function(name):
             hints |= typed_keywords(hints.pop("options"))
         assert hints.keys() == own.keys()
         narrower = {each for each in own if hints[each] != own[each]}
-        assert narrower <= {"q", "return_lse", "results", "rotary", "out"}, narrower
+        assert narrower <= {"q", "return_lse", "results", "rotary", "out", "reductions"}, narrower
         for parameter in inspect.signature(overload).parameters.values():
             if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "return_lse":
                 default = inspect.signature(function).parameters[parameter.name].default
