@@ -247,8 +247,12 @@ def test_packed_qkv_is_not_copied(two_threads):
         "grads_out": [grad[:, :, n].swapaxes(-3, -2) for n in range(3)],
         "workspace": np.empty(workspace_size(q, k, v, mask=mask), np.uint8),
     }
-    peak = peak_bytes(lambda: attention_backward(do, q, k, v, out, lse, mask=mask, **targets))
-    assert peak < 0.25 * q.nbytes  # scratch of two threads
+
+    def backward():
+        attention_backward(do, q, k, v, out, lse, mask=mask, **targets)
+
+    backward()  # loads kernels and modules
+    assert peak_bytes(backward) < 0.25 * q.nbytes  # scratch of two threads
 
 
 @pytest.mark.parametrize("queries", [5, 50])  # by the kernel for few queries, and by the tiled one
