@@ -46,7 +46,7 @@ class Target:
 def has_cupy() -> bool:
     """Whether CuPy can be imported, without which no kernel runs on a GPU."""
     try:
-        import cupy  # noqa: F401
+        import cupy  # noqa: F401, whether it can be is the question
     except ImportError:
         return False
     return True
