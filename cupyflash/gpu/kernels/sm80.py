@@ -418,6 +418,7 @@ DKDV = KernelSpec(
     dq_accum_step=LANES,
     cost=_cost_of_dkdv,
     lists="keys",
+    overlaps=True,
 )
 DQ = KernelSpec(
     source="sm80/backward_sm80_dq.cu",
