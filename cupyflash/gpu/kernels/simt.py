@@ -383,13 +383,11 @@ _METHOD = "runs the portable kernel in {accumulator}"
 
 def _configure_lists(request: Request) -> Tiles | None:
     """Return the tiles of the kernel that reads the lists, if it is known."""
-    blocks = request.blocks or ANY_TILE
-    return Tiles(*blocks, threads=LIST_THREADS, shared_memory=0)
+    return Tiles(*(request.blocks or ANY_TILE), threads=LIST_THREADS, shared_memory=0)
 
 
 def _configure_order(request: Request) -> Tiles | None:
-    blocks = request.blocks or ANY_TILE
-    return Tiles(*blocks, threads=ORDER_THREADS, shared_memory=4 * ORDER_THREADS)
+    return Tiles(*(request.blocks or ANY_TILE), ORDER_THREADS, 4 * ORDER_THREADS)
 
 
 FORWARD = KernelSpec(
@@ -472,6 +470,7 @@ LIST_TILES = KernelSpec(
     grid=grid.by_warps,
     sizes=(),
     operands=(),
+    overlaps=True,
 )
 ORDER_TILES = KernelSpec(
     source="simt/order_tiles.cu",
@@ -485,6 +484,7 @@ ORDER_TILES = KernelSpec(
     grid=grid.by_blocks,
     sizes=(),
     operands=(),
+    overlaps=True,
 )
 DECODE = KernelSpec(
     source="simt/decode_simt.cu",
