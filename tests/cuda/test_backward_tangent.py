@@ -34,7 +34,8 @@ def ratios(problem, emulator, directions, cotangents):
     if not np.isfinite(out.astype(np.float32)).all():
         return {}
     ours = run_second(problem, emulator, directions, cotangents, (out, lse))
-    return ratios_of_second(bound_second(problem, directions, cotangents), ours)
+    bound = bound_second(problem, directions, cotangents, emulator.blocks.tensor)
+    return ratios_of_second(bound, ours)
 
 
 @pytest.mark.thorough("a search; one problem with all options is quick")
