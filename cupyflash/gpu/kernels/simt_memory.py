@@ -87,6 +87,7 @@ def _ceil(x: int, y: int) -> int:
 
 
 def round_up(x: int, step: int) -> int:
+    """Return the least multiple of `step` that is not less than x."""
     return _ceil(x, step) * step
 
 

@@ -17,7 +17,7 @@ DKDV_NAME, DQ_NAME = "backward_sm80_tangent_dkdv", "backward_sm80_tangent_dq"
 # what is streamed, and blocks that share an SM. A warp has 16 rows of the block's results.
 TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     DKDV_NAME: {
-        64: ((32, 64, 4, 2, 3), (32, 64, 4, 2, 1)),
+        64: ((32, 64, 4, 2, 2), (32, 64, 4, 2, 1)),
         128: ((32, 128, 8, 2, 1), (32, 128, 8, 1, 1), (32, 64, 4, 1, 1)),
     },
     DQ_NAME: {
