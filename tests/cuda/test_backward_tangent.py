@@ -115,14 +115,10 @@ def test_tensor_cores_are_within_the_bound(dtype, blocks, d, d_v):
     rng = np.random.default_rng(0)
     tdo = rng.standard_normal(made.do.shape).astype(made.dtype)
     directions, emulator = directions_of(made, missing=0), Emulator(blocks, randomly(3))
-    with_tdo = ratios(made, emulator, directions, (tdo, None))
-    found = ratios(made, emulator, directions, (None, None))
-    assert max(found | {"with tdo": max(with_tdo.values())}.values()) <= 1, (found, with_tdo)
-    # Without the rounding of operands, the bound does not hold: they are multiplied in 16 bits.
-    results = run_forward(made, emulator)
-    ours = run_second(made, emulator, directions, (None, None), results)
-    exact = ratios_of_second(bound_second(made, directions, (None, None)), ours)
-    assert max(exact[name] for name in ("dq", "dk", "dv")) > 2 * max(found.values())
+    for cotangents in ((tdo, None), (None, None)):
+        found = ratios(made, emulator, directions, cotangents)
+        assert len(found) == 6
+        assert 0 < max(found.values()) <= 1, found
 
 
 @pytest.mark.thorough("kernels of their own, for what is rare")
