@@ -217,7 +217,7 @@ class Writer:
         second: bool = False,
         reduces: bool = False,
     ) -> None:
-        self.call, self.target, self._slope = call, target, slope
+        self.call, self.target, self._slope, self._is_by = call, target, slope, by is not None
         request = request_of(call, target, arrays, plan)
         self.generated = call_code.of(call, slope, tangents, by, second)
         functions, self.has_tangents = self.generated.functions, tangents is not None
@@ -368,6 +368,7 @@ class Writer:
         code = self.without_bias if tiles.bias_stages else self.generated
         functions = code.functions
         if tiles.bias_stages:
+            assert not self._is_by, "the derivative would read the bias, too"
             told |= call_code.constants(code) | {"bias": bias_tiles.operand(request)}
         if spec.scores:
             functions = replace(functions, has_dscore=functions.has_dscore and spec.slope)
