@@ -447,6 +447,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     request = Request(problem, target_of(arch), call, slope=functions.has_dscore, blocks=blocks)
     assert spec.is_for(problem, request.device)
     tiles = _tiles(spec, case, request)
+    adds_dq = not (whole_dq or case.packed) and problem.dtype.name in spec.atomic_dq
     wide = (of_codes and case.dtype == np.float32) or (resumes and case.dtype.itemsize == 2)
     return Specialisation(
         spec,
@@ -473,6 +474,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         parts=parts,
         whole_dq=whole_dq,
         atomic_dq=(whole_dq or not case.packed) and problem.dtype.name in spec.atomic_dq,
+        adjacent_dq=adds_dq and capability(arch) >= spec.adjacent_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
         tq=has_tangents,
         tk=has_tangents,
