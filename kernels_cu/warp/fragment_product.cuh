@@ -338,8 +338,8 @@ __device__ __forceinline__ void store_fragments(const Params& p,
 
 // The layout of the float32 sums of dq that blocks add to is that of the fragments: 16 columns of a
 // group of 8 rows are 128 numbers. Element n of a thread's four is number 32 n + lane, so that 32
-// lanes add to adjacent numbers; with ADJACENT_DQ it is 4 lane + n, so that one instruction adds all
-// four. The units of 16 columns of a group follow each other, then comes the next group.
+// lanes add to adjacent numbers; with ADJACENT_DQ it is 4 lane + n, so that one instruction adds
+// all four. The units of 16 columns of a group follow each other, then comes the next group.
 template <int WIDTH>
 constexpr int GROUP_SIZE = 8 * fragment::whole_columns(WIDTH);
 constexpr int LANE_STEP = ADJACENT_DQ ? 4 : 1, ELEMENT_STEP = ADJACENT_DQ ? 1 : ptx::WARP_SIZE;
