@@ -194,11 +194,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   // The grid before wrote delta and zeros of dq, or what places blocks. Idle blocks wait, too: the
   // next grid waits for this one alone.
-  constexpr bool EARLY = !HAS_LISTS && !PACKED;
+  constexpr bool EARLY = WHOLE_DQ && !HAS_LISTS && !PACKED;
   if constexpr (!EARLY) ptx::wait_for_grids();
   const unsigned int number = layout::interleave_heads(p, blockIdx.x);
   const layout::WorkTile work = layout::work_tile_of(p, number, p.heads_kv, true, BLOCK_KV, false);
-  if (work.idle) return ptx::wait_for_grids();
+  if (work.idle) {
+    if constexpr (EARLY) ptx::wait_for_grids();
+    return;
+  }
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
   const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
