@@ -22,7 +22,7 @@ TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     },
     DQ_NAME: {
         64: ((64, 32, 4, 2, 3), (64, 32, 4, 2, 1)),
-        128: ((64, 32, 4, 1, 2), (64, 32, 4, 2, 1), (64, 32, 4, 1, 1)),
+        128: ((128, 32, 8, 2, 1), (64, 32, 4, 2, 1), (64, 32, 4, 1, 1)),
     },
 }
 HEAD_BYTES, STREAM_BYTES = 280, 200  # of what is known of the rows that are streamed
