@@ -107,7 +107,7 @@ def attention_backward_jvp(
         tdv = (Z * P * (tt - tlse))ᵀ do + (Z * P)ᵀ tdo
 
     Memory grows with L, as in `attention_backward`. On a GPU, tensor cores compute it in float16
-    and bfloat16 for heads up to 128 without score changes and bias, and other kernels in the
+    and bfloat16 for heads up to 128, apart from the tangent of dbias, and other kernels in the
     accumulator's type. At a kink of a score change, it is that of the branch that is taken.
 
     Examples
