@@ -73,7 +73,7 @@ def attention_backward_jvp(
     tdo, tdlse : array, optional
         Tangents of `do` and `dlse`, likewise; for a double backward they are left out.
     deterministic : bool
-        As in `attention_backward`. All results have the same bits in every run without it, too.
+        As in `attention_backward`: only the tangent of dq in float32 on a GPU depends on it.
     bias_gradient : bool
         Whether the tangent of the bias's gradient is computed; without it, it is None.
     grads_out : Gradients or tuple, optional

@@ -10,7 +10,7 @@
 // BLOCK_KV of COLUMN_THREADS and 4.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
-#include "../common/matmul_twice.cuh"
+#include "../common/matmul_tangent.cuh"
 #include "../common/tangent_gradient.cuh"
 
 namespace {
