@@ -360,7 +360,9 @@ def again(
         if made is None:
             return None
         out, lse = made[0], made[1] if return_lse else None
-    return out.transpose(1, 2) if settings.rows_first and not on_gpu else out, lse
+    if settings.rows_first and not seen.known.has_rows_first:
+        out = out.transpose(1, 2)
+    return out, lse
 
 
 def _may_have_derivatives(operands: Operands) -> bool:
