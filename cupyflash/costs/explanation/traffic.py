@@ -199,12 +199,12 @@ class Sizes:
             if not adds_dq:
                 return moved
             # As of dq below.
-            added = (n * self.sum_row for n in (self.queries, queries))
-            once, most = (
-                Bytes({**x.reads, "tdq": n}, {**x.writes, "tdq": n + self.queries * self.sum_row})
-                for x, n in zip(moved, added, strict=True)
+            cleared = self.queries * self.sum_row
+            least, largest = (
+                Bytes({**x.reads, "tdq": n}, {**x.writes, "tdq": n + cleared})
+                for x, n in zip(moved, (cleared, queries * self.sum_row), strict=True)
             )
-            return once, most
+            return least, largest
         statistics = {"lse": self.row, "delta": self.row}
         if part == "dkdv":
             mine = {"k": self.k, "v": self.v}
