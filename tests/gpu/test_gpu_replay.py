@@ -307,7 +307,7 @@ def test_learned_look_ups_are_recognised_and_captured(cupy, unchecked, dtype):
 
     replay._entries.clear()
     wanted = [[x.get() for x in gradients(seed)] for seed in range(3)]
-    do, q, k, v = drawn[0]
+    _, q, k, v = drawn[0]
     size = cupyflash.workspace_size(q, k, v, **held[0][1])
     workspace = cupy.empty(size, np.uint8)
     gradients(0, workspace=workspace)
