@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ..problem.bound_exprs import of_logit, slope_of
 from ..problem.call import Array, Call, Gradients
 from ..problem.reduction_form import Form
 from . import launch, reduction_route
+from .lookups import Served
 
 
 def reduce(
@@ -70,11 +72,12 @@ def backward(
             device_arrays.fill(array, value)
         made, read = replace(call, v=v, problem=problem), (out, out, lse, dlse)
         gradients: Gradients = Gradients(dq, dk, dv)
-        slope = slope_of(factor, call)
-        launch.backward(made, *read, gradients, None, deterministic=True, slope=slope)
+        served = []
         if dbias is not None:
             of_pairs = dbias[(None,) * (3 - dbias.ndim)]
-            launch.lookup_gradient(made, *read, of_pairs, convert(of_logit(factor, call), "float"))
+            served.append(Served(of_pairs, convert(of_logit(factor, call), "float")))
+        how: dict[str, Any] = {"slope": slope_of(factor, call), "served": served}
+        launch.backward(made, *read, gradients, None, deterministic=True, **how)
 
 
 def _joined(found: Array, by: str, parts: int) -> Array:
