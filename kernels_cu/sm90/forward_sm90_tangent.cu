@@ -27,7 +27,7 @@ constexpr int SCORE_COLUMNS = 4;                      // that generated code cha
 constexpr int COLUMNS_V = warpgroup::product_columns(D_V) / 4;
 // Registers of a thread of the producer and of the consumers.
 constexpr int LAUNCH_REGS = 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER_REGS = 40;
+constexpr int PRODUCER_REGS = 24;
 constexpr int CONSUMER_REGS = (LAUNCH_REGS * (CONSUMERS + 1) - PRODUCER_REGS) / CONSUMERS / 8 * 8;
 
 using fragment_tangent::HAS_SCORES;
@@ -78,12 +78,13 @@ __device__ __forceinline__ void consumer(const TangentParams& t, const SharedMem
 
     // s = q k^T and ts = tq k^T + q tk^T.
     const auto issue_scores = [&](int n) {
-      const warpgroup::SmemDesc k = smem.k.desc(KvPipeline::stage_of(n));
+      const warpgroup::SmemDesc k = smem.k.desc(2 * KvPipeline::stage_of(n));
+      const warpgroup::SmemDesc tk = k + KTiles::BYTES / 16;
       ptx::wgmma_fence();
-      warpgroup::multiply<D, 2 * BLOCK_KV>(s, q_desc, k);
-      if constexpr (HAS_TQ) warpgroup::multiply<D, 2 * BLOCK_KV>(ts, tq_desc, k);
+      warpgroup::multiply<D, BLOCK_KV>(s, q_desc, k);
+      if constexpr (HAS_TQ) warpgroup::multiply<D, BLOCK_KV>(ts, tq_desc, k);
       if constexpr (HAS_TK) {
-        warpgroup::multiply<D, 2 * BLOCK_KV>(ts, q_desc, k + TK_BYTES / 16, [](int) {}, HAS_TQ);
+        warpgroup::multiply<D, BLOCK_KV>(ts, q_desc, tk, [](int) {}, HAS_TQ);
       }
       ptx::wgmma_commit();
     };
@@ -166,73 +167,77 @@ __device__ __forceinline__ void consumer(const TangentParams& t, const SharedMem
       take_turn();
       issue_scores(kv_uses);
       pass_turn();
-    }
 #pragma unroll 1
-    while (tile >= 0) {
-      const int n = kv_uses;
-      const bool masked = ptx::shuffle(work.is_masked(tile) ? 1 : 0, 0) != 0;
-      const int keys = work.rows_in(tile);
-      const int next = ptx::shuffle(work.tile_before(tile), 0);
-      if (MAY_MASK && masked) {
-        fragment_tile::evaluate_mask<MASK_COLUMNS, fragment_tile::MASK_COLUMNS_AT_ONCE>(
-            p, work.box_of(tile),
-            HAS_RANGE ? PARTIAL : warpgroup_tile::class_of(work.classes, tile), mask);
-      }
-      ptx::wgmma_wait<0>();
-      ptx::fence_accumulator(s);
-      if constexpr (fragment_tangent::HAS_PRODUCT) {
-        ptx::fence_accumulator(ts);
-      } else if constexpr (HAS_SCORES) {
-        matmul::clear(ts);
-      }
-      warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
-      if (next < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
-      // 3 score mod
-      bool hides = masked;
-      if constexpr (HAS_SCORE) {
-        hides = ptx::any_lane(fragment_tangent::apply_score_mod<SCORE_COLUMNS>(
-                    p, head_constants, work.box_of(tile), s, ts, scale)) ||
-                masked;
-      }
-      // 4 mask
-      if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);
-      if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, keys);
-      // 5 row max
-      float m_new[2];
-      if (fragment_softmax::row_max(s, m, m_new, c)) {
-        // 6 rescale
-        fragment_tangent::rescale(m, m_new, l, sum, acc, w, c);
-      }
-      fragment_softmax::exponentiate(s, m, l, c, hides);
-      fragment_tangent::Weights weights;
-      float inverse[2] = {1, 1};
-      bool scaled = false;
-      if constexpr (HAS_SCORES) {
-        if (fragment_tangent::lack_references(ref)) {
-          fragment_tangent::find_references(s, ts, logit_scale, ref, rows, rows);
+      while (true) {
+        const int n = kv_uses;
+        const bool masked = ptx::shuffle(work.is_masked(tile) ? 1 : 0, 0) != 0;
+        const int keys = work.rows_in(tile);
+        const int next = ptx::shuffle(work.tile_before(tile), 0);
+        if (MAY_MASK && masked) {
+          fragment_tile::evaluate_mask<MASK_COLUMNS, fragment_tile::MASK_COLUMNS_AT_ONCE>(
+              p, work.box_of(tile),
+              HAS_RANGE ? PARTIAL : warpgroup_tile::class_of(work.classes, tile), mask);
         }
-        fragment_tangent::weigh(s, ts, logit_scale, ref, sum, hides);
+        ptx::wgmma_wait<0>();
+        ptx::fence_accumulator(s);
+        if constexpr (fragment_tangent::HAS_PRODUCT) {
+          ptx::fence_accumulator(ts);
+        } else if constexpr (HAS_SCORES) {
+          matmul::clear(ts);
+        }
+        warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
+        if (next < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
+        // 3 score mod
+        bool hides = masked;
+        if constexpr (HAS_SCORE) {
+          hides = ptx::any_lane(fragment_tangent::apply_score_mod<SCORE_COLUMNS>(
+                      p, head_constants, work.box_of(tile), s, ts, scale)) ||
+                  masked;
+        }
+        // 4 mask
+        if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);
+        if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, keys);
+        // 5 row max
+        float m_new[2];
+        if (fragment_softmax::row_max(s, m, m_new, c)) {
+          // 6 rescale
+          fragment_tangent::rescale(m, m_new, l, sum, acc, w, c);
+        }
+        fragment_softmax::exponentiate(s, m, l, c, hides);
+        fragment_tangent::Weights weights;
+        float inverse[2] = {1, 1};
+        bool scaled = false;
+        if constexpr (HAS_SCORES) {
+          if (fragment_tangent::lack_references(ref)) {
+            fragment_tangent::find_references(s, ts, logit_scale, ref, rows, rows);
+          }
+          fragment_tangent::weigh(s, ts, logit_scale, ref, sum, hides);
+        }
+        if constexpr (HAS_DROPOUT) {
+          fragment_tile::apply_dropout(p, work.box_of(tile), s);
+          if constexpr (HAS_SCORES) fragment_tangent::drop(s, ts);
+        }
+        fragment::narrow(s, weights.p);
+        if constexpr (HAS_SCORES) {
+          if constexpr (IS_FLOAT16) scaled = fragment_tangent::fit_float16(ts, inverse, rows);
+          fragment::narrow(ts, weights.t);
+        }
+        if (CHANGES_SCORES || (CHECK_FINITE && masked)) repair_nonfinite(n, keys, weights);
+        // 7 accumulate p v
+        shared.v_pipeline.wait_full(n);
+        if (next >= 0) shared.k_pipeline.wait_full(n + 1);
+        take_turn();
+        multiply_values(n, weights, scaled, inverse);
+        warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(n));
+        ++kv_uses;
+        tile = next;
+        if (next < 0) {
+          pass_turn();
+          break;
+        }
+        issue_scores(kv_uses);
+        pass_turn();
       }
-      if constexpr (HAS_DROPOUT) {
-        fragment_tile::apply_dropout(p, work.box_of(tile), s);
-        if constexpr (HAS_SCORES) fragment_tangent::drop(s, ts);
-      }
-      fragment::narrow(s, weights.p);
-      if constexpr (HAS_SCORES) {
-        if constexpr (IS_FLOAT16) scaled = fragment_tangent::fit_float16(ts, inverse, rows);
-        fragment::narrow(ts, weights.t);
-      }
-      if (CHANGES_SCORES || (CHECK_FINITE && masked)) repair_nonfinite(n, keys, weights);
-      // 7 accumulate p v
-      shared.v_pipeline.wait_full(n);
-      if (next >= 0) shared.k_pipeline.wait_full(n + 1);
-      take_turn();
-      multiply_values(n, weights, scaled, inverse);
-      warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(n));
-      ++kv_uses;
-      tile = next;
-      if (next >= 0) issue_scores(kv_uses);
-      pass_turn();
     }
 
     fragment_softmax::row_sum(l);

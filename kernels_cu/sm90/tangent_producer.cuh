@@ -60,11 +60,11 @@ __device__ __forceinline__ void producer(const SharedMemory& smem, const Maps& m
       const unsigned int k_full = shared.k_pipeline.full_barrier(n);
       shared.k_pipeline.wait_empty(n);
       ptx::mbarrier_arrive_expect_tx(k_full, K_ARRIVING);
-      warpgroup::tma_load_tile<2 * BLOCK_KV, D>(smem.k.address(stage), maps.k, work.k, first_row,
-                                                k_full);
+      warpgroup::tma_load_tile<BLOCK_KV, D>(smem.k.address(2 * stage), maps.k, work.k, first_row,
+                                            k_full);
       if constexpr (HAS_TK) {
-        warpgroup::tma_load_tile<2 * BLOCK_KV, D>(smem.k.address(stage) + TK_BYTES, maps.tk,
-                                                  heads.k, first_row, k_full);
+        warpgroup::tma_load_tile<BLOCK_KV, D>(smem.k.address(2 * stage + 1), maps.tk, heads.k,
+                                              first_row, k_full);
       }
       if (tile == last) {
         // 1 load q

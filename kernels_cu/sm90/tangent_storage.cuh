@@ -22,17 +22,15 @@ constexpr int CHECKER_WARPS = CHECK_FINITE ? 2 : 0;
 constexpr int CHECKER_ARRIVALS = CHECKER_WARPS * warpgroup::ARRIVALS_OF_WARP;
 
 constexpr int Q_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
-// Queries of consumer c are tile 2 c, and their tangents are the next one; values likewise. Keys
-// and their tangents are the rows of one tile, so that one product multiplies queries by both.
+// Queries of consumer c are tile 2 c, keys and values of stage n tile 2 n; their tangents follow.
 using QTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, Q_ROW_BYTES, 2 * CONSUMERS>;
-using KTiles = warpgroup::SmemTile<2 * BLOCK_KV, Q_ROW_BYTES, KV_STAGES>;
+using KTiles = warpgroup::SmemTile<BLOCK_KV, Q_ROW_BYTES, 2 * KV_STAGES>;
 using VTiles = warpgroup::SmemTile<BLOCK_KV, V_ROW_BYTES, 2 * KV_STAGES>;
-constexpr int TK_BYTES = BLOCK_KV * warpgroup::SLAB_ROW_BYTES;  // from keys to their tangents
-constexpr int TILES_BYTES = 2 * CONSUMERS * QTiles::BYTES + KV_STAGES * KTiles::BYTES +
-                            2 * KV_STAGES * VTiles::BYTES;
+constexpr int TILES_BYTES =
+    2 * (CONSUMERS * QTiles::BYTES + KV_STAGES * (KTiles::BYTES + VTiles::BYTES));
 // Bytes that arrive of a consumer's queries, and of a stage's keys and values.
 constexpr int Q_ARRIVING = QTiles::BYTES * (HAS_TQ ? 2 : 1);
-constexpr int K_ARRIVING = KTiles::BYTES / 2 * (HAS_TK ? 2 : 1);
+constexpr int K_ARRIVING = KTiles::BYTES * (HAS_TK ? 2 : 1);
 constexpr int V_ARRIVING = VTiles::BYTES * (HAS_TV ? 2 : 1);
 
 // Named barriers, as in forward_storage.cuh.
