@@ -25,9 +25,10 @@ constexpr int COLUMNS = fragment_tangent::COLUMNS;    // scores of a thread in e
 constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
 constexpr int SCORE_COLUMNS = 4;                      // that generated code changes together
 constexpr int COLUMNS_V = warpgroup::product_columns(D_V) / 4;
-// Registers of a thread of the producer and of the consumers.
+// Registers of a thread of the producer and of the consumers. Where results and scores fill the
+// registers of these, the producer keeps the fewest.
 constexpr int LAUNCH_REGS = 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER_REGS = 24;
+constexpr int PRODUCER_REGS = 4 * (COLUMNS + COLUMNS_V) <= 176 ? 40 : 24;
 constexpr int CONSUMER_REGS = (LAUNCH_REGS * (CONSUMERS + 1) - PRODUCER_REGS) / CONSUMERS / 8 * 8;
 
 using fragment_tangent::HAS_SCORES;

@@ -109,10 +109,7 @@ struct SharedMemory {
   SharedStorage* storage;
 
   __device__ __forceinline__ explicit SharedMemory(char* begin)
-      : q{begin},
-        k{q.end()},
-        v{k.end()},
-        storage(reinterpret_cast<SharedStorage*>(v.end())) {}
+      : q{begin}, k{q.end()}, v{k.end()}, storage(reinterpret_cast<SharedStorage*>(v.end())) {}
 };
 
 // TMA and wgmma need tiles that begin at multiples of 1024 bytes.

@@ -288,8 +288,9 @@ def plan_of(q, k=None, **options):
         (128, {}, 64),
         (64, {"mask": masks.causal()}, 112),
         (64, {"score_mod": scores.softcap(5.0)}, 64),
+        (128, {"bias": np.zeros((2, 200, 200), np.float16)}, 48),
     ],
-    ids=["128", "64", "changed"],
+    ids=["128", "64", "changed 64", "changed 128"],
 )
 def test_its_tiles(d, options, block_kv):
     found = plan_of(np.zeros((2, 200, d), np.float16), **options)
