@@ -87,8 +87,9 @@ __device__ __forceinline__ void copy_keys(const Params& p, const decode::Task& t
             exists, p.k.col, in_vectors(task.k, p.k.row | (PAGED ? p.k_page : 0), p.k.col));
 }
 
-// Issues the TMA loads of a whole leaf, by the lanes of one warp: one box for each tma_rows keys,
-// which in a cache with pages are in one page, and 64 columns.
+// Issues the TMA loads of slabs of a whole leaf, by the lanes of one warp: one box for each tma_rows
+// keys, which in a cache with pages are in one page, and 64 columns.
+template <int FIRST, int END>
 __device__ __forceinline__ void load_keys(const Params& p, const decode::Task& task,
                                           const decode::Leaf& leaf, char* stage_smem,
                                           const ptx::TensorMap& map, const SharedStorage& shared,
@@ -100,7 +101,7 @@ __device__ __forceinline__ void load_keys(const Params& p, const decode::Task& t
   if constexpr (PAGED) at.slow = place.page;
   const unsigned int to = ptx::shared_address(stage_smem) + key * warpgroup::SLAB_ROW_BYTES;
 #pragma unroll
-  for (int slab = 0; slab < SLABS; ++slab) {
+  for (int slab = FIRST; slab < END; ++slab) {
     ptx::tma_load(to + slab * SLAB_BYTES, map, shared.part_barrier(n, slab / PART_SLABS),
                   slab * warpgroup::SLAB_COLUMNS, place.row, at.head, at.slow, at.slower);
   }
@@ -129,13 +130,17 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     if (n % STAGES == stage) {
       const bool by_tma = p.tma_rows > 0 && now.exists && now.keys == LEAF;
       const bool issues = by_tma && first_row == 0;
-      shared.pipeline.wait_empty(n);
-      if (issues) load_keys(p, task, now, smem.stage(n), k_map, shared, n);
+      // The consumers let go of their values at different times.
+      constexpr int HALF = SLABS_V / CONSUMERS;
+      shared.wait_half(n, 0);
+      if (issues) load_keys<0, HALF>(p, task, now, smem.stage(n), k_map, shared, n);
+      shared.wait_half(n, 1);
+      if (issues) load_keys<HALF, SLABS>(p, task, now, smem.stage(n), k_map, shared, n);
       if (now.exists) {
         // 1 load q
         if (loaded != task.number) {
           // The queries before were multiplied with every tile before this one.
-          if (n > 0) shared.pipeline.wait_released(n - 1);
+          if (n > 0) shared.wait_scored(n - 1);
           copy_queries(p, task, smem.q.begin, first_row);
         }
         if (!by_tma) copy_keys(p, task, now, smem.stage(n), first_row);
