@@ -375,6 +375,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const SharedMemory smem(shared_smem[0].x);
   if (threadIdx.x == 0) smem.storage->init_barriers();
   decode::Schedule schedule(p, &smem.storage->schedule);
+  ptx::wait_for_grids();
+  ptx::launch_dependents();
   schedule.count_units();
   __syncthreads();  // the barriers, initialised by one thread
   if (warpgroup::index() == CONSUMERS) {

@@ -55,4 +55,5 @@ DECODE = KernelSpec(
     grid=grid.by_units,
     tma=TmaOperands(("k",), (), lambda tiles: {"k": tiles.block_kv}, optional=True),
     caches=True,
+    overlaps=True,
 )
