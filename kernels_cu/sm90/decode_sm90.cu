@@ -161,7 +161,7 @@ class Consumer {
           receive_weights(n);
           multiply_values(n++, last);
         } else {
-          ptx::named_barrier_sync(ALONE, BOTH_CONSUMERS);
+          end_turn();
         }
         if (!find(n).exists) {
           store(last);
@@ -179,7 +179,7 @@ class Consumer {
         ptx::named_barrier_sync(TURN, BOTH_CONSUMERS);  // the other scores are multiplied first
         if (last.ends) {
           receive_weights(n);
-          ptx::named_barrier_sync(ALONE, BOTH_CONSUMERS);  // both have them, and take another turn
+          end_turn();
           multiply_values(n++, last);
           store(last);
           continue;
@@ -221,6 +221,11 @@ class Consumer {
     tile.unit = staged.leaf.unit;
     tile.rows = tile.exists ? staged.task.rows : 0;
     return tile;
+  }
+
+  // Ends a turn of one tile: its weights were received before others take their places.
+  __device__ __forceinline__ static void end_turn() {
+    ptx::named_barrier_sync(ALONE, BOTH_CONSUMERS);
   }
 
   // 2 scores: issues their products.
