@@ -193,6 +193,11 @@ __device__ __forceinline__ void wgmma_st_f16(float (&d)[2][32], SmemDesc a, Smem
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][64], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_ST("m64n256k16", "f16", WGMMA_NAMES_128, "%128", "%129", "%130")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_ST("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
@@ -201,6 +206,11 @@ __device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][16], SmemDesc a, Sme
 __device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_ST("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][64], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_ST("m64n256k16", "bf16", WGMMA_NAMES_128, "%128", "%129", "%130")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 

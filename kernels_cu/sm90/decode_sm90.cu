@@ -35,7 +35,7 @@ constexpr int COLUMNS_O = D_V / CONSUMERS / 4;  // of a thread, in each of its t
 // scores needs the registers.
 constexpr bool OVERLAPS = !HAS_MASK && !HAS_SCORE;
 // Registers of a thread of the producers, which find the classes of leaves, and of the consumers.
-constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 56, CONSUMER_REGS = HAS_MASK ? 208 : 224;
+constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 72, CONSUMER_REGS = HAS_MASK ? 208 : 216;
 static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= 65536 / THREADS / 8 * 8 * 3,
               "more than the block was launched with");
 
@@ -145,63 +145,48 @@ class Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (INDEX == 0) {
-      if (!find(0).exists) return;
-      begin_scores(0);
-    }
-    int n = 0;
 #pragma unroll 1
-    while (true) {
-      Tile last = find(n);  // of a turn
+    for (int n = 0;;) {
+      Tile tile = find(n);
+      if (!tile.exists) return;
       if constexpr (INDEX == 0) {
-        find_weights<0>(n, last);
-        multiply_values(n++, last);
-        if (!last.ends) {
-          last = find(n);
+        begin_scores(n);
+        find_weights<0>(n, tile);
+        multiply_values<true>(n++, tile);
+        if (!tile.ends) {
+          tile = find(n);
           receive_weights(n);
-          multiply_values(n++, last);
+          multiply_values<false>(n++, tile);
         } else {
           end_turn();
-        }
-        if (!find(n).exists) {
-          store(last);
-          return;
-        }
-        if constexpr (OVERLAPS) {
-          begin_scores(n);  // computed while the node is stored
-        } else {
-          if (last.ends) store(last);
-          begin_scores(n);
-          continue;
         }
       } else {
-        if (!last.exists) return;
         ptx::named_barrier_sync(TURN, BOTH_CONSUMERS);  // the other scores are multiplied first
-        if (last.ends) {
+        if (tile.ends) {
           receive_weights(n);
           end_turn();
-          multiply_values(n++, last);
-          store(last);
+          multiply_values<false>(n++, tile);
+          store(tile);
           continue;
         }
         if constexpr (OVERLAPS) {
           begin_scores(n + 1);
           receive_weights(n);
-          begin_values(n, last);
-          last = find(n + 1);
-          find_weights<1>(n + 1, last);
+          begin_values<false>(n, tile);
+          tile = find(n + 1);
+          find_weights<1>(n + 1, tile);
           end_values(n);
         } else {
           receive_weights(n);
-          multiply_values(n, last);
-          last = find(n + 1);
+          multiply_values<false>(n, tile);
+          tile = find(n + 1);
           begin_scores(n + 1);
-          find_weights<0>(n + 1, last);
+          find_weights<0>(n + 1, tile);
         }
-        multiply_values(n + 1, last);
+        multiply_values<true>(n + 1, tile);
         n += 2;
       }
-      if (last.ends) store(last);
+      if (tile.ends) store(tile);
     }
   }
 
@@ -289,13 +274,16 @@ class Consumer {
     rows.m[thread] = TwoRows{{m_[0], m_[1]}};
     rows.l[thread] = TwoRows{{l_[0], l_[1]}};
     rows.alpha[thread] = TwoRows{{alpha_[0], alpha_[1]}};
-    Weights& weights_smem = *reinterpret_cast<Weights*>(smem_.weights(n));
+    const int lane = ptx::lane_index(), rows_of_warp = thread / ptx::WARP_SIZE * fragment::WARP_ROWS;
+    const unsigned int row_address = ptx::shared_address(smem_.weights(n)) +
+                                     (rows_of_warp + lane % 16) * warpgroup::SLAB_ROW_BYTES;
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      weights_smem.of[x][thread] =
-          ptx::Bytes16{{weights_[0][2 * x], weights_[0][2 * x + 1], weights_[1][2 * x],
-                        weights_[1][2 * x + 1]}};
+    for (int x = 0; x < COLUMNS / 2; x += 2) {
+      const unsigned int from[4] = {weights_[0][x], weights_[1][x], weights_[0][x + 1],
+                                    weights_[1][x + 1]};
+      ptx::stmatrix_x4(row_address + 16 * ((x + lane / 16) ^ lane % 8), from);
     }
+    ptx::fence_proxy_async();
     ptx::named_barrier_arrive(WEIGHTS + INDEX, BOTH_CONSUMERS);
   }
 
@@ -313,19 +301,26 @@ class Consumer {
       l_[r] = l.of[r];
       alpha_[r] = alpha.of[r];
     }
-    const Weights& weights_smem = *reinterpret_cast<const Weights*>(smem_.weights(n));
+  }
+
+  // Loads the weights of tile n that the other consumer found.
+  __device__ __forceinline__ void load_weights(int n) {
+    const char* const weights_smem = smem_.weights(n);
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const ptx::Bytes16 four = weights_smem.of[x][thread];
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row() + 8 * r;
 #pragma unroll
-      for (int y = 0; y < 2; ++y) {
-        weights_[0][2 * x + y] = four.x[y];
-        weights_[1][2 * x + y] = four.x[2 + y];
+      for (int x = 0; x < COLUMNS / 2; ++x) {
+        weights_[r][x] = *reinterpret_cast<const unsigned int*>(
+            weights_smem + row * warpgroup::SLAB_ROW_BYTES + ((x ^ row % 8) << 4) +
+            2 * fragment::lane_column());
       }
     }
   }
 
-  // 7 accumulate p v: issues the product for the consumer's columns.
+  // 7 accumulate p v: issues the product for the consumer's columns, of its OWN weights, which are
+  // in registers, or of the other consumer's.
+  template <bool OWN>
   __device__ __forceinline__ void begin_values(int n, const Tile& tile) {
     bool adds = !tile.begins;
     // The node rescales its sums; elsewhere merges stand for that.
@@ -334,16 +329,22 @@ class Consumer {
     }
     char* const values_smem = smem_.stage(n) + INDEX * (SLABS_V / CONSUMERS) * SLAB_BYTES;
     if (HAS_SCORE || (MAY_MASK && tile.masked)) {
+      if (!OWN) load_weights(n);
       if (!adds) matmul::clear(o_);
       adds = true;
       repair_nonfinite(o_, weights_, values_smem);
     }
+    const warpgroup::SmemDesc values =
+        warpgroup::make_smem_desc(ptx::shared_address(values_smem), SLAB_BYTES);
     ptx::wgmma_fence();
-    warpgroup::multiply_add<LEAF>(
-        o_, weights_,
-        warpgroup::make_smem_desc(ptx::shared_address(values_smem), SLAB_BYTES), adds);
+    if constexpr (OWN) {
+      warpgroup::multiply_add<LEAF>(o_, weights_, values, adds);
+    } else {
+      const warpgroup::SmemDesc weights =
+          warpgroup::make_smem_desc(ptx::shared_address(smem_.weights(n)), 0);
+      warpgroup::multiply_add<LEAF>(o_, weights, values, adds);
+    }
     ptx::wgmma_commit();
-    ptx::fence_proxy_async();  // weights, before TMA writes to their place
   }
 
   // Waits for all products, and lets go of the consumer's half of tile n.
@@ -353,8 +354,9 @@ class Consumer {
     warpgroup::arrive_warp(shared_.half_barrier(n, INDEX));
   }
 
+  template <bool OWN>
   __device__ __forceinline__ void multiply_values(int n, const Tile& tile) {
-    begin_values(n, tile);
+    begin_values<OWN>(n, tile);
     end_values(n);
   }
 

@@ -34,12 +34,7 @@ struct StagedTile {
   bool opens;         // its node is the first one of its unit
 };
 
-// Weights of a thread: two rows of its warp, and columns as fragment.cuh says. They take the place
-// of the last slab of keys, which has no values, once the scores are computed.
-struct Weights {
-  ptx::Bytes16 of[4][warpgroup::WARPGROUP_SIZE];
-};
-static_assert(sizeof(Weights) == SLAB_BYTES && SLABS > SLABS_V, "a slab without values");
+static_assert(SLABS > SLABS_V, "a slab without values, whose place weights take after the scores");
 
 // The rows of a thread: what is known of them after a tile. Thread t of one consumer writes for
 // thread t of the other one.

@@ -249,17 +249,18 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
   }
 }
 
-// The same for a in shared memory, whose rows have DEPTH columns.
+// The same for a in shared memory, whose rows have DEPTH columns; c = a b unless `add`.
 template <int DEPTH, int COLUMNS>
-__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b) {
+__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
+                                             bool add = true) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
     const ptx::SmemDesc left = wgmma_desc(a + 2 * k),
                         right = wgmma_desc(b + k * 16 * SLAB_ROW_BYTES / 16);
     if constexpr (IS_FLOAT16) {
-      ptx::wgmma_st_f16(c, left, right, true);
+      ptx::wgmma_st_f16(c, left, right, add || k > 0);
     } else if constexpr (IS_BFLOAT16) {
-      ptx::wgmma_st_bf16(c, left, right, true);
+      ptx::wgmma_st_bf16(c, left, right, add || k > 0);
     } else {
       unknown_element();
     }

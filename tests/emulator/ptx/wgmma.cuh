@@ -80,12 +80,20 @@ inline void wgmma_st_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EM
   emulator::begin_product("wgmma_st_f16", {file, line}, d[0], 128, nullptr, a, b, add, false,
                           emulator::RIGHT_WIDE);
 }
+inline void wgmma_st_f16(float (&d)[2][64], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_st_f16", {file, line}, d[0], 256, nullptr, a, b, add, false,
+                          emulator::RIGHT_WIDE);
+}
 inline void wgmma_st_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true,
                           emulator::RIGHT_WIDE);
 }
 inline void wgmma_st_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true,
+                          emulator::RIGHT_WIDE);
+}
+inline void wgmma_st_bf16(float (&d)[2][64], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 256, nullptr, a, b, add, true,
                           emulator::RIGHT_WIDE);
 }
 
