@@ -97,6 +97,15 @@ class Backend(Protocol):
         """
         ...
 
+    def reduction_gradients(
+        self, call: Call, factor: Expr, lse: Array, dq: Array, dk: Array, dbias: Array | None
+    ) -> None:
+        """Write gradients of a loss whose derivative by the logit of a pair is p times `factor`.
+
+        In the factor, the score stands for the logit. `lse` is (..., Hq, Lq).
+        """
+        ...
+
     def workspace_size(self, call: Call, second: bool = False) -> int:
         """Return the bytes of scratch that the call's backward needs, or its second derivatives."""
         ...

@@ -211,6 +211,12 @@ class Cpu:
         """Return what is taken of pairs, always in the same order."""
         return cpu_reductions.reduce(call, form, lse, value)
 
+    def reduction_gradients(
+        self, call: Call, factor: Expr, lse: Array, dq: Array, dk: Array, dbias: Array | None
+    ) -> None:
+        """Write the gradients of a loss of weights, always in the same order."""
+        cpu_reductions.backward(call, factor, lse, dq, dk, dbias)
+
     def forward_tangent(
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
     ) -> CallResult:

@@ -104,6 +104,12 @@ class Gpu:
         """Return what is taken of pairs, always in the same order."""
         return reduction_launches.reduce(call, form, lse, value)
 
+    def reduction_gradients(
+        self, call: Call, factor: Expr, lse: Array, dq: Array, dk: Array, dbias: Array | None
+    ) -> None:
+        """Write the gradients of a loss of weights, always in the same order."""
+        reduction_launches.backward(call, factor, lse, dq, dk, dbias)
+
     def workspace_size(self, call: Call, second: bool = False) -> int:
         """Return the bytes of scratch that the call's backward needs, or its second derivatives."""
         return second_launches.workspace_size(call) if second else launch.workspace_size(call)

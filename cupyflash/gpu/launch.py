@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import cuda_device, device_arrays, reports, tape
 from ..errors import ArgumentError
-from ..expr.nodes import LookupTable
+from ..expr.nodes import Expr, LookupTable
 from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.route import CallResult
@@ -333,10 +333,11 @@ def backward(
     plan: Plan | None = None,
     visited: Array | None = None,
     deterministic: bool = False,
+    slope: Expr | None = None,
 ) -> CallResult:
     """Write every gradient; `plan` and `visited` are as in `forward`.
 
-    Unless `deterministic`, blocks may add to dq in any order.
+    Unless `deterministic`, blocks may add to dq in any order. `slope` is as in `route.backward`.
     """
     device = _device(call)
     with cuda_device.current(device):
@@ -344,7 +345,7 @@ def backward(
             raise no_workspace(workspace_size(call))
         arrays = (do, out, lse, dlse, gradients)
         counts, target = visited is not None, cuda_device.of(device)
-        made = route.backward(call, target, *arrays, plan, counts, deterministic).recipe
+        made = route.backward(call, target, *arrays, plan, counts, deterministic, slope).recipe
         compiled = compiled_recipe(made, device, host_offsets(call))
         addresses, copies = read_in_place(call, made)
         addresses |= backward_addresses(do, out, lse, dlse, gradients)
@@ -363,18 +364,32 @@ def backward_lookups(
     gradients: Mapping[LookupTable, Array],
 ) -> None:
     """Write gradients of learned look-ups."""
-    device = _device(call)
-    read = do, out, lse, dlse
-    with cuda_device.current(device):
+    with cuda_device.current(_device(call)):
         for gradient, slope in lookups.served(call, gradients):
-            target = cuda_device.of(device)
-            made = route.lookup_gradient(call, target, *read, gradient, slope).recipe
-            compiled = compiled_recipe(made, device, host_offsets(call))
-            addresses, copies = read_in_place(call, made)
-            written: Gradients = Gradients(None, None, None, dbias=gradient)
-            addresses |= backward_addresses(*read, written)
-            compiled.backward(addresses, written, None)
-            del copies  # of other kernels, which have been queued
+            backward_lookup(call, do, out, lse, dlse, gradient, slope)
+
+
+def backward_lookup(
+    call: Call,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradient: Array,
+    slope: Expr | None,
+) -> None:
+    """Write the gradient of what pairs read as a bias: see `route.lookup_gradient`.
+
+    The device must be the current one.
+    """
+    device, read = _device(call), (do, out, lse, dlse)
+    made = route.lookup_gradient(call, cuda_device.of(device), *read, gradient, slope).recipe
+    compiled = compiled_recipe(made, device, host_offsets(call))
+    addresses, copies = read_in_place(call, made)
+    written: Gradients = Gradients(None, None, None, dbias=gradient)
+    addresses |= backward_addresses(*read, written)
+    compiled.backward(addresses, written, None)
+    del copies  # of kernels that have been queued
 
 
 def no_workspace(size: int) -> ArgumentError:

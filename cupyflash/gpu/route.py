@@ -231,8 +231,11 @@ def backward(
     plan: Plan | None = None,
     count_tiles: bool = False,
     deterministic: bool = False,
+    slope: Expr | None = None,
 ) -> KernelRoute:
     """Return the route of all gradients; `plan` and `count_tiles` are as in `forward`.
+
+    A `slope` takes the place of the derivative of the score changes.
 
     Where a block has all keys, one kernel computes dk, dv and dq: five products of tiles. With more
     keys it may do so unless `deterministic`, and its blocks add dq to memory in any order; else
@@ -259,7 +262,8 @@ def backward(
         arrays["dbias"] = (dbias, 3)
     else:
         scratch.pop(parts_of("dbias"), None)
-    writer = Writer(call, target, arrays, slope=True, plan=plan, count_tiles=count_tiles)
+    how: dict[str, Any] = {"plan": plan, "count_tiles": count_tiles, "by": slope}
+    writer = Writer(call, target, arrays, slope=True, **how)
     writer.scratch.update(scratch)
     writer.told |= {
         "kind_dq": KINDS[dq.dtype.name],

@@ -1,8 +1,9 @@
 """The route of a backward with tangents on a GPU: see `route`.
 
 A forward with tangents comes first, for the tangents of out and lse, then delta and its tangent,
-then the kernels of tangents of gradients. None of them rounds an operand to 16 bits, and every sum
-has a fixed order.
+then the kernels of tangents of gradients. Every sum has a fixed order. Tensor cores compute all
+parts of a call, apart from the tangent of a bias's gradient, or none: other kernels round no
+operand of a product, and read the tangent of out before it is rounded.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.tangents import SecondTangents, Tangents
 from . import offsets, tile_lists
 from .kernels import registry
+from .kernels.spec import Request
 from .params import KINDS
 from .route import bias_gradient, sums
 from .workspace import ArraySpec, GradientScratch, parts_of, scratch_of
@@ -45,11 +47,11 @@ def most_scratch(call: Call) -> dict[str, ArraySpec]:
     return {**scratch, **offsets.scratch(call)}
 
 
-def _scratch(call: Call) -> GradientScratch:
+def _scratch(call: Call, portable: bool = True) -> GradientScratch:
     """Return what a call needs for rows, and for parts of gradients."""
     made, problem = scratch_of(call, atomic_dq=False), call.problem
     made.arrays["tdelta"] = made.arrays["delta"]
-    if problem.dtype != problem.accumulator:
+    if portable and problem.dtype != problem.accumulator:
         shape = (*made.arrays["delta"].shape, problem.d_v)
         made.arrays[WIDE] = ArraySpec(shape, problem.accumulator)
     return made
@@ -74,11 +76,12 @@ def backward(
     if not problem.batch or not problem.heads:
         return KernelRoute(call, (), Recipe(all_zero=True))
     how: dict[str, Any] = {"plan": plan, "count_tiles": count_tiles}
-    made = _scratch(call)
+    portable = not _by_tensor_cores(call, target, plan)
+    made = _scratch(call, portable)
     scratch: dict[str, ArraySpec] = dict(made.arrays)
     is_wide = WIDE in scratch
     tout: Any = scratch.get(WIDE, results[0])
-    first = _results(call, target, tangents.arrays, (tout, results[1]), how)
+    first = _results(call, target, tangents.arrays, (tout, results[1]), portable, how)
 
     dq, dk, dv, dbias, dsink = gradients
     if dsink is not None and not dsink.flags.c_contiguous:
@@ -131,11 +134,20 @@ def backward(
     return offsets.read_first(writer.route(call), call)
 
 
+def _by_tensor_cores(call: Call, target: Target, plan: Plan | None) -> bool:
+    """Return whether tensor cores compute the tangents of dq, dk and dv."""
+    blocks = None if plan is None else (plan.block_q, plan.block_kv)
+    request = Request(call.problem, target, call, blocks=blocks)
+    parts = "tangent_dkdv", "tangent_dq"
+    return all(registry.select(part, request).spec.tensor_cores for part in parts)
+
+
 def _results(
     call: Call,
     target: Target,
     tangents: Tangents,
     results: tuple[Any, Array],
+    portable: bool,
     how: Mapping[str, Any],
 ) -> Writer:
     """Return the writer of the step that computes the tangents of out and lse.
@@ -148,10 +160,11 @@ def _results(
     arrays |= {"out": (tout, 3), "tout": (tout, 3), "lse": (tlse, 2), "tlse": (tlse, 2)}
     arrays |= {name: (x, 3) for name, x in tangents.named.items() if name in ("tq", "tk", "tv")}
     writer = Writer(call, target, arrays, slope=True, tangents=tangents, **how)
-    # Other kernels may round weights to 16 bits, of which the bounds know nothing.
-    spec = registry.portable("tangents")
-    tiles = tile_lists.configured(spec, writer.request)
-    choice = None if tiles is None else registry.Choice(spec, tiles)
+    choice = None
+    if portable:
+        spec = registry.portable("tangents")
+        tiles = tile_lists.configured(spec, writer.request)
+        choice = None if tiles is None else registry.Choice(spec, tiles)
     writer.add("tangents", writer.extent(writer.lead.sizes), choice=choice)
     held = WIDE if isinstance(tout, ArraySpec) else "tout"
     names = {"out": held, "tout": held, "lse": "tlse"}

@@ -317,19 +317,20 @@ def attention(
 
 
 def again(
-    settings: Settings, operands: Operands, return_lse: bool, rows_first: bool = False
+    settings: Settings, operands: Operands, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return what `attention` does for a call like an earlier one; None if there was none.
+    """Return out and lse of a call like an earlier one; None if there was none.
 
-    Nothing has to be checked before. With `rows_first`, tensors are on a GPU, and out is
-    (B, L, H, D).
+    Nothing has to be checked before. With `settings.rows_first`, out is (B, L, H, D), and without
+    gaps in memory on a GPU.
     """
     q = operands.q
     if type(q) not in PLAIN or is_transforming():
         return None
     if forward_ad._current_level >= 0:
         return None
-    if q.is_cuda:
+    on_gpu = q.is_cuda
+    if on_gpu:
         if torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is not q.dtype:
             return None  # it has to be converted
     elif not q.is_cpu or torch.is_autocast_enabled("cpu"):
@@ -340,15 +341,13 @@ def again(
         return None  # of what is no tensor
     kind = recognised.FORWARD[records or return_lse]
     seen: recognised.Signature | recognised_cpu.Signature | None
-    if q.is_cuda:
+    if on_gpu:
         seen = recognised.signature(kind, settings, operands)
-        if rows_first and seen is not None and seen.known is not None:
-            seen.known = seen.known.with_rows_first()
     else:
         if not (records or return_lse) and q.shape[-2:-1] == _ONE:
             out = recognised_cpu.one_query(settings, operands)
             if out is not None:
-                return out, None
+                return out.transpose(1, 2) if settings.rows_first else out, None
         try:
             seen = recognised_cpu.Signature(kind, settings, operands)
         except recognised_cpu.UNLIKE:
@@ -358,12 +357,16 @@ def again(
     if records:
         q, k, v, bias, sink, mask, seed, offsets, _ = operands
         few = bias is sink is seed is offsets is None
-        seen.has_gradients = few or (not q.is_cuda and seed is offsets is None)
+        seen.has_gradients = few or (not on_gpu and seed is offsets is None)
         given = (q, k, v) if few and mask is None else operands
         made = _replay((settings, seen, return_lse), *given)
-        return made if return_lse else (made, None)
-    made = seen.known.launch(seen.addresses, q)
-    return None if made is None else (made[0], made[1] if return_lse else None)
+        out, lse = made if return_lse else (made, None)
+    else:
+        made = seen.known.launch(seen.addresses, q)
+        if made is None:
+            return None
+        out, lse = made[0], made[1] if return_lse else None
+    return out.transpose(1, 2) if settings.rows_first and not on_gpu else out, lse
 
 
 def _may_have_derivatives(operands: Operands) -> bool:

@@ -59,10 +59,20 @@ def shapes(x: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*rows, x.v.shape[-1]), rows
 
 
-def empty(x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised out and lse from PyTorch's allocator."""
-    out, lse = shapes(x)
-    return tensors.empty_in_order_of(x.q, out), x.q.new_empty(lse, dtype=tensors.lse_dtype(x.q))
+def empty(x: Operands, rows_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised out and lse from PyTorch's allocator.
+
+    Out has the memory order of the queries, or rows before heads.
+    """
+    shape, of_lse = shapes(x)
+    out = _empty_rows(x.q, shape) if rows_first else tensors.empty_in_order_of(x.q, shape)
+    return out, x.q.new_empty(of_lse, dtype=tensors.lse_dtype(x.q))
+
+
+def _empty_rows(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an uninitialised tensor of this shape, whose rows come before heads in memory."""
+    *lead, heads, rows, columns = shape
+    return x.new_empty((*lead, rows, heads, columns)).transpose(-3, -2)
 
 
 def forward(
@@ -77,7 +87,8 @@ def forward(
         seen = recognised.signature(recognised.FORWARD[wants_lse], settings, x)
         made = None if seen is None else seen.launch(x.q)
         if made is not None:
-            return made[0], made[1] if wants_lse else None
+            out = made[0].transpose(-3, -2) if settings.rows_first else made[0]
+            return out, made[1] if wants_lse else None
     request = _request(settings, x)
     if not place and not on_gpu:
         with tensors.stream_of(x.q.device):
@@ -90,7 +101,7 @@ def forward(
             of_tensors.keep_forward(request.seen, named, x.q.dtype)
         return made[0], made[1] if wants_lse else None
     try:
-        out, lse = empty(x)
+        out, lse = empty(x, on_gpu and settings.rows_first)
     except (IndexError, RuntimeError):
         _ = request.call  # its error says what does not fit
         raise
@@ -102,9 +113,10 @@ def forward(
         if on_gpu:
             of_arrays = execute.forward_signature(request, wants_lse, *targets)
             written = {"out": out} if lse is None else {"out": out, "lse": lse}
-            recognised.keep(seen, of_arrays, written, x.q.dtype)
+            recognised.keep(seen, of_arrays, written, x.q.dtype, settings.rows_first)
             if seen is not None and seen.form is not None:
-                recognised.keep_growing(seen, request.call, written, x.q.dtype)
+                how = x.q.dtype, settings.rows_first
+                recognised.keep_growing(seen, request.call, written, *how)
     return out, lse
 
 
@@ -165,7 +177,7 @@ def backward(
             of_arrays = execute.backward_signature(request, *arrays, *how)
             forward.keep_gradients((bool(settings.deterministic), wants_bias), do, of_arrays, made)
         return made
-    gradients = empty_gradients(x, wants_bias)
+    gradients = empty_gradients(x, wants_bias, on_gpu and settings.rows_first)
     named = _named(x, gradients, wants_bias)
     targets = _as_arrays(named)
     rest = *arrays, settings.deterministic, targets
@@ -266,7 +278,14 @@ def _as_arrays(named: dict[str, torch.Tensor]) -> Gradients:
     return Gradients(*(array_of(named.get(name)) for name in Gradients._fields))
 
 
-def empty_gradients(x: Operands, wants_bias: bool) -> list[torch.Tensor]:
-    """Return uninitialised tensors for the results of `backward`."""
-    owners = [x.q, x.k, x.v, x.bias if wants_bias else None, x.sink]
-    return [torch.empty_like(each) for each in owners if each is not None]
+def empty_gradients(x: Operands, wants_bias: bool, rows_first: bool = False) -> list[torch.Tensor]:
+    """Return uninitialised tensors for the results of `backward`.
+
+    Those of q, k and v have the memory order of these, or rows before heads.
+    """
+    if rows_first:
+        made = [_empty_rows(each, tuple(each.shape)) for each in x[:3]]
+    else:
+        made = [torch.empty_like(each) for each in x[:3]]
+    others = x.bias if wants_bias else None, x.sink
+    return made + [torch.empty_like(each) for each in others if each is not None]

@@ -52,7 +52,8 @@ def attention(
     left = _window(options.get("sliding_window"), mask[0, 0], starts_q, starts_k)
     band = masks.causal() if left is None else masks.window(left, 0)
     q, k, v = query[0], key[0], value[0]
-    out = functions.run(settings._replace(mask=band), q, k, v, None, sink, of_q, of_k, False)
+    settings = settings._replace(mask=band, rows_first=False)
+    out = functions.run(settings, q, k, v, None, sink, of_q, of_k, False)
     return out.transpose(0, 1).contiguous()[None]
 
 

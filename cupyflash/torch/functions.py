@@ -255,7 +255,10 @@ def run(
         made = learned.attention(settings, x, tables, return_lse)
     else:
         made = autograd.attention(settings, x, return_lse)
-    return made if return_lse else made[0]
+    out, lse = made
+    if settings.rows_first:
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
 
 
 def _without_recipes(settings: Settings) -> Settings:

@@ -26,6 +26,9 @@ class Settings(NamedTuple):
         Whether gradients have the same bits in every run.
     check : bool or None
         How offsets on a GPU are checked, as `cupyflash.attention_varlen` takes it.
+    rows_first : bool
+        Whether the result is (B, L, H, D), as layers of models go on with it. On a GPU, gradients
+        also lie so in memory: a layer's heads are parts of its rows, and so nothing is copied.
     """
 
     mask: Any = None
@@ -36,6 +39,7 @@ class Settings(NamedTuple):
     precision: Any = None
     deterministic: bool = False
     check: bool | None = None
+    rows_first: bool = False
 
 
 class Operands(NamedTuple):

@@ -71,7 +71,7 @@ class Signature(launch_cache.Signature):
         read: Mapping[str, torch.Tensor | None] = _NOTHING,
     ) -> None:
         q, k, v, bias, sink, mask, _, offsets_q, offsets_k = x
-        made, changes, scale, dropout, _, precision, _, _ = settings
+        made, changes, scale, dropout, _, precision, _, _, rows_first = settings
         if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
             raise launch_cache.UnlikeError
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -100,6 +100,7 @@ class Signature(launch_cache.Signature):
             dropout if type(dropout) is float else self._probability(dropout),
             None if seed is None else self._seed(seed),
             None if precision is None else self._word(precision),
+            rows_first,
         )  # fmt: skip
         self.key = (*key, *self._parts) if self._parts else key
         self.has_gradients = False
@@ -202,6 +203,9 @@ class Known:
         What it writes, by the kernels' names.
     dtype : torch.dtype
         That of its queries.
+    rows_first : bool
+        Whether later calls return out as (B, L, H, D): who wants it so needs no transposed view, of
+        which PyTorch would record a derivative.
 
     Attributes
     ----------
@@ -216,8 +220,7 @@ class Known:
     """
 
     __slots__ = (
-        "_numbers", "_rows_first", "_size", "compiled", "dtype", "forms", "gradients",
-        "has_rows_first", "tables",
+        "_numbers", "_size", "compiled", "dtype", "forms", "gradients", "has_rows_first", "tables",
     )  # fmt: skip
 
     def __init__(
@@ -226,39 +229,24 @@ class Known:
         tables: Sequence[tuple[str, str]],
         results: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
+        rows_first: bool = False,
     ) -> None:
         self.compiled, self.tables, self.dtype = compiled, tables, dtype
         self._size = compiled.workspace_size
+        if rows_first and "out" in results:
+            results = {**results, "out": results["out"].transpose(-3, -2)}
         self.forms = [
             (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)
             for name, x in results.items()
         ]
         self.gradients: dict[tuple[bool, bool], Gradients] = {}
         self._numbers: Mapping[str, int] = {}
-        self.has_rows_first = False
-        self._rows_first: Known | None = None
-
-    def with_rows_first(self) -> Known:
-        """Return the same with an output that lies likewise, but is (B, L, H, D).
-
-        Who wants it so needs no transposed view, of which PyTorch would record a derivative.
-        """
-        made = self._rows_first
-        if made is None:
-            made = copy.copy(self)
-            made.gradients, made.has_rows_first = {}, True
-            made.forms = [
-                (name, _swapped(shape), _swapped(strides), dtype) if name == "out" else
-                (name, shape, strides, dtype)
-                for name, shape, strides, dtype in self.forms
-            ]  # fmt: skip
-            self._rows_first = made
-        return made
+        self.has_rows_first = rows_first
 
     def told(self, numbers: Mapping[str, int]) -> Known:
         """Return the same for a call that is told further numbers."""
         made = copy.copy(self)
-        made._numbers, made.gradients, made._rows_first = numbers, {}, None
+        made._numbers, made.gradients = numbers, {}
         return made
 
     def launch(self, addresses: dict[str, int], q: torch.Tensor) -> list[torch.Tensor] | None:
@@ -290,11 +278,6 @@ class Known:
                 addresses[name] = begin + place
         compiled.launches.start(addresses, stream)
         return made
-
-
-def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    batch, heads, rows, columns = sizes
-    return batch, rows, heads, columns
 
 
 _lock = threading.Lock()  # for writing; look-ups need no lock
@@ -344,10 +327,11 @@ def keep(
     of_arrays: launch_cache.Signature | None,
     results: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
+    rows_first: bool = False,
 ) -> None:
     """Keep a call that was computed, whose signature with arrays was `of_arrays`.
 
-    `dtype` is that of its queries.
+    `dtype` is that of its queries, and `rows_first` is as in `Known`.
     """
     if seen is None or of_arrays is None or (entry := launch_cache.find(of_arrays)) is None:
         return
@@ -361,7 +345,7 @@ def keep(
         if len(found) != 1:
             return  # which array is read is not sure
         tables.append((name, found[0]))
-    _remember(seen, Known(compiled, tables, results, dtype))
+    _remember(seen, Known(compiled, tables, results, dtype, rows_first))
 
 
 def _remember(seen: Signature, known: Known) -> None:
@@ -372,11 +356,15 @@ def _remember(seen: Signature, known: Known) -> None:
 
 
 def keep_growing(
-    seen: Signature | None, call: Call, results: Mapping[str, torch.Tensor], dtype: torch.dtype
+    seen: Signature | None,
+    call: Call,
+    results: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    rows_first: bool = False,
 ) -> None:
     """Keep a call that was computed for those with more keys, if it has a key more than the last.
 
-    The current device is that of the call.
+    The current device is that of the call; the rest is as in `keep`.
     """
     if seen is None or seen.known is None or seen.form is None:
         return
@@ -393,6 +381,6 @@ def keep_growing(
     if found is None or found.compiled.needs_arrays:
         return
     with _lock:
-        _growing[seen.form] = found, Known(found.compiled, [], results, dtype)
+        _growing[seen.form] = found, Known(found.compiled, [], results, dtype, rows_first)
         while len(_growing) > MOST_GROWING:
             del _growing[next(iter(_growing))]

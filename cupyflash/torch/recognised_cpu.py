@@ -44,7 +44,7 @@ def signature(kind: Hashable, settings: Settings, x: Operands) -> Signature | No
 def one_query(settings: Settings, x: Operands) -> torch.Tensor | None:
     """Compute a call of one query, without a gradient, as a recent one; None if there is none."""
     q, k, v, *others = x
-    mask, changes, scale, dropout, seed, precision, _, _ = settings
+    mask, changes, scale, dropout, seed, precision, *_ = settings
     if not k.shape[-2:-1] > _FEW:
         return None  # as many have another kernel
     if mask is not None and type(mask) is not Mask:
@@ -119,7 +119,7 @@ class Signature(host_replay.HostSignature):
 
     def __init__(self, kind: Hashable, settings: Settings, x: Operands) -> None:
         q, k, v, bias, sink, mask, of_seed, offsets_q, _ = x
-        made, changes, scale, dropout, seed, precision, _, check = settings
+        made, changes, scale, dropout, seed, precision, _, check, _ = settings
         if of_seed is not None:
             seed = recognised.number_of(of_seed)
         if not (check is None or check is False):

@@ -290,13 +290,14 @@ def attention_forward(
         dropout,
         drawn_seed(dropout) if dropout else None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        rows_first=True,
     )
     if options.get("write_index") is not None and position_bias is indices is None:
         out = continuous.attention(settings, query, key, value, bias, s_aux, options)
         if out is not None:
             return out, None
     out = run(settings, query, key, value, bias, s_aux, None, None, False)
-    return out.transpose(1, 2).contiguous(), None
+    return out.contiguous(), None
 
 
 def _usual(
@@ -325,16 +326,13 @@ def _usual(
     how = is_causal, scaling, _is_deterministic()
     settings = _settings.get(how)
     if settings is None:
-        settings = Settings(_CAUSAL if is_causal else None, scale=scaling, deterministic=how[2])
+        mask, last = _CAUSAL if is_causal else None, how[2]
+        settings = Settings(mask, scale=scaling, deterministic=last, rows_first=True)
         if len(_settings) >= _MOST_SETTINGS:
             _settings.clear()
         _settings[how] = settings
-    on_gpu = query.is_cuda
-    made = autograd.again(settings, Operands(query, key, value), False, on_gpu)
-    if made is None:
-        return None
-    out = made[0]
-    return out.contiguous() if on_gpu else out.transpose(1, 2).contiguous()
+    made = autograd.again(settings, Operands(query, key, value), False)
+    return None if made is None else made[0].contiguous()
 
 
 _CAUSAL = masks.causal()

@@ -14,6 +14,7 @@
 // multiple of ROW_THREADS and 4, BLOCK_Q of COLUMN_THREADS.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
+#include "../common/matmul_twice.cuh"
 #include "../common/tangent_gradient.cuh"
 
 namespace {
@@ -133,13 +134,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL>(ts, k_smem, tq, i0, ni, stage);
         }
         if constexpr (HAS_TK && HOLDS) {
-          matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL, true>(ts, tk_smem, q, i0, ni, stage);
-        } else if constexpr (HAS_TK) {
+          matmul::multiply_rows_twice<BLOCK_Q, D, K_STRIDE, UNROLL>(s, k_smem, ts, tk_smem, q, i0,
+                                                                    ni, stage);
+        } else {
+          matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL>(s, k_smem, q, i0, ni, stage);
+        }
+        if constexpr (HAS_TK && !HOLDS) {
           const memory::Rows tk = memory::rows(t.tk, head_smem->entry, h_kv, true);
           matmul::multiply_streamed<BLOCK_KV, BLOCK_Q, D, true>(ts, tk, head_smem->j0, nj, q, i0,
                                                                 ni, stage);
         }
-        matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL>(s, k_smem, q, i0, ni, stage);
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
@@ -148,15 +152,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if constexpr (HAS_TDO) {
           matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(ts, v_smem, tdo, i0, ni, stage);
         }
+        if constexpr (HAS_TV && HOLDS) {
+          matmul::multiply_rows_twice<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, ts, tv_smem, d_out,
+                                                                      i0, ni, stage);
+        } else {
+          matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, d_out, i0, ni, stage);
+        }
         if constexpr (HAS_TV && !HOLDS) {
           const memory::Rows tv = memory::rows(t.tv, head_smem->entry, h_kv, true);
           matmul::multiply_streamed<BLOCK_KV, BLOCK_Q, D_V, true>(ts, tv, head_smem->j0, nj, d_out,
                                                                   i0, ni, stage);
-        } else if constexpr (HAS_TV) {
-          matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL, true>(ts, tv_smem, d_out, i0, ni,
-                                                                      stage);
         }
-        matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, d_out, i0, ni, stage);
         tangent_gradient::logit_gradients<true, STRIDE>(p, s, ts, scratch);
         tangent_gradient::score_gradients<STRIDE>(s, ts, scratch);
         // 6 accumulate dv and dk

@@ -25,6 +25,7 @@
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, the
 // head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
+#include "../ptx/grid.cuh"
 #include "../warp/fragment_backward.cuh"
 #include "../warp/fragment_gradient_ds.cuh"
 #include "../warp/fragment_product.cuh"
@@ -191,9 +192,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
+  // The grid before wrote delta and zeros of dq, or what places blocks. Idle blocks wait, too: the
+  // next grid waits for this one alone.
+  constexpr bool EARLY = !HAS_LISTS && !PACKED;
+  if constexpr (!EARLY) ptx::wait_for_grids();
   const unsigned int number = layout::interleave_heads(p, blockIdx.x);
   const layout::WorkTile work = layout::work_tile_of(p, number, p.heads_kv, true, BLOCK_KV, false);
-  if (work.idle) return;
+  if (work.idle) return ptx::wait_for_grids();
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
   const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
@@ -206,6 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
   fragment_backward::load_keys_and_values<K_BYTES, V_BYTES>(p, work, h_kv, j0, nj, k_smem, v_smem,
                                                             head_smem);
+  if constexpr (EARLY) ptx::wait_for_grids();
+  ptx::launch_dependents();
   Dk dk;
   Dv dv;
   matmul::clear(dk);

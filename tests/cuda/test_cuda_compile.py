@@ -28,6 +28,7 @@ FEW = 64  # bytes: NVRTC 13.5 spills up to 60 in `append` on sm_120
 # The most bytes that a thread of a kernel spills in the table: at the tiles that are chosen a
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
+    "forward_simt_tangent": 32,
     "forward_sm80": 216,
     "forward_sm80_tangent": 16,
     "forward_sm90": 196,
@@ -36,6 +37,7 @@ SPILLS = {
     "backward_sm80_dkdv": 180,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 8,
+    "backward_sm80_tangent_dkdv": 32,
     "backward_sm90_bias": 4,
     "backward_f64_dkdv": 220,
     "decode_sm80": 168,

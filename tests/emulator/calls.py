@@ -177,6 +177,10 @@ class Emulator:
         self._run(lambda: found.append(reduction_launches.reduce(_on_device(call), *form)))
         return found[-1]
 
+    def reduction_gradients(self, call: Call, *arrays: Any) -> None:
+        """Write gradients of reductions, as `cupyflash.reduction_launches.backward`."""
+        self._run(lambda: reduction_launches.backward(_on_device(call), *arrays))
+
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of workspace of `backward`, as `cupyflash.launch.workspace_size`."""
         with self._answering(self._ready):

@@ -21,37 +21,54 @@ from cupyflash.torch import transformers as adapter  # noqa: E402
 OUT = params.params(0, 0, 0).place("out") // 8
 
 
-def layers():
-    """Return q, k and v as GPT-2 has them, and do: rows come before heads in memory."""
+def layers(model="GPT-2"):
+    """Return q, k and v as a model has them, and do.
+
+    GPT-2 has views of rows as queries, and copies of keys and values; Whisper has copies of all.
+    """
     wide = torch.zeros(2, 40, 3, 4, 16).transpose(1, 3)
     q, *kv = (wide[:, :, n] for n in range(3))
+    q = q.contiguous() if model == "Whisper" else q
     return q, *(x.contiguous() for x in kv), torch.zeros(2, 40, 4, 16)
 
 
-def a_layer(q, k, v):
+def a_layer(q, k, v, mask=None, dropout=0):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     module = types.SimpleNamespace(is_causal=True)
-    return adapter.attention_forward(module, *leaves, None, dropout=0)[0], leaves
+    return adapter.attention_forward(module, *leaves, mask, dropout=dropout)[0], leaves
 
 
-def test_a_layer_of_transformers_has_rows_before_heads(cupy, gpu_tensors, monkeypatch):
-    """Its output is the kernel's, and neither it nor its gradient is a transposed view."""
+@pytest.mark.parametrize("how", ["causal", "mask", "dropout"])
+@pytest.mark.parametrize("model", ["GPT-2", "Whisper"])
+def test_a_layer_of_transformers_has_rows_before_heads(cupy, gpu_tensors, monkeypatch, model, how):
+    """Its output is the kernel's, and neither it nor its gradient is a transposed view.
+
+    Gradients have rows before heads in memory, whatever the tensors of the layer have.
+    """
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool) if how == "mask" else None
+    rest = mask, 0.1 if how == "dropout" else 0
     for _ in range(3):
-        *qkv, do = layers()
-        out, leaves = a_layer(*qkv)
+        *qkv, do = layers(model)
+        out, leaves = a_layer(*qkv, *rest)
         torch.autograd.grad(out, leaves, do)
     slow = cupy.launches[-3:]
     with torch.no_grad():
         for _ in range(2):
-            a_layer(*layers()[:3])
+            a_layer(*layers(model)[:3], *rest)
     unchecked(monkeypatch)
     monkeypatch.setattr(compute, "backward", None)
     cupy.launches.clear()
-    *qkv, do = layers()
-    out, leaves = a_layer(*qkv)
+    *qkv, do = layers(model)
+    out, leaves = a_layer(*qkv, *rest)
     assert out.grad_fn.name() == "_ReplayedBackward"
     assert (out.shape, out.is_contiguous(), out._is_view()) == ((2, 40, 4, 16), True, False)
     made = torch.autograd.grad(out, leaves, do)
+    assert all(x.transpose(1, 2).is_contiguous() for x in made)
+    words = params.params(0, 0, 0)
+    of_last = fields(cupy.launches[-1], words)
+    for name, x in zip(("dk", "dv"), made[1:], strict=True):
+        strides = of_last[name]
+        assert (strides["lead"][-1], strides["head"], strides["row"]) == x.stride()[:3]
     assert [x.kernel for x in cupy.launches] == [x.kernel for x in slow]
     forward, *backward = cupy.launches
     assert int(forward.words[OUT]) == out.data_ptr()
@@ -60,7 +77,7 @@ def test_a_layer_of_transformers_has_rows_before_heads(cupy, gpu_tensors, monkey
         assert np.count_nonzero(differ) <= np.count_nonzero(cupy.launches[n].words > 2**32)
     assert {x.data_ptr() for x in (*qkv, do, out, *made)} <= told(backward)
     with torch.no_grad():
-        alone = a_layer(*layers()[:3])[0]
+        alone = a_layer(*layers(model)[:3], *rest)[0]
     assert (alone.shape, alone.is_contiguous()) == ((2, 40, 4, 16), True)
 
 

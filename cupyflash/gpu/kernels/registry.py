@@ -20,6 +20,7 @@ from . import (
     sm80,
     sm80_f64,
     sm80_reduce,
+    sm80_second,
     sm80_tangent,
     sm90,
     sm90_bias,
@@ -35,8 +36,8 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "tangents": (sm80_tangent.TANGENTS, simt.TANGENTS),
     "tangent_delta": (rowwise.TANGENT_DELTA,),
     "tangent_sink": (rowwise.TANGENT_SINK,),
-    "tangent_dkdv": (simt_tangent.DKDV,),
-    "tangent_dq": (simt_tangent.DQ,),
+    "tangent_dkdv": (sm80_second.DKDV, simt_tangent.DKDV),
+    "tangent_dq": (sm80_second.DQ, simt_tangent.DQ),
     "tangent_bias": (simt_tangent.BIAS,),
     "forward_codes": (sm90_fp8.FORWARD,),
     "decode": (sm80.DECODE, sm90_decode.DECODE, simt.DECODE),  # the first two: for other heads

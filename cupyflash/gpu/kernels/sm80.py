@@ -17,7 +17,7 @@ from .cost import Cost, Rates
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, at_head, row_bytes
 
 CAPABILITY = (8, 0)  # the oldest with matrix instructions for these types
-LANES = 32  # of a warp: the distance in `dq_accum` of two numbers of one lane
+ADDS_FOUR = (9, 0)  # the oldest capability with an atomic addition of four numbers
 LARGEST_OF_WARP = 256  # largest head for whose rows a warp has the registers
 
 # Bytes of an element -> largest head -> what fits, the best first: queries and keys of a tile,
@@ -415,9 +415,10 @@ DKDV = KernelSpec(
     atomic_dq=HALVES,
     whole_dq=True,
     parts=True,
-    dq_accum_step=LANES,
+    adjacent_dq=ADDS_FOUR,
     cost=_cost_of_dkdv,
     lists="keys",
+    overlaps=True,
 )
 DQ = KernelSpec(
     source="sm80/backward_sm80_dq.cu",
