@@ -107,6 +107,15 @@ __device__ __forceinline__ void load_keys(const Params& p, const decode::Task& t
   }
 }
 
+__device__ __forceinline__ TileFacts facts_of(const decode::Leaf& leaf, int rows, bool begins,
+                                              bool ends, bool opens) {
+  const bool masked = leaf.tile_class == PARTIAL || leaf.keys < LEAF;
+  const int flags = (leaf.exists ? TileFacts::EXISTS : 0) | (begins ? TileFacts::BEGINS : 0) |
+                    (ends ? TileFacts::ENDS : 0) | (opens ? TileFacts::OPENS : 0) |
+                    (masked ? TileFacts::MASKED : 0);
+  return TileFacts{flags, leaf.unit, rows};
+}
+
 // A warp: finds all tiles of the block by itself, and copies half of those of one stage. Where TMA
 // can load keys, one of the two warps issues the loads of whole leaves.
 __device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem,
@@ -149,9 +158,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
         StagedTile& tile_smem = shared.tile(n);
         if (now.exists) tile_smem.task = task;
         tile_smem.leaf = now;
-        tile_smem.begins = begins;
-        tile_smem.ends = ends;
-        tile_smem.opens = opens;
+        tile_smem.facts = facts_of(now, now.exists ? task.rows : 0, begins, ends, opens);
       }
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();

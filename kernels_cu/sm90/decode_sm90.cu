@@ -120,14 +120,6 @@ __device__ __forceinline__ void repair_nonfinite(float (&o)[2][COLUMNS_O],
   ptx::named_barrier_sync(barrier, warpgroup::WARPGROUP_SIZE);  // the values, made finite
 }
 
-// What a consumer needs to know of a tile after it let go of it.
-struct Tile {
-  int unit, rows;  // its slot; the rows of its task
-  bool exists, masked;
-  bool begins, ends;  // its node
-  bool opens;         // its node is the first one of its unit
-};
-
 // A warpgroup: computes half of the columns of o of every unit, and the scores and weights of every
 // other tile. Tiles n and n + 1 are a turn; consumer 0 computes the first one.
 template <int INDEX>
@@ -147,13 +139,13 @@ class Consumer {
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (int n = 0;;) {
-      Tile tile = find(n);
-      if (!tile.exists) return;
+      TileFacts tile = find(n);
+      if (!tile.exists()) return;
       if constexpr (INDEX == 0) {
         begin_scores(n);
         find_weights<0>(n, tile);
         multiply_values<true>(n++, tile);
-        if (!tile.ends) {
+        if (!tile.ends()) {
           tile = find(n);
           receive_weights(n);
           multiply_values<false>(n++, tile);
@@ -162,7 +154,7 @@ class Consumer {
         }
       } else {
         ptx::named_barrier_sync(TURN, BOTH_CONSUMERS);  // the other scores are multiplied first
-        if (tile.ends) {
+        if (tile.ends()) {
           receive_weights(n);
           end_turn();
           multiply_values<false>(n++, tile);
@@ -186,25 +178,17 @@ class Consumer {
         multiply_values<true>(n + 1, tile);
         n += 2;
       }
-      if (tile.ends) store(tile);
+      if (tile.ends()) store(tile);
     }
   }
 
  private:
-  // Waits for a tile's first part, and reads what is told of it. Shuffles tell the compiler that
+  // Waits for a tile's first part, and reads what is told of it. A shuffle tells the compiler that
   // lanes agree.
-  __device__ __forceinline__ Tile find(int n) const {
+  __device__ __forceinline__ TileFacts find(int n) const {
     shared_.pipeline.wait_full(n);
-    const StagedTile& staged = shared_.tile(n);
-    Tile tile;
-    tile.exists = ptx::shuffle(staged.leaf.exists ? 1 : 0, 0) != 0;
-    tile.begins = ptx::shuffle(staged.begins ? 1 : 0, 0) != 0;
-    tile.ends = ptx::shuffle(staged.ends ? 1 : 0, 0) != 0;
-    tile.opens = ptx::shuffle(staged.opens ? 1 : 0, 0) != 0;
-    const bool masked = staged.leaf.tile_class == PARTIAL || staged.leaf.keys < LEAF;
-    tile.masked = ptx::shuffle(masked ? 1 : 0, 0) != 0;
-    tile.unit = staged.leaf.unit;
-    tile.rows = tile.exists ? staged.task.rows : 0;
+    TileFacts tile = shared_.tile(n).facts;
+    tile.flags = ptx::shuffle(tile.flags, 0);
     return tile;
   }
 
@@ -233,14 +217,14 @@ class Consumer {
   // Turns the scores of tile n into weights, and hands these to the other consumer. PENDING groups
   // of products were issued after the scores.
   template <int PENDING>
-  __device__ __forceinline__ void find_weights(int n, const Tile& tile) {
+  __device__ __forceinline__ void find_weights(int n, const TileFacts& tile) {
     const StagedTile& staged = shared_.tile(n);
-    if (tile.begins) {
+    if (tile.begins()) {
       m_[0] = m_[1] = -number::infinity();
       l_[0] = l_[1] = 0;
     }
     unsigned int mask[2];
-    if (MAY_MASK && tile.masked) {
+    if (MAY_MASK && tile.masked()) {
       decode_scores::evaluate_mask(p_, staged.task, staged.leaf, first_row(), mask);
     }
     ptx::wgmma_wait<PENDING>();
@@ -254,15 +238,15 @@ class Consumer {
       }
     }
     // 3 score mod
-    bool has_masked = tile.masked;
+    bool has_masked = tile.masked();
     if constexpr (HAS_SCORE) {
       has_masked = decode_scores::apply_score_mod(p_, staged.task, staged.leaf, first_row(), s_,
                                                   scale_) ||
                    has_masked;
     }
     // 4 mask
-    if (MAY_MASK && tile.masked) fragment_tile::apply_mask(s_, mask);
-    if (!MAY_MASK && tile.masked) fragment_tile::mask_missing_keys(s_, staged.leaf.keys);
+    if (MAY_MASK && tile.masked()) fragment_tile::apply_mask(s_, mask);
+    if (!MAY_MASK && tile.masked()) fragment_tile::mask_missing_keys(s_, staged.leaf.keys);
     // 5 row max
     float m_new[2];
     fragment_softmax::row_max(s_, m_, m_new, c_);
@@ -321,14 +305,14 @@ class Consumer {
   // 7 accumulate p v: issues the product for the consumer's columns, of its OWN weights, which are
   // in registers, or of the other consumer's.
   template <bool OWN>
-  __device__ __forceinline__ void begin_values(int n, const Tile& tile) {
-    bool adds = !tile.begins;
+  __device__ __forceinline__ void begin_values(int n, const TileFacts& tile) {
+    bool adds = !tile.begins();
     // The node rescales its sums; elsewhere merges stand for that.
     if (ptx::any_lane(alpha_[0] != 1.0f || alpha_[1] != 1.0f)) {
       fragment_softmax::scale_rows(o_, alpha_);
     }
     char* const values_smem = smem_.stage(n) + INDEX * (SLABS_V / CONSUMERS) * SLAB_BYTES;
-    if (HAS_SCORE || (MAY_MASK && tile.masked)) {
+    if (HAS_SCORE || (MAY_MASK && tile.masked())) {
       if (!OWN) load_weights(n);
       if (!adds) matmul::clear(o_);
       adds = true;
@@ -355,13 +339,13 @@ class Consumer {
   }
 
   template <bool OWN>
-  __device__ __forceinline__ void multiply_values(int n, const Tile& tile) {
+  __device__ __forceinline__ void multiply_values(int n, const TileFacts& tile) {
     begin_values<OWN>(n, tile);
     end_values(n);
   }
 
-  __device__ __forceinline__ void store(const Tile& tile) {
-    store_node(workspace_, m_, l_, o_, unit_, tile.unit, tile.rows, tile.opens, c_);
+  __device__ __forceinline__ void store(const TileFacts& tile) {
+    store_node(workspace_, m_, l_, o_, unit_, tile.unit, tile.rows, tile.opens(), c_);
   }
 
   const Params& p_;

@@ -26,12 +26,25 @@ constexpr int WEIGHTS = 1, REPAIR = WEIGHTS + CONSUMERS;
 constexpr int TURN = REPAIR + CONSUMERS, ALONE = TURN + 1;
 constexpr int BOTH_CONSUMERS = CONSUMERS * warpgroup::WARPGROUP_SIZE;  // threads
 
-// A tile: a leaf of a task, and what it is in its node of level 1 and in its unit.
+// What a consumer needs to know of a tile: whether there is one, whether it begins or ends its node
+// of level 1, whether that opens its unit, and whether pairs may be masked.
+struct alignas(16) TileFacts {
+  static constexpr int EXISTS = 1, BEGINS = 2, ENDS = 4, OPENS = 8, MASKED = 16;
+  int flags;
+  int unit, rows;  // its slot; the rows of its task
+
+  __device__ __forceinline__ bool exists() const { return (flags & EXISTS) != 0; }
+  __device__ __forceinline__ bool begins() const { return (flags & BEGINS) != 0; }
+  __device__ __forceinline__ bool ends() const { return (flags & ENDS) != 0; }
+  __device__ __forceinline__ bool opens() const { return (flags & OPENS) != 0; }
+  __device__ __forceinline__ bool masked() const { return (flags & MASKED) != 0; }
+};
+
+// A tile: a leaf of a task.
 struct StagedTile {
+  TileFacts facts;
   decode::Task task;
   decode::Leaf leaf;
-  bool begins, ends;  // its node
-  bool opens;         // its node is the first one of its unit
 };
 
 static_assert(SLABS > SLABS_V, "a slab without values, whose place weights take after the scores");
