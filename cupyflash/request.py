@@ -149,7 +149,7 @@ class Request(Executor):
     def backward_tangent(self, made: SecondTargets) -> Any:
         """Compute the tangents of gradients, of out and of lse."""
         backend, of = dispatch.backend_of(self.call.q), made.targets
-        written = of.gradients, made.results, made.scratch
+        written = of.gradients, made.results, made.scratch, of.deterministic
         return backend.backward_tangent(self.call, of.rows, made.tangents, *written)
 
     def remember(self) -> None:

@@ -79,6 +79,7 @@ class Backend(Protocol):
         gradients: Gradients,
         results: Results,
         workspace: Array | None = None,
+        deterministic: bool = False,
     ) -> CallResult:
         """Compute the tangents of `gradients`, and of out and lse, which are `results`.
 

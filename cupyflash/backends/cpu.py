@@ -256,6 +256,7 @@ class Cpu:
         gradients: Gradients,
         results: Results,
         workspace: Array | None = None,  # noqa: ARG002, only a GPU's is of use
+        deterministic: bool = False,  # noqa: ARG002, it always is
     ) -> CallResult:
         """Compute the tangents of gradients, of out and of lse, always in the same order."""
         from cupyflash.reference.cpu import launch

@@ -94,9 +94,11 @@ class Gpu:
         gradients: Gradients,
         results: Results,
         workspace: Array | None = None,
+        deterministic: bool = False,
     ) -> CallResult:
-        """Compute the tangents of gradients, of out and of lse, always in the same order."""
-        return second_launches.backward(call, rows, tangents, gradients, results, workspace)
+        """Compute the tangents of gradients, of out and of lse."""
+        arrays = rows, tangents, gradients, results, workspace
+        return second_launches.backward(call, *arrays, deterministic=deterministic)
 
     def reduce(
         self, call: Call, form: Form, lse: Array | None, value: Expr | None = None

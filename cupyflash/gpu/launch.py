@@ -366,10 +366,10 @@ def backward_lookups(
     """Write gradients of learned look-ups."""
     with cuda_device.current(_device(call)):
         for gradient, slope in lookups.served(call, gradients):
-            backward_lookup(call, do, out, lse, dlse, gradient, slope)
+            lookup_gradient(call, do, out, lse, dlse, gradient, slope)
 
 
-def backward_lookup(
+def lookup_gradient(
     call: Call,
     do: Array,
     out: Array,

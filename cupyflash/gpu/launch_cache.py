@@ -181,8 +181,9 @@ def backward_tangent(
         if spec is not None and made[n] is None:
             made[n] = array = spec.empty()
             addresses[_SECOND[n]] = array.data.ptr
-    compiled.forward(addresses, workspace)
-    return Second(Gradients(*made[: len(_GRADIENTS)]), *made[len(_GRADIENTS) :])
+    gradients = Gradients(*made[: len(_GRADIENTS)])
+    compiled.backward(addresses, gradients, workspace)
+    return Second(gradients, *made[len(_GRADIENTS) :])
 
 
 _GRADIENTS = Gradients._fields

@@ -74,7 +74,7 @@ def backward(
         launch.backward(made, *read, gradients, None, deterministic=True, slope=slope)
         if dbias is not None:
             of_pairs = dbias[(None,) * (3 - dbias.ndim)]
-            launch.backward_lookup(made, *read, of_pairs, convert(of_logit(factor, call), "float"))
+            launch.lookup_gradient(made, *read, of_pairs, convert(of_logit(factor, call), "float"))
 
 
 def _joined(found: Array, by: str, parts: int) -> Array:

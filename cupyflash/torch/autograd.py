@@ -324,10 +324,8 @@ def again(
     Nothing has to be checked before. With `settings.rows_first`, out is (B, L, H, D), and without
     gaps in memory on a GPU.
     """
-    q = operands.q
-    if type(q) not in PLAIN or is_transforming():
-        return None
-    if forward_ad._current_level >= 0:
+    q, k, v, bias, sink, mask, seed, offsets, _ = operands
+    if type(q) not in PLAIN or is_transforming() or forward_ad._current_level >= 0:
         return None
     on_gpu = q.is_cuda
     if on_gpu:
@@ -336,26 +334,22 @@ def again(
     elif not q.is_cpu or torch.is_autocast_enabled("cpu"):
         return None
     try:
-        records = torch.is_grad_enabled() and _require_gradients(operands)
+        recorded = records() and (q.requires_grad or _require_gradients(operands))
     except AttributeError:
         return None  # of what is no tensor
-    kind = recognised.FORWARD[records or return_lse]
-    seen: recognised.Signature | recognised_cpu.Signature | None
-    if on_gpu:
-        seen = recognised.signature(kind, settings, operands)
-    else:
-        if not (records or return_lse) and q.shape[-2:-1] == _ONE:
-            out = recognised_cpu.one_query(settings, operands)
-            if out is not None:
-                return out.transpose(1, 2) if settings.rows_first else out, None
-        try:
-            seen = recognised_cpu.Signature(kind, settings, operands)
-        except recognised_cpu.UNLIKE:
-            return None
-    if seen is None or seen.known is None:
+    kind = recognised.FORWARD[recorded or return_lse]
+    if not (on_gpu or recorded or return_lse) and q.shape[-2:-1] == _ONE:
+        out = recognised_cpu.one_query(settings, operands)
+        if out is not None:
+            return out.transpose(1, 2) if settings.rows_first else out, None
+    make: Any = recognised.Signature if on_gpu else recognised_cpu.Signature
+    try:
+        seen = make(kind, settings, operands)
+    except recognised.UNLIKE:
         return None
-    if records:
-        q, k, v, bias, sink, mask, seed, offsets, _ = operands
+    if seen.known is None:
+        return None
+    if recorded:
         few = bias is sink is seed is offsets is None
         seen.has_gradients = few or (not on_gpu and seed is offsets is None)
         given = (q, k, v) if few and mask is None else operands
@@ -366,7 +360,9 @@ def again(
         if made is None:
             return None
         out, lse = made[0], made[1] if return_lse else None
-    return out.transpose(1, 2) if settings.rows_first and not on_gpu else out, lse
+    if settings.rows_first and not seen.known.has_rows_first:
+        out = out.transpose(1, 2)
+    return out, lse
 
 
 def _may_have_derivatives(operands: Operands) -> bool:

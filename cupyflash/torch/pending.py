@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -34,11 +35,12 @@ class Pending:
 
     Attributes
     ----------
-    ready : list of Ready
+    ready : list of Ready, or nothing
         What is there already, once at most.
     """
 
-    __slots__ = ("gradients", "mask", "places", "ready", "rest")
+    __slots__ = ("gradients", "mask", "places", "rest")
+    ready: Any = ()
 
     def __init__(
         self,
@@ -49,7 +51,23 @@ class Pending:
     ) -> None:
         self.gradients, self.mask = gradients, mask
         self.places, self.rest = places, rest
-        self.ready: list[Ready] = []
+
+
+class Prepared(Pending):
+    """The same, prepared by the forward; `ready` is the last parameter."""
+
+    __slots__ = ("ready",)
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        mask: torch.Tensor | None,
+        places: tuple[int, ...],
+        rest: tuple[int, ...],
+        ready: Ready,
+    ) -> None:
+        super().__init__(gradients, mask, places, rest)
+        self.ready = [ready]
 
     def __del__(self) -> None:
         if self.ready:
@@ -124,8 +142,10 @@ class Gradients:
         late = {"d_out": numbers.pop("d_out")}
         self.buffers = launches.buffers(launches.told(late), launches.told(numbers))
 
-    def prepared(self, pending: Pending, q: torch.Tensor) -> Ready | None:
-        """Return new results, and launches that lack the address of do.
+    def prepared(
+        self, places: tuple[int, ...], rest: tuple[int, ...], q: torch.Tensor
+    ) -> Ready | None:
+        """Return new results, and launches that lack the address of do, of places as in `Pending`.
 
         A dq that is added to is 0. Returns None if the call must go through CuPy.
         """
@@ -134,7 +154,7 @@ class Gradients:
             return None
         results, scratch, begin, at = made
         buffer = self.buffers.take()
-        told = 0, begin, *pending.places, *at, *pending.rest
+        told = 0, begin, *places, *at, *rest
         if failed := self._queue.launch(buffer.early, 0, *told):
             raise driver.error(failed % driver.ERRORS, driver.REPLACE)
         return results, buffer, scratch
@@ -180,11 +200,11 @@ class Gradients:
             return None
         if (q.stride(), k.stride(), v.stride(), out.stride()) != self._strides:
             return None
-        stream = tensors.raw_stream(self.device)
-        try:  # a graph may run several times, and sums in dq are 0 only once
-            ready = None if tensors.records_graph(stream) else pending.ready.pop()
-        except IndexError:
-            ready = None  # it was too large, or this is the second time
+        stream, ready = tensors.raw_stream(self.device), None
+        # A graph may run several times, and sums in dq are 0 only once.
+        if pending.ready and not tensors.records_graph(stream):
+            with suppress(IndexError):  # another thread was faster
+                ready = pending.ready.pop()
         if ready is not None:
             results, buffer, _ = ready
             buffers = self.buffers
@@ -195,7 +215,10 @@ class Gradients:
                 return None
             results, _, begin, at_results = made
             buffers = self._unprepared
-            buffer = buffers.take()
+            try:
+                buffer = buffers.unused.pop()
+            except IndexError:
+                buffer = buffers.take()
             told = *pending.places, *at_results, *pending.rest
             failed = queue.launch(buffer.block, stream, place, begin, *told)
         if failed:

@@ -24,7 +24,7 @@ from ..masks import Mask
 from ..problem.call import Call
 from . import tensors
 from .operands import Operands, Settings
-from .pending import Gradients, Pending
+from .pending import Gradients, Pending, Prepared
 from .tensors import PLAIN, SEEDS
 
 MOST = 2048  # signatures that are remembered: a generation has one for each number of keys
@@ -45,10 +45,14 @@ class Signature(launch_cache.Signature):
         The options that are not tensors.
     x : Operands
         The tensors of the call.
-    seed : Any
-        The seed, as a number or as a tensor.
     read : mapping of str to (torch.Tensor or None)
         Further tensors, by the kernels' names.
+
+    Raises
+    ------
+    UnlikeError, RuntimeError
+        These are `UNLIKE`: the call must be checked every time. PyTorch raises the latter of a
+        tensor without memory.
 
     Attributes
     ----------
@@ -67,11 +71,12 @@ class Signature(launch_cache.Signature):
         kind: Hashable,
         settings: Settings,
         x: Operands,
-        seed: Any,
         read: Mapping[str, torch.Tensor | None] = _NOTHING,
     ) -> None:
-        q, k, v, bias, sink, mask, _, offsets_q, offsets_k = x
-        made, changes, scale, dropout, _, precision, _, _, rows_first = settings
+        q, k, v, bias, sink, mask, of_seed, offsets_q, offsets_k = x
+        made, changes, scale, dropout, seed, precision, _, check, rows_first = settings
+        if of_seed is not None:
+            seed = number_of(of_seed)
         if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
             raise launch_cache.UnlikeError
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -83,15 +88,25 @@ class Signature(launch_cache.Signature):
         if read:
             self._take_arrays(read)
         if offsets_q is not None:
+            if check is not None and check is not False:
+                raise launch_cache.UnlikeError  # what its offsets hold is read every time
+            kind = kind, check, offsets_k is offsets_q
             self._take_arrays({"offsets_q": offsets_q})
             if offsets_k is not offsets_q:
                 self._take_arrays({"offsets_k": offsets_k})
+        structure = None
+        if made is not None:
+            read_too: Any = True
+            if type(made) is Mask:  # the shortest way for the most frequent one
+                structure, read_too = made.structure
+            if read_too:
+                structure = self._expression(made)
         key = (
             kind,
             q.dtype, q.shape, of_q, q.is_cuda, q.get_device(), at_q & 15,
             k.dtype, k.shape, of_k, k.is_cuda, k.get_device(), at_k & 15,
             v.dtype, v.shape, of_v, v.is_cuda, v.get_device(), at_v & 15,
-            None if made is None else self._expression(made),
+            structure,
             None if mask is None else self._expression(mask),
             None if changes is None else self._expression(changes),
             None if bias is None else self._expression(bias),
@@ -127,13 +142,6 @@ class Signature(launch_cache.Signature):
             growing, known = found
             _remember(self, known.told(growing.told(keys)))
 
-    def _expression(self, made: Any) -> Hashable:
-        if type(made) is Mask:  # the shortest way for the most frequent one
-            structure, read = made.structure
-            if not read:
-                return structure
-        return super()._expression(made)
-
     def _take_arrays(self, named: Mapping[str, Any]) -> None:
         parts, addresses = self._parts, self.addresses
         for name, x in named.items():
@@ -167,13 +175,13 @@ class Signature(launch_cache.Signature):
         addresses = self.addresses
         at = addresses["q"], addresses["k"], addresses["v"], addresses["out"]
         rest = addresses["lse"], *map(addresses.__getitem__, found.names)
-        pending = Pending(found, self._mask, at, rest)
-        stream = tensors.raw_stream(found.device)
-        if found.are_small and not tensors.records_graph(stream):  # that may run several times
-            ready = found.prepared(pending, out)
-            if ready is not None:
-                pending.ready.append(ready)
-        return pending
+        if found.are_small:
+            stream = tensors.raw_stream(found.device)
+            if not tensors.records_graph(stream):  # which may run several times
+                ready = found.prepared(at, rest, out)
+                if ready is not None:
+                    return Prepared(found, self._mask, at, rest, ready)
+        return Pending(found, self._mask, at, rest)
 
     def keep_gradients(self, how: tuple[bool, bool], do: torch.Tensor, seen: Signature) -> None:
         """Keep gradients of this call, whose signature was `seen`, for later calls like it."""
@@ -296,17 +304,13 @@ def signature(
 
     The arguments are those of `Signature`, and need not have been checked.
     """
-    if x.offsets_q is not None:
-        if settings.check is not None and settings.check is not False:
-            return None  # what its offsets hold is read every time
-        kind = kind, settings.check, x.offsets_k is x.offsets_q
     try:
-        seed = settings.seed if x.seed is None else number_of(x.seed)
-        return Signature(kind, settings, x, seed, read)
-    except (launch_cache.UnlikeError, RuntimeError):  # PyTorch's, of a tensor without memory
+        return Signature(kind, settings, x, read)
+    except UNLIKE:
         return None
 
 
+UNLIKE = launch_cache.UnlikeError, RuntimeError
 FORWARD = "forward without lse", "forward"
 # By whether they are deterministic, and whether they have that of the bias.
 GRADIENTS = (

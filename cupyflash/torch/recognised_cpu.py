@@ -115,11 +115,11 @@ class Signature(host_replay.HostSignature):
         Whether its gradients can be computed from addresses.
     """
 
-    __slots__ = ("_strides", "_strides_of_others", "has_gradients", "known")
+    __slots__ = ("_rows_first", "_strides", "_strides_of_others", "has_gradients", "known")
 
     def __init__(self, kind: Hashable, settings: Settings, x: Operands) -> None:
         q, k, v, bias, sink, mask, of_seed, offsets_q, _ = x
-        made, changes, scale, dropout, seed, precision, _, check, _ = settings
+        made, changes, scale, dropout, seed, precision, _, check, rows_first = settings
         if of_seed is not None:
             seed = recognised.number_of(of_seed)
         if not (check is None or check is False):
@@ -165,6 +165,9 @@ class Signature(host_replay.HostSignature):
             parts.append(("precision", self._word(precision)))
         if offsets_q is not None:
             self._take_offsets(x)
+        self._rows_first = rows_first
+        if rows_first:
+            parts.append("rows first")
         if dtype.itemsize == 2:  # as in `host_replay`
             parts.append(os.environ.get("CUPYFLASH_AMX"))
         self.key = tuple(parts)
@@ -266,7 +269,7 @@ class Signature(host_replay.HostSignature):
         if len(_known) >= MOST:
             for oldest in list(_known)[: MOST // 4]:  # a copy: other threads keep calls, too
                 _known.pop(oldest, None)
-        _known[self.key] = self.known = Known(quick, names, results, dtype)
+        _known[self.key] = self.known = Known(quick, names, results, dtype, self._rows_first)
 
     def keep_gradients(
         self, how: tuple[bool, bool], do: torch.Tensor, host: Any, results: Sequence[torch.Tensor]
@@ -276,6 +279,8 @@ class Signature(host_replay.HostSignature):
         if known is None or not self.has_gradients or how in known.gradients:
             return
         known.gradients[how] = None
+        if known.has_rows_first:
+            do = do.transpose(1, 2)
         quick, names = self._quick(host, True)
         if quick is None:
             return
@@ -324,11 +329,16 @@ class Known:
         What it writes, by the kernels' names.
     dtype : torch.dtype
         That of its queries.
+    rows_first : bool
+        Whether out is wanted as (B, L, H, D).
 
     Attributes
     ----------
     is_never : bool
         Whether nothing computes such calls from addresses.
+    has_rows_first : bool
+        Whether later calls return out as (B, L, H, D). It lies as the queries do, but is no view,
+        of which PyTorch would record a derivative.
     out_stride : tuple of int
         The strides of out.
     dtype_of_lse : torch.dtype or None
@@ -338,9 +348,9 @@ class Known:
     """
 
     __slots__ = (
-        "_forms", "_names", "_run", "dtype_of_lse", "gradients", "is_never", "out_stride",
+        "_forms", "_names", "_run", "dtype_of_lse", "gradients", "has_rows_first", "is_never",
+        "out_stride",
     )  # fmt: skip
-    has_rows_first = False  # as calls on a GPU may have
 
     def __init__(
         self,
@@ -348,8 +358,12 @@ class Known:
         names: tuple[str, ...],
         results: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
+        rows_first: bool = False,
     ) -> None:
         self.is_never = quick is None
+        self.has_rows_first = rows_first and not self.is_never
+        if self.has_rows_first:
+            results = {**results, "out": results["out"].transpose(-3, -2)}
         self._run, self._names = None if quick is None else quick.run, names
         self._forms = [
             (name, tuple(x.shape), x.stride(), None if x.dtype is dtype else x.dtype)

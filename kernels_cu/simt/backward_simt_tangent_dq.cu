@@ -10,7 +10,7 @@
 // BLOCK_KV of COLUMN_THREADS and 4.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
-#include "../common/matmul_twice.cuh"
+#include "../common/matmul_tangent.cuh"
 #include "../common/tangent_gradient.cuh"
 
 namespace {
@@ -33,7 +33,7 @@ constexpr int OTHERS = TILES * TILE + tangent_gradient::ROW_NUMBERS * BLOCK_Q;
 constexpr int SHARED_ELEMENTS = 2 * HELD + 2 * BUFFER + OTHERS;
 constexpr bool HOLDS = SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t);
 constexpr int STAGE = HOLDS ? BUFFER : matmul::larger(BUFFER, CHUNK);
-constexpr int UNROLL = 1;  // limited by registers
+constexpr int UNROLL = 2;  // limited by registers
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");

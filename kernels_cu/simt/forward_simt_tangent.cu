@@ -9,7 +9,7 @@
 // one of weighted tangents, the stage, a number of each query.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
-#include "../common/matmul_twice.cuh"
+#include "../common/matmul_tangent.cuh"
 #include "../common/tangent.cuh"
 
 namespace {

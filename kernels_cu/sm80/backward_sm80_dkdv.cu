@@ -66,6 +66,12 @@ constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = Share<D, DQ_SHARERS>;
 constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, to save registers
 
+// Whether the dq of a tile is multiplied and added while the next tile is computed, so that
+// additions are spread over all of it. A quarter of the units of a share at a time: with the
+// scores, with dP, with dk and with dv.
+constexpr bool LATE = WIDE_HEAD && BLOCK_Q >= 64 && !P_IN_REGISTERS;
+constexpr int LATE_UNITS = (ShareQ::EACH + 3) / 4;
+
 // Limited by registers.
 constexpr int UNROLL = HAS_SCORE || (D <= 64 && !P_IN_REGISTERS) ? 2 : D > 64 && D <= 128 ? 8 : 4;
 constexpr bool LATE_KEYS = WHOLE_DQ && !WIDE_HEAD;  // they come with the first tile of queries
@@ -85,7 +91,8 @@ __device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int P_BYTES = WIDE_HEAD && BLOCK_Q <= 32 ? 64 : fragment::row_bytes(BLOCK_Q);
 constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
-constexpr int RESIDENT_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 * BLOCK_Q +
+constexpr int TILES = 2 + (LATE ? 1 : 0);  // of P and dS
+constexpr int RESIDENT_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + TILES * TILE_BYTES + 8 * BLOCK_Q +
                                4 * WARPS + static_cast<int>(sizeof(Head));
 constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
 constexpr int STAGES = (SHARED_BYTES - RESIDENT_BYTES) / STAGE_BYTES;
@@ -99,7 +106,8 @@ static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES =
               "SHARED_BYTES");
 
 // Whether the next q and do are copied apart, each after the last product that reads this one.
-constexpr bool LOADS_APART = WIDE_HEAD && STAGES == 1 && !P_IN_REGISTERS;
+constexpr bool LOADS_APART = LATE && STAGES == 1 && !WHOLE_DQ;
+constexpr bool LATE_DQ = LATE && ATOMIC_DQ && !WHOLE_DQ;
 
 using Dk = float[SUM_ROWS][ShareK::COLUMNS];
 using Dv = float[SUM_ROWS][ShareV::COLUMNS];
@@ -163,6 +171,64 @@ __device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_sme
   if constexpr (fragment::Mma::SCALES_DS) matmul::scale(dq, ds_scale.inverse());
 }
 
+// The tile before, whose dq is still to be multiplied and added.
+struct LateDq {
+  const char* ds_smem;
+  float* to_gmem;  // of the warp's first query
+  int valid;       // rows from there on, not more than 0 if there is nothing to do
+  float inverse;   // scale of dS
+};
+
+// Quarter QUARTER of a warp's share of that dq.
+template <int QUARTER>
+struct LateQuarter {
+  static constexpr int FIRST = QUARTER * LATE_UNITS;
+  static constexpr int UNITS =
+      ShareQ::EACH - FIRST < LATE_UNITS ? ShareQ::EACH - FIRST : LATE_UNITS;
+  static constexpr int ROWS = DQ_QUERIES / 8;
+  float sums[ROWS][4 * (UNITS > 0 ? UNITS : 1)];
+
+  __device__ __forceinline__ static ShareQ share() {
+    ShareQ share(threadIdx.x / ptx::WARP_SIZE % DQ_SHARERS);
+    share.first += DQ_SHARERS * FIRST;  // the step of wide heads' shares
+    return share;
+  }
+  template <bool ONLY_FINITE>
+  __device__ __forceinline__ void multiply(const LateDq& late, const char* k_smem) {
+    if constexpr (UNITS > 0) {
+      const int first = threadIdx.x / ptx::WARP_SIZE / DQ_SHARERS * DQ_QUERIES / 16;
+      matmul::clear(sums);
+      if (late.valid <= 0) return;
+      fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, ONLY_FINITE ? 1 : UNROLL,
+                                                ONLY_FINITE>(sums, late.ds_smem, first, k_smem,
+                                                             share());
+      if constexpr (fragment::Mma::SCALES_DS) matmul::scale(sums, late.inverse);
+    }
+  }
+  // Adds a part of it.
+  __device__ __forceinline__ void add(const LateDq& late, int step, int steps) const {
+    if constexpr (UNITS > 0) {
+      fragment_product::add_fragments(sums, share(), late.to_gmem, late.valid, step, steps);
+    }
+  }
+};
+
+template <int QUARTER, bool ONLY_FINITE>
+__device__ __forceinline__ void add_quarter(const LateDq& late, const char* k_smem) {
+  LateQuarter<QUARTER> dq;
+  dq.template multiply<ONLY_FINITE>(late, k_smem);
+  dq.add(late, 0, 1);
+}
+
+// Multiplies and adds all of it.
+template <bool ONLY_FINITE>
+__device__ __forceinline__ void add_late(const LateDq& late, const char* k_smem) {
+  add_quarter<0, ONLY_FINITE>(late, k_smem);
+  add_quarter<1, ONLY_FINITE>(late, k_smem);
+  add_quarter<2, ONLY_FINITE>(late, k_smem);
+  add_quarter<3, ONLY_FINITE>(late, k_smem);
+}
+
 // Writes dk and dv in place of the keys and values, and from there to global memory.
 __device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
                                               const ShareK& share_k, const ShareV& share_v,
@@ -186,19 +252,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const k_smem = reinterpret_cast<char*>(shared_smem);
   char* const v_smem = k_smem + BLOCK_KV * K_BYTES;
   char* const p_smem = v_smem + BLOCK_KV * V_BYTES;
-  char* const ds_smem = p_smem + TILE_BYTES;
-  char* const stages_smem = ds_smem + TILE_BYTES;
+  char* const first_ds_smem = p_smem + TILE_BYTES;
+  char* const stages_smem = p_smem + TILES * TILE_BYTES;
   float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
   // The grid before wrote delta and zeros of dq, or what places blocks. Idle blocks wait, too: the
   // next grid waits for this one alone.
-  constexpr bool EARLY = !HAS_LISTS && !PACKED;
+  constexpr bool EARLY = WHOLE_DQ && !HAS_LISTS && !PACKED;
   if constexpr (!EARLY) ptx::wait_for_grids();
   const unsigned int number = layout::interleave_heads(p, blockIdx.x);
   const layout::WorkTile work = layout::work_tile_of(p, number, p.heads_kv, true, BLOCK_KV, false);
-  if (work.idle) return ptx::wait_for_grids();
+  if (work.idle) {
+    if constexpr (EARLY) ptx::wait_for_grids();
+    return;
+  }
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
   const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
@@ -291,7 +360,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (now == TileRef::NONE) continue;
       load_tile(now, 0);
       statistics.store(lse_smem, lse_smem + BLOCK_Q);
-      int stage = 0;
+      int stage = 0, ds_stage = 0;
+      LateDq late{first_ds_smem, nullptr, 0, 1};
 #pragma unroll 1
       while (now != TileRef::NONE) {
         // The weight of a missing query is 0 (lse = inf), unless the score mod made its logit
@@ -301,6 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const bool may_mask = HAS_SCORE || (HAS_MASK && masked);
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
+        char* const ds_smem = first_ds_smem + ds_stage * TILE_BYTES;
         ++visited;
 
         if constexpr (LOADS_APART) {
@@ -332,8 +403,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           float s[ROWS][COLUMNS];
           unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
           // 2 scores
-          fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
-                                                q_smem + query * K_BYTES);
+          const char* const key_rows = k_smem + warp_key * K_BYTES;
+          if constexpr (LATE_DQ) {
+            LateQuarter<0> quarter;
+            quarter.template multiply<false>(late, k_smem);
+            constexpr int STEPS = fragment::whole_columns(D) / 16;
+            fragment_product::multiply<D, STEPS>(s, key_rows, q_smem + query * K_BYTES,
+                                                 [&](int n) { quarter.add(late, n, STEPS); });
+          } else {
+            fragment_product::multiply<D, UNROLL>(s, key_rows, q_smem + query * K_BYTES);
+          }
           const TileBox box = describe(first_query(now), rows_of(now));
           unsigned int kept[ROWS];
           if constexpr (HAS_DROPOUT)
@@ -352,8 +431,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             __syncthreads();  // do, copied by all threads
           }
           float dp[ROWS][COLUMNS];
-          fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
-                                                  do_smem + query * V_BYTES);
+          const char* const value_rows = v_smem + warp_key * V_BYTES;
+          if constexpr (LATE_DQ) {
+            LateQuarter<1> quarter;
+            quarter.template multiply<false>(late, k_smem);
+            constexpr int STEPS = fragment::whole_columns(D_V) / 16;
+            fragment_product::multiply<D_V, STEPS>(dp, value_rows, do_smem + query * V_BYTES,
+                                                   [&](int n) { quarter.add(late, n, STEPS); });
+          } else {
+            fragment_product::multiply<D_V, UNROLL>(dp, value_rows, do_smem + query * V_BYTES);
+          }
           const fragment_gradient::PerQuery<true, ROWS, COLUMNS> delta(lane_lse_smem + BLOCK_Q);
           fragment_gradient::score_gradients<true>(p, has_masked, s, dp, delta, kept, s);
           if constexpr (!P_IN_REGISTERS) has_nonfinite = may_mask && !finite_tile();
@@ -428,26 +515,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                           rows_of(now) - first, step, steps);
         };
         constexpr int STEPS = BLOCK_Q / 16;
-        if constexpr (LOADS_APART) {
-          if constexpr (ATOMIC_DQ) multiply_dq(dq, 0, ds_smem, k_smem, has_nonfinite, ds_scale);
+        if constexpr (LATE && !WHOLE_DQ) {
+          LateQuarter<2> third;
+          if constexpr (LATE_DQ) third.template multiply<false>(late, k_smem);
           fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
               dk, ds_rows, q_smem, share_k, [&](int step) {
-                if constexpr (ATOMIC_DQ) add_dq(0, step, 2 * STEPS / DQ_PARTS);
+                if constexpr (LATE_DQ) third.add(late, step, STEPS);
               });
-          if (next != TileRef::NONE) {
-            __syncthreads();  // q, read by all warps
-            load_q(next, 0);
-            load_statistics(next);
+          if constexpr (LOADS_APART) {
+            if (next != TileRef::NONE) {
+              __syncthreads();  // q, read by all warps
+              load_q(next, 0);
+              load_statistics(next);
+            }
           }
-          if constexpr (ATOMIC_DQ && DQ_PARTS == 2) {
-            multiply_dq(dq, 1, ds_smem, k_smem, has_nonfinite, ds_scale);
-          }
+          LateQuarter<3> fourth;
+          if constexpr (LATE_DQ) fourth.template multiply<false>(late, k_smem);
           fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
               dv, p_rows, do_smem, share_v, [&](int step) {
-                if constexpr (ATOMIC_DQ) {
-                  add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
-                }
+                if constexpr (LATE_DQ) fourth.add(late, step, STEPS);
               });
+          if constexpr (LATE_DQ) {
+            const int first = warp / DQ_SHARERS * DQ_QUERIES;
+            late = {ds_smem, dq_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
+                    rows_of(now) - first, ds_scale.inverse()};
+            if (has_nonfinite) {
+              add_late<true>(late, k_smem);
+              late.valid = 0;
+            }
+            ds_stage = 1 - ds_stage;
+          }
         } else if constexpr (P_IN_REGISTERS || !ATOMIC_DQ) {
           constexpr int AT_ONCE = P_IN_REGISTERS ? 1 : UNROLL;
           const auto nothing = [](int) {};
@@ -493,6 +590,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         now = next;
       }
+      if constexpr (LATE_DQ) add_late<false>(late, k_smem);
     }
   }
 

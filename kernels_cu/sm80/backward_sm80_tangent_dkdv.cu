@@ -22,7 +22,7 @@
 namespace {
 
 constexpr int ROWS = 2;
-constexpr int PART_QUERIES = BLOCK_Q % 32 == 0 ? 32 : 16;  // limited by registers
+constexpr int PART_QUERIES = BLOCK_Q % 32 == 0 && !HAS_SCORE ? 32 : 16;  // limited by registers
 constexpr int COLUMNS = PART_QUERIES / 4;
 using ShareK = fragment_product::Share<D, 1>;
 using ShareV = fragment_product::Share<D_V, 1>;
@@ -149,7 +149,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       int stage = 0;
 #pragma unroll 1
       while (now.rows > 0) {
-        const bool masked = now.tile_class == PARTIAL || nj < BLOCK_KV;
+        // The weight of a missing query is 0 (lse = inf), unless the score mod made its logit
+        // infinite.
+        const bool ends = HAS_SCORE && now.rows < BLOCK_Q;
+        const bool masked = now.tile_class == PARTIAL || nj < BLOCK_KV || ends;
         const char* const q_smem = stages_smem + stage * STAGE_BYTES;
         const char* const do_smem = q_smem + 2 * Q_FAR;
         ++visited;
@@ -157,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         ptx::cp_async_wait_all();
         bool has_nonfinite = false;
         // Protects the tile, copied by all threads, and the previous stage, read by all.
-        if (HAS_MASK && masked) {
+        if (HAS_SCORE || (HAS_MASK && masked)) {
           bool finite = fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                         fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
           if constexpr (HAS_TQ) {
@@ -189,8 +192,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 3 score mod
           // 4 mask
           // 5 probabilities and the gradient of the output's weights
+          fragment_tangent_gradient::Slopes<ROWS, COLUMNS> slopes;
           fragment_tangent_gradient::probabilities<true>(p, box, now.tile_class, masked, s, ts,
-                                                         corner, rows_smem);
+                                                         corner, rows_smem, slopes);
           // 6 accumulate dv and dk
           // dv comes first, so that its weights leave their registers.
           unsigned int words[ROWS][COLUMNS / 2];
@@ -213,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           float ds[ROWS][COLUMNS], tds[ROWS][COLUMNS];
           fragment_tangent_gradient::multiply<D_V, HAS_TV, HAS_TDO, V_FAR, DO_FAR, UNROLL>(
               ds, tds, v_smem + warp_key * V_BYTES, do_smem + query * V_BYTES);
-          fragment_tangent_gradient::score_gradients<true>(p, masked, s, ts, rows_smem, kept, ds,
-                                                           tds);
+          fragment_tangent_gradient::score_gradients<true>(p, masked, s, ts, rows_smem, kept, slopes,
+                                                           ds, tds);
           fragment_tangent_gradient::fit(ds, tds, dk, ds_scale);
           fragment_gradient::narrow(tds, ds_scale.factor, words);
           const char* const part_smem = q_smem + query * K_BYTES;

@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       ptx::cp_async_wait_all();
       bool has_nonfinite = false;
       // Protects the tile, copied by all threads, and the previous stage, read by all.
-      if (HAS_MASK && masked) {
+      if (HAS_SCORE || (HAS_MASK && masked)) {
         bool finite = fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem);
         if constexpr (HAS_TK) {
           finite = fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem + K_FAR) && finite;
@@ -163,13 +163,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
+      fragment_tangent_gradient::Slopes<ROWS, COLUMNS> slopes;
       fragment_tangent_gradient::probabilities<false>(p, box, now.tile_class, masked, s, ts, corner,
-                                                      rows_smem + corner.row);
+                                                      rows_smem + corner.row, slopes);
       float ds[ROWS][COLUMNS], tds[ROWS][COLUMNS];
       fragment_tangent_gradient::multiply<D_V, HAS_TDO, HAS_TV, DO_FAR, V_FAR, UNROLL>(
           ds, tds, do_smem + warp_row * DO_BYTES, v_smem);
       fragment_tangent_gradient::score_gradients<false>(p, masked, s, ts, rows_smem + corner.row,
-                                                        kept, ds, tds);
+                                                        kept, slopes, ds, tds);
       // 6 accumulate dq
       fragment_tangent_gradient::fit(ds, tds, dq, ds_scale);
       unsigned int words[ROWS][COLUMNS / 2];

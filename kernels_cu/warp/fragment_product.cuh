@@ -80,11 +80,16 @@ __device__ __forceinline__ void multiply_eight(float (&c)[ROWS][2], const char* 
   }
 }
 
+// What a product does between its steps: nothing.
+struct Nothing {
+  __device__ __forceinline__ void operator()(int) const {}
+};
+
 // c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in flight, as
-// in the products below.
-template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
+// in the products below. `between` is called after each of them.
+template <int WIDTH, int UNROLL, int ROWS, int COLUMNS, class Between = Nothing>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                         const char* b_smem) {
+                                         const char* b_smem, const Between& between = Between()) {
   if constexpr (COLUMNS == 2) {
     multiply_eight<WIDTH, UNROLL>(c, a_smem, b_smem);
     return;
@@ -105,6 +110,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* 
 #pragma unroll
       for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
     }
+    between(step);
   }
 }
 

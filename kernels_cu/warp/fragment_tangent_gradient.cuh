@@ -143,19 +143,74 @@ __device__ __forceinline__ void fit(const float (&x)[ROWS][COLUMNS], const float
 
 // -- the tile -------------------------------------------------------------------------------------
 
+// What derivatives of the score mod are needed for after the probabilities: the first one, and the
+// second one times the tangent of the score.
+template <int ROWS, int COLUMNS>
+struct Slopes {
+  static constexpr int NUMBERS = HAS_DSCORE ? COLUMNS : 2;  // without a score mod, nobody uses them
+  float slope[ROWS][NUMBERS], bent[ROWS][NUMBERS];
+};
+
+// Products q k and those of directions become logits and their tangents, by way of the score mod,
+// which is instantiated for two columns, through which all rotate. Masked pairs get -inf.
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void apply_score_mod(const Params& p, const HeadConstants& constants,
+                                                const TileBox& box, bool masked,
+                                                const unsigned int (&mask)[ROWS],
+                                                const Corner& corner, float (&s)[ROWS][COLUMNS],
+                                                float (&ts)[ROWS][COLUMNS],
+                                                Slopes<ROWS, COLUMNS>& slopes) {
+  const float scale = static_cast<float>(p.scale);
+#pragma unroll 1
+  for (int column = 0; column < COLUMNS; column += 2) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const Site at = fragment_gradient::site_of<KEYS_ARE_ROWS>(box, corner, r, column, n);
+        const float score = s[r][n] * scale;
+        float tangent = ts[r][n] * scale;
+        s[r][n] = score_mod(p, constants, score, at);
+        if constexpr (HAS_DSCORE) {
+          const float slope = score_mod_derivative(p, constants, score, at);
+          slopes.slope[r][n] = slope;
+          if constexpr (tangent_gradient::BENDS) {
+            slopes.bent[r][n] = score_mod_curvature(p, constants, score, at) * tangent;
+          }
+          tangent *= slope;
+        }
+        if constexpr (HAS_TBIAS) tangent = score_tangent(p, constants, tangent, at);
+        ts[r][n] = tangent;
+        if (masked && (mask[r] >> (column + n) & 1) == 0) s[r][n] = -number::infinity();
+      }
+    }
+    fragment::rotate<2>(s);
+    fragment::rotate<2>(ts);
+    if constexpr (HAS_DSCORE) fragment::rotate<2>(slopes.slope);
+    if constexpr (tangent_gradient::BENDS) fragment::rotate<2>(slopes.bent);
+  }
+}
+
 // Products q k and those of directions become P and tP. A masked pair gets the weight of one.
 // `rows_smem` has the numbers of queries, from the corner's on.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void probabilities(const Params& p, const TileBox& box, int tile_class,
                                               bool masked, float (&s)[ROWS][COLUMNS],
                                               float (&ts)[ROWS][COLUMNS], const Corner& corner,
-                                              const float* rows_smem) {
-  const float scale = static_cast<float>(p.scale), c = scale * number::LOG2_E<float>;
-  // 3 score mod
-  // 4 mask
+                                              const float* rows_smem,
+                                              Slopes<ROWS, COLUMNS>& slopes) {
+  const float scale = HAS_SCORE ? 1.0f : static_cast<float>(p.scale);
+  const float c = scale * number::LOG2_E<float>;
   unsigned int mask[ROWS];
   if (masked) {
     fragment_gradient::evaluate_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, mask);
+  }
+  // 3 score mod
+  // 4 mask
+  if constexpr (HAS_SCORE) {
+    apply_score_mod<KEYS_ARE_ROWS>(p, tile::head_constants_of(p, box), box, masked, mask, corner, s,
+                                   ts, slopes);
+    fragment_gradient::mask_infinite(s, masked, mask);
   }
   const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(rows_smem), mu(rows_smem + BLOCK_Q);
 #pragma unroll
@@ -168,7 +223,7 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
       ts[r][n] = fma(s[r][n], fma(ts[r][n], scale, -mu.of(r, n)), 0.0f);
     }
   }
-  if (!masked) return;
+  if (!HAS_SCORE && !masked) return;
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
@@ -180,15 +235,13 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
   }
 }
 
-// Products do v and those of directions, in dt and tdt, become dS and tdS. s and ts are P and tP.
+// Products do v and those of directions, in ds and tds, become dS and tdS. s and ts are P and tP.
+// Where a gradient is 0, it stays so: a derivative of the score mod may be infinite there.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-__device__ __forceinline__ void score_gradients(const Params& p, bool masked,
-                                                const float (&s)[ROWS][COLUMNS],
-                                                const float (&ts)[ROWS][COLUMNS],
-                                                const float* rows_smem,
-                                                const unsigned int (&kept)[ROWS],
-                                                float (&dt)[ROWS][COLUMNS],
-                                                float (&tdt)[ROWS][COLUMNS]) {
+__device__ __forceinline__ void score_gradients(
+    const Params& p, bool masked, const float (&s)[ROWS][COLUMNS], const float (&ts)[ROWS][COLUMNS],
+    const float* rows_smem, const unsigned int (&kept)[ROWS], const Slopes<ROWS, COLUMNS>& slopes,
+    float (&ds)[ROWS][COLUMNS], float (&tds)[ROWS][COLUMNS]) {
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
   const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS> delta(rows_smem + 2 * BLOCK_Q),
       tdelta(rows_smem + 3 * BLOCK_Q);
@@ -196,26 +249,33 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
   for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      float dp = dt[r][n], tdp = tdt[r][n];
+      float dp = ds[r][n], tdp = tds[r][n];
       if constexpr (HAS_DROPOUT) {
         const float factor = (kept[r] >> n & 1) != 0 ? keep_scale : 0.0f;
         dp *= factor;
         tdp *= factor;
       }
       const float g = dp - delta.of(r, n);
-      dt[r][n] = s[r][n] * g;
-      tdt[r][n] = fma(ts[r][n], g, s[r][n] * (tdp - tdelta.of(r, n)));
+      float dt = s[r][n] * g;
+      float tdt = fma(ts[r][n], g, s[r][n] * (tdp - tdelta.of(r, n)));
+      if constexpr (HAS_DSCORE) {
+        tdt = tdt == 0.0f ? 0.0f : tdt * slopes.slope[r][n];
+        if constexpr (tangent_gradient::BENDS) tdt += dt == 0.0f ? 0.0f : slopes.bent[r][n] * dt;
+        dt = dt == 0.0f ? 0.0f : dt * slopes.slope[r][n];
+      }
+      ds[r][n] = dt;
+      tds[r][n] = tdt;
     }
   }
-  if (!masked) return;
+  if (!HAS_SCORE && !masked) return;
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const bool is_masked = !matmul::is_unmasked(s[r][n]);
       // +0.0: -0.0 means masked.
-      dt[r][n] = is_masked ? s[r][n] : dt[r][n] + 0.0f;
-      tdt[r][n] = is_masked ? s[r][n] : tdt[r][n] + 0.0f;
+      ds[r][n] = is_masked ? s[r][n] : ds[r][n] + 0.0f;
+      tds[r][n] = is_masked ? s[r][n] : tds[r][n] + 0.0f;
     }
   }
 }

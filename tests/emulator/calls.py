@@ -110,10 +110,11 @@ class Emulator:
         gradients: Gradients,
         results: Results,
         visited: Array | None = None,
+        deterministic: bool = False,
     ) -> None:
         """Write the tangents of gradients, of out and of lse, as `Gpu.backward_tangent`."""
-        arrays = rows, tangents, gradients, results
-        self._run(lambda: second_launches.backward(_on_device(call), *arrays, visited=visited))
+        arrays, how = (rows, tangents, gradients, results), (None, None, visited, deterministic)
+        self._run(lambda: second_launches.backward(_on_device(call), *arrays, *how))
 
     def forward_piece(
         self, call: Call, partial: Results, first: bool, results: Results | None = None

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import threading
+import types
 import weakref
 
 import numpy as np
@@ -19,7 +20,13 @@ from cupyflash.backends.cpu_tiles import FEWEST_KEYS
 from cupyflash.problem import replay
 
 torch = pytest.importorskip("torch")
-from cupyflash.torch import attention, attention_cached, attention_varlen, recognised_cpu  # noqa: E402
+from cupyflash.torch import (  # noqa: E402
+    attention,
+    attention_cached,
+    attention_varlen,
+    recognised_cpu,
+    transformers,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +70,24 @@ def of(*shapes, dtype=torch.float32, function=attention, **options):
     return call
 
 
+def of_layer(is_contiguous=False, mask=None, dropout=0.0):
+    """Return the same for a layer of transformers, whose output has rows before heads."""
+
+    def call(seed=0):
+        (x,) = drawn((3, 2, 20, 4, 16), seed=seed)
+        torch.manual_seed(seed)
+        q, *kv = x.transpose(2, 3)
+        qkv = [q.contiguous() if is_contiguous else q, *(y.contiguous() for y in kv)]
+        module = types.SimpleNamespace(is_causal=True)
+        out = transformers.attention_forward(module, *qkv, mask, dropout=dropout)[0]
+        assert (out.shape, out.is_contiguous()) == ((2, 20, 4, 16), True)
+        call.nodes.append(out.grad_fn.name())
+        return out, *torch.autograd.grad(out, x, torch.ones_like(out).cumsum(-1))
+
+    call.nodes = []
+    return call
+
+
 def of_views(seed=0):
     (x,) = drawn((2, 20, 3, 4, 16), seed=seed)
     out = attention(*x.movedim(2, 0).transpose(-3, -2), mask=masks.causal())
@@ -86,6 +111,10 @@ KINDS = {
     "soft cap": of(score_mod=scores.softcap(3.0)),
     "scale": of(scale=-0.3),
     "dropout": of(dropout=0.3, seed=7),
+    "layer": of_layer(),
+    "layer of copies": of_layer(is_contiguous=True),
+    "layer with a mask": of_layer(mask=MASK[..., :20]),
+    "layer with dropout": of_layer(dropout=0.3),
     "many entries": of((70, 4, 9, 16), (70, 4, 9, 16), (70, 4, 9, 16)),
 }
 
@@ -101,6 +130,20 @@ def test_the_same_bits_as_of_a_checked_call(kind):
     for wants, has in zip(wanted, results, strict=True):
         assert has.stride() == wants.stride() or has.ndim == 4
         assert same_bits(wants.detach().double().numpy(), has.detach().double().numpy())
+
+
+@pytest.mark.parametrize(("is_contiguous", "node"), [(False, "_Replayed"), (True, "Clone")])
+def test_no_view_is_recorded_of_a_layer(is_contiguous, node):
+    """Of a recognised one: the output of copies of heads lies as they do, and is copied."""
+    call = of_layer(is_contiguous)
+    for seed in range(4):
+        call(seed)
+    assert call.nodes[-1].startswith(node)
+    call = of_layer(is_contiguous)
+    with never_again():
+        has = call(3)
+    for one, other in zip(call(3), has, strict=True):
+        assert same_bits(one.detach().numpy(), other.detach().numpy())
 
 
 def test_sequences_one_after_the_other():

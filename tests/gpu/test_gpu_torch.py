@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from cupyflash.torch import (  # noqa: E402
     flash_attn_with_kvcache,
     scaled_dot_product_attention,
 )
+from cupyflash.torch import transformers as adapter  # noqa: E402
+from cupyflash.torch.functions import drawn_seed  # noqa: E402
 from cupyflash.torch.tensors import array_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -159,6 +162,39 @@ def test_saved_tensors_that_were_on_the_cpu(cupy):
     found = torch.autograd.grad(out, leaves, do)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("how", ["causal", "mask", "dropout"])
+@pytest.mark.parametrize("copied", [False, True], ids=["views of rows", "copies"])
+def test_a_layer_of_transformers_gives_the_bits_of_attention(cupy, monkeypatch, how, copied):
+    """Its output and gradients lie elsewhere: rows come before heads."""
+    monkeypatch.setattr(adapter, "_is_deterministic", lambda: True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    dropout, seed, mask = (0.3 if how == "dropout" else 0.0), None, None
+    if how == "mask":
+        mask = torch.arange(200, device="cuda") < torch.tensor([[200], [77]], device="cuda")
+        mask = mask[:, None, None]
+    rows = [draw(2, 200, 4, 64, dtype=torch.bfloat16, seed=n) for n in range(4)]
+    do = rows.pop()
+    q, k, v = (x.transpose(1, 2).contiguous() if copied else x.transpose(1, 2) for x in rows)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    module = types.SimpleNamespace(is_causal=True)
+    for n in range(4):
+        torch.manual_seed(n)
+        if dropout:
+            seed = drawn_seed(dropout)
+            torch.manual_seed(n)
+        out = adapter.attention_forward(module, *leaves, mask, dropout=dropout)[0]
+        found = torch.autograd.grad(out, leaves, do)
+        seen = CAUSAL if mask is None else mask
+        options = {"dropout": dropout, "seed": seed, "deterministic": True}
+        wanted = attention(*leaves, mask=seen, **options)
+        assert out.is_contiguous()
+        assert torch.equal(out, wanted.transpose(1, 2)), n
+        gradients = torch.autograd.grad(wanted, leaves, do.transpose(1, 2))
+        for a, b in zip(found, gradients, strict=True):
+            assert a.transpose(1, 2).is_contiguous()
+            assert torch.equal(a, b), n
 
 
 def test_recognised_calls_over_a_cache(cupy):

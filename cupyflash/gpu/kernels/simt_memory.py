@@ -78,7 +78,7 @@ class Shape:
 
 
 HEAD_BYTES = 128  # of what backward_simt_dkdv.cu keeps of the head whose queries are streamed
-TANGENT_HEAD_BYTES = 152  # of backward_simt_tangent_dkdv.cu, likewise
+TANGENT_HEAD_BYTES = 160  # of backward_simt_tangent_dkdv.cu, likewise
 ROW_NUMBERS = 4  # that kernels of tangents of gradients keep of each query
 
 
@@ -99,6 +99,10 @@ def _whole(shape: Shape, rows: int, width: int) -> int:
     return rows * shape.odd_stride(shape.whole_columns(width))
 
 
+def _keys(shape: Shape, rows: int) -> int:
+    return _tile(shape, rows, shape.held_columns(shape.d)) + _whole(shape, rows, shape.d_v)
+
+
 def _chunk(shape: Shape, rows: int) -> int:
     return rows * shape.odd_stride(shape.chunk_columns(shape.d))
 
@@ -117,8 +121,7 @@ def forward_simt_tangent(shape: Shape, block_q: int, block_kv: int, _: int) -> i
 
 def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse, delta, head."""
-    held = _tile(shape, block_kv, shape.held_columns(shape.d)) + _whole(shape, block_kv, shape.d_v)
-    held += (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
+    held = _keys(shape, block_kv) + (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
     stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
     return held + max(stages) + HEAD_BYTES // shape.itemsize
 
@@ -143,7 +146,7 @@ def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
 
 def backward_simt_tangent_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_tangent_dkdv.cu: k, v, tk, tv, tiles, stage, rows, head."""
-    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
+    held = _keys(shape, block_kv)
     tiles = (4 + spare) * _tile(shape, block_kv, block_q) + ROW_NUMBERS * block_q
     stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
     return 2 * held + tiles + max(stages) + TANGENT_HEAD_BYTES // shape.itemsize
@@ -152,7 +155,7 @@ def backward_simt_tangent_dkdv(shape: Shape, block_q: int, block_kv: int, spare:
 def lean_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of the same, if tangents of keys and values are not resident."""
     elements = backward_simt_tangent_dkdv(shape, block_q, block_kv, spare)
-    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
+    held = _keys(shape, block_kv)
     stage = max(shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
     return elements - held + max(0, _streamed(shape, block_kv) - stage)
 

@@ -22,7 +22,7 @@ TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     },
     DQ_NAME: {
         64: ((64, 32, 4, 2, 3), (64, 32, 4, 2, 1)),
-        128: ((64, 32, 4, 1, 2), (64, 32, 4, 2, 1), (64, 32, 4, 1, 1)),
+        128: ((128, 32, 8, 2, 1), (64, 32, 4, 2, 1), (64, 32, 4, 1, 1)),
     },
 }
 HEAD_BYTES, STREAM_BYTES = 280, 200  # of what is known of the rows that are streamed
@@ -55,7 +55,7 @@ def tiles_of(
     return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
 
 
-def fit(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
+def fit(kernel: str, d: int, d_v: int, limit: int, changed: bool = False) -> Tiles | None:
     """Return the best tiles with which so many blocks fit on an SM, or None.
 
     Parameters
@@ -66,9 +66,12 @@ def fit(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
         Head sizes; there must be tiles for them.
     limit : int
         Bytes of shared memory that a block may have.
+    changed : bool
+        Whether scores are changed: their derivatives take registers, so fewer blocks share an SM's.
     """
-    for *sizes, resident in at_head(TILES[kernel], d, d_v):
+    for *sizes, most in at_head(TILES[kernel], d, d_v):
         block_q, block_kv, warps, stages = sizes
+        resident = min(most, 2) if changed else most
         tiles = tiles_of(kernel, block_q, block_kv, warps, stages, d, d_v, resident)
         if (tiles.shared_memory + RESERVED) * resident <= limit + RESERVED:
             return tiles
@@ -76,21 +79,13 @@ def fit(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
 
 
 def _configure(kernel: str, request: Request) -> Tiles | None:
-    problem = request.problem
-    return fit(kernel, problem.d, problem.d_v, request.device.shared_memory)
-
-
-def _obstacle(request: Request) -> str | None:
-    """Say whether scores are changed: their derivatives take the registers of a tile."""
-    call = request.call
-    if call is not None and (call.score_mod is not None or call.bias is not None):
-        return "scores are changed, or have a bias"
-    return None
+    problem, call = request.problem, request.call
+    changed = call is not None and (call.score_mod is not None or call.bias is not None)
+    return fit(kernel, problem.d, problem.d_v, request.device.shared_memory, changed)
 
 
 _METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 _HEADS = dict.fromkeys(sm80.HALVES, LARGEST_HEAD)
-_CONDITION = "scores are not changed, and have no bias"
 
 DKDV = KernelSpec(
     source=f"sm80/{DKDV_NAME}.cu",
@@ -100,10 +95,9 @@ DKDV = KernelSpec(
     heads=_HEADS,
     capability=sm80.CAPABILITY,
     tensor_cores=True,
-    condition=_CONDITION,
-    obstacle=_obstacle,
     configure=functools.partial(_configure, DKDV_NAME),
     grid=grid.by_keys,
+    slope=True,
 )
 DQ = KernelSpec(
     source=f"sm80/{DQ_NAME}.cu",
@@ -113,8 +107,7 @@ DQ = KernelSpec(
     heads=_HEADS,
     capability=sm80.CAPABILITY,
     tensor_cores=True,
-    condition=_CONDITION,
-    obstacle=_obstacle,
     configure=functools.partial(_configure, DQ_NAME),
     grid=grid.by_queries,
+    slope=True,
 )

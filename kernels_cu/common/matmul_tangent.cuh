@@ -1,5 +1,6 @@
-// Two products with the same right factor, which is streamed and read from shared memory once.
-// Each sum has the order that it has in matmul.cuh.
+// Products that only kernels of tangents have: two with the same right factor, which is streamed and
+// read from shared memory once, and one with a tile from the left whose columns are the result's
+// rows. Each sum has the order that it has in matmul.cuh.
 #pragma once
 #include "matmul.cuh"
 
@@ -107,6 +108,26 @@ __device__ __forceinline__ void accumulate_twice(accum_t (&c)[ROWS][COLUMNS], co
           multiply_add_unmasked<STEP, A_STRIDE, WIDTH>(d, e_smem + k, filled_smem);
         } else {
           multiply_add_twice<STEP, A_STRIDE, WIDTH>(c, a_smem + k, d, e_smem + k, filled_smem);
+        }
+      });
+}
+
+// c += a^T b, for a tile a of weights, while rows of b are streamed. The thread's rows of c are
+// those of result_row.
+template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
+__device__ __forceinline__ void accumulate_transposed(accum_t (&c)[ROWS][COLUMNS],
+                                                      const accum_t* a_smem, const memory::Rows& b,
+                                                      long long first, int valid,
+                                                      Stage<BUFFER>& stage) {
+  constexpr int STEP = stage_rows(B_ROWS, WIDTH, BUFFER);
+  constexpr int STRIDE = padded_columns(WIDTH);
+  for_each_rows<B_ROWS, WIDTH, STEP, MAY_MASK>(
+      b, first, valid, stage, [&](int k, const accum_t* filled_smem, bool has_nonfinite) {
+        if (has_nonfinite) {
+          multiply_transposed_unmasked<STEP, A_STRIDE, STRIDE, WIDTH>(c, a_smem + k * A_STRIDE,
+                                                                      filled_smem);
+        } else {
+          multiply_transposed<STEP, A_STRIDE, STRIDE, WIDTH>(c, a_smem + k * A_STRIDE, filled_smem);
         }
       });
 }
