@@ -7,9 +7,15 @@
 // warpgroup loads the tiles to two stages of shared memory, each by two of its warps: by TMA if
 // that can load keys, but for an entry's last leaf if it is not whole; else by cp.async. The others
 // are the consumers, each with half of the columns of o. They take turns to compute the scores and
-// the weights of a tile; the other one gets the weights from the last slab of the tile, which has
+// the weights of a tile; the other one reads the weights from the last slab of the tile, which has
 // no values. Each multiplies the weights by its columns of the keys, which are the values, so that
-// nothing else is read; and while one still does, the other one computes the next scores.
+// nothing else is read.
+//
+// Two tiles of a node are a turn. The scores of the second one are multiplied while the first
+// consumer finds its weights, and values of the first one while the second consumer does:
+//
+//   consumer 0   scores 0 |  weights 0  | values 0 | ........................ | values 1 |
+//   consumer 1            | scores 1 ...| values 0 (its weights meanwhile)    | values 1 |
 //
 // A node of level 1, of 512 keys, is one online softmax over its leaves in ascending order: o has
 // no room in registers for a leaf's as well as its node's. Masked pairs and EMPTY leaves change no
@@ -34,9 +40,10 @@ constexpr int COLUMNS_O = D_V / CONSUMERS / 4;  // of a thread, in each of its t
 // Whether consumer 1 multiplies keys of a tile beside weights of the one before. Code of masks and
 // scores needs the registers.
 constexpr bool OVERLAPS = !HAS_MASK && !HAS_SCORE;
-// Registers of a thread of the producers, which find the classes of leaves, and of the consumers.
-constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 72, CONSUMER_REGS = HAS_MASK ? 208 : 216;
-static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= 65536 / THREADS / 8 * 8 * 3,
+// Registers of a thread of the producers, which find the classes of leaves, and of each consumer.
+constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 80, FIRST_REGS = 208;
+constexpr int SECOND_REGS = HAS_MASK ? 208 : 216;
+static_assert(PRODUCER_REGS + FIRST_REGS + SECOND_REGS <= 65536 / THREADS / 8 * 8 * 3,
               "more than the block was launched with");
 
 // The first row of a thread; the other one is 8 further.
@@ -373,12 +380,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (warpgroup::index() == CONSUMERS) {
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     decode_producer::producer(p, smem, schedule, k_map);
+  } else if (warpgroup::index() == 0) {
+    ptx::setmaxnreg_inc<FIRST_REGS>();
+    Consumer<0>(p, smem).run();
   } else {
-    ptx::setmaxnreg_inc<CONSUMER_REGS>();
-    if (warpgroup::index() == 0) {
-      Consumer<0>(p, smem).run();
-    } else {
-      Consumer<1>(p, smem).run();
-    }
+    ptx::setmaxnreg_inc<SECOND_REGS>();
+    Consumer<1>(p, smem).run();
   }
 }

@@ -61,14 +61,14 @@ struct RowState {
 
 struct SharedStorage {
   RowState rows;
-  StagedTile tiles[STAGES];
+  StagedTile tiles[2 * STAGES];  // a tile is told of before those in the stages are let go of
   decode::WarpTasks tasks[PRODUCER_WARPS];
   warpgroup::Pipeline<STAGES> pipeline;  // full: with its first part; empty: values of consumer 0
   unsigned long long rest_full[STAGES * (PARTS - 1)];  // the other parts
   unsigned long long second_empty[STAGES], scored[STAGES];
   decode::ScheduleStorage schedule;
 
-  __device__ __forceinline__ StagedTile& tile(int n) { return tiles[n % STAGES]; }
+  __device__ __forceinline__ StagedTile& tile(int n) { return tiles[n % (2 * STAGES)]; }
 
   // The mbarrier of a part of tile n, all of which have the phase of the pipeline.
   __device__ __forceinline__ unsigned int part_barrier(int n, int part) const {
