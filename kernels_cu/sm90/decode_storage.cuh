@@ -20,8 +20,9 @@ using KTiles = warpgroup::SmemTile<LEAF, SLABS * warpgroup::SLAB_ROW_BYTES, STAG
 constexpr int PARTS = 3, PART_SLABS = SLABS / PARTS;
 
 // Named barriers. TURN: the scores of a turn's first tile are issued, those of the second may be.
-// WEIGHTS + c: the weights that consumer c has computed; the other one waits for
-// them. REPAIR + c: all threads of consumer c, for values that are not finite.
+// ALONE: both consumers, at the end of a turn of one tile. WEIGHTS + c: the weights that consumer c
+// has computed; the other one waits for them. REPAIR + c: all threads of consumer c, for values that
+// are not finite.
 constexpr int WEIGHTS = 1, REPAIR = WEIGHTS + CONSUMERS;
 constexpr int TURN = REPAIR + CONSUMERS, ALONE = TURN + 1;
 constexpr int BOTH_CONSUMERS = CONSUMERS * warpgroup::WARPGROUP_SIZE;  // threads

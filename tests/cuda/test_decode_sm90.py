@@ -412,11 +412,11 @@ def test_a_part_of_the_keys_that_has_not_come_is_reported():
 
 
 WRONG = {
-    "m of another tile": (KERNEL, "if (tile.begins) {", "if (tile.begins || n % 2 == 0) {"),
+    "m of another tile": (KERNEL, "if (tile.begins()) {", "if (tile.begins() || n % 2 == 0) {"),
     "no rescaling": (KERNEL, "      fragment_softmax::scale_rows(o_, alpha_);\n", ""),
     "the other half of the values": (KERNEL, "INDEX * (SLABS_V", "(1 - INDEX) * (SLABS_V"),
     "units that do not open": (KERNEL, "    if (opens) {\n", "    if (true) {\n"),
-    "o that is not cleared": (KERNEL, "bool adds = !tile.begins;", "bool adds = true;"),
+    "o that is not cleared": (KERNEL, "bool adds = !tile.begins();", "bool adds = true;"),
     "leaves in the wrong node": (PRODUCER, "now.shares_node(next, 1)", "now.shares_node(next, 2)"),
     "rows in the place of others": (PRODUCER, "piece ^ row % 8", "piece ^ row % 4"),
     "keys beyond the length": (PRODUCER, "key < leaf.keys", "key <= leaf.keys"),
