@@ -59,9 +59,10 @@ using SmemDesc = unsigned long long;
 #define WGMMA_RD(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1;\n}"
-#define WGMMA_RS(SHAPE, TYPE, NAMES, A, B)                                                   \
-  "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
+#define WGMMA_RA(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"
+#define WGMMA_RS(SHAPE, TYPE, NAMES, A, B) WGMMA_RA(SHAPE, TYPE, NAMES, A, B, "1")
 
 // Orders the wgmmas that follow after this warp's earlier accesses to their registers.
 __device__ __forceinline__ void wgmma_fence() {
@@ -192,6 +193,11 @@ __device__ __forceinline__ void wgmma_st_f16(float (&d)[2][32], SmemDesc a, Smem
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][64], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_ST("m64n256k16", "f16", WGMMA_NAMES_128, "%128", "%129", "%130")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_ST("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
@@ -200,6 +206,11 @@ __device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][16], SmemDesc a, Sme
 __device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_ST("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][64], SmemDesc a, SmemDesc b, bool add) {
+  asm volatile(WGMMA_ST("m64n256k16", "bf16", WGMMA_NAMES_128, "%128", "%129", "%130")
+               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
@@ -289,11 +300,13 @@ __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][48], const unsigned i
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+// d = a b, or d += where `add`.
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n256k16", "f16", WGMMA_NAMES_128, "%128, %129, %130, %131", "%132")
-               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                                             SmemDesc b, bool add) {
+  asm volatile(
+      WGMMA_RA("m64n256k16", "f16", WGMMA_NAMES_128, "%128, %129, %130, %131", "%132", "%133")
+      : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][8], const unsigned int (&a)[4],
                                               SmemDesc b) {
@@ -343,11 +356,13 @@ __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][48], const unsigned 
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+// d = a b, or d += where `add`.
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n256k16", "bf16", WGMMA_NAMES_128, "%128, %129, %130, %131", "%132")
-               : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                                              SmemDesc b, bool add) {
+  asm volatile(
+      WGMMA_RA("m64n256k16", "bf16", WGMMA_NAMES_128, "%128, %129, %130, %131", "%132", "%133")
+      : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 
 // The same for the first 192 and the last 128 of 320 columns, more than an instruction has.

@@ -87,24 +87,39 @@ __device__ __forceinline__ void copy_keys(const Params& p, const decode::Task& t
             exists, p.k.col, in_vectors(task.k, p.k.row | (PAGED ? p.k_page : 0), p.k.col));
 }
 
-// Issues the TMA loads of a whole leaf, by the lanes of one warp: one box for each tma_rows keys,
-// which in a cache with pages are in one page, and 64 columns.
-__device__ __forceinline__ void load_keys(const Params& p, const decode::Task& task,
-                                          const decode::Leaf& leaf, char* stage_smem,
-                                          const ptx::TensorMap& map, const SharedStorage& shared,
-                                          int n) {
-  const int key = ptx::lane_index() * p.tma_rows;
-  if (key >= LEAF) return;
-  warpgroup::TmaHead at(p.k, task.entry(), task.head / p.group);
-  const cache::Place place = cache::place(p, task.b, leaf.first_key() + key);
-  if constexpr (PAGED) at.slow = place.page;
-  const unsigned int to = ptx::shared_address(stage_smem) + key * warpgroup::SLAB_ROW_BYTES;
-#pragma unroll
-  for (int slab = 0; slab < SLABS; ++slab) {
-    ptx::tma_load(to + slab * SLAB_BYTES, map, shared.part_barrier(n, slab / PART_SLABS),
-                  slab * warpgroup::SLAB_COLUMNS, place.row, at.head, at.slow, at.slower);
+// The TMA loads of a whole leaf, by the lanes of one warp: one box for each tma_rows keys, which in a
+// cache with pages are in one page, and 64 columns. What the lanes need to know is found before the
+// stage is free, because a product keeps its warps from shared memory for long.
+struct Boxes {
+  unsigned int to;
+  int row, head, slow, slower;
+  bool is_mine;
+
+  __device__ __forceinline__ Boxes(const Params& p, const decode::Task& task,
+                                   const decode::Leaf& leaf, char* stage_smem, bool issues) {
+    const int key = ptx::lane_index() * p.tma_rows;
+    is_mine = issues && key < LEAF;
+    if (!is_mine) return;
+    const warpgroup::TmaHead at(p.k, task.entry(), task.head / p.group);
+    const cache::Place place = cache::place(p, task.b, leaf.first_key() + key);
+    to = ptx::shared_address(stage_smem) + key * warpgroup::SLAB_ROW_BYTES;
+    row = static_cast<int>(place.row);
+    head = at.head;
+    slow = PAGED ? static_cast<int>(place.page) : at.slow;
+    slower = at.slower;
   }
-}
+  // Issues the loads of slabs FIRST to END.
+  template <int FIRST, int END>
+  __device__ __forceinline__ void load(const ptx::TensorMap& map, const SharedStorage& shared,
+                                       int n) const {
+    if (!is_mine) return;
+#pragma unroll
+    for (int slab = FIRST; slab < END; ++slab) {
+      ptx::tma_load_once(to + slab * SLAB_BYTES, map, shared.part_barrier(n, slab / PART_SLABS),
+                         slab * warpgroup::SLAB_COLUMNS, row, head, slow, slower);
+    }
+  }
+};
 
 // A warp: finds all tiles of the block by itself, and copies half of those of one stage. Where TMA
 // can load keys, one of the two warps issues the loads of whole leaves.
@@ -120,7 +135,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
   cursor.begin(schedule);
   decode::Leaf now = cursor.next();
   decode::Leaf next = now.exists ? cursor.next() : now;
-  bool begins = true, opens = true;
+  int starts = TileFacts::BEGINS | TileFacts::OPENS;  // of the tile
   int loaded = -1;  // the number of the task of the tile before
 #pragma unroll 1
   for (int n = 0;; ++n) {
@@ -129,27 +144,34 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     if (n % STAGES == stage) {
       const bool by_tma = p.tma_rows > 0 && now.exists && now.keys == LEAF;
       const bool issues = by_tma && first_row == 0;
-      shared.pipeline.wait_empty(n);
-      if (issues) load_keys(p, task, now, smem.stage(n), k_map, shared, n);
-      if (now.exists) {
-        // 1 load q
-        if (loaded != task.number) {
-          // The queries before were multiplied with every tile before this one.
-          if (n > 0) shared.pipeline.wait_released(n - 1);
-          copy_queries(p, task, smem.q.begin, first_row);
-        }
-        if (!by_tma) copy_keys(p, task, now, smem.stage(n), first_row);
-      }
+      const bool takes_queries = now.exists && loaded != task.number;
       if (first_row == 0 && ptx::lane_index() == 0) {
         StagedTile& tile_smem = shared.tile(n);
         if (now.exists) tile_smem.task = task;
         tile_smem.leaf = now;
-        tile_smem.begins = begins;
-        tile_smem.ends = ends;
-        tile_smem.opens = opens;
+        const bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
+        const int flags = (now.exists ? TileFacts::EXISTS : 0) | (ends ? TileFacts::ENDS : 0) |
+                          (masked ? TileFacts::MASKED : 0) | starts;
+        tile_smem.facts = TileFacts{flags, now.unit, now.exists ? task.rows : 0};
       }
-      ptx::cp_async_wait_all();
-      ptx::fence_proxy_async();
+      const Boxes boxes(p, task, now, smem.stage(n), issues);
+      // The consumers let go of their values at different times.
+      constexpr int HALF = SLABS_V / CONSUMERS;
+      shared.wait_half(n, 0);
+      boxes.load<0, HALF>(k_map, shared, n);
+      shared.wait_half(n, 1);
+      boxes.load<HALF, SLABS>(k_map, shared, n);
+      // 1 load q
+      if (takes_queries) {
+        // The queries before were multiplied with every tile before this one.
+        if (n > 0) shared.wait_scored(n - 1);
+        copy_queries(p, task, smem.q.begin, first_row);
+      }
+      if (!by_tma && now.exists) copy_keys(p, task, now, smem.stage(n), first_row);
+      if (takes_queries || !by_tma) {
+        ptx::cp_async_wait_all();
+        ptx::fence_proxy_async();
+      }
       __syncwarp();  // the tile, and what all lanes have copied
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
@@ -165,8 +187,8 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     }
     if (!now.exists) continue;
     loaded = task.number;
-    begins = ends;
-    if (ends) opens = !next.exists || next.unit != now.unit;
+    starts &= ~TileFacts::BEGINS;
+    if (ends) starts = TileFacts::BEGINS | (next.unit != now.unit ? TileFacts::OPENS : 0);
     now = next;
     if (now.exists) next = cursor.next();
   }

@@ -7,9 +7,15 @@
 // warpgroup loads the tiles to two stages of shared memory, each by two of its warps: by TMA if
 // that can load keys, but for an entry's last leaf if it is not whole; else by cp.async. The others
 // are the consumers, each with half of the columns of o. They take turns to compute the scores and
-// the weights of a tile; the other one gets the weights from the last slab of the tile, which has
+// the weights of a tile; the other one reads the weights from the last slab of the tile, which has
 // no values. Each multiplies the weights by its columns of the keys, which are the values, so that
-// nothing else is read; and while one still does, the other one computes the next scores.
+// nothing else is read.
+//
+// Two tiles of a node are a turn. The scores of the second one are multiplied while the first
+// consumer finds its weights, and values of the first one while the second consumer does:
+//
+//   consumer 0   scores 0 |  weights 0  | values 0 | ........................ | values 1 |
+//   consumer 1            | scores 1 ...| values 0 (its weights meanwhile)    | values 1 |
 //
 // A node of level 1, of 512 keys, is one online softmax over its leaves in ascending order: o has
 // no room in registers for a leaf's as well as its node's. Masked pairs and EMPTY leaves change no
@@ -31,9 +37,13 @@ using namespace decode_storage;
 using decode_scores::COLUMNS;
 
 constexpr int COLUMNS_O = D_V / CONSUMERS / 4;  // of a thread, in each of its two rows
-// Registers of a thread of the producers, which find the classes of leaves, and of the consumers.
-constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 72, CONSUMER_REGS = HAS_MASK ? 208 : 216;
-static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= 65536 / THREADS / 8 * 8 * 3,
+// Whether consumer 1 multiplies keys of a tile beside weights of the one before. Code of masks and
+// scores needs the registers.
+constexpr bool OVERLAPS = !HAS_MASK && !HAS_SCORE;
+// Registers of a thread of the producers, which find the classes of leaves, and of each consumer.
+constexpr int PRODUCER_REGS = HAS_MASK ? 88 : 80, FIRST_REGS = 208;
+constexpr int SECOND_REGS = HAS_MASK ? 208 : 216;
+static_assert(PRODUCER_REGS + FIRST_REGS + SECOND_REGS <= 65536 / THREADS / 8 * 8 * 3,
               "more than the block was launched with");
 
 // The first row of a thread; the other one is 8 further.
@@ -117,147 +127,243 @@ __device__ __forceinline__ void repair_nonfinite(float (&o)[2][COLUMNS_O],
   ptx::named_barrier_sync(barrier, warpgroup::WARPGROUP_SIZE);  // the values, made finite
 }
 
-// A warpgroup: computes half of the columns of o of every unit, and the weights of every other
-// tile.
-__device__ __forceinline__ void consumer(const Params& p, const SharedMemory& smem) {
-  SharedStorage& shared = *smem.storage;
-  const int index = warpgroup::index();
-  const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE;
-  const decode::Workspace workspace(p);
-  const float scale = static_cast<float>(p.scale);
-  // Logits are `logit_scale` times a score; a negative scale flips the sign of the scores.
-  const float logit_scale = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = fmin(logit_scale * number::LOG2_E<accum_t>, number::largest());
-  const warpgroup::SmemDesc q = smem.q.desc(0);
-  const int first_value = index * (SLABS_V / CONSUMERS) * SLAB_BYTES;
+// A warpgroup: computes half of the columns of o of every unit, and the scores and weights of every
+// other tile. Tiles n and n + 1 are a turn; consumer 0 computes the first one.
+template <int INDEX>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Params& p, const SharedMemory& smem)
+      : p_(p),
+        smem_(smem),
+        shared_(*smem.storage),
+        workspace_(p),
+        scale_(static_cast<float>(p.scale)),
+        // Logits are `logit_scale` times a score; a negative scale flips the sign of the scores.
+        c_(fmin((HAS_SCORE ? 1.0f : fabs(scale_)) * number::LOG2_E<accum_t>, number::largest())) {
+    fragment_softmax::init_state(m_, l_, o_);
+  }
 
-  float m[2], l[2], o[2][COLUMNS_O];
-  fragment_softmax::init_state(m, l, o);
-  Unit unit;
-  TwoRows* const m_smem = &shared.rows.m[thread];
-  TwoRows* const l_smem = &shared.rows.l[thread];
-  TwoRows* const alpha_smem = &shared.rows.alpha[thread];
-
+  __device__ __forceinline__ void run() {
 #pragma unroll 1
-  for (int n = 0;; ++n) {
-    shared.pipeline.wait_full(n);
-    const StagedTile& tile = shared.tile(n);
-    // Shuffles tell the compiler that lanes agree.
-    if (ptx::shuffle(tile.leaf.exists ? 1 : 0, 0) == 0) return;
-    char* const stage_smem = smem.stage(n);
-    const decode::Leaf leaf = tile.leaf;
-    const int rows = tile.task.rows;
-    const bool ends = ptx::shuffle(tile.ends ? 1 : 0, 0) != 0;
-    const bool opens = ptx::shuffle(tile.opens ? 1 : 0, 0) != 0;
-    const bool masked =
-        ptx::shuffle(leaf.tile_class == PARTIAL || leaf.keys < LEAF ? 1 : 0, 0) != 0;
-    Weights& weights_smem = *reinterpret_cast<Weights*>(stage_smem + (SLABS - 1) * SLAB_BYTES);
-    unsigned int weights[2][COLUMNS / 2];
-    float alpha[2];
-    const bool computes = ptx::shuffle(n % CONSUMERS, 0) == index;
-    if (computes) {
-      // 2 scores
-      float s[2][COLUMNS];
-      const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(stage_smem), 0);
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        if (part > 0) shared.wait_part(n, part);
-        ptx::wgmma_fence();
-        warpgroup::multiply<PART_SLABS * warpgroup::SLAB_COLUMNS, LEAF>(
-            s, q + part * PART_SLABS * SLAB_BYTES / 16, k + part * PART_SLABS * SLAB_BYTES / 16,
-            [](int) {}, part > 0);
-      }
-      ptx::wgmma_commit();
-      if (tile.begins) {
-        m[0] = m[1] = -number::infinity();
-        l[0] = l[1] = 0;
+    for (int n = 0;;) {
+      TileFacts tile = find(n);
+      if (!tile.exists()) return;
+      if constexpr (INDEX == 0) {
+        begin_scores(n);
+        find_weights<0>(n, tile);
+        multiply_values<true>(n++, tile);
+        if (!tile.ends()) {
+          tile = find(n);
+          receive_weights(n);
+          multiply_values<false>(n++, tile);
+        } else {
+          end_turn();
+        }
       } else {
-        const TwoRows m_before = *m_smem, l_before = *l_smem;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          m[r] = m_before.of[r];
-          l[r] = l_before.of[r];
+        ptx::named_barrier_sync(TURN, BOTH_CONSUMERS);  // the other scores are multiplied first
+        if (tile.ends()) {
+          receive_weights(n);
+          end_turn();
+          multiply_values<false>(n++, tile);
+          store(tile);
+          continue;
         }
-      }
-      unsigned int mask[2];
-      if (MAY_MASK && masked) decode_scores::evaluate_mask(p, tile.task, leaf, first_row(), mask);
-      ptx::wgmma_wait<0>();
-      ptx::fence_accumulator(s);
-      if (!HAS_SCORE && scale < 0) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-          for (int x = 0; x < COLUMNS; ++x) s[r][x] = -s[r][x];
+        if constexpr (OVERLAPS) {
+          begin_scores(n + 1);
+          receive_weights(n);
+          begin_values<false>(n, tile);
+          tile = find(n + 1);
+          find_weights<1>(n + 1, tile);
+          end_values(n);
+        } else {
+          receive_weights(n);
+          multiply_values<false>(n, tile);
+          tile = find(n + 1);
+          begin_scores(n + 1);
+          find_weights<0>(n + 1, tile);
         }
+        multiply_values<true>(n + 1, tile);
+        n += 2;
       }
-      // 3 score mod
-      bool has_masked = masked;
-      if constexpr (HAS_SCORE) {
-        has_masked =
-            decode_scores::apply_score_mod(p, tile.task, leaf, first_row(), s, scale) || masked;
-      }
-      // 4 mask
-      if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);
-      if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, leaf.keys);
-      // 5 row max
-      float m_new[2];
-      fragment_softmax::row_max(s, m, m_new, c);
-      fragment_softmax::raise_max(m, m_new, l, alpha, c);
-      fragment_softmax::exponentiate(s, m, l, c, has_masked);
-      fragment::narrow(s, weights);
-      *m_smem = TwoRows{{m[0], m[1]}};
-      *l_smem = TwoRows{{l[0], l[1]}};
-      *alpha_smem = TwoRows{{alpha[0], alpha[1]}};
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        weights_smem.of[x][thread] = ptx::Bytes16{
-            {weights[0][2 * x], weights[0][2 * x + 1], weights[1][2 * x], weights[1][2 * x + 1]}};
-      }
-      ptx::named_barrier_arrive(WEIGHTS + index, BOTH_CONSUMERS);
-    } else {
-#pragma unroll
-      for (int part = 1; part < PARTS; ++part) shared.wait_part(n, part);
-      ptx::named_barrier_sync(WEIGHTS + (1 - index), BOTH_CONSUMERS);
-      const TwoRows m_other = *m_smem, l_other = *l_smem, alpha_other = *alpha_smem;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        m[r] = m_other.of[r];
-        l[r] = l_other.of[r];
-        alpha[r] = alpha_other.of[r];
-      }
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const ptx::Bytes16 four = weights_smem.of[x][thread];
-#pragma unroll
-        for (int y = 0; y < 2; ++y) {
-          weights[0][2 * x + y] = four.x[y];
-          weights[1][2 * x + y] = four.x[2 + y];
-        }
-      }
-    }
-    // The node rescales its sums; elsewhere merges stand for that.
-    if (ptx::any_lane(alpha[0] != 1.0f || alpha[1] != 1.0f)) {
-      fragment_softmax::scale_rows(o, alpha);
-    }
-    // 7 accumulate p v
-    if (HAS_SCORE || (MAY_MASK && masked)) {
-      repair_nonfinite(o, weights, stage_smem + first_value);
-    }
-    ptx::wgmma_fence();
-    warpgroup::multiply_add<LEAF>(
-        o, weights,
-        warpgroup::make_smem_desc(ptx::shared_address(stage_smem + first_value), SLAB_BYTES));
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::fence_accumulator(o);
-    ptx::fence_proxy_async();  // weights, before TMA writes to their place
-    warpgroup::arrive_warp(shared.pipeline.empty_barrier(n));
-    if (ends) {
-      store_node(workspace, m, l, o, unit, leaf.unit, rows, opens, c);
-      matmul::clear(o);
+      if (tile.ends()) store(tile);
     }
   }
-}
+
+ private:
+  // Waits for a tile's first part, and reads what is told of it. A shuffle tells the compiler that
+  // lanes agree.
+  __device__ __forceinline__ TileFacts find(int n) const {
+    shared_.pipeline.wait_full(n);
+    TileFacts tile = shared_.tile(n).facts;
+    tile.flags = ptx::shuffle(tile.flags, 0);
+    return tile;
+  }
+
+  // Ends a turn of one tile: its weights were received before others take their places.
+  __device__ __forceinline__ static void end_turn() {
+    ptx::named_barrier_sync(ALONE, BOTH_CONSUMERS);
+  }
+
+  // 2 scores: issues their products.
+  __device__ __forceinline__ void begin_scores(int n) {
+    const warpgroup::SmemDesc q = smem_.q.desc(0);
+    const warpgroup::SmemDesc k =
+        warpgroup::make_smem_desc(ptx::shared_address(smem_.stage(n)), 0);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      shared_.wait_part(n, part);
+      ptx::wgmma_fence();
+      warpgroup::multiply<PART_SLABS * warpgroup::SLAB_COLUMNS, LEAF>(
+          s_, q + part * PART_SLABS * SLAB_BYTES / 16, k + part * PART_SLABS * SLAB_BYTES / 16,
+          [](int) {}, part > 0);
+    }
+    ptx::wgmma_commit();
+    if (INDEX == 0) ptx::named_barrier_arrive(TURN, BOTH_CONSUMERS);
+  }
+
+  // Turns the scores of tile n into weights, and hands these to the other consumer. PENDING groups
+  // of products were issued after the scores.
+  template <int PENDING>
+  __device__ __forceinline__ void find_weights(int n, const TileFacts& tile) {
+    const StagedTile& staged = shared_.tile(n);
+    if (tile.begins()) {
+      m_[0] = m_[1] = -number::infinity();
+      l_[0] = l_[1] = 0;
+    }
+    unsigned int mask[2];
+    if (MAY_MASK && tile.masked()) {
+      decode_scores::evaluate_mask(p_, staged.task, staged.leaf, first_row(), mask);
+    }
+    ptx::wgmma_wait<PENDING>();
+    ptx::fence_accumulator(s_);
+    warpgroup::arrive_warp(shared_.scored_barrier(n));
+    if (!HAS_SCORE && scale_ < 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int x = 0; x < COLUMNS; ++x) s_[r][x] = -s_[r][x];
+      }
+    }
+    // 3 score mod
+    bool has_masked = tile.masked();
+    if constexpr (HAS_SCORE) {
+      has_masked = decode_scores::apply_score_mod(p_, staged.task, staged.leaf, first_row(), s_,
+                                                  scale_) ||
+                   has_masked;
+    }
+    // 4 mask
+    if (MAY_MASK && tile.masked()) fragment_tile::apply_mask(s_, mask);
+    if (!MAY_MASK && tile.masked()) fragment_tile::mask_missing_keys(s_, staged.leaf.keys);
+    // 5 row max
+    float m_new[2];
+    fragment_softmax::row_max(s_, m_, m_new, c_);
+    fragment_softmax::raise_max(m_, m_new, l_, alpha_, c_);
+    fragment_softmax::exponentiate(s_, m_, l_, c_, has_masked);
+    fragment::narrow(s_, weights_);
+    RowState& rows = shared_.rows;
+    const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE;
+    rows.m[thread] = TwoRows{{m_[0], m_[1]}};
+    rows.l[thread] = TwoRows{{l_[0], l_[1]}};
+    rows.alpha[thread] = TwoRows{{alpha_[0], alpha_[1]}};
+    const int lane = ptx::lane_index(), rows_of_warp = thread / ptx::WARP_SIZE * fragment::WARP_ROWS;
+    const unsigned int row_address = ptx::shared_address(smem_.weights(n)) +
+                                     (rows_of_warp + lane % 16) * warpgroup::SLAB_ROW_BYTES;
+#pragma unroll
+    for (int x = 0; x < COLUMNS / 2; x += 2) {
+      const unsigned int from[4] = {weights_[0][x], weights_[1][x], weights_[0][x + 1],
+                                    weights_[1][x + 1]};
+      ptx::stmatrix_x4(row_address + 16 * ((x + lane / 16) ^ lane % 8), from);
+    }
+    ptx::fence_proxy_async();
+    ptx::named_barrier_arrive(WEIGHTS + INDEX, BOTH_CONSUMERS);
+  }
+
+  // Waits for the weights of tile n, which the other consumer finds.
+  __device__ __forceinline__ void receive_weights(int n) {
+#pragma unroll
+    for (int part = 1; part < PARTS; ++part) shared_.wait_part(n, part);
+    ptx::named_barrier_sync(WEIGHTS + (1 - INDEX), BOTH_CONSUMERS);
+    const RowState& rows = shared_.rows;
+    const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE;
+    const TwoRows m = rows.m[thread], l = rows.l[thread], alpha = rows.alpha[thread];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      m_[r] = m.of[r];
+      l_[r] = l.of[r];
+      alpha_[r] = alpha.of[r];
+    }
+  }
+
+  // Loads the weights of tile n that the other consumer found.
+  __device__ __forceinline__ void load_weights(int n) {
+    const char* const weights_smem = smem_.weights(n);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row() + 8 * r;
+#pragma unroll
+      for (int x = 0; x < COLUMNS / 2; ++x) {
+        weights_[r][x] = *reinterpret_cast<const unsigned int*>(
+            weights_smem + row * warpgroup::SLAB_ROW_BYTES + ((x ^ row % 8) << 4) +
+            2 * fragment::lane_column());
+      }
+    }
+  }
+
+  // 7 accumulate p v: issues the product for the consumer's columns, of its OWN weights, which are
+  // in registers, or of the other consumer's.
+  template <bool OWN>
+  __device__ __forceinline__ void begin_values(int n, const TileFacts& tile) {
+    bool adds = !tile.begins();
+    // The node rescales its sums; elsewhere merges stand for that.
+    if (ptx::any_lane(alpha_[0] != 1.0f || alpha_[1] != 1.0f)) {
+      fragment_softmax::scale_rows(o_, alpha_);
+    }
+    char* const values_smem = smem_.stage(n) + INDEX * (SLABS_V / CONSUMERS) * SLAB_BYTES;
+    if (HAS_SCORE || (MAY_MASK && tile.masked())) {
+      if (!OWN) load_weights(n);
+      if (!adds) matmul::clear(o_);
+      adds = true;
+      repair_nonfinite(o_, weights_, values_smem);
+    }
+    const warpgroup::SmemDesc values =
+        warpgroup::make_smem_desc(ptx::shared_address(values_smem), SLAB_BYTES);
+    ptx::wgmma_fence();
+    if constexpr (OWN) {
+      warpgroup::multiply_add<LEAF>(o_, weights_, values, adds);
+    } else {
+      const warpgroup::SmemDesc weights =
+          warpgroup::make_smem_desc(ptx::shared_address(smem_.weights(n)), 0);
+      warpgroup::multiply_add<LEAF>(o_, weights, values, adds);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Waits for all products, and lets go of the consumer's half of tile n.
+  __device__ __forceinline__ void end_values(int n) {
+    ptx::wgmma_wait<0>();
+    ptx::fence_accumulator(o_);
+    warpgroup::arrive_warp(shared_.half_barrier(n, INDEX));
+  }
+
+  template <bool OWN>
+  __device__ __forceinline__ void multiply_values(int n, const TileFacts& tile) {
+    begin_values<OWN>(n, tile);
+    end_values(n);
+  }
+
+  __device__ __forceinline__ void store(const TileFacts& tile) {
+    store_node(workspace_, m_, l_, o_, unit_, tile.unit, tile.rows, tile.opens(), c_);
+  }
+
+  const Params& p_;
+  const SharedMemory& smem_;
+  SharedStorage& shared_;
+  const decode::Workspace workspace_;
+  const float scale_, c_;
+  float m_[2], l_[2], alpha_[2], o_[2][COLUMNS_O], s_[2][COLUMNS];
+  unsigned int weights_[2][COLUMNS / 2];
+  Unit unit_;
+};
 
 }  // namespace
 
@@ -267,13 +373,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const SharedMemory smem(shared_smem[0].x);
   if (threadIdx.x == 0) smem.storage->init_barriers();
   decode::Schedule schedule(p, &smem.storage->schedule);
+  ptx::wait_for_grids();
+  ptx::launch_dependents();
   schedule.count_units();
   __syncthreads();  // the barriers, initialised by one thread
   if (warpgroup::index() == CONSUMERS) {
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     decode_producer::producer(p, smem, schedule, k_map);
+  } else if (warpgroup::index() == 0) {
+    ptx::setmaxnreg_inc<FIRST_REGS>();
+    Consumer<0>(p, smem).run();
   } else {
-    ptx::setmaxnreg_inc<CONSUMER_REGS>();
-    consumer(p, smem);
+    ptx::setmaxnreg_inc<SECOND_REGS>();
+    Consumer<1>(p, smem).run();
   }
 }

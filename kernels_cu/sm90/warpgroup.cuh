@@ -213,11 +213,12 @@ __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], SmemDesc a, Sme
   multiply<WIDTH, KEYS>(c, a, b, [](int) {});
 }
 
-// Issues c += a b for weights a in registers and DEPTH rows of b. The caller fences, commits and
-// waits.
+// Issues c += a b for weights a in registers and DEPTH rows of b; for 256 columns c = a b unless
+// `add`. The caller fences, commits and waits.
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
-                                             const unsigned int (&a)[2][DEPTH / 8], SmemDesc b) {
+                                             const unsigned int (&a)[2][DEPTH / 8], SmemDesc b,
+                                             bool add = true) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 8; k += 2) {
     const unsigned int left[4] = {a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]};
@@ -231,6 +232,13 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
         ptx::wgmma_rs_bf16_first(c, left, wgmma_desc(first));
         ptx::wgmma_rs_bf16_last(c, left, wgmma_desc(first + LAST));
       }
+    } else if constexpr (COLUMNS == 64) {
+      const ptx::SmemDesc right = wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16);
+      if constexpr (IS_FLOAT16) {
+        ptx::wgmma_rs_f16(c, left, right, add || k > 0);
+      } else {
+        ptx::wgmma_rs_bf16(c, left, right, add || k > 0);
+      }
     } else if constexpr (IS_FLOAT16) {
       ptx::wgmma_rs_f16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16));
     } else if constexpr (IS_BFLOAT16) {
@@ -241,17 +249,18 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
   }
 }
 
-// The same for a in shared memory, whose rows have DEPTH columns.
+// The same for a in shared memory, whose rows have DEPTH columns; c = a b unless `add`.
 template <int DEPTH, int COLUMNS>
-__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b) {
+__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
+                                             bool add = true) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
     const ptx::SmemDesc left = wgmma_desc(a + 2 * k),
                         right = wgmma_desc(b + k * 16 * SLAB_ROW_BYTES / 16);
     if constexpr (IS_FLOAT16) {
-      ptx::wgmma_st_f16(c, left, right, true);
+      ptx::wgmma_st_f16(c, left, right, add || k > 0);
     } else if constexpr (IS_BFLOAT16) {
-      ptx::wgmma_st_bf16(c, left, right, true);
+      ptx::wgmma_st_bf16(c, left, right, add || k > 0);
     } else {
       unknown_element();
     }

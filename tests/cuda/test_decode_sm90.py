@@ -347,16 +347,20 @@ FAULTS = {
     "keys that wgmma may not see": (PRODUCER, "      ptx::fence_proxy_async();\n", ""),
     "keys that have not come": (PRODUCER, "      ptx::cp_async_wait_all();\n", ""),
     "queries that are still multiplied": (
-        PRODUCER, "if (n > 0) shared.pipeline.wait_released(n - 1);", "",
+        PRODUCER, "if (n > 0) shared.wait_scored(n - 1);", "",
     ),
-    "a stage that is still read": (PRODUCER, "      shared.pipeline.wait_empty(n);\n", ""),
-    "keys that are not waited for": (KERNEL, "    shared.pipeline.wait_full(n);\n", ""),
+    "a half that is still read": (PRODUCER, "      shared.wait_half(n, 0);\n", ""),
+    "the other half that is still read": (PRODUCER, "      shared.wait_half(n, 1);\n", ""),
+    "keys that are not waited for": (KERNEL, "    shared_.pipeline.wait_full(n);\n", ""),
     "weights that are not waited for": (
-        KERNEL, "named_barrier_sync(WEIGHTS + (1 - index), BOTH_CONSUMERS)",
-        "named_barrier_arrive(WEIGHTS + (1 - index), BOTH_CONSUMERS)",
+        KERNEL, "named_barrier_sync(WEIGHTS + (1 - INDEX), BOTH_CONSUMERS)",
+        "named_barrier_arrive(WEIGHTS + (1 - INDEX), BOTH_CONSUMERS)",
+    ),
+    "weights that take the place of others": (
+        KERNEL, "    ptx::named_barrier_sync(ALONE, BOTH_CONSUMERS);\n", "",
     ),
     "weights in keys that are still multiplied": (
-        KERNEL, "      ptx::wgmma_wait<0>();\n      ptx::fence_accumulator(s);\n", "",
+        KERNEL, "    ptx::wgmma_wait<PENDING>();\n    ptx::fence_accumulator(s_);\n", "",
     ),
     "values that are cleared while others read them": (
         KERNEL, f"{OWN_BARRIER}read by all threads\n", "",
@@ -390,11 +394,11 @@ def test_faults_are_reported(name):
 @pytest.mark.thorough("a mutant; that the emulator reports faults is quick")
 def test_a_part_of_the_keys_that_has_not_come_is_reported():
     """By a schedule in which the first part lands before another one: few do that."""
-    wait = "        if (part > 0) shared.wait_part(n, part);\n"
+    wait = "      shared_.wait_part(n, part);\n"
     assert source.read(KERNEL).count(wait) == 1
 
     def read(asked):
-        return build.read(asked).replace(wait, "")
+        return build.read(asked).replace(wait, f"      if (part == 0) {wait.strip()}\n")
 
     q, k = draw(1, HEADS, 1, 260, seed=15)
     one = dataclasses.replace(HOPPER, multiprocessors=1)
@@ -408,11 +412,11 @@ def test_a_part_of_the_keys_that_has_not_come_is_reported():
 
 
 WRONG = {
-    "m of another tile": (KERNEL, "if (tile.begins) {", "if (tile.begins || n % 2 == 0) {"),
-    "no rescaling": (KERNEL, "      fragment_softmax::scale_rows(o, alpha);\n", ""),
-    "the other half of the values": (KERNEL, "index * (SLABS_V", "(1 - index) * (SLABS_V"),
+    "m of another tile": (KERNEL, "if (tile.begins()) {", "if (tile.begins() || n % 2 == 0) {"),
+    "no rescaling": (KERNEL, "      fragment_softmax::scale_rows(o_, alpha_);\n", ""),
+    "the other half of the values": (KERNEL, "INDEX * (SLABS_V", "(1 - INDEX) * (SLABS_V"),
     "units that do not open": (KERNEL, "    if (opens) {\n", "    if (true) {\n"),
-    "o that is not cleared": (KERNEL, "      matmul::clear(o);\n", ""),
+    "o that is not cleared": (KERNEL, "bool adds = !tile.begins();", "bool adds = true;"),
     "leaves in the wrong node": (PRODUCER, "now.shares_node(next, 1)", "now.shares_node(next, 2)"),
     "rows in the place of others": (PRODUCER, "piece ^ row % 8", "piece ^ row % 4"),
     "keys beyond the length": (PRODUCER, "key < leaf.keys", "key <= leaf.keys"),

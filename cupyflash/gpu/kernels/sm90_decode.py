@@ -14,7 +14,7 @@ STAGES, PRODUCER_WARPS = 2, 4
 # depend on the queries: as many drafts have the bits of single steps.
 FEWEST_HEADS = 16
 _ROW_BYTES = 24  # of a thread: what consumers tell each other of its rows
-_TILE_BYTES = 128 + 32  # what consumers are told of a stage's tile, and barriers
+_TILE_BYTES = 2 * 144 + 48  # what consumers are told of a stage's tile, and barriers
 
 
 def _shared_memory() -> int:
@@ -55,4 +55,5 @@ DECODE = KernelSpec(
     grid=grid.by_units,
     tma=TmaOperands(("k",), (), lambda tiles: {"k": tiles.block_kv}, optional=True),
     caches=True,
+    overlaps=True,
 )

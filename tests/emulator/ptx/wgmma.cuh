@@ -80,12 +80,20 @@ inline void wgmma_st_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EM
   emulator::begin_product("wgmma_st_f16", {file, line}, d[0], 128, nullptr, a, b, add, false,
                           emulator::RIGHT_WIDE);
 }
+inline void wgmma_st_f16(float (&d)[2][64], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_st_f16", {file, line}, d[0], 256, nullptr, a, b, add, false,
+                          emulator::RIGHT_WIDE);
+}
 inline void wgmma_st_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true,
                           emulator::RIGHT_WIDE);
 }
 inline void wgmma_st_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true,
+                          emulator::RIGHT_WIDE);
+}
+inline void wgmma_st_bf16(float (&d)[2][64], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 256, nullptr, a, b, add, true,
                           emulator::RIGHT_WIDE);
 }
 
@@ -147,9 +155,9 @@ inline void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 192, a, 0, b, true, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 256, a, 0, b, true, false);
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 256, a, 0, b, add, false);
 }
 inline void wgmma_rs_bf16(float (&d)[2][8], const unsigned int (&a)[4], SmemDesc b,
                           EMULATOR_WHERE) {
@@ -191,9 +199,9 @@ inline void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4], SmemDes
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 192, a, 0, b, true,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 256, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 256, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
 inline void wgmma_rs_f16_first(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
