@@ -94,7 +94,7 @@ class Signature(launch_cache.Signature):
             self._take_arrays({"offsets_q": offsets_q})
             if offsets_k is not offsets_q:
                 self._take_arrays({"offsets_k": offsets_k})
-        structure = None
+        structure: Hashable = None
         if made is not None:
             read_too: Any = True
             if type(made) is Mask:  # the shortest way for the most frequent one
