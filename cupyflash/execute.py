@@ -255,7 +255,8 @@ def backward_tangent(
         written |= {"tout": results[0], "tlse": results[1], "workspace": workspace}
         if all(x is None for x in written.values()):
             written = {}
-        recalled = _second_signature(request, read, tangents, written, bool(bias_gradient))
+        flags = bool(deterministic), bool(bias_gradient)
+        recalled = _second_signature(request, read, tangents, written, *flags)
     if recalled is not None:
         again: Second | None = recalled.backward_tangent(grads_out, results, workspace)
         if again is not None:
@@ -273,6 +274,7 @@ def _second_signature(
     read: Mapping[str, Any],
     tangents: SecondTangents,
     written: Mapping[str, Any],
+    deterministic: bool,
     bias_gradient: bool,
 ) -> Any:
     """Return the replay signature of a backward with tangents, or None: see `Signature`."""
@@ -280,7 +282,8 @@ def _second_signature(
     named = {"d_out": read["do"], **{name: read[name] for name in ("out", "lse", "dlse")}}
     named |= {"tq": along.tq, "tk": along.tk, "tv": along.tv, "tsink": along.tsink}
     named |= {"tdo": tangents.tdo, "tdlse": tangents.tdlse, "read tbias": along.tbias}
-    kind = "backward with tangents" if bias_gradient else "backward with tangents, without dbias"
+    kind = "deterministic backward" if deterministic else "backward"
+    kind += " with tangents" if bias_gradient else " with tangents, without dbias"
     return request.signature(kind, named, written)
 
 

@@ -13,18 +13,16 @@ from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .arrays.dtypes import DTYPES
 from .backends import cpu_reductions
-from .expr.bind import Alignment, Axis, aligned
-from .expr.functions import POSITIONS, SCORE, exp
+from .expr.functions import SCORE, exp
 from .expr.nodes import Expr, rebuild
 from .problem import validate
-from .problem.bound_exprs import bound
+from .problem.bound_exprs import bound, by_query
 from .problem.call import Array, Call
 from .problem.options import Options
 from .problem.reduction_form import Form
 from .reductions import LOGIT, LSE, WEIGHT, Reduction, TopKeys, is_symbol
 from .request import Request
 
-_, _H, _I, _ = POSITIONS
 OF_PAIR = WEIGHT, LOGIT, LSE  # symbols that depend on it
 
 
@@ -46,6 +44,7 @@ class ReducedCall(NamedTuple):
         if lse is not None:
             seen = made.rows[-1:] if made.call.matrices else made.rows
             lse = validate.given(lse, "lse", seen, made.call.problem.accumulator)
+            interop.one_home({"q": q, "lse": lse})
         elif any(x.reads_lse for x in named.values()):
             lse = execute.forward(request, True, None, None)[1]
         return made if lse is None else made.with_lse(lse)
@@ -77,7 +76,7 @@ class ReducedCall(NamedTuple):
 
     def of_logits(self, expr: Expr) -> Expr:
         """Return an expression of p, t and lse as one of the score, which stands for the logit."""
-        lse = None if self.lse is None else self.of_rows(self.lse, "lse")
+        lse = None if self.lse is None else by_query(self.lse, "lse")
         weight = None if lse is None else exp(SCORE - lse)
 
         def replaced(node: Expr) -> Expr | None:
@@ -88,10 +87,6 @@ class ReducedCall(NamedTuple):
             return SCORE if is_symbol(node, LOGIT) else None
 
         return rebuild(expr, replaced)
-
-    def of_rows(self, array: Array, name: str) -> Expr:
-        """Return what reads an array (..., Hq, Lq)."""
-        return aligned(Alignment(array, name, (Axis(_H, "heads"), Axis(_I, "len_q"))))
 
     def value(self, reduction: Reduction) -> tuple[Array, Array | None]:
         """Return what a reduction takes, (B, Hq, ...), and positions of keys."""
@@ -113,6 +108,22 @@ class ReducedCall(NamedTuple):
     def of_sink(self, function: Any) -> Array:
         """Return the sink's weights times a function of LSE - sink, (..., Hq, Lq)."""
         return cpu_reductions.of_sink(self.call, self.lse, function)
+
+    def over_keys(self, value: Expr) -> Array:
+        """Return the sums of an expression over the keys of each query, (..., Hq, Lq).
+
+        In the expression, the score stands for the logit.
+        """
+        form, backend = Form("program", "keys", "sum"), dispatch.backend_of(self.call.q)
+        return backend.reduce(self.call, form, None, value)[0].reshape(self.rows)
+
+    def gradients(self, factor: Expr, of_bias: bool) -> tuple[Array, Array, Array | None]:
+        """Return dq, dk and, if it is wanted, dbias: see `Backend.reduction_gradients`."""
+        call, backend = self.call, dispatch.backend_of(self.call.q)
+        dq, dk = (backend.empty_like(x) for x in (call.q, call.k))
+        dbias = backend.empty_like(call.bias) if of_bias and call.bias is not None else None
+        backend.reduction_gradients(call, factor, self.lse, dq, dk, dbias)
+        return dq, dk, dbias
 
     def form(self, reduction: Reduction) -> Form:
         """Return what the kernels take, and over which pairs."""

@@ -73,7 +73,7 @@ def attention_backward_jvp(
     tdo, tdlse : array, optional
         Tangents of `do` and `dlse`, likewise; for a double backward they are left out.
     deterministic : bool
-        As in `attention_backward`. All results have the same bits in every run without it, too.
+        As in `attention_backward`: only the tangent of dq in float32 on a GPU depends on it.
     bias_gradient : bool
         Whether the tangent of the bias's gradient is computed; without it, it is None.
     grads_out : Gradients or tuple, optional
@@ -106,9 +106,9 @@ def attention_backward_jvp(
         tdk = scale * (tdSᵀ q + dSᵀ tq)
         tdv = (Z * P * (tt - tlse))ᵀ do + (Z * P)ᵀ tdo
 
-    Memory grows with L, as in `attention_backward`. On a GPU, kernels without tensor cores compute
-    it in the accumulator's type. At a kink of a score change, it is that of the
-    branch that is taken.
+    Memory grows with L, as in `attention_backward`. On a GPU, tensor cores compute it in float16
+    and bfloat16 for heads up to 128, apart from the tangent of dbias, and other kernels in the
+    accumulator's type. At a kink of a score change, it is that of the branch that is taken.
 
     Examples
     --------

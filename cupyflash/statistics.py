@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from . import execute
-from .arrays import interop
-from .arrays.device_arrays import is_device_array
+from .arrays import cuda_device, interop
 from .arrays.interop import DLPackArray
 from .arrays.typed import A, B, FloatArray, Number
-from .backends import cpu_reductions
 from .errors import ArgumentError, ArgumentTypeError
 from .expr.bind import Alignment, Axis, aligned
 from .expr.functions import POSITIONS, len_k, where
 from .expr.nodes import Expr
 from .masks import Mask
 from .problem import validate
-from .problem.call import Array, Call
+from .problem.bound_exprs import by_query
+from .problem.call import Array
 from .problem.keywords import explained
 from .problem.options import Options
-from .problem.reduction_form import Form
 from .reduced_call import ReducedCall, without_values
 from .reductions import WEIGHT, Reduction
 from .request import Request
@@ -186,7 +185,6 @@ def reduce_vjp(
                 "(entropy, mass, distance, blocks) or of an expression of p and positions alone. "
                 "Compute it with reduce instead."
             )
-    _refuse_device(q, k)
     prepared = ReducedCall.of(q, k, options, lse, named)
     found = prepared.found(named)
     return found, ReduceVjp(prepared, named, {name: x.shape for name, x in found.items()})
@@ -214,18 +212,6 @@ def _named(reductions: Any) -> dict[str, Reduction]:
     if not reductions:
         raise ArgumentError(f"reductions: got none; {wanted}.")
     return dict(reductions)
-
-
-def _refuse_device(q: Any, k: Any) -> None:
-    """Refuse arrays in device memory, where gradients are not computed."""
-    q, k = interop.of_device(q=q, k=k)
-    for name, x in (("q", q), ("k", k)):
-        if is_device_array(x):
-            raise ArgumentTypeError(
-                f"{name}: got an array in device memory; expected arrays in host memory, where "
-                f"gradients of reductions are computed. Pass {name}.get() and such copies of the "
-                "other arrays; that of the log-sum-exp, lse=lse.get(), saves a pass."
-            )
 
 
 class ReduceVjp:
@@ -260,40 +246,40 @@ class ReduceVjp:
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            If an array does not fit its result; and if a bias that has an element for each pair is
-            shared by heads or entries, whose gradients would take memory for all of them.
+            If an array does not fit its result or is elsewhere; in host memory, if heads or entries
+            share a bias that has an element for each pair, whose gradients would take memory for
+            all of them; and on a GPU, if a CUDA graph is being captured.
         """
-        prepared, call = self._prepared, self._prepared.call
+        call = self._prepared.call
         execute.check_flag(bias_gradient, "bias_gradient")
         checked = self._checked(gradients)
-        if bias_gradient and call.bias is not None:
-            _check_bias(call)
-        rows = prepared.lse.shape
+        with nullcontext() if call.device is None else cuda_device.current(call.device):
+            dq, dk, dbias, dsink = self._computed(checked, bias_gradient)
+        matrix_q, matrix_k, _ = call.were_matrices
+        return ReductionGradients(
+            dq[0] if matrix_q else dq, dk[0] if matrix_k else dk, dbias, dsink
+        )
+
+    def _computed(self, checked: dict[str, Array], of_bias: bool) -> tuple[Any, ...]:
+        """Return dq, dk, dbias and dsink; the device must be the current one."""
+        prepared = self._prepared
         # dT = p (sum of c f'(p) - R), where R is the sum of p c f'(p) over a row's keys.
         factor: Expr | None = None
-        of_sink = np.zeros(rows, prepared.lse.dtype)
         for name, array in checked.items():
             reduction = self._named[name]
             slope = reduction.slope
             assert slope is not None, "the function was not made otherwise"
             term = self._cotangent(reduction, array, name) * slope
             factor = term if factor is None else factor + term
-            if reduction.name == "entropy" and call.sink is not None:
-                of_sink += prepared.of_sink(lambda gap: gap - 1) * array.reshape(rows)
         if factor is None:
             factor = WEIGHT * 0.0
-        form, weighted = Form("program", "keys", "sum"), prepared.of_logits(factor * WEIGHT)
-        of_keys = cpu_reductions.reduce(call, form, None, weighted)[0]
-        total = of_keys.reshape(rows) + of_sink
-        made = prepared.of_logits(factor) - prepared.of_rows(total, "the gradient of reductions")
-        dq, dk = np.empty_like(call.q), np.empty_like(call.k)
-        cpu_reductions.backward(call, made, prepared.lse, dq, dk)
-        dbias = self._bias(made) if bias_gradient and call.bias is not None else None
-        dsink = None if call.sink is None else self._sink(checked, total)
-        matrix_q, matrix_k, _ = call.were_matrices
-        return ReductionGradients(
-            dq[0] if matrix_q else dq, dk[0] if matrix_k else dk, dbias, dsink
-        )
+        of_keys, of_sink = prepared.over_keys(prepared.of_logits(factor * WEIGHT)), None
+        if prepared.call.sink is not None:
+            of_sink = self._worth_of_sink(checked)
+        total = of_keys if of_sink is None else of_keys + of_sink
+        made = prepared.of_logits(factor) - by_query(total, "the gradient of reductions")
+        dsink = None if prepared.call.sink is None else self._sink(of_sink, total)
+        return *prepared.gradients(made, of_bias), dsink
 
     def _checked(self, gradients: Any) -> dict[str, Array]:
         """Return gradients of results as arrays that fit them."""
@@ -306,8 +292,10 @@ class ReduceVjp:
             if name not in self._named:
                 known = ", ".join(map(repr, self._named))
                 raise ArgumentError(f"gradients: got {name!r}; expected names among {known}.")
-            dtype = self._prepared.call.problem.accumulator
-            checked[name] = validate.given(value, f"gradients: {name!r}", self._shapes[name], dtype)
+            call, place = self._prepared.call, f"gradients: {name!r}"
+            number = call.problem.accumulator
+            checked[name] = validate.given(value, place, self._shapes[name], number)
+            interop.one_home({"q": call.q, place: checked[name]})
         return checked
 
     def _cotangent(self, reduction: Reduction, array: Array, name: str) -> Expr:
@@ -335,51 +323,22 @@ class ReduceVjp:
             read = where((_I >= first) & (_I < last), read, 0.0)  # noqa: SIM300, of expressions
         return read
 
-    def _sink(self, checked: dict[str, Array], total: Array) -> Array:
-        """Return the gradient of the sink: sums of its weights times what they are worth."""
-        prepared = self._prepared
-        rows = total.shape
-        own = np.zeros(rows, total.dtype)
+    def _worth_of_sink(self, checked: dict[str, Array]) -> Array | None:
+        """Return the sink's weights times what they are worth, (..., Hq, Lq); None: nothing."""
+        prepared, worth = self._prepared, None
         for name, array in checked.items():
             if self._named[name].name == "entropy":
-                own += prepared.of_sink(lambda gap: gap - 1) * array.reshape(rows)
-        summed = own - prepared.of_sink(np.ones_like) * total
+                own = prepared.of_sink(lambda gap: gap - 1) * array.reshape(prepared.rows)
+                worth = own if worth is None else worth + own
+        return worth
+
+    def _sink(self, worth: Array | None, total: Array) -> Array:
+        """Return the gradient of the sink, given what its weights are worth."""
+        prepared = self._prepared
+        summed = -(prepared.of_sink(np.ones_like) * total)
+        if worth is not None:
+            summed = worth + summed
         axes = tuple(n for n in range(summed.ndim) if n != summed.ndim - 2)
         sink: Any = prepared.call.sink
         made: Array = summed.sum(axis=axes).astype(sink.dtype)
         return made
-
-    def _bias(self, factor: Expr) -> Array:
-        """Return the gradient of the bias: sums of p times the factor over its missing axes."""
-        prepared, call = self._prepared, self._prepared.call
-        bias: Any = call.bias
-        problem = call.problem
-        len_q, len_k = int(problem.len_q), int(problem.len_k)
-        shape = (1,) * (len(problem.lead) + 3 - bias.ndim) + bias.shape
-        by_query, by_key = shape[-2] == len_q, shape[-1] == len_k
-        block = (1 if by_query else max(len_q, 1), 1 if by_key else max(len_k, 1))
-        along = "blocks" if by_key else "keys"
-        form = Form("program", along, "sum", rows=(0, len_q), block=block)
-        weighted = prepared.of_logits(WEIGHT) * factor
-        found = cpu_reductions.reduce(call, form, None, weighted)[0]
-        full = found.reshape(*problem.lead, problem.heads, *found.shape[2:])
-        axes = tuple(n for n, size in enumerate(shape) if size == 1)  # keys may be summed already
-        made: Array = full.sum(axis=axes, keepdims=True).reshape(bias.shape).astype(bias.dtype)
-        return made
-
-
-def _check_bias(call: Call) -> None:
-    """Refuse a bias whose gradient would take more memory than the bias."""
-    problem, bias = call.problem, call.bias
-    assert bias is not None, "the caller has looked"
-    shape = (1,) * (len(problem.lead) + 3 - bias.ndim) + bias.shape
-    len_q, len_k = int(problem.len_q), int(problem.len_k)
-    shared = shape[:-2] != (*problem.lead, problem.heads)
-    if shared and shape[-2] == len_q > 1 and shape[-1] == len_k > 1:
-        full = (*problem.lead, problem.heads, len_q, len_k)
-        raise ArgumentError(
-            f"bias: got shape {bias.shape}, with an element for each pair that heads or entries "
-            "share; the gradients of reductions sum those of one, or of rows or columns, alone. "
-            f"Pass np.broadcast_to(bias, {full}), whose gradient is not summed, or "
-            "bias_gradient=False."
-        )

@@ -12,6 +12,7 @@ from tables import MEASURED, filled
 
 RECORDS = Path(__file__).parents[1] / "tests" / "data" / "gpu"
 OF_CPUS = RECORDS.parent / "cpu"
+OF_PEERS = RECORDS.parent / "judged"
 # Compute capabilities of NVIDIA's GPUs that are supported, and cards that have them.
 CARDS = {
     "7.5": "Turing: T4, RTX 20",
@@ -100,6 +101,21 @@ def of_cpus() -> Table:
     return ["CPU", "how", "properties", "examples", "failed", "commit"], rows
 
 
+def of_peers(path: Path) -> tuple[str, Table]:
+    """Return on which machine other libraries were judged, and what came of it."""
+    made = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for name, found in made["peers"].items():
+        words = [f"{key}: {text}" for key, text in found["failed"].items()]
+        counts = [str(found[x]) for x in ("properties", "problems")]
+        failed, late = str(len(found["failed"])), str(found["late"] or "")
+        rows.append([f"{name} {found['version']}", *counts, failed, late,
+                     " ".join([*words, found["ended"]]).strip()])  # fmt: skip
+    return f"{made['machine']}; {made['date']}.", (
+        ["library", "properties", "problems", "failed", "late", "what it does instead"], rows,
+    )  # fmt: skip
+
+
 def of_benchmarks() -> Table:
     """Return of which runs the tables of measured times are."""
     rows = []
@@ -139,6 +155,18 @@ class Benchmarks(Cards):
     made = staticmethod(of_benchmarks)
 
 
+class Peers(Directive):
+    """``peer-runs``: what came of the properties of other libraries, by machine."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return a paragraph and a table for each record."""
+        made: list[nodes.Node] = []
+        for path in sorted(OF_PEERS.glob("*.json")):
+            begin, (head, rows) = of_peers(path)
+            made += [nodes.paragraph("", begin), filled(head, rows, [22, 11, 10, 8, 7, 42])]
+        return made
+
+
 class Tests(Directive):
     """``test-runs``: each run of tests on a GPU, with what did not pass by its name."""
 
@@ -165,5 +193,6 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_directive("test-runs", Tests)
     app.add_directive("fuzz-runs", Fuzz)
     app.add_directive("cpu-runs", Cpus)
+    app.add_directive("peer-runs", Peers)
     app.add_directive("benchmark-runs", Benchmarks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

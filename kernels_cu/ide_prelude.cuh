@@ -49,6 +49,7 @@ constexpr bool HAS_DROPOUT = true;
 constexpr bool COUNT_TILES = true;
 constexpr bool ATOMIC_DQ = true;
 constexpr bool WHOLE_DQ = false;
+constexpr bool ADJACENT_DQ = false;
 constexpr bool HAS_PARTS = false;
 constexpr bool TMA_STORE = true;
 constexpr bool HAS_ORIGINS = false;

@@ -79,6 +79,7 @@ class Backend(Protocol):
         gradients: Gradients,
         results: Results,
         workspace: Array | None = None,
+        deterministic: bool = False,
     ) -> CallResult:
         """Compute the tangents of `gradients`, and of out and lse, which are `results`.
 
@@ -94,6 +95,15 @@ class Backend(Protocol):
         In the expression, the score stands for the logit; a form of it has "program". `lse` is
         (..., Hq, Lq), for "weight" and "entropy" alone. With "top", the second array has positions
         of keys.
+        """
+        ...
+
+    def reduction_gradients(
+        self, call: Call, factor: Expr, lse: Array, dq: Array, dk: Array, dbias: Array | None
+    ) -> None:
+        """Write gradients of a loss whose derivative by the logit of a pair is p times `factor`.
+
+        In the factor, the score stands for the logit. `lse` is (..., Hq, Lq).
         """
         ...
 

@@ -211,6 +211,12 @@ class Cpu:
         """Return what is taken of pairs, always in the same order."""
         return cpu_reductions.reduce(call, form, lse, value)
 
+    def reduction_gradients(
+        self, call: Call, factor: Expr, lse: Array, dq: Array, dk: Array, dbias: Array | None
+    ) -> None:
+        """Write the gradients of a loss of weights, always in the same order."""
+        cpu_reductions.backward(call, factor, lse, dq, dk, dbias)
+
     def forward_tangent(
         self, call: Call, tangents: Tangents, results: TangentResults, plan: Plan | None = None
     ) -> CallResult:
@@ -250,6 +256,7 @@ class Cpu:
         gradients: Gradients,
         results: Results,
         workspace: Array | None = None,  # noqa: ARG002, only a GPU's is of use
+        deterministic: bool = False,  # noqa: ARG002, it always is
     ) -> CallResult:
         """Compute the tangents of gradients, of out and of lse, always in the same order."""
         from cupyflash.reference.cpu import launch

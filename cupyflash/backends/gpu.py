@@ -71,10 +71,8 @@ class Gpu:
     ) -> CallResult:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
         arrays = do, out, lse, dlse, gradients, workspace
-        result = launch.backward(call, *arrays, plan, deterministic=deterministic)
-        if gradients.dlookups:
-            launch.backward_lookups(call, do, out, lse, dlse, gradients.dlookups)
-        return result
+        served = lookups.served(call, gradients.dlookups)
+        return launch.backward(call, *arrays, plan, deterministic=deterministic, served=served)
 
     def check_lookups(self, call: Call) -> None:
         """Refuse learned look-ups whose gradients are not computed."""
@@ -94,15 +92,23 @@ class Gpu:
         gradients: Gradients,
         results: Results,
         workspace: Array | None = None,
+        deterministic: bool = False,
     ) -> CallResult:
-        """Compute the tangents of gradients, of out and of lse, always in the same order."""
-        return second_launches.backward(call, rows, tangents, gradients, results, workspace)
+        """Compute the tangents of gradients, of out and of lse."""
+        arrays = rows, tangents, gradients, results, workspace
+        return second_launches.backward(call, *arrays, deterministic=deterministic)
 
     def reduce(
         self, call: Call, form: Form, lse: Array | None, value: Expr | None = None
     ) -> tuple[Array, Array | None]:
         """Return what is taken of pairs, always in the same order."""
         return reduction_launches.reduce(call, form, lse, value)
+
+    def reduction_gradients(
+        self, call: Call, factor: Expr, lse: Array, dq: Array, dk: Array, dbias: Array | None
+    ) -> None:
+        """Write the gradients of a loss of weights, always in the same order."""
+        reduction_launches.backward(call, factor, lse, dq, dk, dbias)
 
     def workspace_size(self, call: Call, second: bool = False) -> int:
         """Return the bytes of scratch that the call's backward needs, or its second derivatives."""

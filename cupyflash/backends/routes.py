@@ -40,7 +40,9 @@ def route(
         differentiated.
     """
     if tangents and backward:
-        return cpu_route.of_second(call) if target is None else second_route.of_second(call, target)
+        if target is None:
+            return cpu_route.of_second(call)
+        return second_route.of_second(call, target, deterministic)
     if tangents:
         return (
             cpu_route.of_tangents(call) if target is None else gpu_route.of_tangents(call, target)

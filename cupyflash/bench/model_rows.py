@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class Model:
         The probability that a pair is dropped.
     special : Special or None
         Another mask or change of scores.
+    precision : {None, "tf32x3"}
+        How float32 numbers are multiplied here; PyTorch's memory-efficient kernel has one way.
     backward : bool
         Whether its gradients are timed as well.
     """
@@ -71,6 +73,7 @@ class Model:
     bias: int = 0
     dropout: float = 0.0
     special: Special | None = None
+    precision: Literal["tf32x3"] | None = None
     backward: bool = True
 
     @property
@@ -102,6 +105,7 @@ class Model:
         words += [f"bias {self.bias_shape}"] if self.bias else []
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
         words += [self.special.words] if self.special else []
+        words += [f"precision {self.precision}"] if self.precision else []
         return ", ".join(words)
 
 
@@ -260,6 +264,13 @@ SOFTCAP = Special(
 )
 _GPT2 = Model("GPT-2", 8, 12, 1024, 64, causal=True)
 _PAIRS = Model("Evoformer", 256, 4, 256, 32, bias=1)
+_IN_FLOAT32 = (
+    _GPT2,
+    _PAIRS,
+    Model("narrow heads", 16, 8, 512, 16),
+    Model("float32", 4, 16, 2048, 64),
+    Model("float32", 2, 16, 2048, 128, causal=True),
+)
 ON_GPU: dict[str, tuple[Model, ...]] = {
     "bfloat16": (
         Model("Llama 8B", 2, 32, 4096, 128, heads_kv=8, causal=True),
@@ -307,11 +318,8 @@ ON_GPU: dict[str, tuple[Model, ...]] = {
     ),
     "float16": (_GPT2,),
     "float32": (
-        _GPT2,
-        _PAIRS,
-        Model("narrow heads", 16, 8, 512, 16),
-        Model("float32", 4, 16, 2048, 64),
-        Model("float32", 2, 16, 2048, 128, causal=True),
+        *_IN_FLOAT32,
+        *(replace(x, precision="tf32x3", backward=False) for x in _IN_FLOAT32),
     ),
 }
 CACHED = (

@@ -95,6 +95,8 @@ def dense(meter: Meter, dtype: str, model: Model, backward: bool) -> Works:
         options["bias"] = inputs[-1]
     if model.dropout:
         options |= {"dropout": model.dropout, "seed": 7}
+    if model.precision:
+        options["precision"] = model.precision
     if model.special:
         options |= model.special.ours(xp, model)
 

@@ -15,11 +15,12 @@ may contract. Integers have 64 bits; those of a pair have 32 if `width` shows th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
+from . import cuda_operations as operations
 from .cuda_functions import Functions, Generated
 from .distance import with_distances
 from .edges import has_edges
@@ -28,78 +29,6 @@ from .nodes import READS, Expr, abbreviated, rebuild, show_node, walk
 from .width import narrow
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
-
-# How an operation is written, by the type of its result, with the names of its operands. Functions
-# that are not part of C++ are in common/lookup.cuh and common/expression.cuh. A tile's class
-# computes with bounds of integers, which may be at the ends of 64 bits.
-_FLOAT = {
-    "add": "{0} + {1}",
-    "subtract": "{0} - {1}",
-    "multiply": "{0} * {1}",
-    "divide": "{0} / {1}",
-    "negative": "-{0}",
-    "absolute": "fabs({0})",
-    "minimum": "minimum({0}, {1})",
-    "maximum": "maximum({0}, {1})",
-    "power": "pow({0}, {1})",
-    "exp": "exp({0})",
-    "exp2": "exp2({0})",
-    "log": "log({0})",
-    "tanh": "tanh_of({0})",
-    "sigmoid": "sigmoid({0})",
-    "erf": "erf({0})",
-    "sqrt": "sqrt({0})",
-    "sin": "sin({0})",
-    "cos": "cos({0})",
-    "to_float": "static_cast<{type}>({0})",
-    "where": "{0} ? {1} : {2}",
-}
-# Integer operations whose results may not fit although their operands do.
-_ARITHMETIC = {
-    "add", "subtract", "multiply", "negative", "absolute", "floor_divide", "remainder",
-    "left_shift",
-}  # fmt: skip
-_INT = {
-    "add": "{0} + {1}",
-    "subtract": "{0} - {1}",
-    "multiply": "{0} * {1}",
-    "negative": "-{0}",
-    "absolute": "{0} < 0 ? -{0} : {0}",
-    "minimum": "{0} < {1} ? {0} : {1}",
-    "maximum": "{0} > {1} ? {0} : {1}",
-    "floor_divide": "floor_divide({0}, {1})",
-    "remainder": "remainder({0}, {1})",
-    "left_shift": "left_shift({0}, {1})",
-    "right_shift": "right_shift({0}, {1})",
-    "floor": "floor_to_int({0})",
-    "to_int": "static_cast<{type}>({0})",
-    "where": "{0} ? {1} : {2}",
-}
-_BOUND = _INT | {
-    "add": "saturating_add({0}, {1})",
-    "subtract": "saturating_subtract({0}, {1})",
-    "multiply": "saturating_multiply({0}, {1})",
-    "left_shift": "saturating_left_shift({0}, {1})",
-    "negative": "saturating_subtract(0LL, {0})",
-    "absolute": "{0} < 0 ? saturating_subtract(0LL, {0}) : {0}",
-}
-_BOOL = {
-    "less": "{0} < {1}",
-    "less_equal": "{0} <= {1}",
-    "equal": "{0} == {1}",
-    "not_equal": "{0} != {1}",
-    "logical_and": "{0} & {1}",
-    "logical_or": "{0} | {1}",
-    "logical_xor": "{0} != {1}",
-    "logical_not": "!{0}",
-    "where": "{0} ? {1} : {2}",
-}
-
-# Operations that cost more than a multiplication, with their approximate cost.
-_STEPS = {
-    "exp": 4, "log": 12, "tanh": 16, "divide": 12, "floor": 8, "floor_divide": 24, "remainder": 24,
-    "exp2": 4, "sigmoid": 16, "erf": 20, "sqrt": 8, "sin": 24, "cos": 24, "power": 40,
-}  # fmt: skip
 
 
 @dataclass
@@ -235,7 +164,7 @@ def _divisors(*roots: Expr | None) -> frozenset[Expr]:
 
 
 def _site_body(root: Expr, float_type: str, parameters: _Parameters, short: bool) -> _Body:
-    words = narrow(root) if short else set()
+    words = narrow(root) if short else {}
     return _Body(float_type, parameters, rounded=_rounded(root), words=words)
 
 
@@ -262,7 +191,7 @@ def _score_function(name: str, root: Expr, body: _Body) -> str:
 
 
 def _given_function(given: list[Expr], parameters: _Parameters, short: bool) -> str:
-    words = narrow(*given) if short else set()
+    words = narrow(*given) if short else {}
     body = _Body("accum_t", parameters, rounded=_rounded(*given), words=words)
     results = ", ".join(body.write(*given))
     comment = "".join(f"  // {n}: {body.text[node]}\n" for n, node in enumerate(given))
@@ -344,13 +273,13 @@ class _Body:
         parameters: _Parameters,
         rounded: set[Expr],
         bounds: bool = False,
-        words: Collection[Expr] = (),
+        words: Mapping[Expr, tuple[int, int]] | None = None,
     ) -> None:
         self.types = {"bool": "bool", "int": "long long", "float": float_type}
         self.parameters = parameters
         self.rounded = rounded
         self.bounds = bounds
-        self.words = words
+        self.words = words or {}  # integers of 32 bits -> their least and largest value
         self.steps: dict[str, int] = {}  # the cost of an operation, by its text
         self.lines: list[str] = []
         self.text: dict[Expr, str] = {}  # the tree in Python, numbers by their place
@@ -372,7 +301,7 @@ class _Body:
         value = self._value(node, args)
         if node.op in ("symbol", "given") or (node.op == "constant" and "p." not in value):
             return value
-        self.steps[value] = _STEPS.get(node.op, 1)
+        self.steps[value] = self._cost(node)
         return self._named(self._type(node), value)
 
     def _named(self, kind: str, value: str) -> str:
@@ -401,20 +330,42 @@ class _Body:
         if node.op == "distance":
             return self._distance(node, args[0])
         if node.type == "float":
-            text = _FLOAT[node.op]
+            text = operations.FLOAT[node.op]
             if node.op == "multiply" and node in self.rounded:
                 text = "multiply_rounded({0}, {1})"
         elif node.type == "bool":
-            text = _BOOL[node.op]
+            text = operations.BOOL[node.op]
+        elif (division := self._division(node)) is not None:
+            text = division[0]
         else:
-            text = (_BOUND if self.bounds else _INT)[node.op]
-            if node not in self.words and node.op in _ARITHMETIC:
+            text = (operations.BOUND if self.bounds else operations.INT)[node.op]
+            if node not in self.words and node.op in operations.ARITHMETIC:
                 # C++ computes in the operands' type, whatever the type of the variable.
                 args = [
                     f"static_cast<long long>({arg})" if operand in self.words else arg
                     for operand, arg in zip(node.args, args, strict=True)
                 ]
         return text.format(*args, type=kind)
+
+    def _cost(self, node: Expr) -> int:
+        division = self._division(node)
+        return operations.STEPS.get(node.op, 1) if division is None else division[1]
+
+    def _division(self, node: Expr) -> tuple[str, int] | None:
+        """Return how to divide by a positive number that is written out, and what it costs."""
+        if node.op not in ("floor_divide", "remainder"):
+            return None
+        number, divisor = node.args
+        if divisor not in self.parameters.divisors or divisor.value < 1:
+            return None
+        by, is_quotient = divisor.value, node.op == "floor_divide"
+        if by.bit_count() == 1:  # rounds down, as the division does
+            rest = f"{{0}} & {by - 1}{'' if node in self.words else 'LL'}"
+            return f"{{0}} >> {by.bit_length() - 1}" if is_quotient else rest, operations.SHIFT
+        if node in self.words and self.words[number][0] >= 0:
+            unsigned = f"static_cast<unsigned int>({{0}}) {'/' if is_quotient else '%'} {by}u"
+            return f"static_cast<int>({unsigned})", operations.UNSIGNED
+        return None
 
     def _distance(self, node: Expr, rest: str) -> str:
         """Write what all pairs of a thread share, and return the sum with the rest of the place."""

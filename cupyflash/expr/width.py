@@ -24,8 +24,10 @@ _TYPES: dict[str, _Span] = {
 }
 
 
-def narrow(*roots: Expr) -> set[Expr]:
+def narrow(*roots: Expr) -> dict[Expr, _Span]:
     """Return the integers below bound expressions that, like their operands, fit into 32 bits.
+
+    Each has its least and its largest value.
 
     Parameters
     ----------
@@ -33,7 +35,8 @@ def narrow(*roots: Expr) -> set[Expr]:
         The trees. Their positions, lengths and integer constants are at most `LIMIT`; constants
         beyond it are not returned.
     """
-    return {node for node, span in spans(*roots).items() if node.type == "int" and span is not None}
+    found = spans(*roots)
+    return {node: span for node, span in found.items() if node.type == "int" and span is not None}
 
 
 def spans(*roots: Expr) -> dict[Expr, _Span | None]:

@@ -36,10 +36,12 @@ def of(
         curve = convert(derivative(made.slope), "float")  # it has the nodes of the score change
     if tangents is not None and tangents.tbias is not None:
         tangent = added(SCORE, tangents.tbias, "tbias", problem)
+    # Kernels of gradients ask for derivatives only where scores are changed.
+    changed = SCORE if made.changed is None and by is not None else made.changed
     generated = generate(
         made.allowed,
         made.classes,
-        made.changed,
+        changed,
         (made.slope if by is None else by) if slope else None,
         None if made.allowed is None else key_range(made.allowed, problem),
         short=_is_short(call, made.allowed, made.changed, tangent, by),

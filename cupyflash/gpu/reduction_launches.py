@@ -1,16 +1,21 @@
-"""Launches of reductions: see `launch`."""
+"""Launches of reductions, and of their gradients: see `launch`."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..expr.nodes import Expr
-from ..problem.call import Array, Call
+from ..errors import ArgumentError
+from ..expr.nodes import Expr, convert
+from ..problem.bound_exprs import of_logit, slope_of
+from ..problem.call import Array, Call, Gradients
 from ..problem.reduction_form import Form
 from . import launch, reduction_route
+from .lookups import Served
 
 
 def reduce(
@@ -39,6 +44,40 @@ def reduce(
             found = _joined(found, form.by, reduction_route.parts(made))
         flat = (call.problem.batch, *found.shape[len(call.problem.lead) :])
         return found.reshape(flat), None if keys is None else keys.reshape(flat)
+
+
+def backward(
+    call: Call, factor: Expr, lse: Array, dq: Array, dk: Array, dbias: Array | None
+) -> None:
+    """Write the gradients of a loss of weights: see `Backend.reduction_gradients`.
+
+    They are those of a backward, of which values and do are one column of zeros, and dLSE is 1.
+    Its kernels compute ``P (dP - delta)``, which is P then, and multiply it by a derivative of
+    scores, of which the factor becomes a part; for the bias, by the factor alone.
+    """
+    device, problem = call.device, replace(call.problem, d_v=1)
+    assert device is not None
+    with cuda_device.current(device):
+        if cuda_device.is_capturing():
+            raise ArgumentError(
+                "gradients: got those of reductions while a CUDA graph is being captured; expected "
+                "none, because they need memory that the graph would not keep. Compute them before "
+                "or after the capture."
+            )
+        keys, queries = (*call.k.shape[:-1], 1), (*lse.shape, 1)
+        v, dv = (device_arrays.empty(keys, problem.dtype) for _ in range(2))
+        out = device_arrays.empty(queries, problem.dtype)
+        dlse = device_arrays.empty(lse.shape, problem.accumulator)
+        for array, value in ((v, 0), (out, 0), (dlse, 1)):
+            device_arrays.fill(array, value)
+        made, read = replace(call, v=v, problem=problem), (out, out, lse, dlse)
+        gradients: Gradients = Gradients(dq, dk, dv)
+        served = []
+        if dbias is not None:
+            of_pairs = dbias[(None,) * (3 - dbias.ndim)]
+            served.append(Served(of_pairs, convert(of_logit(factor, call), "float")))
+        how: dict[str, Any] = {"slope": slope_of(factor, call), "served": served}
+        launch.backward(made, *read, gradients, None, deterministic=True, **how)
 
 
 def _joined(found: Array, by: str, parts: int) -> Array:

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..arrays.cuda_device import Target
 from ..expr.functions import SCORE
-from ..expr.nodes import Expr, convert, rebuild
-from ..problem.bound_exprs import bound, trees
+from ..expr.nodes import Expr, convert
+from ..problem.bound_exprs import bound, of_logit
 from ..problem.call import Array, Call
 from ..problem.reduction_form import Form
 from .kernels import registry
@@ -97,11 +97,5 @@ def _values(call: Call, form: Form, value: Expr | None) -> tuple[str, Expr | Non
     elif value is None:
         return form.of, None
     else:
-        value = bound(value, call.problem)
-        changed = trees(call).changed
-        if changed is not None and not form.raw:
-            logit = changed
-            value = rebuild(
-                value, lambda x: logit if x.op == "symbol" and x.value == "score" else None
-            )
+        value = bound(value, call.problem) if form.raw else of_logit(value, call)
     return "program", convert(value, "float")

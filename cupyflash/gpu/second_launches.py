@@ -21,11 +21,12 @@ def backward(
     workspace: Array | None = None,
     plan: Plan | None = None,
     visited: Array | None = None,
+    deterministic: bool = False,
 ) -> CallResult:
     """Write the tangents of `gradients`, and of out and lse, which are `results`.
 
     `rows` are do, out, lse and, if it is given, dlse; `plan` and `visited` are as in
-    `launch.forward`.
+    `launch.forward`, `deterministic` as in `second_route.backward`.
     """
     device = call.device
     assert device is not None
@@ -34,9 +35,7 @@ def backward(
             raise launch.no_workspace(workspace_size(call))
         counts, target = visited is not None, cuda_device.of(device)
         arrays = rows, tangents, gradients, results
-        made = second_route.backward(call, target, *arrays, plan, counts).recipe
-        if made.all_zero:
-            _clear(gradients)
+        made = second_route.backward(call, target, *arrays, plan, counts, deterministic).recipe
         compiled = launch.compiled_recipe(made, device, launch.host_offsets(call))
         addresses, copies = launch.read_in_place(call, made)
         given = {"d_out": rows["do"], "tdo": tangents.tdo, "tdlse": tangents.tdlse, **rows}
@@ -51,16 +50,12 @@ def backward(
         addresses |= launch.addresses_of(given)
         if visited is not None:
             addresses["tiles_visited"] = device_arrays.address(visited)
-        compiled.forward(addresses, workspace)
+        compiled.backward(addresses, gradients, workspace)
     return CallResult(compiled=None if copies or made.all_zero else compiled, tables=made.tables)
 
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs at most."""
-    return launch.ALIGNMENT + launch.size_of(second_route.most_scratch(call))
-
-
-def _clear(gradients: Gradients) -> None:
-    for gradient in gradients:
-        if gradient is not None:
-            device_arrays.fill(gradient, 0)
+    assert call.device is not None
+    target = cuda_device.of(call.device)
+    return launch.ALIGNMENT + launch.size_of(second_route.most_scratch(call, target))

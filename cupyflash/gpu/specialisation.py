@@ -313,6 +313,11 @@ class Specialisation:
         "Whether a block of the kernel of dk and dv has all keys, and stores dq.",
         "whole",
     )
+    adjacent_dq: bool = _option(
+        "adjacent_dq",
+        "ADJACENT_DQ",
+        "Whether the numbers that a thread adds to the sums of dq are adjacent.",
+    )
     parts: bool = _option(
         "parts",
         "HAS_PARTS",

@@ -38,6 +38,7 @@ from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
+_LANES = 32  # of a warp: the distance in `dq_accum` of two numbers of one lane
 _OF_CODES = "forward_codes", "decode", "shared"  # parts of which codes change the kernel
 _RESULT = {
     "forward": "out",
@@ -217,7 +218,7 @@ class Writer:
         second: bool = False,
         reduces: bool = False,
     ) -> None:
-        self.call, self.target, self._slope = call, target, slope
+        self.call, self.target, self._slope, self._is_by = call, target, slope, by is not None
         request = request_of(call, target, arrays, plan)
         self.generated = call_code.of(call, slope, tangents, by, second)
         functions, self.has_tangents = self.generated.functions, tangents is not None
@@ -360,14 +361,16 @@ class Writer:
         assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
         grid = spec.grid(extent, tiles)
         tma = tma_operands.use(spec.tma, request, tiles)
+        adjacent_dq = adds_dq and request.device.capability >= spec.adjacent_dq
         if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs it, too
             sums = self.told["dq_accum"]
-            self.told["dq_accum"] = sums._replace(col=spec.dq_accum_step)
+            self.told["dq_accum"] = sums._replace(col=1 if adjacent_dq else _LANES)
         told = self.told | {"blocks": grid.blocks}
         addresses = [*self.named, *named]
         code = self.without_bias if tiles.bias_stages else self.generated
         functions = code.functions
         if tiles.bias_stages:
+            assert not self._is_by, "the derivative would read the bias, too"
             told |= call_code.constants(code) | {"bias": bias_tiles.operand(request)}
         if spec.scores:
             functions = replace(functions, has_dscore=functions.has_dscore and spec.slope)
@@ -403,6 +406,7 @@ class Writer:
             bias=bias_tiles.kind(request) if tiles.bias_stages else "",
             atomic_dq=adds_dq or stores_dq,
             whole_dq=stores_dq,
+            adjacent_dq=adjacent_dq,
             parts=parts,
             tma_store=tma.stores,
             origins=spec.scores and call_code.has_origins(problem),

@@ -9,7 +9,7 @@ from ..expr.bind import NO_NUMBERS, Alignment, Axis, aligned, bind
 from ..expr.derivative import derivative
 from ..expr.functions import POSITIONS, SCORE, where
 from ..expr.interval import tile_class
-from ..expr.nodes import Expr, convert
+from ..expr.nodes import Expr, convert, rebuild
 from .call import Array, Call, Problem
 from .pack_gqa import apart, of_rows
 from .positions import of_piece, whole
@@ -51,6 +51,28 @@ def added(score: Expr, array: Array, name: str, problem: Problem) -> Expr:
     tree = bind(aligned(Alignment(array, name, axes)), apart(problem))
     bias, hidden = of_rows(tree, problem), float("-inf")
     return where(bias == hidden, hidden, score + bias)
+
+
+def by_query(array: Array, name: str) -> Expr:
+    """Return what reads an array (..., Hq, Lq)."""
+    return aligned(Alignment(array, name, (Axis(_H, "heads"), Axis(_I, "len_q"))))
+
+
+def of_logit(expr: Expr, call: Call) -> Expr:
+    """Return an expression in which the score stands for the logit as a bound one of the score."""
+    known, logit = bound(expr, call.problem), trees(call).changed
+    if logit is None:
+        return known
+    return rebuild(known, lambda x: logit if x.op == "symbol" and x.value == "score" else None)
+
+
+def slope_of(factor: Expr, call: Call) -> Expr:
+    """Return the derivative by the score of a loss whose derivative by the logit is a factor.
+
+    In the factor, the score stands for the logit.
+    """
+    made, slope = of_logit(factor, call), trees(call).slope
+    return convert(made if slope is None else slope * made, "float")
 
 
 def trees(call: Call) -> Trees:

@@ -95,6 +95,7 @@ _OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "q_descale": "attention and attention_varlen take q_scale",
     "query": "say q=array",
     "query_seq_lengths": "say mask=masks.lengths(k_lengths, q_lengths)",
+    "reductions": "attention takes it; for packed sequences, call reduce with the rows of each",
     "return_attn_probs": _NO_WEIGHTS,
     "return_lse": "attention, attention_vjp and their varlen forms take it",
     "return_softmax_lse": "say return_lse=True",

@@ -10,10 +10,16 @@ x, y and errors dx, dy, a product errs by ``x dy + y dx + dx dy + u (x + dx)(y +
 follow from those of P, again from the stored LSE, of tt and mu, of g, of ``tdP - tdelta``, and of
 the score chain. Every tangent of a gradient is then a sum of two kinds of terms, with as many
 roundings as there are terms, as in `rounding`.
+
+Tensor cores of 16-bit types multiply P, tP, dS and tdS that are rounded, so each errs by ``u_p``
+more, and below the normal range by an absolute error. In float16, this is relative to the largest
+of those that share a power of two: dS and tdS, or P and tP. They also read the tangent of O as it
+is stored, where other kernels read it before it is rounded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -111,6 +117,18 @@ def raw_score_errors(f: naive.Forward, precision: Precision) -> Floats:
     return np.where(f.allowed, error, 0)
 
 
+def _operand(
+    x: Number, shared: tuple[Number, ...], here: Callable[[Floats], Floats], precision: Precision
+) -> Number:
+    """Return a number as a product of matrices takes it; `shared` are those of one scale."""
+    size, rounding = x.size + here(x.error), precision.product
+    underflow = rounding.underflow
+    if precision.scaled_underflow:
+        largest = max(here(y.size + y.error).max(initial=0) for y in shared)
+        underflow = precision.scaled_underflow * largest
+    return Number(x.size, x.error + rounding.unit * size + underflow)
+
+
 class SecondErrors(NamedTuple):
     """Each tangent of a gradient as a sum that is still to be reduced."""
 
@@ -139,8 +157,9 @@ def second_errors(
     how: dict[str, Any] = {"tiles": tiles, "splits": 1, "dropout": dropout}
     e = forward_errors(f, score_mod, precision, **how)
     w = weight_errors(f, score_mod, precision, **how)
-    wide = replace(precision, output=NOT_ROUNDED)
-    te = tangent_errors(f, t, score_mod, wide, tiles=tiles, dropout=dropout)
+    rounds = precision.product.unit > 0
+    read = precision if rounds else replace(precision, output=NOT_ROUNDED)
+    te = tangent_errors(f, t, score_mod, read, tiles=tiles, dropout=dropout)
     allowed, width = f.allowed, f.v.shape[-1]
     counts, seen = allowed.astype(np.float64), allowed.any(axis=-1)
     z, value, do = magnitude(f.weights), magnitude(f.v), magnitude(g.do)
@@ -223,7 +242,8 @@ def second_errors(
     scale = float(abs(f.scale))
     q, k, tq, tk = (magnitude(x) for x in (f.q, f.k, t.tq, t.tk))
     factor = Number(z, 2 * unit * z)
-    held, weights = of.times(tp, factor), of.times(p, factor)
+    ds, tds = (_operand(x, (ds, tds), here, precision) for x in (ds, tds))
+    held, weights = (of.times(_operand(x, (tp, p), here, precision), factor) for x in (tp, p))
     dsink = None
     if f.sink_probs is not None and f.sink is not None:
         dsink = _sink(f, g, t, second, row, (delta, tdelta, te), of)
@@ -295,7 +315,7 @@ def second_bound(
     tdo, tdlse : array_like or None
         Tangents of `do` and `dlse`.
     precision : Precision
-        The arithmetic of a kernel that does not round P and dS to operands of a product.
+        The kernel's arithmetic.
     block_kv : int
         As in `forward_bound`.
     **options

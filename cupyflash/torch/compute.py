@@ -246,14 +246,20 @@ def second(
     moved = SecondTangents(arrays, array_of(tdo), array_of(tdlse))
     with tensors.stream_of(x.q.device):
         if x.q.is_cuda:
-            return _second_on_gpu(request, x, read, moved, wants_bias)
-        made = execute.backward_tangent(request, read, moved, None, False, wants_bias)
+            return _second_on_gpu(settings, request, x, read, moved, wants_bias)
+        how = settings.deterministic, wants_bias
+        made = execute.backward_tangent(request, read, moved, None, *how)
     every = *made.gradients, made.tout, made.tlse
     return [tensor_of(each) for each in every if each is not None]
 
 
 def _second_on_gpu(
-    request: Request, x: Operands, read: dict[str, Any], moved: SecondTangents, wants_bias: bool
+    settings: Settings,
+    request: Request,
+    x: Operands,
+    read: dict[str, Any],
+    moved: SecondTangents,
+    wants_bias: bool,
 ) -> list[torch.Tensor]:
     """Do the same in memory of PyTorch's allocator."""
     gradients, results = empty_gradients(x, wants_bias), empty(x)
@@ -261,7 +267,8 @@ def _second_on_gpu(
     scratch = array_of(x.q.new_empty(size, dtype=torch.uint8))
     targets = _as_arrays(_named(x, gradients, wants_bias))
     arrays = array_of(results[0]), array_of(results[1])
-    execute.backward_tangent(request, read, moved, targets, False, wants_bias, scratch, arrays)
+    how = settings.deterministic, wants_bias, scratch, arrays
+    execute.backward_tangent(request, read, moved, targets, *how)
     return [*gradients, *results]
 
 

@@ -308,19 +308,15 @@ __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t facto
   }
 }
 
-// c = a b^T, or c += a b^T if it ADDS. a is resident in shared memory, its rows A_STRIDE apart;
-// B_ROWS rows of b, of which `valid` exist from `first` on, are streamed through the stage by
-// chunks of columns.
-template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, bool ADDS = false, int ROWS, int COLUMNS,
-          int BUFFER>
-__device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
-                                              const memory::Rows& b, long long first, int valid,
-                                              Stage<BUFFER>& stage) {
+// Streams B_ROWS rows of b, of which `valid` exist from `first` on, through the stage by chunks of
+// columns. `multiply` is called with each chunk's first column and where the chunk is.
+template <int B_ROWS, int WIDTH, int BUFFER, class Multiply>
+__device__ __forceinline__ void for_each_chunk(const memory::Rows& b, long long first, int valid,
+                                               Stage<BUFFER>& stage, const Multiply& multiply) {
   constexpr int CHUNK = chunk_columns(WIDTH);
   constexpr int STRIDE = odd_stride(CHUNK);
   accum_t* chunk_smem = stage.next();
   memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);
-  if constexpr (!ADDS) clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     const accum_t* const filled_smem = chunk_smem;
@@ -331,8 +327,23 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const
       chunk_smem = stage.next();
       memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column + CHUNK);
     }
-    multiply<CHUNK, A_STRIDE, STRIDE, UNROLL>(c, a_smem + column, filled_smem);
+    multiply(column, filled_smem);
   }
+}
+
+// c = a b^T, or c += a b^T if it ADDS. a is resident in shared memory, its rows A_STRIDE apart;
+// rows of b are streamed.
+template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, bool ADDS = false, int ROWS, int COLUMNS,
+          int BUFFER>
+__device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                              const memory::Rows& b, long long first, int valid,
+                                              Stage<BUFFER>& stage) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  if constexpr (!ADDS) clear(c);
+  for_each_chunk<B_ROWS, WIDTH>(
+      b, first, valid, stage, [&](int column, const accum_t* filled_smem) {
+        multiply<CHUNK, A_STRIDE, odd_stride(CHUNK), UNROLL>(c, a_smem + column, filled_smem);
+      });
 }
 
 // The same, where both operands are streamed through shared memory by chunks of columns.
@@ -369,13 +380,12 @@ __device__ __forceinline__ void multiply_streamed(accum_t (&c)[ROWS][COLUMNS],
   __syncthreads();  // both buffers, which other threads may still read
 }
 
-// c += a b. The tile a of weights is in shared memory; B_ROWS rows of b, of which `valid` exist
-// from `first` on, are streamed through the stage, a few rows at a time.
-template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
-__device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
-                                           const memory::Rows& b, long long first, int valid,
-                                           Stage<BUFFER>& stage) {
-  constexpr int STEP = stage_rows(B_ROWS, WIDTH, BUFFER);
+// Streams B_ROWS rows of b, of which `valid` exist from `first` on, through the stage, STEP rows at
+// a time. `multiply` is called with the first row's number, where the rows are, and whether any
+// number there is not finite, which is looked for if pairs may be masked.
+template <int B_ROWS, int WIDTH, int STEP, bool MAY_MASK, int BUFFER, class Multiply>
+__device__ __forceinline__ void for_each_rows(const memory::Rows& b, long long first, int valid,
+                                              Stage<BUFFER>& stage, const Multiply& multiply) {
   constexpr int STRIDE = padded_columns(WIDTH);
   accum_t* rows_smem = stage.next();
   memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first, valid, 0);
@@ -397,12 +407,24 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
       memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first + k + STEP,
                                                       valid - k - STEP, 0);
     }
-    if (has_nonfinite) {
-      multiply_add_unmasked<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
-    } else {
-      multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
-    }
+    multiply(k, filled_smem, has_nonfinite);
   }
+}
+
+// c += a b. The tile a of weights is in shared memory; rows of b are streamed.
+template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
+__device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                           const memory::Rows& b, long long first, int valid,
+                                           Stage<BUFFER>& stage) {
+  constexpr int STEP = stage_rows(B_ROWS, WIDTH, BUFFER);
+  for_each_rows<B_ROWS, WIDTH, STEP, MAY_MASK>(
+      b, first, valid, stage, [&](int k, const accum_t* filled_smem, bool has_nonfinite) {
+        if (has_nonfinite) {
+          multiply_add_unmasked<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+        } else {
+          multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+        }
+      });
 }
 
 }  // namespace matmul

@@ -77,12 +77,12 @@ __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_ne
 
 // tt becomes e (tt - ref), and `sum`, the thread's part of r, grows by it. Rows that see their
 // first keys, whose bits in `seen` are 0, get a ref; `before` is the thread's part of their row
-// sums without this tile, which is the sink's.
+// sums without this tile, which is the sink's. ref_smem has a row's ref, which its threads share.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void weigh(const accum_t (&e)[ROWS][COLUMNS],
                                       accum_t (&tt)[ROWS][COLUMNS], const accum_t (&before)[ROWS],
-                                      accum_t (&sum)[ROWS], accum_t (&ref)[ROWS],
-                                      unsigned int& seen) {
+                                      accum_t (&sum)[ROWS], accum_t* ref_smem, unsigned int& seen) {
+  ref_smem += matmul::row_thread();
   if (ptx::any_lane(seen != 0xffffffffu >> (32 - ROWS))) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -98,18 +98,21 @@ __device__ __forceinline__ void weigh(const accum_t (&e)[ROWS][COLUMNS],
         mean += ptx::shuffle_xor(mean, lanes);
       }
       if ((seen >> r & 1u) == 0 && weight > accum_t(0)) {
-        ref[r] = mean / weight;
-        sum[r] -= before[r] * ref[r];
+        const accum_t ref = mean / weight;
+        if (matmul::column_thread() == 0) ref_smem[ROW_THREADS * r] = ref;
+        sum[r] -= before[r] * ref;
         seen |= 1u << r;
       }
     }
+    __syncwarp();  // ref, written by the first thread of each row
   }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
+    const accum_t ref = ref_smem[ROW_THREADS * r];
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       // Adding 0 tells a product of -0 from the weight of a masked pair.
-      const accum_t weighted = e[r][n] * (tt[r][n] - ref[r]) + accum_t(0);
+      const accum_t weighted = e[r][n] * (tt[r][n] - ref) + accum_t(0);
       const bool masked = MAY_MASK && !matmul::is_unmasked(e[r][n]);
       tt[r][n] = masked ? matmul::masked_weight() : weighted;
       sum[r] += tt[r][n];

@@ -6,7 +6,8 @@
 //   tdk = scale (tdS^T q + dS^T tq)     tdv = (Z tP)^T do + (Z P)^T tdo
 //
 // of which a tangent that is not there (HAS_TQ, HAS_TK, HAS_TV, HAS_TDO) takes no product. Every
-// element is one sum in a fixed order.
+// element of these is one sum in a fixed order. With ATOMIC_DQ the kernel also computes the tangent
+// of dq, which is 0 at first, by atomic additions in the order in which blocks run.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
 // Shared memory: the keys and the values, with their tangents if these have room, the tiles (and
@@ -14,15 +15,17 @@
 // multiple of ROW_THREADS and 4, BLOCK_Q of COLUMN_THREADS.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
+#include "../common/matmul_tangent.cuh"
 #include "../common/tangent_gradient.cuh"
 
 namespace {
 
 constexpr int ROWS = BLOCK_KV / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_Q / COLUMN_THREADS;
-constexpr int COLUMNS_K = matmul::padded_columns(D) / COLUMN_THREADS;
+constexpr int WIDTH_K = matmul::padded_columns(D);
+constexpr int COLUMNS_K = WIDTH_K / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
-constexpr int K_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
+constexpr int K_STRIDE = matmul::odd_stride(matmul::held_columns(D));
 constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
 constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
 constexpr int TILE = BLOCK_KV * STRIDE;
@@ -31,12 +34,16 @@ constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
                                       matmul::buffer_elements(BLOCK_Q, D_V, D_V));
 constexpr int CHUNK = BLOCK_KV * matmul::larger(matmul::odd_stride(matmul::chunk_columns(D)),
                                                 matmul::odd_stride(matmul::chunk_columns(D_V)));
+constexpr int ROWS_Q = matmul::rows_at_once(BLOCK_Q / ROW_THREADS, COLUMNS_K);
+constexpr int PART_Q = ROWS_Q * ROW_THREADS;  // queries whose dq is computed at a time
+constexpr bool CHECKS_KEYS = ATOMIC_DQ && MAY_MASK;
 constexpr int UNROLL = 1;  // limited by registers
 
 // The head whose queries are streamed. It is in shared memory because the sums fill the registers.
 struct Head {
   layout::Entry entry;
   tangent_gradient::Statistics of_rows;
+  long long dq;  // offset of dq's row 0
   long long h;
   long long j0;  // the first key
 };
@@ -50,6 +57,7 @@ constexpr int STAGE = HOLDS ? BUFFER : matmul::larger(BUFFER, CHUNK);
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_KV, "BLOCK_KV, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_Q && BLOCK_KV % 4 == 0, "BLOCK_Q");
+static_assert(!ATOMIC_DQ || BLOCK_Q % PART_Q == 0, "BLOCK_Q, ATOMIC_DQ");
 static_assert(HOLDS || SHARED_BYTES == (HELD + 2 * STAGE + OTHERS) * sizeof(accum_t),
               "SHARED_BYTES");
 
@@ -82,13 +90,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     head_smem->j0 = j0;
   }
 
-  memory::load_rows<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D>(
+  bool finite_keys = memory::load_rows<BLOCK_KV, matmul::held_columns(D), K_STRIDE, D, CHECKS_KEYS>(
       k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj);
   memory::load_rows<BLOCK_KV, matmul::whole_columns(D_V), V_STRIDE, D_V>(
       v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj);
   if constexpr (HAS_TK && HOLDS) {
-    memory::load_rows<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D>(
-        tk_smem, memory::rows(t.tk, work.entry, h_kv, true), j0, nj);
+    finite_keys = memory::load_rows<BLOCK_KV, matmul::held_columns(D), K_STRIDE, D, CHECKS_KEYS>(
+                      tk_smem, memory::rows(t.tk, work.entry, h_kv, true), j0, nj) &&
+                  finite_keys;
   }
   if constexpr (HAS_TV && HOLDS) {
     memory::load_rows<BLOCK_KV, matmul::whole_columns(D_V), V_STRIDE, D_V>(
@@ -107,9 +116,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
-        *head_smem = Head{entry, tangent_gradient::statistics_of(x, entry, h), h, head_smem->j0};
+        *head_smem = Head{entry, tangent_gradient::statistics_of(x, entry, h),
+                          layout::offset(p.dq, entry, h, false), h, head_smem->j0};
       }
-      __syncthreads();  // the new head
+      // Protects the new head, and tells all threads whether all resident keys are finite.
+      if constexpr (CHECKS_KEYS) {
+        finite_keys = !ptx::barrier_or(!finite_keys);
+      } else {
+        __syncthreads();  // as above
+      }
       const layout::Entry& entry = head_smem->entry;
       const memory::Rows q = memory::rows(p.q, entry, head_smem->h, false);
       const memory::Rows d_out = memory::rows(p.d_out, entry, head_smem->h, false);
@@ -133,13 +148,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL>(ts, k_smem, tq, i0, ni, stage);
         }
         if constexpr (HAS_TK && HOLDS) {
-          matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL, true>(ts, tk_smem, q, i0, ni, stage);
-        } else if constexpr (HAS_TK) {
+          matmul::multiply_rows_twice<BLOCK_Q, D, K_STRIDE, UNROLL>(s, k_smem, ts, tk_smem, q, i0,
+                                                                    ni, stage);
+        } else {
+          matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL>(s, k_smem, q, i0, ni, stage);
+        }
+        if constexpr (HAS_TK && !HOLDS) {
           const memory::Rows tk = memory::rows(t.tk, head_smem->entry, h_kv, true);
           matmul::multiply_streamed<BLOCK_KV, BLOCK_Q, D, true>(ts, tk, head_smem->j0, nj, q, i0,
                                                                 ni, stage);
         }
-        matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL>(s, k_smem, q, i0, ni, stage);
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
@@ -148,15 +166,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if constexpr (HAS_TDO) {
           matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(ts, v_smem, tdo, i0, ni, stage);
         }
+        if constexpr (HAS_TV && HOLDS) {
+          matmul::multiply_rows_twice<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, ts, tv_smem, d_out,
+                                                                      i0, ni, stage);
+        } else {
+          matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, d_out, i0, ni, stage);
+        }
         if constexpr (HAS_TV && !HOLDS) {
           const memory::Rows tv = memory::rows(t.tv, head_smem->entry, h_kv, true);
           matmul::multiply_streamed<BLOCK_KV, BLOCK_Q, D_V, true>(ts, tv, head_smem->j0, nj, d_out,
                                                                   i0, ni, stage);
-        } else if constexpr (HAS_TV) {
-          matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL, true>(ts, tv_smem, d_out, i0, ni,
-                                                                      stage);
         }
-        matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, d_out, i0, ni, stage);
         tangent_gradient::logit_gradients<true, STRIDE>(p, s, ts, scratch);
         tangent_gradient::score_gradients<STRIDE>(s, ts, scratch);
         // 6 accumulate dv and dk
@@ -169,6 +189,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tds_smem, q, i0, ni, stage);
         if constexpr (HAS_TQ) {
           matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.ds_smem, tq, i0, ni, stage);
+        }
+        if constexpr (ATOMIC_DQ) {
+#pragma unroll 1
+          for (int i = 0; i < ni; i += PART_Q) {
+            accum_t dq[ROWS_Q][COLUMNS_K];
+            matmul::clear(dq);
+            const auto add = [&](const accum_t* weights_smem, const accum_t* keys_smem) {
+              if (finite_keys) {
+                matmul::multiply_transposed<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(
+                    dq, weights_smem + i, keys_smem);
+              } else {
+                matmul::multiply_transposed_unmasked<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(
+                    dq, weights_smem + i, keys_smem);
+              }
+            };
+            add(scratch.tds_smem, k_smem);
+            if constexpr (HAS_TK && HOLDS) add(scratch.ds_smem, tk_smem);
+            if constexpr (HAS_TK && !HOLDS) {
+              const memory::Rows tk = memory::rows(t.tk, head_smem->entry, h_kv, true);
+              matmul::accumulate_transposed<BLOCK_KV, D, STRIDE, MAY_MASK>(
+                  dq, scratch.ds_smem + i, tk, head_smem->j0, nj, stage);
+            }
+            epilogue::add_rows<D>(dq, p.dq, head_smem->dq, i0 + i, ni - i,
+                                  static_cast<accum_t>(p.scale));
+          }
         }
       }
     }

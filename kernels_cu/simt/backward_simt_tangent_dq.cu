@@ -10,6 +10,7 @@
 // BLOCK_KV of COLUMN_THREADS and 4.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
+#include "../common/matmul_tangent.cuh"
 #include "../common/tangent_gradient.cuh"
 
 namespace {
@@ -32,7 +33,7 @@ constexpr int OTHERS = TILES * TILE + tangent_gradient::ROW_NUMBERS * BLOCK_Q;
 constexpr int SHARED_ELEMENTS = 2 * HELD + 2 * BUFFER + OTHERS;
 constexpr bool HOLDS = SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t);
 constexpr int STAGE = HOLDS ? BUFFER : matmul::larger(BUFFER, CHUNK);
-constexpr int UNROLL = 1;  // limited by registers
+constexpr int UNROLL = 2;  // limited by registers
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -101,32 +102,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 2 scores
       accum_t s[ROWS][COLUMNS], ts[ROWS][COLUMNS];
       matmul::clear(ts);
+      if constexpr (HAS_TQ && HOLDS) {
+        matmul::multiply_rows_twice<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, ts, tq_smem, k, j0,
+                                                                   nj, stage);
+      } else {
+        matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, k, j0, nj, stage);
+      }
       if constexpr (HAS_TQ && !HOLDS) {
         const memory::Rows tq = memory::rows(t.tq, work.entry, h, false);
-        matmul::multiply_streamed<BLOCK_Q, BLOCK_KV, D, false>(ts, tq, i0, ni, k, j0, nj, stage);
-      } else if constexpr (HAS_TQ) {
-        matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(ts, tq_smem, k, j0, nj, stage);
+        matmul::multiply_streamed<BLOCK_Q, BLOCK_KV, D, true>(ts, tq, i0, ni, k, j0, nj, stage);
       }
       if constexpr (HAS_TK) {
         matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL, true>(ts, q_smem, tk, j0, nj, stage);
       }
-      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, k, j0, nj, stage);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       tangent_gradient::probabilities<false, STRIDE>(p, box, tile_class, s, ts, scratch);
       matmul::clear(ts);
+      if constexpr (HAS_TDO && HOLDS) {
+        matmul::multiply_rows_twice<BLOCK_KV, D_V, DO_STRIDE, UNROLL>(s, do_smem, ts, tdo_smem, v,
+                                                                      j0, nj, stage);
+      } else {
+        matmul::multiply_rows<BLOCK_KV, D_V, DO_STRIDE, UNROLL>(s, do_smem, v, j0, nj, stage);
+      }
       if constexpr (HAS_TDO && !HOLDS) {
         const memory::Rows tdo = memory::rows(x.tdo, entry, h, false);
-        matmul::multiply_streamed<BLOCK_Q, BLOCK_KV, D_V, false>(ts, tdo, i0, ni, v, j0, nj, stage);
-      } else if constexpr (HAS_TDO) {
-        matmul::multiply_rows<BLOCK_KV, D_V, DO_STRIDE, UNROLL>(ts, tdo_smem, v, j0, nj, stage);
+        matmul::multiply_streamed<BLOCK_Q, BLOCK_KV, D_V, true>(ts, tdo, i0, ni, v, j0, nj, stage);
       }
       if constexpr (HAS_TV) {
         matmul::multiply_rows<BLOCK_KV, D_V, DO_STRIDE, UNROLL, true>(ts, do_smem, tv, j0, nj,
                                                                       stage);
       }
-      matmul::multiply_rows<BLOCK_KV, D_V, DO_STRIDE, UNROLL>(s, do_smem, v, j0, nj, stage);
       tangent_gradient::logit_gradients<false, STRIDE>(p, s, ts, scratch);
       tangent_gradient::score_gradients<STRIDE>(s, ts, scratch);
       // 6 accumulate dq

@@ -6,9 +6,10 @@
 // product.
 //
 // Grid: as forward_simt.cu. Shared memory: the queries and their tangents, a tile of weights and
-// one of weighted tangents, the stage.
+// one of weighted tangents, the stage, a number of each query.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
+#include "../common/matmul_tangent.cuh"
 #include "../common/tangent.cuh"
 
 namespace {
@@ -19,7 +20,7 @@ constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
 constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
 constexpr int P_STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int BUFFER = matmul::buffer_elements(BLOCK_KV, D, D_V);
-constexpr int SHARED_ELEMENTS = 2 * BLOCK_Q * (Q_STRIDE + P_STRIDE) + 2 * BUFFER;
+constexpr int SHARED_ELEMENTS = 2 * BLOCK_Q * (Q_STRIDE + P_STRIDE) + 2 * BUFFER + BLOCK_Q;
 constexpr int UNROLL = 1;  // limited by registers
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
@@ -38,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const p_smem = tq_smem + BLOCK_Q * Q_STRIDE;
   accum_t* const t_smem = p_smem + BLOCK_Q * P_STRIDE;
   accum_t* const stage_smem = t_smem + BLOCK_Q * P_STRIDE;
+  accum_t* const ref_smem = stage_smem + 2 * BUFFER;
 
   matmul::Stage<BUFFER> stage{stage_smem};
   const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     memory::load_rows<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D>(
         tq_smem, memory::rows(t.tq, entry, h, false), i0, ni);
   }
-  accum_t m[ROWS], l[ROWS], sum[ROWS], ref[ROWS], acc[ROWS][COLUMNS_V], w[ROWS][COLUMNS_V];
+  accum_t m[ROWS], l[ROWS], sum[ROWS], acc[ROWS][COLUMNS_V], w[ROWS][COLUMNS_V];
   const accum_t sink =
       p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, h);
   const accum_t tsink =
@@ -67,10 +69,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   softmax::init_state(m, l, acc, sink);
   matmul::clear(w);
   unsigned int seen = 0;  // rows that have a ref
+  if (matmul::column_thread() == 0) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) ref_smem[matmul::row_thread() + ROW_THREADS * r] = 0;
+  }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     sum[r] = l[r] == accum_t(0) ? accum_t(0) : tsink;
-    ref[r] = 0;
   }
 
 #pragma unroll 1
@@ -85,13 +90,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     accum_t s[ROWS][COLUMNS], ts[ROWS][COLUMNS];
     matmul::clear(ts);
     if constexpr (HAS_TQ) {
-      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(ts, tq_smem, k, j0, nj, stage);
+      matmul::multiply_rows_twice<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, ts, tq_smem, k, j0, nj,
+                                                                 stage);
+    } else {
+      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, k, j0, nj, stage);
     }
     if constexpr (HAS_TK) {
-      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, tk, j0, nj, stage);
-      matmul::add(ts, s);
+      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL, true>(ts, q_smem, tk, j0, nj, stage);
     }
-    matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, k, j0, nj, stage);
     matmul::scale(s, static_cast<accum_t>(p.scale));
     // 3 score mod
     // 4 mask
@@ -109,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) before[r] = l[r];
     softmax::exponentiate(s, m, l);
-    tangent::weigh(s, ts, before, sum, ref, seen);
+    tangent::weigh(s, ts, before, sum, ref_smem, seen);
     tile::store_cells<P_STRIDE>(s, p_smem);
     tile::store_cells<P_STRIDE>(ts, t_smem);
     // 7 accumulate p v
@@ -118,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       tile::apply_dropout<false, P_STRIDE>(p, box, p_smem, p_smem);
       tile::apply_dropout<false, P_STRIDE>(p, box, t_smem, t_smem);
     }
-    matmul::accumulate<BLOCK_KV, D_V, P_STRIDE, MAY_MASK>(acc, p_smem, v, j0, nj, stage);
-    matmul::accumulate<BLOCK_KV, D_V, P_STRIDE, MAY_MASK>(w, t_smem, v, j0, nj, stage);
+    matmul::accumulate_twice<BLOCK_KV, D_V, P_STRIDE, MAY_MASK>(acc, p_smem, w, t_smem, v, j0, nj,
+                                                                stage);
     if constexpr (HAS_TV) {
       matmul::accumulate<BLOCK_KV, D_V, P_STRIDE, MAY_MASK>(w, p_smem, tv, j0, nj, stage);
     }
@@ -150,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (row < ni) {
         lse.data[(i0 + row) * lse.row] =
             l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
-        tlse.data[(i0 + row) * tlse.row] = ref[r] + sum[r];
+        tlse.data[(i0 + row) * tlse.row] = ref_smem[row] + sum[r];
       }
     }
   }

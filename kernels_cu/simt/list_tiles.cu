@@ -3,11 +3,14 @@
 //
 // Grid: a warp for each word. BLOCK_Q and BLOCK_KV are those of the kernel that reads the lists.
 #include "../common/params.cuh"
+#include "../ptx/grid.cuh"
 #include "../common/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   using namespace tile_lists;
+  ptx::wait_for_grids();  // arrays of the mask, and who reads lists at this place
+  ptx::launch_dependents();
   const Table& lists = table(p);
   const unsigned int words = static_cast<unsigned int>(lists.shape[WORDS]);
   const unsigned int rows = static_cast<unsigned int>(lists.shape[ROWS]);

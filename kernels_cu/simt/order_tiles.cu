@@ -4,6 +4,7 @@
 // Grid: a block for each list, that of an entry and a head. A row takes as long as it has tiles;
 // one that is not FULL counts as a quarter more.
 #include "../common/params.cuh"
+#include "../ptx/grid.cuh"
 #include "../common/tile.cuh"
 
 namespace {
@@ -31,6 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const unsigned int heads = static_cast<unsigned int>(lists.shape[HEADS]);
   const long long b = blockIdx.x / heads, h = blockIdx.x % heads * lists.shape[EACH];
   const int thread = static_cast<int>(threadIdx.x);
+  ptx::wait_for_grids();  // the lists
+  ptx::launch_dependents();
   const auto cost = [&](int row) {
     return row < rows ? cost_of(words_of(p, b, h, row), words) : -1;
   };
@@ -43,8 +46,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       __syncthreads();  // costs that other threads may still read
       costs_smem[thread] = cost(begin + thread);
       __syncthreads();  // the costs of all threads' rows
+      const int count = tile::smaller(rows - begin, THREADS);
 #pragma unroll 4
-      for (int n = 0; n < THREADS; ++n) {
+      for (int n = 0; n < count; ++n) {
         const int other = costs_smem[n];
         rank += other > own || (other == own && begin + n > row) ? 1 : 0;
       }

@@ -16,58 +16,28 @@
 // columns. A warp that has its keys alone (P_IN_REGISTERS) keeps P and dS in registers instead;
 // they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
 // STAGES, the next tile is copied while one is multiplied. With one of wide heads, the next q
-// arrives behind the products for dv and dq (LOADS_APART), the next do behind the next scores.
+// arrives behind the product for dv (LOADS_APART), the next do behind the next scores. Of wide
+// heads the dq of a tile is multiplied and added while the next tile is computed (LATE_DQ):
+// additions are slow to return, and so they are spread over all of its products.
 //
 // Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
 // group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
 //
 // Grid: prod(own_size) * heads_kv * blocks, for each part; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, the
-// head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
+// head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted in dkdv_storage.cuh.
 #include "../common/params.cuh"
-#include "../warp/fragment_backward.cuh"
+#include "../ptx/grid.cuh"
 #include "../warp/fragment_gradient_ds.cuh"
-#include "../warp/fragment_product.cuh"
 #include "../warp/fragment_tile.cuh"
+#include "dkdv_dq.cuh"
 
 namespace {
 
-using fragment::WARPS;
-using fragment_backward::Head;
+using namespace dkdv_dq;
 
-// Keys of a warp: 32, if every warp then still has at least 16 queries of a tile.
-constexpr bool TALL =
-    BLOCK_KV % 32 == 0 && BLOCK_KV <= 32 * WARPS && 512 * WARPS <= BLOCK_Q * BLOCK_KV;
-constexpr int WARP_KEYS = TALL ? 32 : 16;
-constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps that have the same keys
-constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
-// A warp that has all of a tile's queries keeps P and dS in registers, as left operands, and works
-// on a part of the queries at a time.
-constexpr bool P_IN_REGISTERS = SHARERS == 1;
-constexpr int PART_QUERIES = !P_IN_REGISTERS                        ? WARP_QUERIES
-                             : WARP_QUERIES % 32 == 0 && !HAS_SCORE ? 32
-                                                                    : 16;
-constexpr int PARTS = WARP_QUERIES / PART_QUERIES;
-constexpr int ROWS = WARP_KEYS / 8;
-constexpr int COLUMNS = PART_QUERIES / 4;
-// Of wide heads, shares are even, and rows of P and dS have no more bytes than they need.
-constexpr bool WIDE_HEAD = matmul::larger(D, D_V) > 256;
-template <int WIDTH, int OF>
-using Share = fragment_product::Share<WIDTH, OF, WIDE_HEAD ? OF : 1>;
-// Of dk and dv a warp of wide heads has 32 keys, which read q and do half as often as 16.
-constexpr int SUM_KEYS = WIDE_HEAD && BLOCK_KV % 32 == 0 && !P_IN_REGISTERS ? 32 : WARP_KEYS;
-constexpr int SUM_ROWS = SUM_KEYS / 8, SUM_SHARERS = WARPS * SUM_KEYS / BLOCK_KV;
-using ShareK = Share<D, SUM_SHARERS>;
-using ShareV = Share<D_V, SUM_SHARERS>;
-// For dq a warp has 32 or 16 of the tile's queries and a share of the columns.
-constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
-constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
-using ShareQ = Share<D, DQ_SHARERS>;
-constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, to save registers
-
-// Limited by registers.
-constexpr int UNROLL = HAS_SCORE || (D <= 64 && !P_IN_REGISTERS) ? 2 : D > 64 && D <= 128 ? 8 : 4;
 constexpr bool LATE_KEYS = WHOLE_DQ && !WIDE_HEAD;  // they come with the first tile of queries
+static_assert(!LATE_DQ || COLUMNS >= 4, "a warp's queries: additions alternate with steps");
 
 using gradient_tile::TileRef;
 __device__ __forceinline__ int index_of(TileRef tile) { return static_cast<int>(tile) / 4; }
@@ -81,28 +51,8 @@ __device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
   return {rows_smem.data, rows_smem.row, rows_smem.col, rows_smem.vectors};
 }
 
-constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
-constexpr int P_BYTES = WIDE_HEAD && BLOCK_Q <= 32 ? 64 : fragment::row_bytes(BLOCK_Q);
-constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
-constexpr int RESIDENT_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 * BLOCK_Q +
-                               4 * WARPS + static_cast<int>(sizeof(Head));
-constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
-constexpr int STAGES = (SHARED_BYTES - RESIDENT_BYTES) / STAGE_BYTES;
-
-static_assert(IS_16_BIT, "16-bit types");
-static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
-static_assert(SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
-static_assert(WARP_QUERIES % 16 == 0 || (WIDE_HEAD && WARP_QUERIES == 8), "BLOCK_Q, THREADS");
-static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
-static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
-              "SHARED_BYTES");
-
-// Whether the next q and do are copied apart, each after the last product that reads this one.
-constexpr bool LOADS_APART = WIDE_HEAD && STAGES == 1 && !P_IN_REGISTERS;
-
 using Dk = float[SUM_ROWS][ShareK::COLUMNS];
 using Dv = float[SUM_ROWS][ShareV::COLUMNS];
-using Dq = float[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
 
 // -- roles ----------------------------------------------------------------------------------------
 
@@ -144,24 +94,6 @@ __device__ __forceinline__ void multiply_registers(Sum& sum, Words& left, const 
   if constexpr (P_IN_REGISTERS) fragment::multiply_add<WIDTH>(sum, left, tile_smem);
 }
 
-// Multiplies dS and the keys for a part of the columns of a warp's share of dq.
-__device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_smem,
-                                            const char* k_smem, bool has_nonfinite,
-                                            const fragment_gradient::DsScale& ds_scale) {
-  const int warp = threadIdx.x / ptx::WARP_SIZE;
-  const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
-  const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
-  matmul::clear(dq);
-  if (has_nonfinite) {
-    fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(dq, ds_smem, first,
-                                                                             k_smem, share);
-  } else {
-    fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
-        dq, ds_smem, first, k_smem, share);
-  }
-  if constexpr (fragment::Mma::SCALES_DS) matmul::scale(dq, ds_scale.inverse());
-}
-
 // Writes dk and dv in place of the keys and values, and from there to global memory.
 __device__ __forceinline__ void store_results(const Params& p, Dk& dk, Dv& dv,
                                               const ShareK& share_k, const ShareV& share_v,
@@ -185,15 +117,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const k_smem = reinterpret_cast<char*>(shared_smem);
   char* const v_smem = k_smem + BLOCK_KV * K_BYTES;
   char* const p_smem = v_smem + BLOCK_KV * V_BYTES;
-  char* const ds_smem = p_smem + TILE_BYTES;
-  char* const stages_smem = ds_smem + TILE_BYTES;
+  char* const first_ds_smem = p_smem + TILE_BYTES;
+  char* const stages_smem = p_smem + TILES * TILE_BYTES;
   float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
+  // The grid before wrote delta and zeros of dq, or what places blocks. Idle blocks wait, too: the
+  // next grid waits for this one alone.
+  constexpr bool EARLY = WHOLE_DQ && !HAS_LISTS && !PACKED;
+  if constexpr (!EARLY) ptx::wait_for_grids();
   const unsigned int number = layout::interleave_heads(p, blockIdx.x);
   const layout::WorkTile work = layout::work_tile_of(p, number, p.heads_kv, true, BLOCK_KV, false);
-  if (work.idle) return;
+  if (work.idle) {
+    if constexpr (EARLY) ptx::wait_for_grids();
+    return;
+  }
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
   const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
@@ -206,6 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
   fragment_backward::load_keys_and_values<K_BYTES, V_BYTES>(p, work, h_kv, j0, nj, k_smem, v_smem,
                                                             head_smem);
+  if constexpr (EARLY) ptx::wait_for_grids();
+  ptx::launch_dependents();
   Dk dk;
   Dv dv;
   matmul::clear(dk);
@@ -284,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (now == TileRef::NONE) continue;
       load_tile(now, 0);
       statistics.store(lse_smem, lse_smem + BLOCK_Q);
-      int stage = 0;
+      int stage = 0, ds_stage = 0;
+      LateDq late{first_ds_smem, nullptr, 0, 1};
 #pragma unroll 1
       while (now != TileRef::NONE) {
         // The weight of a missing query is 0 (lse = inf), unless the score mod made its logit
@@ -294,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const bool may_mask = HAS_SCORE || (HAS_MASK && masked);
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
+        char* const ds_smem = first_ds_smem + ds_stage * TILE_BYTES;
         ++visited;
 
         if constexpr (LOADS_APART) {
@@ -325,8 +268,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           float s[ROWS][COLUMNS];
           unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
           // 2 scores
-          fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
-                                                q_smem + query * K_BYTES);
+          const char* const key_rows = k_smem + warp_key * K_BYTES;
+          if constexpr (LATE_DQ) {
+            LateQuarter<0> quarter;
+            quarter.template multiply<false>(late, k_smem);
+            constexpr int STEPS = fragment::whole_columns(D) / 16;
+            fragment_product::multiply<D, STEPS>(s, key_rows, q_smem + query * K_BYTES,
+                                                 [&](int n) { quarter.add(late, n, STEPS); });
+          } else {
+            fragment_product::multiply<D, UNROLL>(s, key_rows, q_smem + query * K_BYTES);
+          }
           const TileBox box = describe(first_query(now), rows_of(now));
           unsigned int kept[ROWS];
           if constexpr (HAS_DROPOUT)
@@ -345,8 +296,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             __syncthreads();  // do, copied by all threads
           }
           float dp[ROWS][COLUMNS];
-          fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
-                                                  do_smem + query * V_BYTES);
+          const char* const value_rows = v_smem + warp_key * V_BYTES;
+          if constexpr (LATE_DQ) {
+            LateQuarter<1> quarter;
+            quarter.template multiply<false>(late, k_smem);
+            constexpr int STEPS = fragment::whole_columns(D_V) / 16;
+            fragment_product::multiply<D_V, STEPS>(dp, value_rows, do_smem + query * V_BYTES,
+                                                   [&](int n) { quarter.add(late, n, STEPS); });
+          } else {
+            fragment_product::multiply<D_V, UNROLL>(dp, value_rows, do_smem + query * V_BYTES);
+          }
           const fragment_gradient::PerQuery<true, ROWS, COLUMNS> delta(lane_lse_smem + BLOCK_Q);
           fragment_gradient::score_gradients<true>(p, has_masked, s, dp, delta, kept, s);
           if constexpr (!P_IN_REGISTERS) has_nonfinite = may_mask && !finite_tile();
@@ -421,26 +380,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                           rows_of(now) - first, step, steps);
         };
         constexpr int STEPS = BLOCK_Q / 16;
-        if constexpr (LOADS_APART) {
-          if constexpr (ATOMIC_DQ) multiply_dq(dq, 0, ds_smem, k_smem, has_nonfinite, ds_scale);
+        if constexpr (LATE && !WHOLE_DQ) {
+          LateQuarter<2> third;
+          if constexpr (LATE_DQ) third.template multiply<false>(late, k_smem);
           fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
               dk, ds_rows, q_smem, share_k, [&](int step) {
-                if constexpr (ATOMIC_DQ) add_dq(0, step, 2 * STEPS / DQ_PARTS);
+                if constexpr (LATE_DQ) third.add(late, step, STEPS);
               });
-          if (next != TileRef::NONE) {
-            __syncthreads();  // q, read by all warps
-            load_q(next, 0);
-            load_statistics(next);
+          if constexpr (LOADS_APART) {
+            if (next != TileRef::NONE) {
+              __syncthreads();  // q, read by all warps
+              load_q(next, 0);
+              load_statistics(next);
+            }
           }
-          if constexpr (ATOMIC_DQ && DQ_PARTS == 2) {
-            multiply_dq(dq, 1, ds_smem, k_smem, has_nonfinite, ds_scale);
-          }
+          LateQuarter<3> fourth;
+          if constexpr (LATE_DQ) fourth.template multiply<false>(late, k_smem);
           fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
               dv, p_rows, do_smem, share_v, [&](int step) {
-                if constexpr (ATOMIC_DQ) {
-                  add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
-                }
+                if constexpr (LATE_DQ) fourth.add(late, step, STEPS);
               });
+          if constexpr (LATE_DQ) {
+            const int first = warp / DQ_SHARERS * DQ_QUERIES;
+            late = {ds_smem, dq_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
+                    rows_of(now) - first, ds_scale.inverse()};
+            if (has_nonfinite) {
+              add_late<true>(late, k_smem);
+              late.valid = 0;
+            }
+            ds_stage = 1 - ds_stage;
+          }
         } else if constexpr (P_IN_REGISTERS || !ATOMIC_DQ) {
           constexpr int AT_ONCE = P_IN_REGISTERS ? 1 : UNROLL;
           const auto nothing = [](int) {};
@@ -486,6 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         now = next;
       }
+      if constexpr (LATE_DQ) add_late<false>(late, k_smem);
     }
   }
 

@@ -54,68 +54,28 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 // whose product with log2 e may not be a normal number.
 constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
 
-// Whether the output is brought to the unit of a tile's weights, so that no product is multiplied
-// by it. With three consumers there are no registers for that.
-constexpr bool OUTPUT_HAS_UNIT = V_SCALE_ROWS && CONSUMERS == 2;
-
-// The powers of two by which the output of a thread's rows was divided, because weights were. With
-// V_SCALE_ROWS, a tile's weights are in a unit of its own. The output is brought to this unit when
-// it is rescaled, so that no product is multiplied by it. A unit that is 2^SPAN times smaller than
-// one before might make the output too large: the weights are brought to a larger one then.
-struct OutputUnits {
-  static constexpr int SPAN = 64;
-  int state[2];  // the exponent with its bias, and in the bits above the largest one so far
-
-  __device__ __forceinline__ void init() { state[0] = state[1] = 0x101; }
-  __device__ __forceinline__ int unit(int r) const { return state[r] & 0xff; }
-
-  // Takes up the exponents of a tile's units: changes `alpha`, and weights that need another unit.
-  template <int COLUMNS>
-  __device__ __forceinline__ void take_up(const int (&of_tile)[2], float (&alpha)[2],
-                                          float (&weights)[2][COLUMNS]) {
-    const auto differs = [&] {
-      return ptx::any_lane(of_tile[0] != unit(0) || of_tile[1] != unit(1));
-    };
-    if (!differs()) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int largest = Unit::larger_of(state[r] >> 8, of_tile[r]);
-      const int own = Unit::larger_of(of_tile[r], largest - SPAN);
-      alpha[r] *= Unit::ratio(unit(r), own);
-      state[r] = largest << 8 | own;
-    }
-    if (differs()) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float by = Unit::ratio(of_tile[r], unit(r));
-#pragma unroll
-        for (int x = 0; x < COLUMNS; ++x) weights[r][x] *= by;
-      }
-    }
-  }
-};
-
 // Multiplies weights by the scales of their values, in a unit for each row that depends only on
-// keys with weights: the scales of others may be anything, and change no bit. Without such keys it
-// is the row's unit before. Rows come one after the other, and scales are read again, because
-// registers have no room for them.
+// keys with weights: the scales of others may be anything, and change no bit. Finds the factors of
+// products, which bring them to the unit of the output. Rows come one after the other, and scales
+// are read again, because registers have no room for them.
 __device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float (&scales)[BLOCK_KV],
-                                           int (&units)[2]) {
+                                           int output_unit, float (&factors)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = 0;
     each_scale<COLUMNS>(scales, [&](int x, float own) {
-      largest = fmax(largest, s[r][x] == 0 ? 0.0f : fabs(own));  // which ignores NaN
+      if (s[r][x] != 0) largest = fmax(largest, fabs(own));  // which ignores NaN
     });
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
       largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
     }
-    if (largest > 0) units[r] = Unit::exponent_of(largest);
-    const float inverse = Unit::ratio(Unit::ONE, units[r]);
+    const int unit = largest > 0 ? Unit::exponent_of(largest) : output_unit;
+    const float inverse = Unit::ratio(Unit::ONE, unit);
+    factors[r] = Unit::ratio(unit, output_unit);
     __syncwarp();  // the compiler keeps nothing of shared memory across it
     each_scale<COLUMNS>(scales, [&](int x, float own) {
-      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * (own * inverse);
+      if (s[r][x] != 0) s[r][x] *= own * inverse;
     });
     __syncwarp();
   }
@@ -142,8 +102,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   int kv_uses = 0, q_uses = 0;
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
-  OutputUnits output_units;
-  output_units.init();
   bool more_work = true;
 #pragma unroll 1
   for (int w = 0; more_work; ++w) {
@@ -178,8 +136,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     direct = !ptx::any_lane(!direct);
     if (!direct) c[0] = c[1] = number::LOG2_E<float>;
 
-    float alpha[2];            // the factor of the output when the weights are multiplied
-    float unit_v[2] = {1, 1};  // of the weights, where products are multiplied by it
+    float alpha[2];              // the factor of the output when the weights are multiplied
+    float factor_v[2] = {1, 1};  // of products, where weights are not in the output's unit
     float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
     unsigned int weights[2][COLUMNS / 4];
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
@@ -196,7 +154,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_commit();
     };
     // acc = alpha acc + part.
-    const auto absorb = [&](int x) {
+    const auto absorb = [&](int x, auto has_factor) {
       ptx::fence_accumulator(part[x % BUFFERS]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -204,24 +162,36 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         for (int column = 0; column < PART_COLUMNS; ++column) {
           float& sum = acc[r][x * PART_COLUMNS + column];
           const float own = part[x % BUFFERS][r][column];
-          sum = fma(sum, alpha[r], V_SCALE_ROWS && !OUTPUT_HAS_UNIT ? own * unit_v[r] : own);
+          sum = fma(sum, alpha[r], decltype(has_factor)::value ? own * factor_v[r] : own);
         }
       }
     };
-    // acc = alpha acc + weights v, in this consumer's turn.
-    const auto accumulate_pv = [&](int n) {
+    // acc = alpha acc + weights v, in this consumer's turn. With `has_factor`, which is rare
+    // without score changes, products are multiplied by factors.
+    const auto accumulate_pv = [&](int n, bool has_factor) {
+      using warpgroup::Bool;
       ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);
       ptx::wgmma_fence();
       issue_pv(n, 0);
+      if (V_SCALE_ROWS && has_factor) {
 #pragma unroll
-      for (int x = 1; x < PARTS; ++x) {
-        ptx::wgmma_fence();
-        issue_pv(n, x);
-        ptx::wgmma_wait<1>();
-        absorb(x - 1);
+        for (int x = 0; x < PARTS; ++x) {
+          ptx::wgmma_wait<0>();
+          absorb(x, Bool<true>());
+          ptx::wgmma_fence();
+          if (x + 1 < PARTS) issue_pv(n, x + 1);
+        }
+      } else {
+#pragma unroll
+        for (int x = 1; x < PARTS; ++x) {
+          ptx::wgmma_fence();
+          issue_pv(n, x);
+          ptx::wgmma_wait<1>();
+          absorb(x - 1, Bool<false>());
+        }
+        ptx::wgmma_wait<0>();
+        absorb(PARTS - 1, Bool<false>());
       }
-      ptx::wgmma_wait<0>();
-      absorb(PARTS - 1);
       warpgroup::arrive_warpgroup(shared.transposed_pipeline.empty_barrier(n));
     };
     // Evaluates the mask of a masked tile. Returns whether any pair of the warp takes part.
@@ -272,22 +242,18 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
       if constexpr (V_SCALE_ROWS) {
         const RowScales& scales = shared.scales[KvPipeline::stage_of(n)];
-        int units[2] = {output_units.unit(0), output_units.unit(1)};
+        const ValueUnits& units = shared.v_units[KvPipeline::stage_of(n)];
         if (HAS_SCORE || masked) {
-          scale_seen(s, scales.v, units);
+          scale_seen(s, scales.v, units.output, factor_v);
         } else {
           each_scale<COLUMNS>(scales.v_of_tile, [&](int x, float own) {
             s[0][x] *= own;
             s[1][x] *= own;
           });
-          units[0] = units[1] = shared.v_unit[KvPipeline::stage_of(n)];
+          factor_v[0] = factor_v[1] = units.factor;
         }
-        if constexpr (OUTPUT_HAS_UNIT) {
-          output_units.take_up(units, alpha, s);
-        } else {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) unit_v[r] = Unit::ratio(units[r], Unit::ONE);
-        }
+        alpha[0] *= units.rescale;
+        alpha[1] *= units.rescale;
       }
       warpgroup_fp8::narrow(s, weights);
     };
@@ -347,7 +313,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
       // 6 rescale
       // 7 accumulate p v
-      accumulate_pv(n);
+      const bool has_factor =
+          HAS_SCORE || masked ||
+          (V_SCALE_ROWS && ptx::shuffle(shared.v_units[KvPipeline::stage_of(n)].factor, 0) != 1);
+      accumulate_pv(n, has_factor);
       ++kv_uses;
     };
 
@@ -400,11 +369,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       weight[r] = l[r] == 0.0f ? 0.0f : common * weight[r] * ptx::reciprocal(l[r]);
-      if constexpr (OUTPUT_HAS_UNIT) {
-        const float unit = Unit::ratio(output_units.unit(r), Unit::ONE);
-#pragma unroll
-        for (int column = 0; column < COLUMNS_V; ++column) acc[r][column] *= unit;
-      }
     }
     more_work = shared.has_work(w + 1);  // asked where registers are free, before the stores
     if constexpr (WIDE_RESULT) {
@@ -441,7 +405,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
     }
     fragment_softmax::init_state(m, l, acc);
-    output_units.init();
     tile::count_tiles(p, kv_uses - first_kv_use);
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }

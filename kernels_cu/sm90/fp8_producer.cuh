@@ -46,6 +46,20 @@ __device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorag
   });
 }
 
+// The units of the output and of the largest scale so far, in a work tile.
+struct OutputUnit {
+  int now = Unit::ONE, largest = 1;
+
+  __device__ __forceinline__ ValueUnits advance(int unit, bool last) {
+    largest = Unit::larger_of(largest, unit);
+    const int least = Unit::larger_of(unit, largest - ValueUnits::SPAN);
+    const int next = last ? Unit::ONE : tile::smaller(least, Unit::ONE);
+    const ValueUnits units{unit, next, Unit::ratio(unit, next), Unit::ratio(now, next)};
+    now = next;
+    return units;
+  }
+};
+
 // A lane's share of the scales of a tile's rows.
 struct LaneScales {
   static constexpr int COUNT = BLOCK_KV / ptx::WARP_SIZE;
@@ -70,7 +84,9 @@ struct LaneScales {
     }
   }
 
-  __device__ __forceinline__ void store_v(SharedStorage& shared, int stage) const {
+  // `last`: whether the tile is the last one of its work tile.
+  __device__ __forceinline__ void store_v(SharedStorage& shared, int stage, OutputUnit& output,
+                                          bool last) const {
     float largest = 0;
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) largest = Unit::larger(largest, values[n]);
@@ -87,7 +103,8 @@ struct LaneScales {
       shared.scales[stage].v[row] = value;
       shared.scales[stage].v_of_tile[row] = value * inverse;
     }
-    if (ptx::lane_index() == 0) shared.v_unit[stage] = unit;
+    const ValueUnits units = output.advance(unit, last);
+    if (ptx::lane_index() == 0) shared.v_units[stage] = units;
   }
 };
 
@@ -147,8 +164,11 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
       k_scales = scales_of(p.k_scale, work.entry, head);
       v_scales = scales_of(p.v_scale, work.entry, head);
     }
+    OutputUnit output_unit;
+    int before = 0;
 #pragma unroll 1
-    for (int tile = last; tile >= 0; ++n, tile = work.tile_before(tile)) {
+    for (int tile = last; tile >= 0; ++n, tile = before) {
+      before = work.tile_before(tile);
       const int first_row = work.first_row_k + tile * BLOCK_KV;
       const int stage = KvPipeline::stage_of(n);
       // Loaded before the wait for the stage, which hides their latency.
@@ -166,7 +186,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
         // Until then the scales of the tile before are used.
         shared.transposed_pipeline.wait_empty(n);
         if constexpr (K_SCALE_ROWS) k_scale.store_k(shared, stage);
-        if constexpr (V_SCALE_ROWS) v_scale.store_v(shared, stage);
+        if constexpr (V_SCALE_ROWS) v_scale.store_v(shared, stage, output_unit, before < 0);
         warpgroup::arrive_warp(shared.k_pipeline.full_barrier(n));
       }
       if (tile == last) {

@@ -11,33 +11,56 @@ namespace fp8_softmax {
 
 constexpr float SHIFT = 8, UNSHIFTED = 1.0f / 256;
 
+__device__ __forceinline__ int bits_of(float x) { return static_cast<int>(__float_as_uint(x)); }
+
+// The largest number of a row, of which a lane of four has some. Numbers that are not negative
+// compare as their bits do, of which an instruction compares three.
+template <int COLUMNS>
+__device__ __forceinline__ float largest_of_row(const float (&s)[COLUMNS], float m) {
+  // Four chains of comparisons hide each other's latency.
+  constexpr int CHAINS = 4;
+  int bits[CHAINS];
+#pragma unroll
+  for (int n = 0; n < CHAINS; ++n) bits[n] = bits_of(m);
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 2) {
+    int& chain = bits[n / 2 % CHAINS];
+    chain = matmul::larger(matmul::larger(bits_of(s[n]), bits_of(s[n + 1])), chain);
+  }
+  int largest = matmul::larger(matmul::larger(bits[0], bits[1]), matmul::larger(bits[2], bits[3]));
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2) {
+    largest = matmul::larger(largest, ptx::shuffle_xor(largest, lanes));
+  }
+  return __uint_as_float(static_cast<unsigned int>(largest));
+}
+
 // Raises the maxima to those of the tile, ignoring NaN, and rescales l; the output must be
 // multiplied by `alpha`.
 template <int COLUMNS>
 __device__ __forceinline__ void raise_max(const float (&s)[2][COLUMNS], float (&m)[2],
                                           float (&l)[2], float (&alpha)[2], const float (&c)[2]) {
-  // Four chains of comparisons in each row hide each other's latency.
-  constexpr int CHAINS = 4;
+  float largest[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) largest[r] = largest_of_row(s[r], m[r]);
+  // All numbers of a row are negative, which is rare.
+  if (ptx::any_lane(bits_of(largest[0]) < 0 || bits_of(largest[1]) < 0)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float own = m[r];
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) own = fmax(own, s[r][n]);
+#pragma unroll
+      for (int lanes = 1; lanes <= 2; lanes *= 2) own = fmax(own, ptx::shuffle_xor(own, lanes));
+      largest[r] = bits_of(largest[r]) < 0 ? own : largest[r];
+    }
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float largest[CHAINS];
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      largest[n % CHAINS] = fmax(n < CHAINS ? m[r] : largest[n % CHAINS], s[r][n]);
-    }
-#pragma unroll
-    for (int chains = CHAINS / 2; chains > 0; chains /= 2) {
-#pragma unroll
-      for (int n = 0; n < chains; ++n) largest[n] = fmax(largest[n], largest[n + chains]);
-    }
-#pragma unroll
-    for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      largest[0] = fmax(largest[0], ptx::shuffle_xor(largest[0], lanes));
-    }
-    const bool moves = largest[0] > m[r] && m[r] != -number::infinity();
-    alpha[r] = moves ? power::exp2((m[r] - largest[0]) * c[r]) : 1.0f;
+    const bool moves = largest[r] > m[r] && m[r] != -number::infinity();
+    alpha[r] = moves ? power::exp2((m[r] - largest[r]) * c[r]) : 1.0f;
     l[r] *= alpha[r];
-    m[r] = largest[0];
+    m[r] = largest[r];
   }
 }
 

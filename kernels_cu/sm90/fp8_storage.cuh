@@ -90,7 +90,7 @@ struct Unit {
   }
   __device__ __forceinline__ static int larger_of(int x, int y) { return x > y ? x : y; }
   // The quotient of two powers of two, 0 if it is less than any normal number. The first one may be
-  // 2^126 times as large as the other one.
+  // 2^127 times as large as the other one.
   __device__ __forceinline__ static float ratio(int of, int to) {
     return __uint_as_float(static_cast<unsigned int>(larger_of(of - to + ONE, 0)) << 23);
   }
@@ -99,6 +99,18 @@ struct Unit {
     const float own = fabs(scale);
     return own > largest && number::is_finite(own) ? own : largest;
   }
+};
+
+// Where V_SCALE_ROWS: the units of a stage's values. The weights of a FULL tile, times the scales
+// of their values, are in the unit of the tile's largest scale. The output is brought to the same
+// unit when it is rescaled, so that no product is multiplied by it, as long as units are not larger
+// than 1 and not 2^SPAN times smaller than the largest one so far, which keeps the output finite.
+// The last tile brings it back to 1.
+struct ValueUnits {
+  static constexpr int SPAN = 64;
+  int tile, output;
+  float factor;   // of products in the tile's unit
+  float rescale;  // of the output
 };
 
 // The factors of a work tile that come from scales: of its queries' logits, and of its result.
@@ -116,7 +128,7 @@ struct SharedStorage {
   // Of transposed values, and of whether those of masked tiles are finite. Scales come with the
   // keys, and are released with the values.
   KvPipeline transposed_pipeline;
-  int v_unit[KV_STAGES];                     // that power of two
+  ValueUnits v_units[KV_STAGES];
   unsigned int has_nonfinite[KV_STAGES][2];  // of masked tiles, by each transposer
   WorkScales work_scales[WORK_STAGES];
   unsigned long long q_full[CONSUMERS], q_empty[CONSUMERS];

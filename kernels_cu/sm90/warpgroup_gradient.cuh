@@ -184,20 +184,14 @@ __device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS
 
 // -- sums of dq in global memory ------------------------------------------------------------------
 
-// Where element (row, column) of dq_accum lies: a thread's four numbers of 8 rows and 16 columns
-// are neighbours, and so are those of the lanes. GROUP_SIZE says where other columns and rows are.
-__device__ __forceinline__ int dq_accum_offset(int row, int column) {
-  return row / 8 * fragment_product::GROUP_SIZE<D> + column / 16 * 128 + row % 8 * 16 +
-         column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
-}
-
 // Adds the columns from `column` on of a tile's 64 queries, except columns before `begin`. `valid`
 // queries exist.
 template <int COLUMNS>
 __device__ __forceinline__ void atomic_add_dq(const float (&dq)[2][COLUMNS], float* dq_accum_gmem,
                                               int column, int begin, int valid) {
   const int row = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16;
-  float* const lane_gmem = dq_accum_gmem + dq_accum_offset(row, column) + 4 * ptx::lane_index();
+  float* const lane_gmem = dq_accum_gmem + fragment_product::sum_offset<D>(row, column) +
+                           ptx::lane_index() * fragment_product::LANE_STEP;
 #pragma unroll
   for (int n = 0; n < COLUMNS; n += 4) {
     if (column + 4 * n >= fragment::whole_columns(D)) break;
@@ -205,8 +199,8 @@ __device__ __forceinline__ void atomic_add_dq(const float (&dq)[2][COLUMNS], flo
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (row + 8 * r >= valid) break;
-      ptx::red_add_v4(lane_gmem + r * fragment_product::GROUP_SIZE<D> + n / 4 * 128, dq[r][n],
-                      dq[r][n + 1], dq[r][n + 2], dq[r][n + 3]);
+      fragment_product::add_four(lane_gmem + r * fragment_product::GROUP_SIZE<D> + n / 4 * 128,
+                                 &dq[r][n]);
     }
   }
 }

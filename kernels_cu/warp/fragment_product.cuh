@@ -80,11 +80,16 @@ __device__ __forceinline__ void multiply_eight(float (&c)[ROWS][2], const char* 
   }
 }
 
+// What a product does between its steps: nothing.
+struct Nothing {
+  __device__ __forceinline__ void operator()(int) const {}
+};
+
 // c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in flight, as
-// in the products below.
-template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
+// in the products below. `between` is called after each of them.
+template <int WIDTH, int UNROLL, int ROWS, int COLUMNS, class Between = Nothing>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                         const char* b_smem) {
+                                         const char* b_smem, const Between& between = Between()) {
   if constexpr (COLUMNS == 2) {
     multiply_eight<WIDTH, UNROLL>(c, a_smem, b_smem);
     return;
@@ -105,6 +110,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* 
 #pragma unroll
       for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
     }
+    between(step);
   }
 }
 
@@ -336,12 +342,31 @@ __device__ __forceinline__ void store_fragments(const Params& p,
   }
 }
 
-// The layout of the float32 sums of dq that blocks add to: that of the fragments, so that 32 lanes
-// add to 32 adjacent numbers. 16 columns of a group of 8 rows are 128 numbers, and element n of a
-// thread's four is number 32 n + lane. The units of 16 columns of a group follow each other, then
-// comes the next group.
+// The layout of the float32 sums of dq that blocks add to is that of the fragments: 16 columns of a
+// group of 8 rows are 128 numbers. Element n of a thread's four is number 32 n + lane, so that 32
+// lanes add to adjacent numbers; with ADJACENT_DQ it is 4 lane + n, so that one instruction adds
+// all four. The units of 16 columns of a group follow each other, then comes the next group.
 template <int WIDTH>
 constexpr int GROUP_SIZE = 8 * fragment::whole_columns(WIDTH);
+constexpr int LANE_STEP = ADJACENT_DQ ? 4 : 1, ELEMENT_STEP = ADJACENT_DQ ? 1 : ptx::WARP_SIZE;
+
+// Where the sum of element (row, column) lies.
+template <int WIDTH>
+__device__ __forceinline__ int sum_offset(int row, int column) {
+  const int lane = row % 8 * 4 + column % 8 / 2, element = column / 8 % 2 * 2 + column % 2;
+  return row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + lane * LANE_STEP +
+         element * ELEMENT_STEP;
+}
+
+// Atomically adds a thread's four elements of a unit; to_gmem is the sum of the first one.
+__device__ __forceinline__ void add_four(float* to_gmem, const float* four) {
+  if constexpr (ADJACENT_DQ) {
+    ptx::red_add_v4(to_gmem, four[0], four[1], four[2], four[3]);
+  } else {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) ptx::red_add(to_gmem + n * ELEMENT_STEP, four[n]);
+  }
+}
 
 // Atomically adds part `step` of `steps` of a warp's share of a result of WIDTH columns to those
 // sums. to_gmem is the group of the warp's first row; `valid` rows exist from there on.
@@ -349,16 +374,15 @@ template <int WIDTH, int SHARERS, int STEP, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMNS],
                                               const Share<WIDTH, SHARERS, STEP>& share,
                                               float* to_gmem, int valid, int step, int steps) {
-  float* const lane_gmem = to_gmem + 128 * share.first + ptx::lane_index();
+  float* const lane_gmem = to_gmem + 128 * share.first + ptx::lane_index() * LANE_STEP;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     if (steps == 1 && 8 * r >= valid) break;
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
+    for (int n = 0; n < COLUMNS; n += 4) {
       if ((r * COLUMNS + n) * steps / (ROWS * COLUMNS) != step) continue;
       if ((steps == 1 || 8 * r < valid) && share.has(n / 4)) {
-        ptx::red_add(lane_gmem + r * GROUP_SIZE<WIDTH> + 128 * share.step(n / 4) + 32 * (n % 4),
-                     result[r][n]);
+        add_four(lane_gmem + r * GROUP_SIZE<WIDTH> + 128 * share.step(n / 4), &result[r][n]);
       }
     }
   }
@@ -393,9 +417,7 @@ __device__ __forceinline__ void add_fragments_nonfinite(const Params& p, const c
       const float before = number::load<float>(to, p.kind_dq, index);
       number::store(to, p.kind_dq, index, before + sum * factor * static_cast<float>(p.scale));
     } else {
-      const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +
-                     column % 2 * 32 + row % 8 * 4 + column % 8 / 2;
-      if (sum != 0.0f) ptx::red_add(to_gmem + at, sum * factor);
+      if (sum != 0.0f) ptx::red_add(to_gmem + sum_offset<WIDTH>(row, column), sum * factor);
     }
   }
 }

@@ -1,9 +1,7 @@
 """Statistics of weights: results against the specification, and what they promise."""
 
 import copy
-import sys
 import tracemalloc
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -378,23 +376,6 @@ def test_errors_of_calls():
             vjp(wrong_one)
     with pytest.raises(ArgumentTypeError, match="bias_gradient: got 1"):
         vjp({"mass": np.ones((2, 6, 70))}, bias_gradient=1)
-
-
-def test_gradients_in_device_memory_have_a_remedy(monkeypatch):
-    class OnDevice:
-        def __init__(self, host):
-            self.host, self.dtype, self.shape, self.ndim = host, host.dtype, host.shape, host.ndim
-
-        def get(self):
-            return self.host
-
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=OnDevice))
-    q, k, _ = drawn(np.random.default_rng(19))
-    named, there = {"m": reductions.mass()}, OnDevice(q)
-    for arrays, name in (((there, OnDevice(k)), "q"), ((q, OnDevice(k)), "k")):
-        with pytest.raises(ArgumentTypeError, match=rf"{name}: .* Pass {name}\.get\(\)"):
-            cupyflash.reduce_vjp(*arrays, named)
-    assert cupyflash.reduce(there.get(), k, named)["m"].shape == (2, 6, 70)
 
 
 @pytest.mark.parametrize("by", ["sum", "max"])

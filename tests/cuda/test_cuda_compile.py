@@ -28,14 +28,17 @@ FEW = 64  # bytes: NVRTC 13.5 spills up to 60 in `append` on sm_120
 # The most bytes that a thread of a kernel spills in the table: at the tiles that are chosen a
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
+    "forward_simt_tangent": 32,
     "forward_sm80": 216,
     "forward_sm80_tangent": 16,
     "forward_sm90": 196,
     "forward_sm90_fp8": 174,  # in PARTIAL tiles
+    "forward_sm90_tangent": 524,  # nearly all of it in the producer, which has few registers
     "forward_sm90_tf32": 136,
     "backward_sm80_dkdv": 180,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 8,
+    "backward_sm80_tangent_dkdv": 32,
     "backward_sm90_bias": 4,
     "backward_f64_dkdv": 220,
     "decode_sm80": 168,
@@ -56,7 +59,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 380
+    assert len(CASES) <= 390
     reductions = [case for case in CASES if case.kernel.startswith("reduce_")]
     assert len({case.dtype for case in reductions}) == 4  # of all kernels together
     for kernel in simt.KERNELS:

@@ -285,4 +285,23 @@ def test_divisors_are_written_out_and_other_numbers_are_not():
     one, other, third = generated(48, 3), generated(48, 5), generated(50, 3)
     assert (one.ints, other.ints) == ((3,), (5,))
     assert one.functions == other.functions != third.functions
-    assert "= floor_divide(static_cast<int>(at.i), 48);" in one.functions.source
+    assert "(static_cast<unsigned int>(static_cast<int>(at.i)) / 48u);" in one.functions.source
+    assert "at.i) >> 6;" in generated(64, 3).functions.source
+    assert "at.i) & 63;" in generated(64, 3).functions.source
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_divisions_that_a_shift_or_no_sign_cannot_do_stay_what_they_are(short):
+    def generated(mask):
+        q = np.zeros((1, 300, 64), np.float16)
+        made = trees(validate.call(q, q, q, Options(mask=masks.mask(mask))))
+        return generate(made.allowed, made.classes, short=short).functions.source
+
+    source = generated(lambda b, h, i, j: (i - j) // 48 < (i - j) % -16)
+    assert source.count("= floor_divide(") >= 1
+    assert source.count("= remainder(") >= 1
+    body = source[: source.index("tile_class")]
+    assert ">>" not in body
+    assert "/ 48u" not in body
+    # A difference may be below 0; a shift rounds it down as well.
+    assert ">> 4;" in generated(lambda b, h, i, j: (i - j) // 16 < 3)

@@ -28,6 +28,7 @@ from cupyflash.testing import Precision, backward_bound, forward_bound, rho
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 HALF, BRAIN = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 BLOCKS, HOPPER = Blocks(32, 32, 128), Blocks(hopper=True)
+NINE = Blocks(32, 32, 128, hopper=True)  # the same small tiles on compute capability 9.0
 SLOPES = np.ones(4, np.float32)
 OPTIONS = {
     "plain": {},
@@ -139,6 +140,29 @@ def test_queries_are_copied_apart_from_do_where_one_stage_has_room():
     ran = Ran(q, k, v, do, blocks, **options)
     assert "backward_sm80_dkdv" in ran.kernels
     assert ran.worst(do, **options) <= 1
+
+
+@emulated
+@mostly_thorough(
+    "blocks", [BLOCKS, NINE, Chosen(hopper=True)], quick=[NINE], why="other tiles and layouts",
+    ids=["small", "hopper", "chosen"],
+)  # fmt: skip
+@mostly_thorough(
+    ("dtype", "d"), [(BRAIN, 264), (HALF, 511)], quick=[(BRAIN, 264)], why="types differ in scales"
+)
+def test_sums_of_dq_have_the_layout_of_their_gpu(blocks, dtype, d):
+    q, k, v, do = arrays(dtype, d, 264, 70, 50)
+    q[..., 9], k[0, 20, 9] = -1, np.inf  # a score of -inf for the queries that see key 20
+    ran = Ran(q, k, v, do, blocks, mask=masks.causal(0))
+    options = {"mask": masks.mask(lambda b, h, i, j: (j <= i) & (j != 20))}
+    without = Ran(q, k, v, do, blocks, **options)
+    assert {"backward_sm80_dkdv", "backward_dq_rows"} <= set(ran.kernels)
+    assert without.worst(do, **options) <= 1
+    product = np.zeros(q.shape, bool)  # 0 times infinity
+    product[:, 20:, 9] = True
+    dq, expected = (x.gradients[0].astype(np.float32) for x in (ran, without))
+    np.testing.assert_array_equal(np.isnan(dq), product)
+    np.testing.assert_allclose(dq[~product], expected[~product], rtol=0.01, atol=1e-3)
 
 
 @emulated

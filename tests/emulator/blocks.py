@@ -18,6 +18,7 @@ from cupyflash.gpu.kernels import (
     sm80,
     sm80_f64,
     sm80_reduce,
+    sm80_second,
     sm80_tangent,
     sm90,
     sm90_bias,
@@ -109,6 +110,8 @@ class Blocks:
             return self.tensor_tiles(problem)
         if spec is sm80_tangent.TANGENTS:
             return self.tangent_tiles(problem)
+        if spec in (sm80_second.DKDV, sm80_second.DQ):
+            return self.second_tiles(spec.name, problem)
         if spec is sm80_reduce.WEIGHTS:
             return self.weight_tiles(problem)
         if spec.name in sm80.BACKWARD_BYTES:
@@ -205,6 +208,16 @@ class Blocks:
             rows, block_kv = 8 * warps, max(32, block_kv)
         return sm80_tangent.tiles_of(rows, block_kv, warps, *sizes)
 
+    def second_tiles(self, kernel: str, problem: Problem) -> Tiles:
+        """Return tiles of second derivatives: 16 rows a warp, one or two stages."""
+        warps = self.threads // 32
+        block_q, block_kv = 16 * warps, max(16, self.block_kv)
+        if kernel == sm80_second.DKDV_NAME:
+            block_q, block_kv = max(16, self.block_q), 16 * warps
+        stages = 1 + (self.block_q + self.block_kv + problem.d) // 16 % 2
+        sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
+        return sm80_second.tiles_of(kernel, *sizes)
+
     def weight_tiles(self, problem: Problem) -> Tiles:
         """Return tiles of sums of weights: 16 or 32 keys a warp; wide rows need 64 threads."""
         warps = max(self.threads // 32, 2 if problem.d > sm80.LARGEST_OF_WARP else 1)
@@ -260,6 +273,13 @@ class Chosen(Blocks):
         """Return the tiles that the package's table gives forward mode on tensor cores."""
         limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
         chosen = sm80_tangent.fit(problem.d, problem.d_v, limit, False)
+        assert chosen is not None
+        return chosen
+
+    def second_tiles(self, kernel: str, problem: Problem) -> Tiles:
+        """Return the tiles that the package's table gives second derivatives on tensor cores."""
+        limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
+        chosen = sm80_second.fit(kernel, problem.d, problem.d_v, limit)
         assert chosen is not None
         return chosen
 

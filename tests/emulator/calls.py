@@ -22,6 +22,7 @@ from cupyflash.gpu import (
     driver,
     launch,
     launch_cache,
+    lookups,
     piece_launches,
     reduction_launches,
     row_launches,
@@ -45,6 +46,7 @@ from .machine import FORWARD, Schedule, machine
 from .memory import Memory, encode, poisoned, poisoned_like
 
 Read = Callable[[str], str]
+_OF_LOOKUPS = "offsets", "delta", "lookup", "sums"  # parts of calls
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,11 @@ class Emulator:
         gradients: Gradients,
         results: Results,
         visited: Array | None = None,
+        deterministic: bool = False,
     ) -> None:
         """Write the tangents of gradients, of out and of lse, as `Gpu.backward_tangent`."""
-        arrays = rows, tangents, gradients, results
-        self._run(lambda: second_launches.backward(_on_device(call), *arrays, visited=visited))
+        arrays, how = (rows, tangents, gradients, results), (None, None, visited, deterministic)
+        self._run(lambda: second_launches.backward(_on_device(call), *arrays, *how))
 
     def forward_piece(
         self, call: Call, partial: Results, first: bool, results: Results | None = None
@@ -167,15 +170,26 @@ class Emulator:
     def backward_lookups(
         self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
     ) -> None:
-        """Write gradients of learned look-ups, as `cupyflash.launch.backward_lookups`."""
+        """Write gradients of learned look-ups, as `Gpu.backward`, and no others."""
         read = rows["do"], rows["out"], rows["lse"], rows.get("dlse")
-        self._run(lambda: launch.backward_lookups(_on_device(call), *read, gradients))
+        only = dataclasses.replace(self, runs=lambda x: x.spec.part in _OF_LOOKUPS)
+        none: Gradients = Gradients(*(np.empty_like(x) for x in (call.q, call.k, call.v)))
+        served = lookups.served(call, gradients)
+        only._run(
+            lambda: launch.backward(
+                _on_device(call), *read, none, None, deterministic=True, served=served
+            )
+        )
 
     def reduce(self, call: Call, *form: Any) -> Any:
         """Return what is taken of pairs, as `cupyflash.reduction_launches.reduce`."""
         found: list[Any] = []
         self._run(lambda: found.append(reduction_launches.reduce(_on_device(call), *form)))
         return found[-1]
+
+    def reduction_gradients(self, call: Call, *arrays: Any) -> None:
+        """Write gradients of reductions, as `cupyflash.reduction_launches.backward`."""
+        self._run(lambda: reduction_launches.backward(_on_device(call), *arrays))
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of workspace of `backward`, as `cupyflash.launch.workspace_size`."""

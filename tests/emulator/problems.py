@@ -160,6 +160,7 @@ def run_second(
     directions: Directions,
     cotangents: tuple[Array | None, Array | None],
     results: Results,
+    deterministic: bool = False,
 ) -> dict[str, Array]:
     """Compute second derivatives into poisoned memory, and check that nothing else changed.
 
@@ -183,7 +184,8 @@ def run_second(
     }
     along = Tangents(*(None if x is None else copies.array(x) for x in directions))
     moved = SecondTangents(with_heads(along, call), read.pop("tdo", None), read.pop("tdlse", None))
-    emulator.backward_tangent(call, read, moved, Gradients(*written[:5]), (written[5], written[6]))
+    to = Gradients(*written[:5]), (written[5], written[6])
+    emulator.backward_tangent(call, read, moved, *to, deterministic=deterministic)
     copies.check()
     names = (*Gradients._fields, "tout", "tlse")
     return {name: copies.value(x) for name, x in zip(names, made, strict=True) if x is not None}

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentTypeError, masks, reductions
+from cupyflash import ArgumentError, ArgumentTypeError, masks, reductions
+from cupyflash.arrays import cuda_device
 
 LAST = reductions.mass(queries=slice(-8, None))
 
@@ -46,3 +47,35 @@ def test_statistics_beside_the_output_read_its_log_sum_exp(cupy):
     assert kernels == ["forward_simt", "reduce_blocks", "reduce_keys"]
     assert out.shape == q.shape
     assert {name: x.shape for name, x in found.items()} == {"m": (2, 4, 40), "e": (2, 4, 40)}
+
+
+def test_gradients_are_those_of_a_backward_and_of_a_bias(cupy):
+    q, k = drawn(cupy)
+    bias = cupy.asarray(np.zeros((40, 40), np.float32))
+    named, given = {"m": LAST}, {"m": cupy.asarray(np.ones((2, 4, 40), np.float32))}
+    vjp = cupyflash.reduce_vjp(q, k, named, bias=bias, mask=masks.causal())[1]
+    both = ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]
+    for of_bias, more in ((True, ["backward_lookup"]), (False, [])):
+        cupy.launches.clear()
+        made = vjp(given, bias_gradient=of_bias)
+        kernels = [x.kernel.split("__")[0] for x in cupy.launches]
+        assert kernels == ["reduce_keys", *both, *more]
+        assert isinstance(made.dq, cupy.ndarray)
+        assert (made.dq.shape, made.dk.shape, made.dsink) == (q.shape, k.shape, None)
+        assert (made.dbias is None) != of_bias
+    assert cupyflash.reduce_vjp(q, k, named)[1](given).dbias is None
+    with pytest.raises(ArgumentTypeError, match=r"gradients: 'm': .*cupy\.asarray"):
+        vjp({"m": np.ones((2, 4, 40), np.float32)})
+    lse = np.zeros((2, 4, 40), np.float32)
+    with pytest.raises(ArgumentTypeError, match=r"lse: .*cupy\.asarray"):
+        cupyflash.reduce(q, k, named, lse=lse)
+    with pytest.raises(ArgumentTypeError, match=r"k: got an array in host memory.*cupy\.asarray"):
+        cupyflash.reduce_vjp(q, k.get(), named)
+
+
+def test_gradients_are_not_captured(cupy, monkeypatch):
+    q, k = drawn(cupy)
+    vjp = cupyflash.reduce_vjp(q, k, {"m": LAST})[1]
+    monkeypatch.setattr(cuda_device, "is_capturing", lambda: True)
+    with pytest.raises(ArgumentError, match="memory that the graph would not keep"):
+        vjp({"m": cupy.asarray(np.ones((2, 4, 40), np.float32))})

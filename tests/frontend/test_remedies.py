@@ -42,7 +42,6 @@ JAX = f"test_jax_remedies.py::{WORKS}"
 SUBCLASSES = "test_torch_subclasses.py::test_no_function_takes_an_unknown_subclass"
 LEARNED = "test_learned_lookups.py::test_remedies_work"
 OF_TENSORS = "test_torch_learned.py::test_"
-REDUCED = "../cpu/test_reductions.py::test_gradients_in_device_memory_have_a_remedy"
 NEWEST = "test_torch_newest_names.py::test_errors_have_a_remedy"
 GROWING = "test_torch_generation.py::test_room_from_the_start"
 WITHOUT_CASE: dict[tuple[str, str], str] = {
@@ -62,8 +61,6 @@ WITHOUT_CASE: dict[tuple[str, str], str] = {
         "torch/implementation.py",
         "torch.nn.attention.restore_flash_attention_impl()",
     ): "test_torch_newest_names.py::test_what_the_hook_refuses",
-    ("statistics.py", ".get()"): REDUCED,
-    ("statistics.py", "lse=lse"): REDUCED,
     ("expr/arguments.py", ".astype()"): LEARNED,
     ("expr/arguments.py", "learned=True"): LEARNED,
     ("problem/lookups.py", "cupyflash.lookup(array, learned=True)"): LEARNED,

@@ -224,8 +224,10 @@ def test_arrays_in_masks_and_scores_come_from_any_memory(cupy, place, jit):
             "mask": masks.causal(offset=place(shifts)),
         }
 
+    placed = options(place)
+
     def loss(q, k, v):
-        out = attention(q, k, v, **options(place))
+        out = attention(q, k, v, **placed)
         return out.astype(jnp.float32).sum(), out
 
     function = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
@@ -275,18 +277,20 @@ def test_donation_shard_map_and_arrays_of_no_elements(cupy):
 
 def test_nothing_is_copied_to_the_host_and_nothing_waits(cupy):
     """Programs return while a long kernel before them still runs."""
-    q, k, v = [draw(4, 16, 8192, 128, dtype="bfloat16", seed=n) for n in range(3)]
+    q, k, v = [draw(4, 16, 16384, 128, dtype="bfloat16", seed=n) for n in range(3)]
     small = qkv()
     long, short = jax.jit(attention), jax.jit(lambda q, k, v: attention(q, k, v, mask=CAUSAL))
     jax.block_until_ready((long(q, k, v), short(*small)))
-    with jax.transfer_guard("disallow"):
-        begin = time.perf_counter()
-        made = [long(q, k, v) for _ in range(10)]
-        made.append(short(*small))
-        queued = time.perf_counter() - begin
-        jax.block_until_ready(made)
-        whole = time.perf_counter() - begin
-    assert queued < whole / 4, (queued, whole)
+    shares = []
+    for _ in range(3):  # other processes may have the cores
+        with jax.transfer_guard("disallow"):
+            begin = time.perf_counter()
+            made = [long(q, k, v) for _ in range(10)]
+            made.append(short(*small))
+            queued = time.perf_counter() - begin
+            jax.block_until_ready(made)
+        shares.append(queued / (time.perf_counter() - begin))
+    assert min(shares) < 0.25, shares
 
 
 def test_programs_with_command_buffers(cupy):

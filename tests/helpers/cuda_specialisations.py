@@ -16,7 +16,17 @@ from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import SCORE
 from cupyflash.expr.key_range import key_range
 from cupyflash.expr.nodes import convert
-from cupyflash.gpu.kernels import bias_tiles, decode, simt, sm80, sm80_f64, sm90, sm90_fp8
+from cupyflash.gpu.kernels import (
+    bias_tiles,
+    decode,
+    simt,
+    sm80,
+    sm80_f64,
+    sm80_second,
+    sm90,
+    sm90_fp8,
+    sm90_tangent,
+)
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import NONE, Specialisation
@@ -153,6 +163,21 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         case = Case("forward_sm80_tangent", dtypes[1 + n % 2], own, options, n % 3 == 2)
         found.append(case)
+    for n, (own, options) in enumerate([
+        ((128, 128), "plain"), ((64, 64), "causal"), ((96, 104), "segments"),
+        ((128, 128), "everything"), ((64, 64), "plain"), ((40, 72), "bias"),
+        ((128, 128), "causal"), ((64, 64), "alibi"),
+    ]):  # fmt: skip
+        case = Case("forward_sm90_tangent", dtypes[1 + n % 2], own, options, n % 3 == 2)
+        found.append(case)
+    found.append(Case("forward_simt_tangent", dtypes[0], (128, 128), "causal", False))
+    # Second derivatives: each table of tiles, and what takes most registers.
+    for n, (own, options) in enumerate([
+        ((128, 128), "plain"), ((64, 64), "causal"), ((40, 72), "segments"),
+        ((128, 128), "causal"), ((1, 3), "plain"),
+    ]):  # fmt: skip
+        for kernel in sm80_second.TILES:
+            found.append(Case(kernel, dtypes[1 + n % 2], own, options, n == 2))
     for n, own in enumerate([(64, 64), (256, 256), (40, 72), (128, 128)]):
         options = list(OPTIONS)[5 + n % 2]
         found.append(Case("backward_sm80_bias", dtypes[1 + n % 2], own, options, n == 2))
@@ -340,7 +365,7 @@ def _tma_stores(spec: KernelSpec, problem: Problem, tiles: Tiles) -> bool:
         return sm90.results_have_room(tiles, problem.d, problem.d_v)
     if spec is sm90_fp8.FORWARD:
         return sm90_fp8.results_have_room(tiles, problem)
-    return spec.tma is not None
+    return spec.tma is not None and spec is not sm90_tangent.TANGENTS
 
 
 def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
@@ -430,6 +455,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     request = Request(problem, target_of(arch), call, slope=functions.has_dscore, blocks=blocks)
     assert spec.is_for(problem, request.device)
     tiles = _tiles(spec, case, request)
+    adds_dq = not (whole_dq or case.packed) and problem.dtype.name in spec.atomic_dq
     wide = (of_codes and case.dtype == np.float32) or (resumes and case.dtype.itemsize == 2)
     return Specialisation(
         spec,
@@ -456,6 +482,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         parts=parts,
         whole_dq=whole_dq,
         atomic_dq=(whole_dq or not case.packed) and problem.dtype.name in spec.atomic_dq,
+        adjacent_dq=adds_dq and capability(arch) >= spec.adjacent_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
         tq=has_tangents,
         tk=has_tangents,

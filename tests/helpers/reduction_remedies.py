@@ -33,8 +33,8 @@ CASES = (
          r"along='blocks'", lambda code: reduction(weight, block=8, **keywords(code))),
     Case("statistics.py", "reductions.mass()", lambda: reduce(X, X, mass()),  # type: ignore[arg-type]  # wrong
          r"{.*mass\(\)}", lambda code: reduce(X, X, run(code, reductions=reductions))),
-    Case("statistics.py", "np.broadcast_to(bias, {})", lambda: of_shared_bias(BIAS),
+    Case("backends/cpu_reductions.py", "np.broadcast_to(bias, {})", lambda: of_shared_bias(BIAS),
          r"np\.broadcast_to\(.*?\)\)", lambda code: of_shared_bias(run(code, bias=BIAS))),
-    Case("statistics.py", "bias_gradient=False", lambda: of_shared_bias(BIAS),
+    Case("backends/cpu_reductions.py", "bias_gradient=False", lambda: of_shared_bias(BIAS),
          r"bias_gradient=False", lambda code: of_shared_bias(BIAS, **keywords(code))),
 )  # fmt: skip

@@ -39,8 +39,8 @@ EVERY = SUMS | OTHERS
 def call_of(problem: Problem) -> tuple[Any, Any, dict[str, Any]]:
     """Return queries, keys and options; leading axes that only v has go to q."""
     q, k, v = problem.q, problem.k, problem.v
-    if v.ndim > 3:
-        lead = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    if lead != np.broadcast_shapes(q.shape[:-3], k.shape[:-3]):
         q = np.broadcast_to(q, (*lead, *((1,) * (3 - q.ndim) + q.shape)[-3:]))
     options = {n: x for n, x in problem.options.items() if n not in ("dropout", "seed")}
     return q, k, options
@@ -86,21 +86,29 @@ def ratios(
 
 
 def gradient_ratios(problem: Problem) -> dict[str, float]:
-    """Return the worst ratio of error to bound of each gradient of `SUMS`."""
+    """Return the worst ratio of error to bound of each gradient of `SUMS` on the CPU."""
     q, k, options = call_of(problem)
     found, vjp = run(problem, cupyflash.reduce_vjp, SUMS)
-    rng = np.random.default_rng([problem.seed, 5])
-    given = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in found.items()}
-    terms = [(SUMS[name], given[name]) for name in SUMS]
+    given = given_of(problem, found)
     bias = options.get("bias")
-    if bias is not None and is_shared(q, k, bias):
-        bias, options = None, dict(options)
-        gradients = vjp(given, bias_gradient=False)
-    else:
-        gradients = vjp(given)
-    bound = reduction_gradients_bound(
-        q, k, terms, precision=precision_of(problem, False), **options
-    )
+    of_bias = bias is None or not is_shared(q, k, bias)
+    return ratios_of_gradients(problem, given, vjp(given, bias_gradient=of_bias))
+
+
+def given_of(problem: Problem, found: dict[str, Any]) -> dict[str, Any]:
+    """Return gradients of results."""
+    rng = np.random.default_rng([problem.seed, 5])
+    return {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in found.items()}
+
+
+def ratios_of_gradients(
+    problem: Problem, given: dict[str, Any], gradients: Any, tensor_cores: bool = False
+) -> dict[str, float]:
+    """Return the worst ratio of error to bound of each gradient of `SUMS`."""
+    q, k, options = call_of(problem)
+    terms = [(SUMS[name], x) for name, x in given.items()]
+    precision = precision_of(problem, tensor_cores)
+    bound = reduction_gradients_bound(q, k, terms, precision=precision, **options)
     return {
         name: rho(x, *getattr(bound, name)).value
         for name, x in gradients._asdict().items()

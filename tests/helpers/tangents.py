@@ -124,8 +124,9 @@ def cotangents_of(problem: Problem) -> Cotangents:
 
 
 def bound_second(
-    problem: Problem, directions: Directions, cotangents: tuple[Array | None, Array | None]
-) -> SecondBound:
+    problem: Problem, directions: Directions, cotangents: tuple[Array | None, Array | None],
+    tensor_cores: bool = False,
+) -> SecondBound:  # fmt: skip
     """Return exact second derivatives and bounds; `cotangents` are tdo and tdlse."""
     bound = second_bound(
         problem.do,
@@ -136,7 +137,7 @@ def bound_second(
         dlse=problem.dlse,
         tdo=cotangents[0],
         tdlse=cotangents[1],
-        precision=precision_of(problem, False),
+        precision=precision_of(problem, tensor_cores),
         block_kv=block_kv(problem),
         **problem.options,
     )

@@ -90,6 +90,8 @@ def stand_ins(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="PyTorch has no varlen_attn")
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    kernels = types.SimpleNamespace(efficient_attention_forward_cutlass=None)
+    monkeypatch.setattr(torch.ops, "xformers", kernels, raising=False)
     monkeypatch.setattr(with_cuda, "DEVICE", "cpu")
 
 
@@ -123,6 +125,15 @@ def test_adapters_say_what_their_libraries_take(stand_ins, name, mask, scale):
             assert testing.rho(x, *bound).value <= 1
 
 
+def test_xformers_without_its_kernels_cannot_be_judged(monkeypatch):
+    for name in ("xformers", "xformers.ops"):
+        module = types.ModuleType(name)
+        vars(module).update(STANDS[name])
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(ImportError, match=r"kernels do not load.*python -m xformers\.info"):
+        PEERS["xformers"].make()
+
+
 def test_calls_that_they_serve():
     q = np.zeros((1, 1, 4, 8), np.float16)
     call = types.SimpleNamespace(q=q, k=q, v=q, options={}, gradients=False)
@@ -131,6 +142,11 @@ def test_calls_that_they_serve():
     assert with_cuda.causal_or_none(call)
     call.options = {"mask": masks.window(2, 0)}
     assert not with_cuda.causal_or_none(call)
+    call.options = {}
+    for name, columns in {"flash-attn-4": 128, "torch-varlen": 256, "torch-cudnn": 256}.items():
+        for width in (columns, columns + 1):
+            call.q = call.k = call.v = np.zeros((1, 1, 4, width), np.float16)
+            assert PEERS[name].says["serves"](call) == (width == columns)
 
 
 @pytest.mark.parametrize("name", OF_GPUS)

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from halves import mostly_thorough
 
 import cupyflash
 from cupyflash.testing import Precision, Rounding, forward_bound, rho
@@ -66,7 +67,10 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@mostly_thorough(
+    "fault", list(FAULTS), quick=["TF32", "times 1.0001", "epsilon"],
+    why="faults that are found by each of the two tests",
+)  # fmt: skip
 def test_a_fault_within_the_bound_is_found(fault):
     dtype, size, wrong = FAULTS[fault]
     given = draw(dtype, np.random.default_rng(4), **size)

@@ -15,6 +15,7 @@ The table in kernels_cu/README.md says which files are twins. The rules:
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -125,6 +126,7 @@ def test_a_header_is_a_namespace():
 # -- steps ----------------------------------------------------------------------------------------
 
 
+@functools.cache
 def steps_of(file: str, name: str, twin: str) -> tuple[list[Step], list[Step]]:
     """The steps of a kernel and of its twin, without what the twin of another kernel does."""
     (kernel,) = (x for x in IN_CUDA if (x.file, x.name) == (file, "KERNEL_NAME"))

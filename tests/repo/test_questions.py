@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,9 +46,9 @@ def about(node: ast.AST, question: str) -> bool:
     return bool(names) and names[0] in ATTRIBUTES[question] and not OTHERS & {*names[1:2]}
 
 
-def conditions(tree: ast.AST) -> Iterator[ast.expr]:
+def conditions(nodes: list[ast.AST]) -> Iterator[ast.expr]:
     """Go through the expressions of which the truth decides something."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)):
             yield node.test
         elif isinstance(node, ast.BoolOp):
@@ -62,16 +63,22 @@ def conditions(tree: ast.AST) -> Iterator[ast.expr]:
             yield node.subject
 
 
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """Return the nodes of a module."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def asks(source: str, question: str) -> bool:
     """Whether a module asks which kind of call it has."""
-    tree = ast.parse(source)
+    nodes = nodes_of(source)
     forwards = {
         id(node)
-        for function in ast.walk(tree)
+        for function in nodes
         if isinstance(function, ast.FunctionDef) and function.name == question
         for node in ast.walk(function)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
             right = node.comparators[0]
             is_none = isinstance(right, ast.Constant) and right.value is None
@@ -92,7 +99,7 @@ def asks(source: str, question: str) -> bool:
                 return True
     # A local flag may have any name.
     return question != "packed" and any(
-        about(node, question) for node in conditions(tree) if isinstance(node, ast.Attribute)
+        about(node, question) for node in conditions(nodes) if isinstance(node, ast.Attribute)
     )
 
 

@@ -195,7 +195,16 @@ class Sizes:
         if part in derivatives.PRODUCTS:
             passing = queries * d * self.item, queries * d_v * self.item, queries * self.wide
             pass_by = dict(zip(("q", "o", "lse"), passing, strict=True))
-            return derivatives.moved(part, self._arrays, self.seen(found), again, pass_by)
+            moved = derivatives.moved(part, self._arrays, self.seen(found), again, pass_by)
+            if not adds_dq:
+                return moved
+            # As of dq below.
+            cleared = self.queries * self.sum_row
+            least, largest = (
+                Bytes({**x.reads, "tdq": n}, {**x.writes, "tdq": n + cleared})
+                for x, n in zip(moved, (cleared, queries * self.sum_row), strict=True)
+            )
+            return least, largest
         statistics = {"lse": self.row, "delta": self.row}
         if part == "dkdv":
             mine = {"k": self.k, "v": self.v}
@@ -238,7 +247,7 @@ class Sizes:
         d, d_v = self.problem.d, self.problem.d_v
         group = self.problem.heads // self.problem.heads_kv
         if part == "tangent_dkdv":
-            row = 2 * (d + d_v) * self.item + 4 * self.wide
+            row = 2 * (d + d_v) * self.item + 4 * self.wide + (self.sum_row if atomic_dq else 0)
             return row * int(self.problem.len_q) * group
         if part == "dkdv":
             row = (d + d_v) * self.item + 2 * self.wide + (self.sum_row if atomic_dq else 0)
@@ -254,7 +263,8 @@ def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
     If there are two kernels, each computes S and dP. Of tangents, `derivatives` knows.
     """
     if part in derivatives.PRODUCTS:
-        return derivatives.flops(derivatives.PRODUCTS[part], pairs, d, d_v)
+        of_keys, of_values = derivatives.PRODUCTS[part]
+        return derivatives.flops((of_keys + 2 * atomic_dq, of_values), pairs, d, d_v)
     if part == "dkdv":
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":

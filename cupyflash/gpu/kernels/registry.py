@@ -20,11 +20,13 @@ from . import (
     sm80,
     sm80_f64,
     sm80_reduce,
+    sm80_second,
     sm80_tangent,
     sm90,
     sm90_bias,
     sm90_decode,
     sm90_fp8,
+    sm90_tangent,
     sm90_tf32,
 )
 from .spec import KernelSpec, Request, Tiles
@@ -32,11 +34,11 @@ from .spec import KernelSpec, Request, Tiles
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90_tf32.FORWARD, sm80.FORWARD, simt.FORWARD),
-    "tangents": (sm80_tangent.TANGENTS, simt.TANGENTS),
+    "tangents": (sm90_tangent.TANGENTS, sm80_tangent.TANGENTS, simt.TANGENTS),
     "tangent_delta": (rowwise.TANGENT_DELTA,),
     "tangent_sink": (rowwise.TANGENT_SINK,),
-    "tangent_dkdv": (simt_tangent.DKDV,),
-    "tangent_dq": (simt_tangent.DQ,),
+    "tangent_dkdv": (sm80_second.DKDV, simt_tangent.DKDV),
+    "tangent_dq": (sm80_second.DQ, simt_tangent.DQ),
     "tangent_bias": (simt_tangent.BIAS,),
     "forward_codes": (sm90_fp8.FORWARD,),
     "decode": (sm80.DECODE, sm90_decode.DECODE, simt.DECODE),  # the first two: for other heads

@@ -1,17 +1,17 @@
-"""The portable kernels: their tiles, the shared memory and registers of these, and their specs.
+"""The portable kernels: their tiles, the registers of these, and their specs.
 
-The formulas are those of kernels_cu/common/matmul.cuh; every kernel asserts that it agrees with
-this module about the bytes.
+`simt_memory` has the shared memory of tiles.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ...arrays.dtypes import FLOATS
 from . import decode, grid
+from . import simt_memory as memory
+from .simt_memory import Shape, round_up
 from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
@@ -20,245 +20,51 @@ LIST_THREADS, ORDER_THREADS = 128, 512
 ANY_TILE = 64, 64
 STAGES = 2  # the two buffers of `Shape.stage`
 
-
-@dataclass(frozen=True)
-class Shape:
-    """What a kernel's memory depends on."""
-
-    itemsize: int  # of the accumulator's type
-    stored: int  # bytes of an element in global memory
-    d: int
-    d_v: int
-    threads: int
-
-    @property
-    def vector(self) -> int:
-        """Elements in 16 bytes of shared memory."""
-        return 16 // self.itemsize
-
-    @property
-    def column_threads(self) -> int:
-        """Threads that share a row of a tile."""
-        return 32 if max(self.d, self.d_v) > 256 else 16
-
-    @property
-    def row_threads(self) -> int:
-        """Rows of the thread grid."""
-        return self.threads // self.column_threads
-
-    def chunk_columns(self, width: int) -> int:
-        """Columns of an operand that are in shared memory at a time."""
-        stored_vector = 16 // self.stored
-        whole = stored_vector if width % stored_vector == 0 else self.vector
-        chunks = _ceil(width, 128 // self.itemsize)
-        return _round_up(_ceil(width, chunks), whole)
-
-    def whole_columns(self, width: int) -> int:
-        """Columns of an operand that is in shared memory as a whole."""
-        return _ceil(width, 128 // self.itemsize) * self.chunk_columns(width)
-
-    def held_columns(self, width: int) -> int:
-        """Columns of one that is also the right factor of a product."""
-        return max(self.whole_columns(width), self.padded_columns(width))
-
-    def odd_stride(self, columns: int) -> int:
-        """Distance of rows: an odd number of vectors."""
-        wide = _round_up(columns, self.vector)
-        return wide + (self.vector if wide // self.vector % 2 == 0 else 0)
-
-    def padded_columns(self, width: int) -> int:
-        """Columns of a result, with those that exist for the thread grid only."""
-        best = run = self.vector
-        while run > 0:
-            padded = _round_up(width, self.column_threads * run)
-            if padded < _round_up(width, self.column_threads * best):
-                best = run
-            run //= 2
-        return _round_up(width, self.column_threads * best)
-
-    def stage(self, rows: int, width: int, wide: int) -> int:
-        """Elements of the two buffers through which rows of global memory pass."""
-        chunk = rows * self.odd_stride(self.chunk_columns(width))
-        step = rows
-        while (
-            step > self.vector
-            and step % (2 * self.vector) == 0
-            and step * self.padded_columns(wide) > chunk
-        ):
-            step //= 2
-        return 2 * max(chunk, step * self.padded_columns(wide))
-
-
-HEAD_BYTES = 128  # of what backward_simt_dkdv.cu keeps of the head whose queries are streamed
-TANGENT_HEAD_BYTES = 152  # of backward_simt_tangent_dkdv.cu, likewise
-ROW_NUMBERS = 4  # that kernels of tangents of gradients keep of each query
-
-
-def _ceil(x: int, y: int) -> int:
-    return -(-x // y)
-
-
-def _round_up(x: int, step: int) -> int:
-    return _ceil(x, step) * step
-
-
-def _tile(shape: Shape, rows: int, columns: int) -> int:
-    return rows * shape.odd_stride(columns)
-
-
-def _whole(shape: Shape, rows: int, width: int) -> int:
-    return rows * shape.odd_stride(shape.whole_columns(width))
-
-
-def _chunk(shape: Shape, rows: int) -> int:
-    return rows * shape.odd_stride(shape.chunk_columns(shape.d))
-
-
-def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
-    """Shared elements of forward_simt.cu: queries, weights, stage."""
-    held = _whole(shape, block_q, shape.d) + _tile(shape, block_q, block_kv)
-    return held + shape.stage(block_kv, shape.d, shape.d_v)
-
-
-def forward_simt_tangent(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
-    """Shared elements of forward_simt_tangent.cu: queries, weights, tangents of both, stage."""
-    held = _whole(shape, block_q, shape.d) + _tile(shape, block_q, block_kv)
-    return 2 * held + shape.stage(block_kv, shape.d, shape.d_v)
-
-
-def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse, delta, head."""
-    held = _tile(shape, block_kv, shape.held_columns(shape.d)) + _whole(shape, block_kv, shape.d_v)
-    held += (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
-    stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
-    return held + max(stages) + HEAD_BYTES // shape.itemsize
-
-
-def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_simt_dq.cu: queries, do, tiles, stage, lse and delta."""
-    held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
-    held += (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
-    stages = (shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
-    return held + max(stages)
-
-
-def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_bias.cu: chunks of both operands, tiles, lse and delta.
-
-    Those of backward_lookup.cu are the same.
-    """
-    chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
-    held = (block_q + block_kv) * chunk + (1 + spare) * _tile(shape, block_q, block_kv)
-    return held + 2 * block_q
-
-
-def backward_simt_tangent_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_simt_tangent_dkdv.cu: k, v, tk, tv, tiles, stage, rows, head."""
-    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
-    tiles = (4 + spare) * _tile(shape, block_kv, block_q) + ROW_NUMBERS * block_q
-    stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
-    return 2 * held + tiles + max(stages) + TANGENT_HEAD_BYTES // shape.itemsize
-
-
-def _lean_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of the same, if tangents of keys and values are not resident."""
-    elements = backward_simt_tangent_dkdv(shape, block_q, block_kv, spare)
-    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
-    stage = max(shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
-    return elements - held + max(0, _streamed(shape, block_kv) - stage)
-
-
-def _lean_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_simt_tangent_dq.cu, if tq and tdo are not resident."""
-    elements = backward_simt_tangent_dq(shape, block_q, block_kv, spare)
-    held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
-    stage = max(shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
-    return elements - held + max(0, _streamed(shape, block_q) - stage)
-
-
-def _streamed(shape: Shape, rows: int) -> int:
-    """Elements of two buffers of which each has a chunk of rows."""
-    return 2 * rows * max(shape.odd_stride(shape.chunk_columns(x)) for x in (shape.d, shape.d_v))
-
-
-def backward_simt_tangent_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_simt_tangent_dq.cu: q, do, tq, tdo, tiles, stage, rows."""
-    held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
-    tiles = (4 + spare) * _tile(shape, block_q, block_kv) + ROW_NUMBERS * block_q
-    stages = (shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
-    return 2 * held + tiles + max(stages)
-
-
-def backward_tangent_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_tangent_bias.cu: chunks of both operands, tiles, rows."""
-    chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
-    held = (block_q + block_kv) * chunk + (3 + spare) * _tile(shape, block_q, block_kv)
-    return held + ROW_NUMBERS * block_q
-
-
-def reduce_keys(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of reduce_keys.cu: queries, tiles, stage."""
-    tiles = (1 + spare) * _tile(shape, block_q, block_kv)
-    return _whole(shape, block_q, shape.d) + tiles + 2 * _chunk(shape, block_kv)
-
-
-def reduce_blocks(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of reduce_blocks.cu: keys, tiles, stage, lse twice, what keys have."""
-    held = _whole(shape, block_kv, shape.d) + (1 + spare) * _tile(shape, block_kv, block_q)
-    return held + 2 * _chunk(shape, block_q) + 2 * block_q + block_kv
-
-
-def reduce_distance(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of reduce_distance.cu: chunks of both operands, tiles, lse."""
-    tiles = (1 + spare) * _tile(shape, block_q, block_kv)
-    return _chunk(shape, block_q + block_kv) + tiles + block_q
-
-
 # Kernel -> (its shared elements, whether its block's rows are keys, columns of its results).
 KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[Shape], int]]] = {
-    "forward_simt": (forward_simt, False, lambda x: x.padded_columns(x.d_v)),
+    "forward_simt": (memory.forward_simt, False, lambda x: x.padded_columns(x.d_v)),
     "backward_simt_dkdv": (
-        backward_simt_dkdv,
+        memory.backward_simt_dkdv,
         True,
         lambda x: x.padded_columns(x.d) + x.padded_columns(x.d_v),
     ),
-    "backward_simt_dq": (backward_simt_dq, False, lambda x: x.padded_columns(x.d)),
-    "backward_bias": (backward_bias, False, lambda x: 0),
+    "backward_simt_dq": (memory.backward_simt_dq, False, lambda x: x.padded_columns(x.d)),
+    "backward_bias": (memory.backward_bias, False, lambda x: 0),
     # Two results, and two tiles of scores, of which one has 64 keys at most.
     "forward_simt_tangent": (
-        forward_simt_tangent,
+        memory.forward_simt_tangent,
         False,
         lambda x: 2 * x.padded_columns(x.d_v) + 64,
     ),
-    "backward_lookup": (backward_bias, False, lambda x: 0),
+    "backward_lookup": (memory.backward_bias, False, lambda x: 0),
     # Two tiles of scores, too.
     "backward_simt_tangent_dkdv": (
-        backward_simt_tangent_dkdv,
+        memory.backward_simt_tangent_dkdv,
         True,
         lambda x: x.padded_columns(x.d) + x.padded_columns(x.d_v) + 64,
     ),
     "backward_simt_tangent_dq": (
-        backward_simt_tangent_dq,
+        memory.backward_simt_tangent_dq,
         False,
         lambda x: x.padded_columns(x.d) + 64,
     ),
     # Three tiles; with rows of more than 32 keys, those of float64 would spill.
-    "backward_tangent_bias": (backward_tangent_bias, False, lambda x: 272),
-    "reduce_keys": (reduce_keys, False, lambda x: 0),
-    "reduce_blocks": (reduce_blocks, True, lambda x: 0),
-    "reduce_distance": (reduce_distance, False, lambda x: 0),
+    "backward_tangent_bias": (memory.backward_tangent_bias, False, lambda x: 272),
+    "reduce_keys": (memory.reduce_keys, False, lambda x: 0),
+    "reduce_blocks": (memory.reduce_blocks, True, lambda x: 0),
+    "reduce_distance": (memory.reduce_distance, False, lambda x: 0),
 }
 
 # Kernels with less memory, where there is no room for their best.
 LEAN: dict[str, Callable[[Shape, int, int, int], int]] = {
-    "backward_simt_tangent_dkdv": _lean_dkdv,
-    "backward_simt_tangent_dq": _lean_dq,
+    "backward_simt_tangent_dkdv": memory.lean_dkdv,
+    "backward_simt_tangent_dq": memory.lean_dq,
 }
 # Kernel, bytes of the accumulator's type -> rows of a block's results, rows that are streamed at a
 # time, threads, and the largest head for this; the best first.
 BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("forward_simt", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
-    ("forward_simt_tangent", 4): ((64, 64, 128, 512),),
+    ("forward_simt_tangent", 4): ((64, 64, 128, 512), (64, 48, 128, 512)),
     ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_bias", 4): ((64, 64, 256, 512),),
@@ -284,6 +90,7 @@ SMALLER: tuple[tuple[int, int, int, int], ...] = (
 # Registers for a thread's part of the block's results and of a tile: with more, it would spill;
 # with few, it needs at most FEW_REGISTERS in total, so that more blocks run at a time.
 MOST_NUMBERS, FEW_NUMBERS = 160, 64
+MOST_OF_KERNEL = {"forward_simt_tangent": 184}  # instead of the former
 MOST_REGISTERS, FEW_REGISTERS = 255, 168
 FEWEST_THREADS = 256  # threads that an SM needs, in one block or several, to be busy
 
@@ -321,9 +128,10 @@ def fit(
     if blocks is not None:
         rows, columns = reversed(blocks) if keys_are_rows else blocks
         candidates = ((rows, columns, 256, 512), (rows, columns, 128, 512))
-    both = elements in (backward_bias, backward_tangent_bias, reduce_distance)
-    stages = None if both else STAGES  # the former have chunks of both operands
+    both = elements in memory.BOTH_STREAMED
+    stages = None if both else STAGES
     tries = [(each, x) for each in (elements, LEAN.get(kernel)) if each for x in candidates]
+    most = MOST_OF_KERNEL.get(kernel, MOST_NUMBERS)
     found: list[Tiles] = []
     for elements, (rows, columns, threads, largest) in tries:
         shape = Shape(itemsize, stored, d, d_v, threads)
@@ -333,7 +141,7 @@ def fit(
         numbers = numbers * itemsize // 4
         block_q, block_kv = (columns, rows) if keys_are_rows else (rows, columns)
         shared = elements(shape, block_q, block_kv, spare) * itemsize
-        if numbers > MOST_NUMBERS or block_kv % 4 or shared > limit:
+        if numbers > most or block_kv % 4 or shared > limit:
             continue
         if found and elements is LEAN.get(kernel):
             break
@@ -359,7 +167,7 @@ LARGEST_HEAD_OF_CACHE = 576  # compressed keys, with their rotated columns
 def decode_bytes(warps: int, d: int, itemsize: int) -> int:
     """Bytes of decode_simt.cu: each warp's tasks, queries and weights, and the schedule."""
     own = 2 * decode.TASK_BYTES + DECODE_ROWS * (d + decode.LEAF) * itemsize
-    return _round_up(warps * own + decode.schedule_bytes(warps), 8)
+    return round_up(warps * own + decode.schedule_bytes(warps), 8)
 
 
 def _configure_decode(request: Request) -> Tiles | None:
@@ -383,13 +191,11 @@ _METHOD = "runs the portable kernel in {accumulator}"
 
 def _configure_lists(request: Request) -> Tiles | None:
     """Return the tiles of the kernel that reads the lists, if it is known."""
-    blocks = request.blocks or ANY_TILE
-    return Tiles(*blocks, threads=LIST_THREADS, shared_memory=0)
+    return Tiles(*(request.blocks or ANY_TILE), threads=LIST_THREADS, shared_memory=0)
 
 
 def _configure_order(request: Request) -> Tiles | None:
-    blocks = request.blocks or ANY_TILE
-    return Tiles(*blocks, threads=ORDER_THREADS, shared_memory=4 * ORDER_THREADS)
+    return Tiles(*(request.blocks or ANY_TILE), ORDER_THREADS, 4 * ORDER_THREADS)
 
 
 FORWARD = KernelSpec(
@@ -472,6 +278,7 @@ LIST_TILES = KernelSpec(
     grid=grid.by_warps,
     sizes=(),
     operands=(),
+    overlaps=True,
 )
 ORDER_TILES = KernelSpec(
     source="simt/order_tiles.cu",
@@ -485,6 +292,7 @@ ORDER_TILES = KernelSpec(
     grid=grid.by_blocks,
     sizes=(),
     operands=(),
+    overlaps=True,
 )
 DECODE = KernelSpec(
     source="simt/decode_simt.cu",

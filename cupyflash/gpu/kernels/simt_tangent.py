@@ -30,6 +30,7 @@ DKDV = KernelSpec(
     configure=functools.partial(_configure, "backward_simt_tangent_dkdv"),
     grid=grid.by_keys,
     slope=True,
+    atomic_dq=("float32",),
 )
 DQ = KernelSpec(
     source="simt/backward_simt_tangent_dq.cu",

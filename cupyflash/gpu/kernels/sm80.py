@@ -17,8 +17,9 @@ from .cost import Cost, Rates
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, at_head, row_bytes
 
 CAPABILITY = (8, 0)  # the oldest with matrix instructions for these types
-LANES = 32  # of a warp: the distance in `dq_accum` of two numbers of one lane
+ADDS_FOUR = (9, 0)  # the oldest capability with an atomic addition of four numbers
 LARGEST_OF_WARP = 256  # largest head for whose rows a warp has the registers
+LATE_QUERIES = 64  # of a tile of wide heads whose dq is multiplied during the next one
 
 # Bytes of an element -> largest head -> what fits, the best first: queries and keys of a tile,
 # warps, stages for keys and values, and blocks that share an SM's registers.
@@ -104,8 +105,10 @@ def weights_row(block_kv: int) -> int:
 def dkdv_bytes(block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int) -> int:
     """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, lse and delta, and little."""
     columns = row_bytes(d) + row_bytes(d_v)
-    weights = weights_row(block_q) if max(d, d_v) > LARGEST_OF_WARP else row_bytes(block_q)
-    held = block_kv * (columns + 2 * weights) + 8 * block_q + 4 * warps + 8 * warps + HEAD_BYTES
+    wide = max(d, d_v) > LARGEST_OF_WARP
+    weights = weights_row(block_q) if wide else row_bytes(block_q)
+    tiles = 3 if wide and block_q >= LATE_QUERIES else 2  # P, dS and the dS of the tile before
+    held = block_kv * (columns + tiles * weights) + 8 * block_q + 4 * warps + 8 * warps + HEAD_BYTES
     return held + stages * block_q * columns
 
 
@@ -415,9 +418,10 @@ DKDV = KernelSpec(
     atomic_dq=HALVES,
     whole_dq=True,
     parts=True,
-    dq_accum_step=LANES,
+    adjacent_dq=ADDS_FOUR,
     cost=_cost_of_dkdv,
     lists="keys",
+    overlaps=True,
 )
 DQ = KernelSpec(
     source="sm80/backward_sm80_dq.cu",

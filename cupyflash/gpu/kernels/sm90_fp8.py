@@ -17,7 +17,7 @@ TILES = {64: (192, 128), 128: (192, 128), 256: (128, 128)}
 # queries, so that less of a tile is beyond the last one and more blocks share them.
 SMALL_TILES = TILES | {128: (128, 128)}
 # In addition to work tiles: barriers, what is found of a stage's values, and factors of results.
-_STORAGE_BYTES = 64 + 24 + 16
+_STORAGE_BYTES = 64 + 48 + 16
 # Barriers of a consumer, and its queries' factors of each work tile; scales of a key's stages.
 _CONSUMER_BYTES, _SCALE_BYTES = 16 + 4 * 64 * sm90.WORK_STAGES, 24
 

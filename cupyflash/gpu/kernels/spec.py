@@ -331,8 +331,9 @@ class KernelSpec:
         Whether it is to do so for packed sequences, too.
     parts : bool
         Whether several blocks may share the queries of a block of keys.
-    dq_accum_step : int
-        Distance in `dq_accum` between the numbers that one thread adds.
+    adjacent_dq : tuple of int
+        The oldest compute capability on which the numbers that a thread adds to `dq_accum` are
+        adjacent there; on older ones, those of a warp's threads are.
     ends_with_queries : bool
         Whether its tiles of queries end with the last query where queries see ranges of keys, so
         that the first tile may be shorter.
@@ -379,7 +380,7 @@ class KernelSpec:
     whole_dq: bool = False
     packed_dq: bool = False
     parts: bool = False
-    dq_accum_step: int = 1
+    adjacent_dq: tuple[int, int] = OLDEST_CAPABILITY
     ends_with_queries: bool = False
     overlaps: bool = False
     lists: str = ""

@@ -44,6 +44,11 @@ def filled(attend: Callable[..., Any], widths: Sequence[int] = EIGHT) -> Callabl
     return by_width
 
 
+def at_most(columns: int, serves: Callable[[Call], bool]) -> Callable[[Call], bool]:
+    """Serve heads of at most so many columns, and of those what `serves` says."""
+    return lambda call: max(call.q.shape[-1], call.v.shape[-1]) <= columns and serves(call)
+
+
 def causal_or_none(call: Call) -> bool:
     """Serve scales above 0, without a mask or with the causal one, aligned at the last key."""
     mask = call.options.get("mask")
@@ -137,6 +142,9 @@ def _xformers() -> Functions:
     import torch
     from xformers.ops import memory_efficient_attention
 
+    if not hasattr(torch.ops.xformers, "efficient_attention_forward_cutlass"):
+        raise ImportError("its kernels do not load with this PyTorch: python -m xformers.info")
+
     def attend(q: Any, k: Any, v: Any, scale: float, mask: Any = None, bias: Any = None) -> Any:
         shape = (*q.shape[:3], k.shape[2])
         added = None
@@ -158,7 +166,9 @@ SIXTEEN = ("float16", "bfloat16")
 CAUSAL = ("causal", "scale", "gqa", "lengths", "strides")
 LAST = "causal at the last key"
 NATURAL = "natural logarithm, float32"
-OF_CAUSAL = {"precision": all_rounded, "serves": causal_or_none, "empty_rows": "any"}
+OF_CAUSAL = {
+    "precision": all_rounded, "serves": at_most(256, causal_or_none), "empty_rows": "any",
+}  # fmt: skip
 
 
 def _masked(call: Call) -> bool:
@@ -166,34 +176,34 @@ def _masked(call: Call) -> bool:
 
 
 def _of_cudnn(call: Call) -> bool:
-    return _masked(call) and call.k.shape[-2] > 1  # it has no kernel for one key
+    """Serve scales above 0, since others are NaN, and more than one key."""
+    return _masked(call) and positive_scale(call) and call.k.shape[-2] > 1
 
 
 def _of_jax_cudnn(call: Call) -> bool:
-    """Serve gradients of even numbers of queries and keys."""
+    """Serve scales above 0, and gradients of even numbers of queries and keys."""
     odd = call.q.shape[-2] % 2 or call.k.shape[-2] % 2
-    return _masked(call) and not (call.gradients and odd)
-
-
-def _narrow(call: Call) -> bool:
-    """Serve heads of at most 128."""
-    return causal_or_none(call) and max(call.q.shape[-1], call.v.shape[-1]) <= 128
+    return _masked(call) and positive_scale(call) and not (call.gradients and odd)
 
 
 PEERS = (
     Peer(
         "torch-cudnn", "torch", "torch", TORCH, lambda: sdpa("cudnn", DEVICE, filled),
         SIXTEEN, ("masks", "bias", "scale", "lengths"),
-        {"precision": all_rounded, "serves": _of_cudnn, "empty_rows": "any"}, SDPA, gpu=True,
+        {"precision": all_rounded, "serves": at_most(256, _of_cudnn), "empty_rows": "any"}, SDPA,
+        gpu=True,
     ),
     Peer(
         "torch-efficient", "torch", "torch", TORCH, lambda: sdpa("efficient", DEVICE, filled),
         (*SIXTEEN, "float32"), tuple(x for x in GENERAL if x not in ("gqa", "finite")),
-        {"precision": all_rounded, "serves": _masked, "empty_rows": "any"}, SDPA, gpu=True,
+        {"precision": all_rounded, "serves": at_most(256, _masked), "empty_rows": "any"}, SDPA,
+        {"errors_are_typical": "Its results in float32 are too small on average, some 3e-7 of "
+         "them, as products of numbers that are cut to fewer bits make them."},
+        gpu=True,
     ),
     Peer(
         "torch-varlen", "torch", "torch", TORCH, _varlen, SIXTEEN, (*CAUSAL, "lse"),
-        OF_CAUSAL | {"serves": _of_varlen},
+        OF_CAUSAL | {"serves": at_most(256, _of_varlen)},
         Documented("(T, H, D), packed", alignment=f"a window of (-1, 0), {LAST}", lse=NATURAL),
         gpu=True,
     ),
@@ -201,7 +211,8 @@ PEERS = (
         "jax-cudnn", "jax", "jax", "pip install 'jax[cuda13]'",
         lambda: dot_product_attention("cudnn"), SIXTEEN,
         ("masks", "bias", "scale", "gqa", "lengths"),
-        {"precision": all_rounded, "serves": _of_jax_cudnn, "empty_rows": "any", "shapes": 3},
+        {"precision": all_rounded, "serves": at_most(128, _of_jax_cudnn), "empty_rows": "any",
+         "shapes": 3},
         Documented("(B, L, H, D)", alignment="is_causal at the first key",
                    lse="natural logarithm, in the type of the query"),
         gpu=True,
@@ -214,20 +225,21 @@ PEERS = (
     ),
     Peer(
         "flash-attn-4", "flash-attn-4", "flash_attn.cute", "pip install --pre flash-attn-4",
-        _flash_attn_4, SIXTEEN, (*CAUSAL, "lse"), OF_CAUSAL | {"serves": _narrow},
+        _flash_attn_4, SIXTEEN, (*CAUSAL, "lse"),
+        OF_CAUSAL | {"serves": at_most(128, causal_or_none)},
         Documented("(B, L, H, D)", alignment=LAST, lse=NATURAL), gpu=True,
     ),
     Peer(
         "flashinfer", "flashinfer-python", "flashinfer", "pip install flashinfer-python",
         _flashinfer, SIXTEEN, ("masks", "scale", "gqa", "lengths", "lse"),
-        {"precision": all_rounded, "empty_rows": "any"},
+        {"precision": all_rounded, "serves": at_most(256, lambda call: True), "empty_rows": "any"},
         Documented("(L, H, D) or (H, L, D), one sequence", alignment=LAST, lse="base 2, float32"),
         gpu=True,
     ),
     Peer(
         "xformers", "xformers", "xformers", "pip install xformers", _xformers,
         (*SIXTEEN, "float32"), ("masks", "bias", "scale", "lengths"),
-        {"precision": all_rounded, "serves": _masked, "empty_rows": "any"},
+        {"precision": all_rounded, "serves": at_most(256, _masked), "empty_rows": "any"},
         Documented("(B, L, H, D)", alignment="LowerTriangularMask at the first key, and "
                    "LowerTriangularFromBottomRightMask at the last one"),
         gpu=True,

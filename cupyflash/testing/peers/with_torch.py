@@ -113,8 +113,8 @@ def sdpa(
             torch.manual_seed(seed)
             options["dropout_p"] = dropout
         given = mask if bias is None else bias.to(q.dtype)
-        if given is not None:  # of less axes, the back end for flash refuses it
-            given = given.expand(*q.shape[:-1], k.shape[2])
+        if given is not None:  # back ends refuse less axes, or strides of 0
+            given = given.expand(*q.shape[:-1], k.shape[2]).contiguous()
         with attention.sdpa_kernel(getattr(attention.SDPBackend, WAYS[way])):
             grouped = q.shape[1] != k.shape[1]
             return scaled_dot_product_attention(q, k, v, given, enable_gqa=grouped, **options), None
