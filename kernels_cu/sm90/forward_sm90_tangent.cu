@@ -292,12 +292,11 @@ __device__ __forceinline__ void consumer(const TangentParams& t, const SharedMem
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
-    KERNEL_NAME(const __grid_constant__ TangentParams t, const __grid_constant__ ptx::TensorMap q,
-                const __grid_constant__ ptx::TensorMap k, const __grid_constant__ ptx::TensorMap v,
-                const __grid_constant__ ptx::TensorMap tq,
-                const __grid_constant__ ptx::TensorMap tk,
-                const __grid_constant__ ptx::TensorMap tv) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS) KERNEL_NAME(
+    const __grid_constant__ TangentParams t, const __grid_constant__ ptx::TensorMap q_map,
+    const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
+    const __grid_constant__ ptx::TensorMap tq_map, const __grid_constant__ ptx::TensorMap tk_map,
+    const __grid_constant__ ptx::TensorMap tv_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
   if (threadIdx.x == 0) smem.storage->init_barriers();
@@ -320,7 +319,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     } else if (warp > 1) {
       if (CHECK_FINITE) tangent_producer::finite_check_warps(smem, warp);
     } else if (threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
-      tangent_producer::producer(smem, tangent_producer::Maps{q, k, v, tq, tk, tv});
+      tangent_producer::producer(
+          smem, tangent_producer::Maps{q_map, k_map, v_map, tq_map, tk_map, tv_map});
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
