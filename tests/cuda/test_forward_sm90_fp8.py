@@ -140,7 +140,7 @@ def test_factors_that_scores_are_multiplied_by(scale):
 @mostly_thorough(
     "sizes",
     [(1, 1e-9, 1e6), (1e6, 1e-9, 1), (1, 1e30, 1e-3), (1e-36, 1e-36, 1e-38), (-1, 1, 0)],
-    quick=[(1, 1e-9, 1e6)],
+    quick=[(-1, 1, 0)],
     why="other orders of tiles with small, large and no values",
     ids=str,
 )
