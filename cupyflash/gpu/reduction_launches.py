@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..errors import ArgumentError
 from ..expr.nodes import Expr, convert
 from ..problem.bound_exprs import of_logit, slope_of
 from ..problem.call import Array, Call, Gradients
@@ -58,12 +57,6 @@ def backward(
     device, problem = call.device, replace(call.problem, d_v=1)
     assert device is not None
     with cuda_device.current(device):
-        if cuda_device.is_capturing():
-            raise ArgumentError(
-                "gradients: got those of reductions while a CUDA graph is being captured; expected "
-                "none, because they need memory that the graph would not keep. Compute them before "
-                "or after the capture."
-            )
         keys, queries = (*call.k.shape[:-1], 1), (*lse.shape, 1)
         v, dv = (device_arrays.empty(keys, problem.dtype) for _ in range(2))
         out = device_arrays.empty(queries, problem.dtype)
