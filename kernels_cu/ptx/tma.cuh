@@ -22,7 +22,8 @@ __device__ __forceinline__ void tma_load(unsigned int to, const TensorMap& map,
       : "memory");
 }
 
-// The same for a box that few read, at about the same time: it leaves the L2 cache before other data.
+// The same for a box that few read, at about the same time: it leaves the L2 cache before other
+// data.
 __device__ __forceinline__ void tma_load_once(unsigned int to, const TensorMap& map,
                                               unsigned int barrier, int c0, int c1, int c2, int c3,
                                               int c4) {

@@ -87,9 +87,9 @@ __device__ __forceinline__ void copy_keys(const Params& p, const decode::Task& t
             exists, p.k.col, in_vectors(task.k, p.k.row | (PAGED ? p.k_page : 0), p.k.col));
 }
 
-// The TMA loads of a whole leaf, by the lanes of one warp: one box for each tma_rows keys, which in a
-// cache with pages are in one page, and 64 columns. What the lanes need to know is found before the
-// stage is free, because a product keeps its warps from shared memory for long.
+// The TMA loads of a whole leaf, by the lanes of one warp: one box for each tma_rows keys, which in
+// a cache with pages are in one page, and 64 columns. What the lanes need to know is found before
+// the stage is free, because a product keeps its warps from shared memory for long.
 struct Boxes {
   unsigned int to;
   int row, head, slow, slower;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
   decode::Leaf now = cursor.next();
   decode::Leaf next = now.exists ? cursor.next() : now;
   int starts = TileFacts::BEGINS | TileFacts::OPENS;  // of the tile
-  int loaded = -1;  // the number of the task of the tile before
+  int loaded = -1;                                    // the number of the task of the tile before
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const decode::Task& task = tasks_smem.task[now.place];

@@ -207,8 +207,7 @@ class Consumer {
   // 2 scores: issues their products.
   __device__ __forceinline__ void begin_scores(int n) {
     const warpgroup::SmemDesc q = smem_.q.desc(0);
-    const warpgroup::SmemDesc k =
-        warpgroup::make_smem_desc(ptx::shared_address(smem_.stage(n)), 0);
+    const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem_.stage(n)), 0);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       shared_.wait_part(n, part);
@@ -247,9 +246,9 @@ class Consumer {
     // 3 score mod
     bool has_masked = tile.masked();
     if constexpr (HAS_SCORE) {
-      has_masked = decode_scores::apply_score_mod(p_, staged.task, staged.leaf, first_row(), s_,
-                                                  scale_) ||
-                   has_masked;
+      has_masked =
+          decode_scores::apply_score_mod(p_, staged.task, staged.leaf, first_row(), s_, scale_) ||
+          has_masked;
     }
     // 4 mask
     if (MAY_MASK && tile.masked()) fragment_tile::apply_mask(s_, mask);
@@ -265,7 +264,8 @@ class Consumer {
     rows.m[thread] = TwoRows{{m_[0], m_[1]}};
     rows.l[thread] = TwoRows{{l_[0], l_[1]}};
     rows.alpha[thread] = TwoRows{{alpha_[0], alpha_[1]}};
-    const int lane = ptx::lane_index(), rows_of_warp = thread / ptx::WARP_SIZE * fragment::WARP_ROWS;
+    const int lane = ptx::lane_index(),
+              rows_of_warp = thread / ptx::WARP_SIZE * fragment::WARP_ROWS;
     const unsigned int row_address = ptx::shared_address(smem_.weights(n)) +
                                      (rows_of_warp + lane % 16) * warpgroup::SLAB_ROW_BYTES;
 #pragma unroll

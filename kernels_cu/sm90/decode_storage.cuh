@@ -21,8 +21,8 @@ constexpr int PARTS = 3, PART_SLABS = SLABS / PARTS;
 
 // Named barriers. TURN: the scores of a turn's first tile are issued, those of the second may be.
 // ALONE: both consumers, at the end of a turn of one tile. WEIGHTS + c: the weights that consumer c
-// has computed; the other one waits for them. REPAIR + c: all threads of consumer c, for values that
-// are not finite.
+// has computed; the other one waits for them. REPAIR + c: all threads of consumer c, for values
+// that are not finite.
 constexpr int WEIGHTS = 1, REPAIR = WEIGHTS + CONSUMERS;
 constexpr int TURN = REPAIR + CONSUMERS, ALONE = TURN + 1;
 constexpr int BOTH_CONSUMERS = CONSUMERS * warpgroup::WARPGROUP_SIZE;  // threads
@@ -80,8 +80,8 @@ struct SharedStorage {
     warpgroup::mbarrier_wait(part_barrier(n, part), pipeline.phase_of(n));
   }
 
-  // The mbarrier of tile n at which a consumer has read its half of the values, and the weights; and
-  // that of its scores, which are the last to read the queries and the keys' last columns.
+  // The mbarrier of tile n at which a consumer has read its half of the values, and the weights;
+  // and that of its scores, which are the last to read the queries and the keys' last columns.
   __device__ __forceinline__ unsigned int half_barrier(int n, int consumer) const {
     return consumer == 0 ? pipeline.empty_barrier(n)
                          : ptx::shared_address(&second_empty[n % STAGES]);

@@ -14,8 +14,8 @@ inline void tma_load(unsigned int to, const TensorMap& map, unsigned int barrier
   emulator::tma_load("tma_load", {file, line}, to, map.words, barrier, first);
 }
 
-inline void tma_load_once(unsigned int to, const TensorMap& map, unsigned int barrier, int c0, int c1,
-                          int c2, int c3, int c4, EMULATOR_WHERE) {
+inline void tma_load_once(unsigned int to, const TensorMap& map, unsigned int barrier, int c0,
+                          int c1, int c2, int c3, int c4, EMULATOR_WHERE) {
   const int first[5] = {c0, c1, c2, c3, c4};
   emulator::tma_load("tma_load_once", {file, line}, to, map.words, barrier, first);
 }
