@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, target_of
 
+from cupyflash import masks
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu.kernels import registry, sm80, sm90
 from cupyflash.gpu.kernels.spec import Request
@@ -180,7 +181,7 @@ TRIED = [
         128,
         128,
         64,
-        "masks, few queries",
+        "masks, smaller",
         ((64, 128, 1, 34), (64, 128, 2, 29), (128, 128, 1, 27), (128, 64, 1, 28)),
     ),
     Tried(
@@ -189,7 +190,7 @@ TRIED = [
         64,
         64,
         32,
-        "masks, few queries",
+        "masks, smaller",
         ((64, 64, 1, 42), (64, 64, 2, 32), (64, 64, 3, 31), (128, 64, 1, 47), (128, 128, 1, 67)),
     ),
     Tried(
@@ -222,7 +223,7 @@ TRIED = [
         128,
         128,
         128,
-        "masks, few queries",
+        "masks, smaller",
         ((128, 128, 1, 62.7), (64, 128, 1, 88), (128, 64, 1, 74)),
     ),
     Tried(
@@ -249,7 +250,7 @@ TRIED = [
         1024,
         1024,
         64,
-        "masks, few queries",
+        "masks, smaller",
         ((128, 128, 1, 51), (128, 64, 1, 62), (128, 112, 1, 60)),
     ),
     Tried("square", 128, 1024, 1024, 64, "plain, few keys", ((192, 128, 1, 83), (128, 176, 1, 91))),
@@ -365,3 +366,17 @@ def test_a_step_of_a_generation_keeps_its_launch(queries, kernel):
     reason = dict(choice.passed_over).get(sm90.FORWARD)
     assert (reason is None) == (queries > 16)
     assert reason is None or "at most 16 queries" in reason
+
+
+def test_masks_whose_keys_are_no_range_have_smaller_tiles():
+    """More of a large tile is beyond the edges of what few keys a query sees."""
+    q = np.zeros((1, 2048, 64), np.float16)
+    image = masks.mask(lambda b, h, i, j: abs(i % 64 - j % 64) <= 3)
+
+    def of(mask):
+        return sm90.register_class(validate.call(q, q, q, Options(mask=mask)))
+
+    assert of(image) == of(masks.causal() & image) == "masks, smaller"
+    assert of(masks.causal()) == of(masks.window(100, 0)) == "masks"
+    assert sm90.fit_forward(64, 64, of(image)).block_q == 128
+    assert sm90.fit_forward(64, 64, of(masks.causal())).block_q == 192

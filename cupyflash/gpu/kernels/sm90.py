@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...expr.key_range import key_range
+from ...problem.bound_exprs import bound
 from ...problem.call import Call, Problem
 from ...problem.rows import UNKNOWN
 from .. import params, tma
@@ -38,7 +40,8 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "plain": _MASKED | {128: (128, 176)},
     "plain, few keys": _MASKED,  # less of a tile is beyond the last query, and results have room
     "masks": _MASKED,
-    "masks, few queries": _MASKED | {64: (128, 128)},  # less of a tile is beyond a diagonal
+    # Less of a tile is beyond a diagonal, or the edges of what few keys a query sees.
+    "masks, smaller": _MASKED | {64: (128, 128)},
     "bias": _MASKED | {64: (192, 112), 320: (128, 32)},
     "scores": _MASKED | {64: (192, 112), 320: (128, 32)},
 }
@@ -85,7 +88,10 @@ def register_class(call: Call) -> str:
     # much a cache has room for.
     if call.mask is None:
         return "plain, few keys" if call.rows.known_k <= FEW_KEYS else "plain"
-    return "masks, few queries" if call.rows.known_q <= FEW_QUERIES else "masks"
+    if call.rows.known_q <= FEW_QUERIES:
+        return "masks, smaller"
+    ranges = key_range(bound(call.mask.expr, call.problem), call.problem)
+    return "masks, smaller" if ranges is None else "masks"
 
 
 def forward_stages(d: int, d_v: int, room: bool, one_tile: bool = False) -> tuple[int, int]:
