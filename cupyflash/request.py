@@ -126,12 +126,12 @@ class Request(Executor):
         learned = lookups.Learned.of(self.options.score_mod)
         if learned is None:
             return self.signature(kind, read, written)
-        given = None if self.on_device else learned.given(grads_out)
+        given = learned.given(grads_out)
         if given is None:
             return None
         if written or any(x is not None for x in given.values()):
             written = {**written, **given}
-        seen = self._host_signature(f"{kind} {learned.pattern}", read, written)
+        seen = self.signature(f"{kind} {learned.pattern}", read, written)
         if seen is not None:
             seen.learned = learned.tables
         return seen
@@ -169,8 +169,12 @@ class Request(Executor):
 
     def backward(self, made: Targets) -> Any:
         """Compute gradients."""
-        rows, how = made.rows, made.deterministic
-        arrays = rows["do"], rows["out"], rows["lse"], rows.get("dlse"), made.gradients
+        rows, how, gradients = made.rows, made.deterministic, made.gradients
+        learned = lookups.Learned.of(self.options.score_mod)
+        if learned is not None:  # in the order in which calls are recognised
+            found = gradients.dlookups
+            gradients.dlookups = {x: found[x] for x in learned.tables if x in found}
+        arrays = rows["do"], rows["out"], rows["lse"], rows.get("dlse"), gradients
         backend = dispatch.backend_of(self.call.q)
         return backend.backward(self.call, *arrays, made.scratch, deterministic=how)
 

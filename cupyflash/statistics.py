@@ -263,6 +263,12 @@ class ReduceVjp:
     def _computed(self, checked: dict[str, Array], of_bias: bool) -> tuple[Any, ...]:
         """Return dq, dk, dbias and dsink; the device must be the current one."""
         prepared = self._prepared
+        if prepared.call.device is not None and cuda_device.is_capturing():
+            raise ArgumentError(
+                "gradients: got those of reductions while a CUDA graph is being captured; expected "
+                "none, because they need memory that the graph would not keep. Compute them before "
+                "or after the capture."
+            )
         # dT = p (sum of c f'(p) - R), where R is the sum of p c f'(p) over a row's keys.
         factor: Expr | None = None
         for name, array in checked.items():

@@ -71,10 +71,8 @@ class Gpu:
     ) -> CallResult:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
         arrays = do, out, lse, dlse, gradients, workspace
-        result = launch.backward(call, *arrays, plan, deterministic=deterministic)
-        if gradients.dlookups:
-            launch.backward_lookups(call, do, out, lse, dlse, gradients.dlookups)
-        return result
+        served = lookups.served(call, gradients.dlookups)
+        return launch.backward(call, *arrays, plan, deterministic=deterministic, served=served)
 
     def check_lookups(self, call: Call) -> None:
         """Refuse learned look-ups whose gradients are not computed."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from ..expr.nodes import LookupTable
 from ..expr.structure import Structure
 from ..expr.tile_classes import RANGE_LIMIT
 from ..masks import Mask
@@ -29,7 +28,6 @@ MOST_LOOKED_AT = 1 << 12  # bytes of arrays that a proof reads, unless they are 
 _ALIGNED, _WRITEABLE = 0x100, 0x400  # of numpy.ndarray.flags.num
 
 _ndarray = np.ndarray
-GRADIENTS = len(Gradients._fields)  # besides those of look-ups
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -42,7 +40,6 @@ class HostSignature(Signature):
         "_form",
         "_mask_at",
         "grows",
-        "learned",
         "mask",
         "named",
         "nbytes",
@@ -61,7 +58,6 @@ class HostSignature(Signature):
         self.grows = grows  # the number of keys is no part of it
         self.named: dict[str, Any] = {}  # all arrays, and None
         self.rows: Any = None
-        self.learned: tuple[LookupTable, ...] = ()  # the look-ups that have gradients
         self.mask: Any = options.mask
         # Ids of arrays of which it is enough to know whether all or any are true.
         self._conditions = {id(options.mask)}
@@ -195,17 +191,11 @@ class HostSignature(Signature):
         entry = None if workspace is not None else replay.find(self)
         if entry is None or (call := entry.compiled.take()) is None:
             return None
-        if grads_out is None:
-            made = [None if spec is None else spec.empty() for spec in entry.specs]
-        else:
-            given = *grads_out, *map(grads_out.dlookups.get, self.learned)
-            made = [
-                spec.empty() if x is None and spec is not None else x
-                for x, spec in zip(given, entry.specs, strict=True)
-            ]
-        gradients = Gradients(*made[:GRADIENTS])
-        if self.learned:
-            gradients.dlookups = dict(zip(self.learned, made[GRADIENTS:], strict=True))
+        made = self.given(grads_out)
+        for n, spec in enumerate(entry.specs):
+            if spec is not None and made[n] is None:
+                made[n] = spec.empty()
+        gradients = self.gradients(made)
         is_done = call.backward(self, gradients)
         entry.compiled.free.append(call)
         return gradients if is_done else None
@@ -215,8 +205,7 @@ class HostSignature(Signature):
         call = served.compiled
         if call is None or call.nbytes > replay.MOST_BYTES // 4 or not call.bind(self):
             return
-        if self.learned:
-            results = *results, *map(results.dlookups.__getitem__, self.learned)
+        results = self.every(results)
         key = self.form if call.serves_numbers else self.key
         before = replay.find_as(self, key)
         calls = Calls() if before is None else before.compiled

@@ -7,7 +7,7 @@ addition to the results, it needs the memory that `workspace_size` states.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,15 @@ import numpy as np
 
 from ..arrays import cuda_device, device_arrays, reports, tape
 from ..errors import ArgumentError
-from ..expr.nodes import Expr, LookupTable
+from ..expr.nodes import Expr
 from ..lazy import cached_property
 from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.lookups import gradient_name
 from ..problem.route import CallResult
 from ..problem.tangents import RESULTS, TangentResults, Tangents
 from . import decode_route, driver, lookups, offsets, route, tile_lists
 from .compiled import CompiledLaunches
+from .lookups import Served
 from .uploads import Uploads
 from .workspace import ArraySpec, parts_of
 from .writer import Recipe
@@ -334,10 +336,12 @@ def backward(
     visited: Array | None = None,
     deterministic: bool = False,
     slope: Expr | None = None,
+    served: Sequence[Served] = (),
 ) -> CallResult:
     """Write every gradient; `plan` and `visited` are as in `forward`.
 
-    Unless `deterministic`, blocks may add to dq in any order. `slope` is as in `route.backward`.
+    Unless `deterministic`, blocks may add to dq in any order. `slope` and `served` are as in
+    `route.backward`.
     """
     device = _device(call)
     with cuda_device.current(device):
@@ -345,51 +349,20 @@ def backward(
             raise no_workspace(workspace_size(call))
         arrays = (do, out, lse, dlse, gradients)
         counts, target = visited is not None, cuda_device.of(device)
-        made = route.backward(call, target, *arrays, plan, counts, deterministic, slope).recipe
+        how = plan, counts, deterministic, slope, served
+        made = route.backward(call, target, *arrays, *how).recipe
         compiled = compiled_recipe(made, device, host_offsets(call))
         addresses, copies = read_in_place(call, made)
         addresses |= backward_addresses(do, out, lse, dlse, gradients)
         if visited is not None:
             addresses["tiles_visited"] = device_arrays.address(visited)
+        for n, each in enumerate(served):
+            addresses[gradient_name(n)] = device_arrays.address(each.gradient)
+            if made.all_zero:
+                device_arrays.fill(each.gradient, 0)
+                copies.append(each.gradient)  # the launches alone do not do this
         compiled.backward(addresses, gradients, workspace)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
-
-
-def backward_lookups(
-    call: Call,
-    do: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    gradients: Mapping[LookupTable, Array],
-) -> None:
-    """Write gradients of learned look-ups."""
-    with cuda_device.current(_device(call)):
-        for gradient, slope in lookups.served(call, gradients):
-            lookup_gradient(call, do, out, lse, dlse, gradient, slope)
-
-
-def lookup_gradient(
-    call: Call,
-    do: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    gradient: Array,
-    slope: Expr | None,
-) -> None:
-    """Write the gradient of what pairs read as a bias: see `route.lookup_gradient`.
-
-    The device must be the current one.
-    """
-    device, read = _device(call), (do, out, lse, dlse)
-    made = route.lookup_gradient(call, cuda_device.of(device), *read, gradient, slope).recipe
-    compiled = compiled_recipe(made, device, host_offsets(call))
-    addresses, copies = read_in_place(call, made)
-    written: Gradients = Gradients(None, None, None, dbias=gradient)
-    addresses |= backward_addresses(*read, written)
-    compiled.backward(addresses, written, None)
-    del copies  # of kernels that have been queued
 
 
 def no_workspace(size: int) -> ArgumentError:
@@ -418,6 +391,10 @@ def workspace_size(call: Call) -> int:
     lists = tile_lists.most_scratch(call, target)
     if call.sink is not None:  # whose gradient may have to be computed there
         parts[parts_of("dsink")] = ArraySpec(call.sink.shape, call.problem.accumulator)
+    for n, shape in enumerate(lookups.shapes(call)):
+        of_parts = route.scratch_of_lookup(call, shape)
+        if of_parts is not None:
+            parts[parts_of(gradient_name(n))] = of_parts
     return ALIGNMENT + size_of({**parts, **lists, **offsets.scratch(call)})
 
 

@@ -12,6 +12,7 @@ from ..arrays import cuda_device
 from ..arrays.device_arrays import OutputSpec
 from ..problem import replay
 from ..problem.call import Gradients
+from ..problem.lookups import gradient_name
 from ..problem.options import Options
 from ..problem.replay import Entry, Signature, UnlikeError, find, keep_as, kept, reach
 from ..problem.route import CallResult
@@ -57,7 +58,7 @@ class DeviceSignature(Signature):
     def backward(self, grads_out: Gradients | None, workspace: Any) -> Any:
         """Launch a backward again."""
         entry = find(self)
-        return None if entry is None else backward(entry, self.addresses, grads_out, workspace)
+        return None if entry is None else backward(entry, self, grads_out, workspace)
 
     def backward_tangent(
         self, grads_out: Gradients | None, results: tuple[Any, Any], workspace: Any
@@ -66,9 +67,11 @@ class DeviceSignature(Signature):
         entry, written = find(self), (grads_out, results, workspace)
         return None if entry is None else backward_tangent(entry, self.addresses, *written)
 
-    def keep(self, served: CallResult, results: Sequence[Any]) -> None:
+    def keep(self, served: CallResult, results: Any) -> None:
         """Keep a call that was checked and launched."""
-        replay.keep(self, served.compiled, served.tables, results)
+        if self.learned and set(self.learned) != set(results.dlookups):
+            return  # the scores do not depend on some after all
+        replay.keep(self, served.compiled, served.tables, self.every(results))
 
     def spec(self, array: Any) -> Any:
         """Return how an array like a result is made."""
@@ -141,22 +144,23 @@ def forward_tangent(entry: Entry, addresses: Addresses, results: Sequence[Any]) 
 
 
 def backward(
-    entry: Entry, addresses: Addresses, grads_out: Gradients | None, workspace: Any
+    entry: Entry, seen: Signature, grads_out: Gradients | None, workspace: Any
 ) -> Gradients | None:
     """Compute the gradients of a call with a kept entry; None if it must be checked again."""
-    compiled = entry.compiled
+    compiled, addresses = entry.compiled, seen.addresses
     if not compiled.queue.is_here():
         with cuda_device.current(compiled.queue.device):
-            return backward(entry, addresses, grads_out, workspace)
+            return backward(entry, seen, grads_out, workspace)
     own_memory = compiled.uploads or workspace is None
     if own_memory and compiled.queue.current_stream().is_capturing():
         return None  # this is an error, which the full check reports
-    made = [None] * len(entry.specs) if grads_out is None else list(grads_out)
+    made = seen.given(grads_out)
     for n, spec in enumerate(entry.specs):
         if spec is not None and made[n] is None:
             made[n] = array = spec.empty()
-            addresses[_GRADIENTS[n]] = array.data.ptr
-    gradients = Gradients(*made)
+            at = n - len(_GRADIENTS)
+            addresses[_GRADIENTS[n] if at < 0 else gradient_name(at)] = array.data.ptr
+    gradients = seen.gradients(made)
     compiled.backward(addresses, gradients, workspace)
     return gradients
 

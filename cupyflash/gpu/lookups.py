@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import cuda_device
+from ..arrays.unallocated import unallocated
 from ..errors import ArgumentError
 from ..expr.learned import Read, reads
 from ..expr.nodes import Expr, LookupTable, walk
 from ..problem.bound_exprs import bound
 from ..problem.call import Array, Call, Problem
-from ..problem.lookups import REMEDY
+from ..problem.lookups import REMEDY, of_call
 
 
 class Served(NamedTuple):
@@ -37,25 +37,26 @@ class Served(NamedTuple):
 
 
 def check(call: Call) -> None:
-    """Refuse look-ups whose gradients no kernel computes, and calls that cannot be captured."""
+    """Refuse look-ups whose gradients no kernel computes."""
     _places(call)
-    assert call.device is not None
-    with cuda_device.current(call.device):
-        if cuda_device.is_capturing():
-            raise ArgumentError(
-                "score_mod: got a learned look-up while a CUDA graph is being captured; expected "
-                "none, because its gradient needs memory that the graph would not keep. " + REMEDY
-            )
 
 
 def served(call: Call, gradients: Mapping[LookupTable, Array]) -> list[Served]:
-    """Return what kernels compute of a call that was checked."""
-    found = []
+    """Return what kernels compute of a call that was checked, in the order of the gradients."""
+    if not gradients:
+        return []
+    found = {}
     for read, axes in _places(call):
         is_one = read.slope.op == "constant" and read.slope.value == 1
         view = _view(gradients[read.table], axes, call.problem)
-        found.append(Served(view, None if is_one else read.slope))
-    return found
+        found[read.table] = Served(view, None if is_one else read.slope)
+    return [found[table] for table in gradients]
+
+
+def shapes(call: Call) -> list[tuple[int, ...]]:
+    """Return the shapes of gradients of a call as they broadcast to the pairs."""
+    gradients = {x: unallocated(x.array.shape, x.array.dtype) for x in of_call(call)}
+    return [each.gradient.shape for each in served(call, gradients)]
 
 
 def _places(call: Call) -> list[tuple[Read, tuple[Any, ...]]]:

@@ -13,7 +13,6 @@ from ..problem.call import Array, Call, Gradients, Results
 from ..problem.options import Options
 from ..problem.route import CallResult
 from . import launch, launch_cache
-from .launch import Addresses
 
 
 def forward(call: Call, partial: Results, first: bool, results: Results | None = None) -> None:
@@ -27,7 +26,7 @@ def forward(call: Call, partial: Results, first: bool, results: Results | None =
     read = {} if before is None else {"out_before": before[0], "lse_before": before[1]}
     _launch(
         _signature("forward", call, read, {"out": out, "lse": lse}),
-        lambda entry, addresses: launch_cache.forward(entry, addresses, out, lse),
+        lambda entry, seen: launch_cache.forward(entry, seen.addresses, out, lse),
         lambda: launch.forward(call, out, lse, before=before),
         (out, lse),
     )
@@ -47,7 +46,7 @@ def backward(
     kind = "deterministic backward" if deterministic else "backward"
     _launch(
         _signature(kind, call, read, gradients._asdict()),
-        lambda entry, addresses: launch_cache.backward(entry, addresses, gradients, None),
+        lambda entry, seen: launch_cache.backward(entry, seen, gradients, None),
         lambda: launch.backward(
             call, do, out, lse, dlse, gradients, None, deterministic=deterministic
         ),
@@ -57,7 +56,7 @@ def backward(
 
 def _launch(
     signature: launch_cache.Signature | None,
-    again: Callable[[launch_cache.Entry, Addresses], Any],
+    again: Callable[[launch_cache.Entry, launch_cache.Signature], Any],
     anew: Callable[[], CallResult],
     results: Sequence[Any],
 ) -> None:
@@ -65,7 +64,7 @@ def _launch(
     entry = None if signature is None else launch_cache.find(signature)
     if signature is None:
         anew()
-    elif entry is None or again(entry, signature.addresses) is None:
+    elif entry is None or again(entry, signature) is None:
         signature.keep(anew(), results)
 
 

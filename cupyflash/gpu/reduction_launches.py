@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..errors import ArgumentError
 from ..expr.nodes import Expr, convert
 from ..problem.bound_exprs import of_logit, slope_of
 from ..problem.call import Array, Call, Gradients
 from ..problem.reduction_form import Form
 from . import launch, reduction_route
+from .lookups import Served
 
 
 def reduce(
@@ -56,12 +57,6 @@ def backward(
     device, problem = call.device, replace(call.problem, d_v=1)
     assert device is not None
     with cuda_device.current(device):
-        if cuda_device.is_capturing():
-            raise ArgumentError(
-                "gradients: got those of reductions while a CUDA graph is being captured; expected "
-                "none, because they need memory that the graph would not keep. Compute them before "
-                "or after the capture."
-            )
         keys, queries = (*call.k.shape[:-1], 1), (*lse.shape, 1)
         v, dv = (device_arrays.empty(keys, problem.dtype) for _ in range(2))
         out = device_arrays.empty(queries, problem.dtype)
@@ -70,11 +65,12 @@ def backward(
             device_arrays.fill(array, value)
         made, read = replace(call, v=v, problem=problem), (out, out, lse, dlse)
         gradients: Gradients = Gradients(dq, dk, dv)
-        slope = slope_of(factor, call)
-        launch.backward(made, *read, gradients, None, deterministic=True, slope=slope)
+        served = []
         if dbias is not None:
             of_pairs = dbias[(None,) * (3 - dbias.ndim)]
-            launch.lookup_gradient(made, *read, of_pairs, convert(of_logit(factor, call), "float"))
+            served.append(Served(of_pairs, convert(of_logit(factor, call), "float")))
+        how: dict[str, Any] = {"slope": slope_of(factor, call), "served": served}
+        launch.backward(made, *read, gradients, None, deterministic=True, **how)
 
 
 def _joined(found: Array, by: str, parts: int) -> Array:

@@ -8,6 +8,7 @@ facts; addresses are filled in later. Nothing here touches CuPy or an array's el
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,10 +20,12 @@ from ..expr.nodes import Expr
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.encoding import NUMBERS
+from ..problem.lookups import gradient_name
 from ..problem.tangents import TangentResults, Tangents
 from . import decode_route, offsets, rowwise
 from .kernels import registry
 from .kernels.spec import Extent, Request
+from .lookups import Served
 from .params import KINDS
 from .workspace import ArraySpec, GradientScratch, parts_of, parts_of_bias, scratch_of
 from .writer import KernelRoute, Launch, Recipe, Writer, request_of, step_of, with_names
@@ -232,10 +235,12 @@ def backward(
     count_tiles: bool = False,
     deterministic: bool = False,
     slope: Expr | None = None,
+    served: Sequence[Served] = (),
 ) -> KernelRoute:
     """Return the route of all gradients; `plan` and `count_tiles` are as in `forward`.
 
-    A `slope` takes the place of the derivative of the score changes.
+    A `slope` takes the place of the derivative of the score changes. `served` are the gradients of
+    look-ups, whose names are those of `problem.lookups.gradient_name`.
 
     Where a block has all keys, one kernel computes dk, dv and dq: five products of tiles. With more
     keys it may do so unless `deterministic`, and its blocks add dq to memory in any order; else
@@ -296,7 +301,10 @@ def backward(
     if dbias is not None:
         bias_gradient(writer, dbias, made.bias_parts)
     sums(writer, gradients)
-    return offsets.read_first(writer.route(call, adds_dq=atomic_dq), call)
+    route, rows = writer.route(call, adds_dq=atomic_dq), (do, out, lse, dlse)
+    for n, each in enumerate(served):
+        route = _with_lookup(route, target, rows, each, gradient_name(n))
+    return offsets.read_first(route, call)
 
 
 def scratch_of_gradients(
@@ -322,40 +330,50 @@ def scratch_of_gradients(
     return scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
 
 
-def lookup_gradient(
-    call: Call,
-    target: Target,
-    do: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    gradient: Array,
-    slope: Expr | None,
+def _with_lookup(
+    made: KernelRoute, target: Target, rows: tuple[Any, ...], served: Served, name: str
 ) -> KernelRoute:
-    """Return the route of the gradient of a look-up, which is that of a bias times a `slope`.
+    """Return the route of a backward with the gradient of a look-up, an array of that name.
 
-    `gradient` has all axes of a bias; a slope that is None is 1.
+    That is the gradient of a bias, of which dS is multiplied by another slope. `rows` are do, out,
+    lse and dlse.
     """
-    problem = call.problem
-    if not problem.batch or not problem.heads:
-        return KernelRoute(call, (), Recipe(all_zero=True))
-    scratch = {"delta": ArraySpec(lse.shape, problem.accumulator)}
-    made: Any = gradient
-    parts = parts_of_bias(call, gradient.shape)
-    if parts > 1:
-        scratch[parts_of("dbias")] = ArraySpec((parts, *gradient.shape), problem.accumulator)
-        made = ArraySpec(gradient.shape, problem.accumulator)
+    call, gradient, parts = made.call, served.gradient, parts_of(name)
+    do, out, lse, dlse = rows
+    scratch = dict(made.recipe.scratch)
+    of_parts = scratch_of_lookup(call, gradient.shape)
+    written: Any = gradient
+    if of_parts is not None:
+        scratch[parts] = of_parts
+        written = ArraySpec(gradient.shape, of_parts.dtype)
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2), "d_out": (do, 3)}
-    arrays["dbias"] = (made, 3)
+    arrays["dbias"] = (written, 3)
     if dlse is not None:
         arrays["dlse"] = (dlse, 2)
-    writer = Writer(call, target, arrays, slope=slope is not None, by=slope)
-    writer.scratch.update(scratch)
-    writer.add("delta", writer.extent(writer.lead.sizes))
-    bias_gradient(writer, made, parts, "lookup")
+    writer = Writer(call, target, arrays, slope=served.slope is not None, by=served.slope)
+    if of_parts is not None:
+        writer.scratch[parts_of("dbias")] = of_parts
+    count = 1 if of_parts is None else of_parts.shape[0]
+    bias_gradient(writer, written, count, "lookup")
     sums(writer, Gradients(None, None, None, dbias=gradient))
-    return offsets.read_first(writer.route(call), call)
+    tables = list(made.recipe.tables)
+    names = {"dbias": name, parts_of("dbias"): parts}
+    for n, table in enumerate(writer.generated.arrays):
+        known = [place for place, x in enumerate(tables) if x is table]
+        names[f"table {n}"] = f"table {known[0] if known else len(tables)}"
+        tables += [] if known else [table]
+    more = (replace(step, launch=with_names(step.launch, names)) for step in writer.steps)
+    steps = tuple(replace(step, arrays=scratch) for step in (*made.steps, *more))
+    launches = tuple(step.launch for step in steps if step.grid)
+    recipe = replace(made.recipe, launches=launches, scratch=scratch, tables=tuple(tables))
+    return replace(made, steps=steps, recipe=recipe)
+
+
+def scratch_of_lookup(call: Call, shape: tuple[int, ...]) -> ArraySpec | None:
+    """Return the parts of the gradient of a look-up, given its axes as a bias; None: it has one."""
+    parts = parts_of_bias(call, shape)
+    return ArraySpec((parts, *shape), call.problem.accumulator) if parts > 1 else None
 
 
 def bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") -> None:

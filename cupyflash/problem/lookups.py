@@ -64,7 +64,12 @@ class Learned(NamedTuple):
         arrays = getattr(grads_out, "dlookups", {})
         if type(arrays) not in (dict, MappingProxyType) or not set(arrays) <= set(self.tables):
             return None
-        return {f"dlookup {n}": arrays.get(table) for n, table in enumerate(self.tables)}
+        return {gradient_name(n): arrays.get(table) for n, table in enumerate(self.tables)}
+
+
+def gradient_name(number: int) -> str:
+    """Return the kernels' name of the gradient of a look-up, of which a call may have several."""
+    return f"dlookup {number}"
 
 
 def of_call(call: Call) -> tuple[LookupTable, ...]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..expr.nodes import LookupTable
 from ..expr.structure import Structure
 from ..masks import Mask
 from ..scores import Score
@@ -116,6 +117,8 @@ class Signature(ABC):
         Names of arrays that are written.
     entry : Entry or None
         What is kept of such calls, as far as it was asked for.
+    learned : tuple of LookupTable
+        The look-ups that have gradients, besides those of arrays.
     """
 
     __slots__ = (
@@ -126,6 +129,7 @@ class Signature(ABC):
         "addresses",
         "entry",
         "key",
+        "learned",
         "read",
         "written",
     )
@@ -144,6 +148,7 @@ class Signature(ABC):
         self.read: Sequence[Any] = ()
         self.written: Sequence[str] = ()
         self.entry: Entry | None = None
+        self.learned: tuple[LookupTable, ...] = ()
         self._take_arrays(read)
         for name, value in vars(options).items():
             if value is not None:
@@ -203,6 +208,25 @@ class Signature(ABC):
     def keep(self, served: Any, results: Sequence[Any]) -> None:
         """Keep a call that was checked and computed: what a back end returned, and its results."""
         del served, results
+
+    def given(self, grads_out: Gradients | None) -> list[Any]:
+        """Return the arrays given for gradients, or None, those of look-ups at the end."""
+        if grads_out is None:
+            return [None] * (len(Gradients._fields) + len(self.learned))
+        return [*grads_out, *map(grads_out.dlookups.get, self.learned)]
+
+    def gradients(self, made: Sequence[Any]) -> Gradients:
+        """Return gradients in this order as users get them."""
+        count = len(Gradients._fields)
+        gradients: Gradients = Gradients(*made[:count])
+        if self.learned:
+            gradients.dlookups = dict(zip(self.learned, made[count:], strict=True))
+        return gradients
+
+    def every(self, results: Any) -> Sequence[Any]:
+        """Return the results of a call in this order, if they are gradients."""
+        more = (results.dlookups[table] for table in self.learned)
+        return (*results, *more)
 
     def spec(self, array: Any) -> Any:
         """Return how an array like a result is made."""

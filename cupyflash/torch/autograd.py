@@ -350,9 +350,9 @@ def again(
     if seen.known is None:
         return None
     if recorded:
-        few = bias is sink is seed is offsets is None
-        seen.has_gradients = few or (not on_gpu and seed is offsets is None)
-        given = (q, k, v) if few and mask is None else operands
+        few = bias is sink is seed is None
+        seen.has_gradients = few if on_gpu else seed is offsets is None
+        given = (q, k, v) if few and mask is offsets is None else operands
         made = _replay((settings, seen, return_lse), *given)
         out, lse = made if return_lse else (made, None)
     else:

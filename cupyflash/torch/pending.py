@@ -9,14 +9,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..arrays import reports
 from ..gpu import driver
 from ..gpu.launch import ALIGNMENT, CompiledRecipe
 from . import tensors
-from .operands import Operands
 from .tensors import PLAIN
 
 SMALL = 1 << 20  # bytes of gradients and scratch memory that a forward asks for
-_MASK = Operands._fields.index("mask") - 3  # its place behind q, k and v
 
 
 class Pending:
@@ -26,8 +25,8 @@ class Pending:
     ----------
     gradients : Gradients
         What computes them.
-    mask : torch.Tensor or None
-        The mask of the call, if that is a tensor.
+    others : tuple of (torch.Tensor or None)
+        The mask of the call, if that is a tensor, and its offsets.
     places : tuple of int
         The addresses of q, k, v and out.
     rest : tuple of int
@@ -39,17 +38,17 @@ class Pending:
         What is there already, once at most.
     """
 
-    __slots__ = ("gradients", "mask", "places", "rest")
+    __slots__ = ("gradients", "others", "places", "rest")
     ready: Any = ()
 
     def __init__(
         self,
         gradients: Gradients,
-        mask: torch.Tensor | None,
+        others: tuple[torch.Tensor | None, ...],
         places: tuple[int, ...],
         rest: tuple[int, ...],
     ) -> None:
-        self.gradients, self.mask = gradients, mask
+        self.gradients, self.others = gradients, others
         self.places, self.rest = places, rest
 
 
@@ -61,12 +60,12 @@ class Prepared(Pending):
     def __init__(
         self,
         gradients: Gradients,
-        mask: torch.Tensor | None,
+        others: tuple[torch.Tensor | None, ...],
         places: tuple[int, ...],
         rest: tuple[int, ...],
         ready: Ready,
     ) -> None:
-        super().__init__(gradients, mask, places, rest)
+        super().__init__(gradients, others, places, rest)
         self.ready = [ready]
 
     def __del__(self) -> None:
@@ -112,8 +111,8 @@ class Gradients:
     """
 
     __slots__ = (
-        "_adds", "_do", "_queue", "_results", "_size", "_strides", "_unprepared", "are_small",
-        "buffers", "device", "names",
+        "_adds", "_do", "_has_reports", "_queue", "_results", "_size", "_strides", "_unprepared",
+        "are_small", "buffers", "device", "names",
     )  # fmt: skip
 
     def __init__(
@@ -132,7 +131,7 @@ class Gradients:
         self._size = -(-compiled.workspace_size // item)
         elements = sum(math.prod(shape) for shape, _ in self._results) + self._size
         self.are_small = elements * item <= SMALL
-        self._adds = compiled.adds_to_dq
+        self._adds, self._has_reports = compiled.adds_to_dq, bool(compiled.reports)
         scratch = dict(compiled.places)
         names = [*_TOLD, *(launches.names - {*_TOLD, *scratch})]
         self.names = tuple(tables.get(name, name) for name in names[len(_TOLD) :])
@@ -191,8 +190,9 @@ class Gradients:
         if len(saved) == _FEWEST:
             q, k, v, out = saved
         else:
-            q, k, v, *others, out = saved
-            if others[_MASK] is not pending.mask:
+            q, k, v, _, _, mask, _, offsets_q, offsets_k, out = saved
+            wanted = pending.others
+            if not (mask is wanted[0] and offsets_q is wanted[1] and offsets_k is wanted[2]):
                 return None
         place, queue = do.data_ptr(), self._queue
         at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
@@ -200,6 +200,8 @@ class Gradients:
             return None
         if (q.stride(), k.stride(), v.stride(), out.stride()) != self._strides:
             return None
+        if self._has_reports:
+            reports.refuse_offsets(self.device)
         stream, ready = tensors.raw_stream(self.device), None
         # A graph may run several times, and sums in dq are 0 only once.
         if pending.ready and not tensors.records_graph(stream):

@@ -59,12 +59,12 @@ class Signature(launch_cache.Signature):
     known : Known or None
         What is kept of calls like this one.
     has_gradients : bool
-        Whether it has a mask and no other tensors than q, k and v.
+        Whether it has a mask and offsets, and no other tensors than q, k and v.
     form : hashable
         Equal for calls of one query that differ in the number of keys, too; None for others.
     """
 
-    __slots__ = ("_mask", "_strides", "form", "has_gradients", "known")
+    __slots__ = ("_others", "_strides", "form", "has_gradients", "known")
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Signature(launch_cache.Signature):
         if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
             raise launch_cache.UnlikeError
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        self._mask = mask
+        self._others = mask, offsets_q, offsets_k
         of_q, of_k, of_v = self._strides = q.stride(), k.stride(), v.stride()
         self.addresses = {"seed": 0, "q": at_q, "k": at_k, "v": at_v}
         self._parts: list[Any] = []
@@ -94,7 +94,7 @@ class Signature(launch_cache.Signature):
             self._take_arrays({"offsets_q": offsets_q})
             if offsets_k is not offsets_q:
                 self._take_arrays({"offsets_k": offsets_k})
-        structure = None
+        structure: Hashable = None
         if made is not None:
             read_too: Any = True
             if type(made) is Mask:  # the shortest way for the most frequent one
@@ -180,8 +180,8 @@ class Signature(launch_cache.Signature):
             if not tensors.records_graph(stream):  # which may run several times
                 ready = found.prepared(at, rest, out)
                 if ready is not None:
-                    return Prepared(found, self._mask, at, rest, ready)
-        return Pending(found, self._mask, at, rest)
+                    return Prepared(found, self._others, at, rest, ready)
+        return Pending(found, self._others, at, rest)
 
     def keep_gradients(self, how: tuple[bool, bool], do: torch.Tensor, seen: Signature) -> None:
         """Keep gradients of this call, whose signature was `seen`, for later calls like it."""

@@ -1,6 +1,6 @@
-// Products that only kernels of tangents have: two with the same right factor, which is streamed and
-// read from shared memory once, and one with a tile from the left whose columns are the result's
-// rows. Each sum has the order that it has in matmul.cuh.
+// Products that only kernels of tangents have: two with the same right factor, which is streamed
+// and read from shared memory once, and one with a tile from the left whose columns are the
+// result's rows. Each sum has the order that it has in matmul.cuh.
 #pragma once
 #include "matmul.cuh"
 
@@ -87,11 +87,11 @@ __device__ __forceinline__ void multiply_rows_twice(accum_t (&c)[ROWS][COLUMNS],
                                                     Stage<BUFFER>& stage) {
   constexpr int CHUNK = chunk_columns(WIDTH);
   clear(c);
-  for_each_chunk<B_ROWS, WIDTH>(
-      b, first, valid, stage, [&](int column, const accum_t* filled_smem) {
-        multiply_twice<CHUNK, A_STRIDE, odd_stride(CHUNK), UNROLL>(c, a_smem + column, d,
-                                                                   e_smem + column, filled_smem);
-      });
+  for_each_chunk<B_ROWS, WIDTH>(b, first, valid, stage,
+                                [&](int column, const accum_t* filled_smem) {
+                                  multiply_twice<CHUNK, A_STRIDE, odd_stride(CHUNK), UNROLL>(
+                                      c, a_smem + column, d, e_smem + column, filled_smem);
+                                });
 }
 
 // c += a b and d += e b, for tiles a and e of weights, while rows of b are streamed once.

@@ -81,8 +81,7 @@ __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_ne
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void weigh(const accum_t (&e)[ROWS][COLUMNS],
                                       accum_t (&tt)[ROWS][COLUMNS], const accum_t (&before)[ROWS],
-                                      accum_t (&sum)[ROWS], accum_t* ref_smem,
-                                      unsigned int& seen) {
+                                      accum_t (&sum)[ROWS], accum_t* ref_smem, unsigned int& seen) {
   ref_smem += matmul::row_thread();
   if (ptx::any_lane(seen != 0xffffffffu >> (32 - ROWS))) {
 #pragma unroll

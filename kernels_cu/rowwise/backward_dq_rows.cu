@@ -1,6 +1,7 @@
 // The postprocessing of dq: rounds the float32 sums that backward_sm80_dkdv or backward_sm90_dkdv
 // accumulated in global memory, times the scale, to rows of the storage type. The layout of the
-// sums is that of fragment_product.cuh with ADJACENT_DQ (p.dq_accum.col is 1) or without (it is 32).
+// sums is that of fragment_product.cuh with ADJACENT_DQ (p.dq_accum.col is 1) or without (it is
+// 32).
 //
 // A thread converts 16 columns of a row at a time. Neighbouring threads have the 8 rows of a group,
 // then the next 16 columns.

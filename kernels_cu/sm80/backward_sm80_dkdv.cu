@@ -16,65 +16,28 @@
 // columns. A warp that has its keys alone (P_IN_REGISTERS) keeps P and dS in registers instead;
 // they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
 // STAGES, the next tile is copied while one is multiplied. With one of wide heads, the next q
-// arrives behind the products for dv and dq (LOADS_APART), the next do behind the next scores.
+// arrives behind the product for dv (LOADS_APART), the next do behind the next scores. Of wide
+// heads the dq of a tile is multiplied and added while the next tile is computed (LATE_DQ):
+// additions are slow to return, and so they are spread over all of its products.
 //
 // Where HAS_PARTS, several blocks share the queries of a block of keys: each has some heads of the
 // group, and writes a part of dk and dv in float32; backward_sums.cu adds these up in order.
 //
 // Grid: prod(own_size) * heads_kv * blocks, for each part; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, the
-// head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
+// head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted in dkdv_storage.cuh.
 #include "../common/params.cuh"
 #include "../ptx/grid.cuh"
-#include "../warp/fragment_backward.cuh"
 #include "../warp/fragment_gradient_ds.cuh"
-#include "../warp/fragment_product.cuh"
 #include "../warp/fragment_tile.cuh"
+#include "dkdv_dq.cuh"
 
 namespace {
 
-using fragment::WARPS;
-using fragment_backward::Head;
+using namespace dkdv_dq;
 
-// Keys of a warp: 32, if every warp then still has at least 16 queries of a tile.
-constexpr bool TALL =
-    BLOCK_KV % 32 == 0 && BLOCK_KV <= 32 * WARPS && 512 * WARPS <= BLOCK_Q * BLOCK_KV;
-constexpr int WARP_KEYS = TALL ? 32 : 16;
-constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps that have the same keys
-constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
-// A warp that has all of a tile's queries keeps P and dS in registers, as left operands, and works
-// on a part of the queries at a time.
-constexpr bool P_IN_REGISTERS = SHARERS == 1;
-constexpr int PART_QUERIES = !P_IN_REGISTERS                        ? WARP_QUERIES
-                             : WARP_QUERIES % 32 == 0 && !HAS_SCORE ? 32
-                                                                    : 16;
-constexpr int PARTS = WARP_QUERIES / PART_QUERIES;
-constexpr int ROWS = WARP_KEYS / 8;
-constexpr int COLUMNS = PART_QUERIES / 4;
-// Of wide heads, shares are even, and rows of P and dS have no more bytes than they need.
-constexpr bool WIDE_HEAD = matmul::larger(D, D_V) > 256;
-template <int WIDTH, int OF>
-using Share = fragment_product::Share<WIDTH, OF, WIDE_HEAD ? OF : 1>;
-// Of dk and dv a warp of wide heads has 32 keys, which read q and do half as often as 16.
-constexpr int SUM_KEYS = WIDE_HEAD && BLOCK_KV % 32 == 0 && !P_IN_REGISTERS ? 32 : WARP_KEYS;
-constexpr int SUM_ROWS = SUM_KEYS / 8, SUM_SHARERS = WARPS * SUM_KEYS / BLOCK_KV;
-using ShareK = Share<D, SUM_SHARERS>;
-using ShareV = Share<D_V, SUM_SHARERS>;
-// For dq a warp has 32 or 16 of the tile's queries and a share of the columns.
-constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
-constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
-using ShareQ = Share<D, DQ_SHARERS>;
-constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, to save registers
-
-// Whether the dq of a tile is multiplied and added while the next tile is computed, so that
-// additions are spread over all of it. A quarter of the units of a share at a time: with the
-// scores, with dP, with dk and with dv.
-constexpr bool LATE = WIDE_HEAD && BLOCK_Q >= 64 && !P_IN_REGISTERS;
-constexpr int LATE_UNITS = (ShareQ::EACH + 3) / 4;
-
-// Limited by registers.
-constexpr int UNROLL = HAS_SCORE || (D <= 64 && !P_IN_REGISTERS) ? 2 : D > 64 && D <= 128 ? 8 : 4;
 constexpr bool LATE_KEYS = WHOLE_DQ && !WIDE_HEAD;  // they come with the first tile of queries
+static_assert(!LATE_DQ || COLUMNS >= 4, "a warp's queries: additions alternate with steps");
 
 using gradient_tile::TileRef;
 __device__ __forceinline__ int index_of(TileRef tile) { return static_cast<int>(tile) / 4; }
@@ -88,30 +51,8 @@ __device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
   return {rows_smem.data, rows_smem.row, rows_smem.col, rows_smem.vectors};
 }
 
-constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
-constexpr int P_BYTES = WIDE_HEAD && BLOCK_Q <= 32 ? 64 : fragment::row_bytes(BLOCK_Q);
-constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
-constexpr int TILES = 2 + (LATE ? 1 : 0);  // of P and dS
-constexpr int RESIDENT_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + TILES * TILE_BYTES + 8 * BLOCK_Q +
-                               4 * WARPS + static_cast<int>(sizeof(Head));
-constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
-constexpr int STAGES = (SHARED_BYTES - RESIDENT_BYTES) / STAGE_BYTES;
-
-static_assert(IS_16_BIT, "16-bit types");
-static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
-static_assert(SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
-static_assert(WARP_QUERIES % 16 == 0 || (WIDE_HEAD && WARP_QUERIES == 8), "BLOCK_Q, THREADS");
-static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
-static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
-              "SHARED_BYTES");
-
-// Whether the next q and do are copied apart, each after the last product that reads this one.
-constexpr bool LOADS_APART = LATE && STAGES == 1 && !WHOLE_DQ;
-constexpr bool LATE_DQ = LATE && ATOMIC_DQ && !WHOLE_DQ;
-
 using Dk = float[SUM_ROWS][ShareK::COLUMNS];
 using Dv = float[SUM_ROWS][ShareV::COLUMNS];
-using Dq = float[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
 
 // -- roles ----------------------------------------------------------------------------------------
 
@@ -151,82 +92,6 @@ __device__ __forceinline__ void repair_nonfinite(Dk& dk, Dv& dv, const ShareK& s
 template <int WIDTH, class Sum, class Words>
 __device__ __forceinline__ void multiply_registers(Sum& sum, Words& left, const char* tile_smem) {
   if constexpr (P_IN_REGISTERS) fragment::multiply_add<WIDTH>(sum, left, tile_smem);
-}
-
-// Multiplies dS and the keys for a part of the columns of a warp's share of dq.
-__device__ __forceinline__ void multiply_dq(Dq& dq, int part, const char* ds_smem,
-                                            const char* k_smem, bool has_nonfinite,
-                                            const fragment_gradient::DsScale& ds_scale) {
-  const int warp = threadIdx.x / ptx::WARP_SIZE;
-  const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
-  const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
-  matmul::clear(dq);
-  if (has_nonfinite) {
-    fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(dq, ds_smem, first,
-                                                                             k_smem, share);
-  } else {
-    fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
-        dq, ds_smem, first, k_smem, share);
-  }
-  if constexpr (fragment::Mma::SCALES_DS) matmul::scale(dq, ds_scale.inverse());
-}
-
-// The tile before, whose dq is still to be multiplied and added.
-struct LateDq {
-  const char* ds_smem;
-  float* to_gmem;  // of the warp's first query
-  int valid;       // rows from there on, not more than 0 if there is nothing to do
-  float inverse;   // scale of dS
-};
-
-// Quarter QUARTER of a warp's share of that dq.
-template <int QUARTER>
-struct LateQuarter {
-  static constexpr int FIRST = QUARTER * LATE_UNITS;
-  static constexpr int UNITS =
-      ShareQ::EACH - FIRST < LATE_UNITS ? ShareQ::EACH - FIRST : LATE_UNITS;
-  static constexpr int ROWS = DQ_QUERIES / 8;
-  float sums[ROWS][4 * (UNITS > 0 ? UNITS : 1)];
-
-  __device__ __forceinline__ static ShareQ share() {
-    ShareQ share(threadIdx.x / ptx::WARP_SIZE % DQ_SHARERS);
-    share.first += DQ_SHARERS * FIRST;  // the step of wide heads' shares
-    return share;
-  }
-  template <bool ONLY_FINITE>
-  __device__ __forceinline__ void multiply(const LateDq& late, const char* k_smem) {
-    if constexpr (UNITS > 0) {
-      const int first = threadIdx.x / ptx::WARP_SIZE / DQ_SHARERS * DQ_QUERIES / 16;
-      matmul::clear(sums);
-      if (late.valid <= 0) return;
-      fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, ONLY_FINITE ? 1 : UNROLL,
-                                                ONLY_FINITE>(sums, late.ds_smem, first, k_smem,
-                                                             share());
-      if constexpr (fragment::Mma::SCALES_DS) matmul::scale(sums, late.inverse);
-    }
-  }
-  // Adds a part of it.
-  __device__ __forceinline__ void add(const LateDq& late, int step, int steps) const {
-    if constexpr (UNITS > 0) {
-      fragment_product::add_fragments(sums, share(), late.to_gmem, late.valid, step, steps);
-    }
-  }
-};
-
-template <int QUARTER, bool ONLY_FINITE>
-__device__ __forceinline__ void add_quarter(const LateDq& late, const char* k_smem) {
-  LateQuarter<QUARTER> dq;
-  dq.template multiply<ONLY_FINITE>(late, k_smem);
-  dq.add(late, 0, 1);
-}
-
-// Multiplies and adds all of it.
-template <bool ONLY_FINITE>
-__device__ __forceinline__ void add_late(const LateDq& late, const char* k_smem) {
-  add_quarter<0, ONLY_FINITE>(late, k_smem);
-  add_quarter<1, ONLY_FINITE>(late, k_smem);
-  add_quarter<2, ONLY_FINITE>(late, k_smem);
-  add_quarter<3, ONLY_FINITE>(late, k_smem);
 }
 
 // Writes dk and dv in place of the keys and values, and from there to global memory.

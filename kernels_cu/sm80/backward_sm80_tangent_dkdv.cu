@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h_kv, true),
                                                j0, nj);
   if constexpr (HAS_TK) {
-    fragment::begin_rows<BLOCK_KV, D, K_BYTES>(
-        k_smem + K_FAR, memory::rows(t.tk, work.entry, h_kv, true), j0, nj);
+    fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem + K_FAR,
+                                               memory::rows(t.tk, work.entry, h_kv, true), j0, nj);
   }
   if constexpr (HAS_TV) {
     fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(
@@ -217,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           float ds[ROWS][COLUMNS], tds[ROWS][COLUMNS];
           fragment_tangent_gradient::multiply<D_V, HAS_TV, HAS_TDO, V_FAR, DO_FAR, UNROLL>(
               ds, tds, v_smem + warp_key * V_BYTES, do_smem + query * V_BYTES);
-          fragment_tangent_gradient::score_gradients<true>(p, masked, s, ts, rows_smem, kept, slopes,
-                                                           ds, tds);
+          fragment_tangent_gradient::score_gradients<true>(p, masked, s, ts, rows_smem, kept,
+                                                           slopes, ds, tds);
           fragment_tangent_gradient::fit(ds, tds, dk, ds_scale);
           fragment_gradient::narrow(tds, ds_scale.factor, words);
           const char* const part_smem = q_smem + query * K_BYTES;
@@ -248,10 +248,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   __syncthreads();  // the keys and values, read by all warps: the results take their memory
   matmul::scale(dk, ds_scale.inverse());
   matmul::scale(dv, p_scale.inverse());
-  fragment_product::store_rows<BLOCK_KV>(
-      dk, share_k, warp_key, p.dk, p.kind_dk != number::STORAGE_KIND,
-      layout::offset(p.dk, head_smem->entry, h_kv, true), head_smem->j0, nj,
-      static_cast<float>(p.scale), k_smem);
+  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
+                                         p.kind_dk != number::STORAGE_KIND,
+                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
+                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
       dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
       layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,

@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
                                             ni);
   if constexpr (HAS_TQ) {
-    fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(
-        q_smem + Q_FAR, memory::rows(t.tq, work.entry, h, false), i0, ni);
+    fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem + Q_FAR,
+                                              memory::rows(t.tq, work.entry, h, false), i0, ni);
   }
   float dq[ROWS][ShareQ::COLUMNS];
   matmul::clear(dq);

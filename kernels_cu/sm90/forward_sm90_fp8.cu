@@ -64,7 +64,7 @@ __device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float (
   for (int r = 0; r < 2; ++r) {
     float largest = 0;
     each_scale<COLUMNS>(scales, [&](int x, float own) {
-      largest = fmax(largest, s[r][x] == 0 ? 0.0f : fabs(own));  // which ignores NaN
+      if (s[r][x] != 0) largest = fmax(largest, fabs(own));  // which ignores NaN
     });
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void scale_seen(float (&s)[2][COLUMNS], const float (
     factors[r] = Unit::ratio(unit, output_unit);
     __syncwarp();  // the compiler keeps nothing of shared memory across it
     each_scale<COLUMNS>(scales, [&](int x, float own) {
-      s[r][x] = s[r][x] == 0 ? s[r][x] : s[r][x] * (own * inverse);
+      if (s[r][x] != 0) s[r][x] *= own * inverse;
     });
     __syncwarp();
   }

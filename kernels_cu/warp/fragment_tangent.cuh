@@ -205,10 +205,11 @@ __device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConst
 // -- sums -----------------------------------------------------------------------------------------
 
 // Rescales all sums from the old maxima to the new ones.
+template <int RESULT_COLUMNS>
 __device__ __forceinline__ void rescale(float (&m)[ROWS], const float (&m_new)[ROWS],
                                         float (&l)[ROWS], float (&sum)[ROWS],
-                                        float (&acc)[ROWS][COLUMNS_V], float (&w)[ROWS][COLUMNS_V],
-                                        float c) {
+                                        float (&acc)[ROWS][RESULT_COLUMNS],
+                                        float (&w)[ROWS][RESULT_COLUMNS], float c) {
   float alpha[ROWS];
   fragment_softmax::raise_max(m, m_new, l, alpha, c);
   fragment_softmax::scale_rows(acc, alpha);

@@ -129,7 +129,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS],
 
 // Lowers the scale of a warp's sums, where the storage type needs one, so that x and y fit.
 template <int ROWS, int COLUMNS, int SUM_COLUMNS>
-__device__ __forceinline__ void fit(const float (&x)[ROWS][COLUMNS], const float (&y)[ROWS][COLUMNS],
+__device__ __forceinline__ void fit(const float (&x)[ROWS][COLUMNS],
+                                    const float (&y)[ROWS][COLUMNS],
                                     float (&sums)[ROWS][SUM_COLUMNS], DsScale& scale) {
   if constexpr (fragment::Mma::SCALES_DS) {
     const float of_thread =
@@ -283,8 +284,7 @@ __device__ __forceinline__ void score_gradients(
 // P or tP after dropout, without its factor, which is left to the epilogue.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void drop(const float (&x)[ROWS][COLUMNS],
-                                     const unsigned int (&kept)[ROWS],
-                                     float (&to)[ROWS][COLUMNS]) {
+                                     const unsigned int (&kept)[ROWS], float (&to)[ROWS][COLUMNS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest import mock
+
 import numpy as np
 import pytest
 from cuda_specialisations import BFLOAT16
@@ -13,9 +16,11 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import ArgumentError, lookup, masks, scores
+from cupyflash.arrays import cuda_device
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu import lookups, route, workspace
+from cupyflash.gpu import launch, lookups, route, workspace
 from cupyflash.problem import validate
+from cupyflash.problem.call import Gradients
 from cupyflash.problem.lookups import of_call
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, lookup_bound, rho
@@ -186,7 +191,15 @@ def test_a_route_has_the_kernel_and_its_parts():
     assert served.gradient.shape == (1, 4, 1, 1)
     assert np.shares_memory(served.gradient, made[slopes])
     target = Target(0, "a GPU", (8, 0), 108, 166912)
-    found = route.lookup_gradient(call, target, x, x, x[..., 0], None, *served)
-    assert [step.kernel for step in found.steps] == [
-        "backward_delta", "backward_lookup", "backward_sums",
-    ]  # fmt: skip
+    rows = x, x, x[..., 0], None
+    how = {"gradients": Gradients(x, x, x), "deterministic": True}
+    found = route.backward(call, target, *rows, **how, served=[served])
+    alone = route.backward(call, target, *rows, **how)
+    kernels = [step.kernel for step in found.steps]
+    assert kernels == [step.kernel for step in alone.steps] + ["backward_lookup", "backward_sums"]
+    more = found.recipe.scratch.keys() - alone.recipe.scratch.keys()
+    assert more == {workspace.parts_of("dlookup 0")}
+    assert "dlookup 0" in {name for _, name in found.steps[-1].launch.slots}
+    wanted = sum(-(-x.nbytes // 256) * 256 for x in found.recipe.scratch.values())
+    with mock.patch.object(cuda_device, "of", return_value=target):
+        assert launch.workspace_size(replace(call, device=0)) >= wanted

@@ -32,9 +32,10 @@ SPILLS = {
     "forward_sm80": 216,
     "forward_sm80_tangent": 16,
     "forward_sm90": 196,
-    "forward_sm90_fp8": 174,  # in PARTIAL tiles
+    "forward_sm90_fp8": 162,  # in PARTIAL tiles
+    "forward_sm90_tangent": 524,  # nearly all of it in the producer, which has few registers
     "forward_sm90_tf32": 136,
-    "backward_sm80_dkdv": 180,
+    "backward_sm80_dkdv": 156,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 8,
     "backward_sm80_tangent_dkdv": 32,
@@ -58,7 +59,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 390
+    assert len(CASES) <= 400
     reductions = [case for case in CASES if case.kernel.startswith("reduce_")]
     assert len({case.dtype for case in reductions}) == 4  # of all kernels together
     for kernel in simt.KERNELS:

@@ -413,9 +413,10 @@ def _everything(emulator):
     rows = {"do": q, "out": tq, "lse": draw(2, 2, 70), "dlse": draw(2, 2, 70)}
     moved = SecondTangents(Tangents(tq, k, tk, bias, sink), q, draw(2, 2, 70))
     written = Gradients(*made), (np.empty_like(q), draw(2, 2, 70))
-    emulator.backward_tangent(call, rows, moved, *written)
-    with mock.patch.dict(simt.KERNELS, lean_kernels()):
-        emulator.backward_tangent(call, rows, moved, *written)
+    for deterministic in (False, True):
+        emulator.backward_tangent(call, rows, moved, *written, deterministic=deterministic)
+        with mock.patch.dict(simt.KERNELS, lean_kernels()):
+            emulator.backward_tangent(call, rows, moved, *written, deterministic=deterministic)
     # As above: entries share queries, and the first one sees nothing.
     q, k = draw(2, 40, 8), draw(2, 1, 33, 8)
     call = validate.call(q, k, k, Options(mask=masks.lengths(np.array([0, 33]))))
@@ -423,7 +424,25 @@ def _everything(emulator):
     rows = {"do": do, "out": draw(2, 2, 40, 8), "lse": draw(2, 2, 40)}
     moved = SecondTangents(Tangents(q, k, k), do)
     written = Gradients(*made), (draw(2, 2, 40, 8), draw(2, 2, 40))
-    emulator.backward_tangent(call, rows, moved, *written)
+    for deterministic in (False, True):
+        emulator.backward_tangent(call, rows, moved, *written, deterministic=deterministic)
+
+    # Those of 16 bits, of one stage and of two: numbers that are not finite where a tile is masked,
+    # tiles that are not, and queries that entries share.
+    for d, last, options in (
+        (24, np.inf, Options(mask=masks.causal())), (40, np.inf, Options(mask=masks.causal())),
+        (24, 1, Options()), (40, 1, Options()),
+        (24, 1, Options(mask=masks.lengths(np.array([0, 33])))),
+    ):  # fmt: skip
+        q, k = draw(2, 70, d).astype(np.float16), draw(2, 1, 73, d).astype(np.float16)
+        q[:, 20] = k[:, :, 20] = last
+        of_rows = draw(2, 2, 70, d).astype(np.float16)
+        call = validate.call(q, k, k, options)
+        rows = {"do": of_rows, "out": of_rows, "lse": draw(2, 2, 70)}
+        moved = SecondTangents(Tangents(q, k, k), of_rows)
+        made = *(np.empty_like(x) for x in (q, k, k)), None, None
+        written = Gradients(*made), (np.empty_like(of_rows), draw(2, 2, 70))
+        emulator.backward_tangent(call, rows, moved, *written)
 
     # Gradients of learned look-ups: of queries, over several tiles, and of one number.
     gate = lookup(draw(40), learned=True), lookup(draw(), learned=True)

@@ -137,6 +137,36 @@ def test_factors_that_scores_are_multiplied_by(scale):
 
 
 @emulated
+@mostly_thorough(
+    "sizes",
+    [(1, 1e-9, 1e6), (1e6, 1e-9, 1), (1, 1e30, 1e-3), (1e-36, 1e-36, 1e-38), (-1, 1, 0)],
+    quick=[(-1, 1, 0)],
+    why="other orders of tiles with small, large and no values",
+    ids=str,
+)
+@mostly_thorough(
+    "mask", [None, masks.causal()], quick=[None], why="masked tiles have units of rows", ids=str
+)
+def test_tiles_of_values_of_any_size(sizes, mask):
+    held = Coded.of(E4M3, *draw((1, 130, 64), *[(1, 384, 64)] * 2), by="row")
+    q, k, v = held.scales
+    v = v * np.repeat(np.float32(sizes), 128)[:, None]
+    held = Coded(E4M3, held.arrays, (q, k, v))
+    options = {} if mask is None else {"mask": mask}
+    within_the_bound(held, run(held, **options), **options)
+
+
+@emulated
+@mostly_thorough("by", ["head", "row"], quick=["row"], why="the same maxima without scales of keys")
+def test_rows_whose_scores_are_negative(by):
+    q, k, v = draw((2, 130, 64), (1, 300, 64), (1, 300, 64))
+    q, k = -np.abs(q), np.abs(k)
+    q[0, ::3] *= -1
+    held = Coded.of(E4M3, q, k, v, by=by)
+    within_the_bound(held, run(held))
+
+
+@emulated
 @EACH
 @pytest.mark.parametrize("packed_by", ["row"])
 def test_packed_sequences(form, packed_by):

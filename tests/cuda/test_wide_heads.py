@@ -143,12 +143,15 @@ def test_queries_are_copied_apart_from_do_where_one_stage_has_room():
 
 
 @emulated
-@mostly_thorough("blocks", [BLOCKS, NINE], quick=[NINE], why="the other layout is quick above")
+@mostly_thorough(
+    "blocks", [BLOCKS, NINE, Chosen(hopper=True)], quick=[NINE], why="other tiles and layouts",
+    ids=["small", "hopper", "chosen"],
+)  # fmt: skip
 @mostly_thorough(
     ("dtype", "d"), [(BRAIN, 264), (HALF, 511)], quick=[(BRAIN, 264)], why="types differ in scales"
 )
 def test_sums_of_dq_have_the_layout_of_their_gpu(blocks, dtype, d):
-    q, k, v, do = arrays(dtype, d, 264, 40, 50)
+    q, k, v, do = arrays(dtype, d, 264, 70, 50)
     q[..., 9], k[0, 20, 9] = -1, np.inf  # a score of -inf for the queries that see key 20
     ran = Ran(q, k, v, do, blocks, mask=masks.causal(0))
     options = {"mask": masks.mask(lambda b, h, i, j: (j <= i) & (j != 20))}

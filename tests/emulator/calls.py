@@ -22,6 +22,7 @@ from cupyflash.gpu import (
     driver,
     launch,
     launch_cache,
+    lookups,
     piece_launches,
     reduction_launches,
     row_launches,
@@ -45,6 +46,7 @@ from .machine import FORWARD, Schedule, machine
 from .memory import Memory, encode, poisoned, poisoned_like
 
 Read = Callable[[str], str]
+_OF_LOOKUPS = "offsets", "delta", "lookup", "sums"  # parts of calls
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,16 @@ class Emulator:
     def backward_lookups(
         self, call: Call, rows: Mapping[str, Array], gradients: Mapping[LookupTable, Array]
     ) -> None:
-        """Write gradients of learned look-ups, as `cupyflash.launch.backward_lookups`."""
+        """Write gradients of learned look-ups, as `Gpu.backward`, and no others."""
         read = rows["do"], rows["out"], rows["lse"], rows.get("dlse")
-        self._run(lambda: launch.backward_lookups(_on_device(call), *read, gradients))
+        only = dataclasses.replace(self, runs=lambda x: x.spec.part in _OF_LOOKUPS)
+        none: Gradients = Gradients(*(np.empty_like(x) for x in (call.q, call.k, call.v)))
+        served = lookups.served(call, gradients)
+        only._run(
+            lambda: launch.backward(
+                _on_device(call), *read, none, None, deterministic=True, served=served
+            )
+        )
 
     def reduce(self, call: Call, *form: Any) -> Any:
         """Return what is taken of pairs, as `cupyflash.reduction_launches.reduce`."""

@@ -13,7 +13,7 @@ import pytest
 from recognised import fields
 
 import cupyflash
-from cupyflash import cache_update, masks, quantization
+from cupyflash import cache_update, lookup, masks, quantization, scores
 from cupyflash.arrays import device_arrays
 from cupyflash.backends.gpu import Gpu
 from cupyflash.gpu import launch as gpu_launch
@@ -62,6 +62,51 @@ def with_lse(q, k, v, **options):
 def gradients(q, k, v, do, **options):
     out, vjp = cupyflash.attention_vjp(q, k, v, **options)
     return {"out": out} | dict(zip(RESULTS[2:], vjp(do)[:3], strict=True))
+
+
+def learned(cupy):
+    """Arrays that scores read, which have gradients: the later change reads one first."""
+    arrays, _ = dense(do=True)(cupy)
+    more = {"cap": full(cupy, (), values=3), "slopes": full(cupy, (2, 4)), "gate": full(cupy, 40)}
+    return arrays | more, {}
+
+
+def learned_gradients(q, k, v, do, cap, slopes, gate, grads_out=None):
+    cap, slopes, gate = tables = [lookup(x, learned=True) for x in (cap, slopes, gate)]
+    gated = scores.score(lambda s, b, h, i, j: gate[i] * s + slopes[b, h] * j)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    how = {"score_mod": [scores.softcap(cap), gated]}
+    if grads_out is not None:
+        grads_out = Gradients(None, None, None, dlookups={slopes: grads_out})
+    made = cupyflash.attention_backward(do, q, k, v, out, lse, grads_out=grads_out, **how)
+    names = dict(zip(("dcap", "dslopes", "dgate"), tables, strict=True))
+    assert made.dlookups.keys() == set(tables)
+    assert grads_out is None or made.dlookups[slopes] is grads_out.dlookups[slopes]
+    found = {name: made.dlookups[table] for name, table in names.items()}
+    return {"out": out, "lse": lse} | found | dict(zip(RESULTS[2:], made[:3], strict=True))
+
+
+def learned_given(cupy):
+    """The same, of which one gradient has its array."""
+    arrays, _ = learned(cupy)
+    return arrays | {"grads_out": full(cupy, (2, 4))}, {}
+
+
+def test_look_ups_that_scores_drop_are_checked_every_time(cupy):
+    arrays, _ = dense(do=True)(cupy)
+    cap, slopes = (lookup(full(cupy, n, values=1), learned=True) for n in ((), 4))
+    only = scores.score(lambda s, b, h, i, j: slopes[h] * j)  # whatever the score was
+    how = {"score_mod": [scores.softcap(cap), only]}
+    for _ in range(3):
+        cupy.launches.clear()
+        made = cupyflash.attention_backward(*_rows(arrays), **how)
+        assert set(made.dlookups) == {slopes}
+        assert "backward_lookup" in cupy.launches[-1].kernel
+
+
+def _rows(arrays):
+    do, q, k, v = (arrays[name] for name in ("do", "q", "k", "v"))
+    return do, q, k, v, *cupyflash.attention(q, k, v, return_lse=True)
 
 
 def directions(cupy):
@@ -205,6 +250,8 @@ KINDS = {
     "dense, lse": (dense(), with_lse, DENSE, {}, 0),
     "dense, causal": (dense(mask=masks.causal()), with_lse, DENSE, {}, 0),
     "gradients": (dense(dtype=F16, do=True), gradients, DENSE, {}, 8),
+    "learned": (learned, learned_gradients, DENSE, {}, 12),
+    "learned, given": (learned_given, learned_gradients, DENSE, {}, 12),
     "tangents": (directions, tangents, DENSE, {}, 0),
     "second": (second_directions, second, DENSE, {}, 12),
     "packed, host": (packed("host"), varlen, PACKED, {}, 0),

@@ -11,8 +11,11 @@ from cupyflash.gpu import driver, params, tma
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
-from cupyflash.torch import (  # noqa: E402 (after the skip)
+from cupyflash.arrays import reports  # noqa: E402 (after the skip)
+from cupyflash.errors import ArgumentError  # noqa: E402
+from cupyflash.torch import (  # noqa: E402
     attention,
+    attention_varlen,
     compute,
     pending,
     tensors,
@@ -128,3 +131,73 @@ def test_the_first_launch_of_a_thread_of_pytorchs(cupy, gpu_tensors, monkeypatch
     launches = cupy.launches[before:]
     assert not any(x.by_driver for x in launches)
     assert {x.data_ptr() for x in (q, k, v, do, *made)} <= told(launches)
+
+
+def packed(size, alike):
+    """Return q, k, v and do of two packed sequences, and offsets of both or of each."""
+    ends = [torch.tensor([0, 11, size], dtype=torch.int32) for _ in range(2)]
+    arrays = [torch.zeros(4, size, 16, dtype=torch.float16) for _ in range(4)]
+    return arrays, ends[:1] * 2 if alike else ends
+
+
+def packed_by_engine(size, alike, check=None):
+    (*qkv, do), ends = packed(size, alike)
+    leaves = [x.requires_grad_() for x in qkv]
+    out = attention_varlen(*leaves, *ends, check=check)
+    made = torch.autograd.grad(out, leaves, do)
+    return [*qkv, do, out, *ends, *made]
+
+
+@pytest.mark.parametrize("check", [None, False])
+@pytest.mark.parametrize("alike", [False, True], ids=["two", "one"])
+@pytest.mark.parametrize("size", [40, 4000], ids=["small", "large"])
+def test_gradients_of_packed_calls(cupy, gpu_tensors, monkeypatch, size, alike, check):
+    """They are prepared as those of others, and read the offsets of their own call."""
+    for _ in range(3):
+        packed_by_engine(size, alike, check)
+    half = len(cupy.launches) // 3
+    slow = [x.kernel for x in cupy.launches[-half:]]
+    unchecked(monkeypatch)
+    monkeypatch.setattr(compute, "backward", None)
+    for _ in range(2):
+        cupy.launches.clear()
+        arrays = packed_by_engine(size, alike, check)
+        assert [x.kernel for x in cupy.launches] == slow
+        assert {x.data_ptr() for x in arrays} <= told(cupy.launches)
+        ends = {x.data_ptr() for x in arrays[5:7]}
+        readers = [x for x in cupy.launches if x.kernel.startswith("offsets")]
+        assert len(readers) == 2  # before the forward, and before its gradients
+        assert all(ends <= told([x]) for x in readers)
+
+
+def test_gradients_of_a_packed_call_tell_of_wrong_offsets(cupy, gpu_tensors):
+    """As every later call on the device does."""
+    for _ in range(3):
+        packed_by_engine(40, True)
+    (*qkv, do), ends = packed(40, True)
+    leaves = [x.requires_grad_() for x in qkv]
+    out = attention_varlen(*leaves, *ends)
+    words = reports.words(0)
+    words[reports.OFFSETS_Q] = (1 << reports.KIND_BITS) + 2
+    with pytest.raises(ArgumentError, match="offsets_q: an earlier call"):
+        torch.autograd.grad(out, leaves, do, retain_graph=True)
+    torch.autograd.grad(out, leaves, do)
+
+
+def test_offsets_that_came_back_elsewhere(cupy, gpu_tensors):
+    for _ in range(3):
+        packed_by_engine(40, False)
+    (*qkv, do), ends = packed(40, False)
+    leaves = [x.requires_grad_() for x in qkv]
+    copies = []
+
+    def copied(x):
+        copies.append(x.clone())
+        return len(copies) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(copied, lambda n: copies[n]):
+        out = attention_varlen(*(x * 1 for x in leaves), *ends)
+    cupy.launches.clear()
+    torch.autograd.grad(out, leaves, do)
+    found = {x.data_ptr() for x in copies} & told(cupy.launches)
+    assert len(found) == len(copies) == 6  # q, k, v, both offsets, and out

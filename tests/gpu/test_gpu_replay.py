@@ -280,3 +280,51 @@ def test_a_graph_of_a_call_of_arrays_alone(cupy):
             stream.synchronize()
             assert np.array_equal(out.get(), sign)
             q *= -1
+
+
+def learned_of(cupy, seed):
+    """Learned look-ups, and the options of a call that reads them."""
+    rng = np.random.default_rng(seed)
+    sizes = {"cap": (), "slopes": (2, 4), "gate": (64,)}
+    made = [lookup(cupy.asarray(rng.uniform(1, 2, x)), learned=True) for x in sizes.values()]
+    cap, slopes, gate = made
+    gated = scores.score(lambda s, b, h, i, j: gate[i] * s - slopes[b, h] * abs(i - j) / 64)
+    return made, {"score_mod": [scores.softcap(cap), gated], "mask": masks.causal()}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
+def test_learned_look_ups_are_recognised_and_captured(cupy, unchecked, dtype):
+    shape = (2, 4, 64, 64)
+    drawn = [[x.astype(dtype) for x in draw(cupy, shape, 4, seed)] for seed in range(3)]
+    held = [learned_of(cupy, seed) for seed in range(3)]
+
+    def gradients(seed, **more):
+        (do, q, k, v), (tables, how) = drawn[seed], held[seed]
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **how)
+        of = do, q, k, v, out, lse
+        made = cupyflash.attention_backward(*of, deterministic=True, **how, **more)
+        return [*made[:3], *(made.dlookups[x] for x in tables)]
+
+    replay._entries.clear()
+    wanted = [[x.get() for x in gradients(seed)] for seed in range(3)]
+    _, q, k, v = drawn[0]
+    size = cupyflash.workspace_size(q, k, v, **held[0][1])
+    workspace = cupy.empty(size, np.uint8)
+    gradients(0, workspace=workspace)
+    unchecked()
+    for seed in (1, 2, 0):
+        for ours, right in zip(gradients(seed), wanted[seed], strict=True):
+            assert np.array_equal(ours.get(), right)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        gradients(0, workspace=workspace)
+        stream.begin_capture()
+        made = gradients(0, workspace=workspace)
+        graph = stream.end_capture()
+        for x in made:
+            x.fill(0)
+        graph.launch(stream)
+    stream.synchronize()
+    for ours, right in zip(made, wanted[0], strict=True):
+        assert np.array_equal(ours.get(), right)

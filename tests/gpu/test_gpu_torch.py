@@ -197,6 +197,24 @@ def test_a_layer_of_transformers_gives_the_bits_of_attention(cupy, monkeypatch, 
             assert torch.equal(a, b), n
 
 
+@pytest.mark.parametrize("length", [200, 6000], ids=["prepared", "large"])
+def test_gradients_of_packed_sequences_that_differ_in_their_offsets(cupy, length):
+    for n in range(5):
+        end = 37 + n
+        ends = torch.tensor([0, end, length], dtype=torch.int32, device="cuda")
+        q, k, v, do = (draw(4, length, 64, dtype=torch.bfloat16, seed=n + m) for m in range(4))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention_varlen(*leaves, ends, ends, mask=CAUSAL)
+        found = torch.autograd.grad(out, leaves, do)
+        apart = [
+            attention(*(x[:, rows] for x in leaves), mask=CAUSAL)
+            for rows in (slice(end), slice(end, None))
+        ]
+        wanted = torch.autograd.grad(torch.cat(apart, 1), leaves, do)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
 def test_recognised_calls_over_a_cache(cupy):
     k, v = (draw(2, 4, 300, 64, dtype=torch.float16, seed=n) for n in range(2))
     for n in range(4):

@@ -25,6 +25,7 @@ from cupyflash.gpu.kernels import (
     sm80_second,
     sm90,
     sm90_fp8,
+    sm90_tangent,
 )
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
@@ -161,6 +162,13 @@ def cases() -> list[Case]:
         ((96, 104), "segments"), ((128, 128), "softcap"), ((64, 64), "causal"),
     ]):  # fmt: skip
         case = Case("forward_sm80_tangent", dtypes[1 + n % 2], own, options, n % 3 == 2)
+        found.append(case)
+    for n, (own, options) in enumerate([
+        ((128, 128), "plain"), ((64, 64), "causal"), ((96, 104), "segments"),
+        ((128, 128), "everything"), ((64, 64), "plain"), ((40, 72), "bias"),
+        ((128, 128), "causal"), ((64, 64), "alibi"),
+    ]):  # fmt: skip
+        case = Case("forward_sm90_tangent", dtypes[1 + n % 2], own, options, n % 3 == 2)
         found.append(case)
     found.append(Case("forward_simt_tangent", dtypes[0], (128, 128), "causal", False))
     # Second derivatives: each table of tiles, and what takes most registers.
@@ -357,7 +365,7 @@ def _tma_stores(spec: KernelSpec, problem: Problem, tiles: Tiles) -> bool:
         return sm90.results_have_room(tiles, problem.d, problem.d_v)
     if spec is sm90_fp8.FORWARD:
         return sm90_fp8.results_have_room(tiles, problem)
-    return spec.tma is not None
+    return spec.tma is not None and spec is not sm90_tangent.TANGENTS
 
 
 def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:

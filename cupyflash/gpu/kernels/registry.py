@@ -26,6 +26,7 @@ from . import (
     sm90_bias,
     sm90_decode,
     sm90_fp8,
+    sm90_tangent,
     sm90_tf32,
 )
 from .spec import KernelSpec, Request, Tiles
@@ -33,7 +34,7 @@ from .spec import KernelSpec, Request, Tiles
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90_tf32.FORWARD, sm80.FORWARD, simt.FORWARD),
-    "tangents": (sm80_tangent.TANGENTS, simt.TANGENTS),
+    "tangents": (sm90_tangent.TANGENTS, sm80_tangent.TANGENTS, simt.TANGENTS),
     "tangent_delta": (rowwise.TANGENT_DELTA,),
     "tangent_sink": (rowwise.TANGENT_SINK,),
     "tangent_dkdv": (sm80_second.DKDV, simt_tangent.DKDV),

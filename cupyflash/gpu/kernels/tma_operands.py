@@ -38,6 +38,11 @@ def obstacle(request: Request, names: Iterable[str]) -> str | None:
     return None
 
 
+def of_call(request: Request, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the arrays that a call has: it may lack tangents."""
+    return tuple(name for name in names if name in "qkv" or name in request.arrays)
+
+
 def _is_codes(request: Request, name: str) -> bool:
     return request.call is not None and name in request.call.encoding.operands
 
@@ -88,11 +93,13 @@ def _cannot_load(request: Request, loads: Iterable[str], rows: Mapping[str, int]
 def use(operands: TmaOperands | None, request: Request, tiles: Tiles) -> TmaUse:
     """Return what a launch copies by TMA. There must be no obstacle to its loads.
 
-    If results cannot be stored by TMA, the kernel ignores their maps.
+    If results cannot be stored by TMA, the kernel ignores their maps, and so it does those of
+    arrays that a call does not have.
     """
     if operands is None:
         return TmaUse()
-    loads, stores = operands.loads, operands.stores
+    has, stores = of_call(request, operands.loads), operands.stores
+    loads = tuple(name if name in has else operands.loads[0] for name in operands.loads)
     if operands.optional and _cannot_load(request, loads, operands.rows(tiles)):
         return TmaUse(tuple(NOTHING for _ in loads))
     stored = operands.has_room(request, tiles) and can_store(request, stores)
