@@ -5,6 +5,7 @@ A block of 128 threads is one warpgroup.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -133,6 +134,12 @@ COPY = Case(
     since=HOPPER,
     shared=(8192 + 1024 + 16) // 16,
     map=BOXES,
+)
+
+COPY_ONCE = dataclasses.replace(
+    COPY,
+    name=COPY.name.replace("tma_load", "tma_load_once"),
+    body=COPY.body.replace("tma_load(", "tma_load_once("),
 )
 
 # Of each block an array of 50 rows of 40 columns, with gaps, in 64 rows of 128 bytes.
@@ -322,7 +329,7 @@ def product(
       const unsigned int a[4] = {in[0], in[1], in[2], in[3]};
       const unsigned long long b = 1ull << 62 | 64ull << 32 | 128 << 16 | (begin + 8192) / 16;
       ptx::wgmma_rs_TYPE(d, a, b);
-      """.replace("TYPE", f"TYPE{part}")
+      """.replace("TYPE", f"TYPE{part}").replace("b);", "b, true);" if columns == 256 else "b);")
             if of_registers
             else DESCRIBED[form]
             + f"""
@@ -463,7 +470,7 @@ def product_of_floats(columns: int, whole: bool) -> Case:
 
 _AROUND = "fence_proxy_async wgmma_fence wgmma_commit wgmma_wait fence_accumulator"
 WIDTHS = {
-    "ss": (32, 48, 64, 80, 112, 128, 144, 176, 208), "st": (64, 128), "tt": (64, 128),
+    "ss": (32, 48, 64, 80, 112, 128, 144, 176, 208), "st": (64, 128, 256), "tt": (64, 128),
     "rs": (32, 48, 64, 80, 96, 128, 160, 192, 256),
 }  # fmt: skip
 PRODUCTS = [
@@ -480,4 +487,4 @@ PRODUCTS += [
 ]
 PRODUCTS += [product_of_floats(columns, whole) for columns in (64, 128) for whole in (True, False)]
 
-CASES = [PHASES, NUMBERED, VOTES, COPY, STORE, REGISTERS, GRIDS, PREFETCH, *PRODUCTS]
+CASES = [PHASES, NUMBERED, VOTES, COPY, COPY_ONCE, STORE, REGISTERS, GRIDS, PREFETCH, *PRODUCTS]
