@@ -139,7 +139,7 @@ def test_directions_that_lack_tangents(dtype, names):
 )
 def test_masks_with_sinks_and_dropout(dtype, mask):
     more = {"sink": "float32", "dropout": 0.3}
-    made = problem(dtype, (2, 2, 150, 40), (2, 1, 150, 40), mask=mask, seed=1, **more)
+    made = problem(dtype, (2, 2, 150, 40), (2, 1, 150, 40), mask=mask, seed=0, **more)
     assert 0 < worst(made, drawn(made)) <= 1
 
 
