@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG_FILES = {  # take a minute and more
-    "test_backward_sm90", "test_cuda_compile", "test_emulator", "test_emulator_faults",
+    "test_backward_sm90", "test_cuda_compile", "test_emulator", "test_emulator_barriers",
     "test_faults", "test_forward_sm80", "test_forward_sm90", "test_forward_sm90_masks",
     "test_outputs", "test_properties",
 }  # fmt: skip

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
-from . import cuda_operations as operations
+from .cuda_division import division
 from .cuda_functions import Functions, Generated
 from .distance import with_distances
 from .edges import has_edges
@@ -29,6 +29,79 @@ from .nodes import READS, Expr, abbreviated, rebuild, show_node, walk
 from .width import narrow
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
+
+
+# How an operation is written, by the type of its result, with the names of its operands. Functions
+# that are not part of C++ are in common/lookup.cuh and common/expression.cuh. A tile's class
+# computes with bounds of integers, which may be at the ends of 64 bits.
+_FLOAT = {
+    "add": "{0} + {1}",
+    "subtract": "{0} - {1}",
+    "multiply": "{0} * {1}",
+    "divide": "{0} / {1}",
+    "negative": "-{0}",
+    "absolute": "fabs({0})",
+    "minimum": "minimum({0}, {1})",
+    "maximum": "maximum({0}, {1})",
+    "power": "pow({0}, {1})",
+    "exp": "exp({0})",
+    "exp2": "exp2({0})",
+    "log": "log({0})",
+    "tanh": "tanh_of({0})",
+    "sigmoid": "sigmoid({0})",
+    "erf": "erf({0})",
+    "sqrt": "sqrt({0})",
+    "sin": "sin({0})",
+    "cos": "cos({0})",
+    "to_float": "static_cast<{type}>({0})",
+    "where": "{0} ? {1} : {2}",
+}
+# Integer operations whose results may not fit although their operands do.
+_ARITHMETIC = {
+    "add", "subtract", "multiply", "negative", "absolute", "floor_divide", "remainder",
+    "left_shift",
+}  # fmt: skip
+_INT = {
+    "add": "{0} + {1}",
+    "subtract": "{0} - {1}",
+    "multiply": "{0} * {1}",
+    "negative": "-{0}",
+    "absolute": "{0} < 0 ? -{0} : {0}",
+    "minimum": "{0} < {1} ? {0} : {1}",
+    "maximum": "{0} > {1} ? {0} : {1}",
+    "floor_divide": "floor_divide({0}, {1})",
+    "remainder": "remainder({0}, {1})",
+    "left_shift": "left_shift({0}, {1})",
+    "right_shift": "right_shift({0}, {1})",
+    "floor": "floor_to_int({0})",
+    "to_int": "static_cast<{type}>({0})",
+    "where": "{0} ? {1} : {2}",
+}
+_BOUND = _INT | {
+    "add": "saturating_add({0}, {1})",
+    "subtract": "saturating_subtract({0}, {1})",
+    "multiply": "saturating_multiply({0}, {1})",
+    "left_shift": "saturating_left_shift({0}, {1})",
+    "negative": "saturating_subtract(0LL, {0})",
+    "absolute": "{0} < 0 ? saturating_subtract(0LL, {0}) : {0}",
+}
+_BOOL = {
+    "less": "{0} < {1}",
+    "less_equal": "{0} <= {1}",
+    "equal": "{0} == {1}",
+    "not_equal": "{0} != {1}",
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_xor": "{0} != {1}",
+    "logical_not": "!{0}",
+    "where": "{0} ? {1} : {2}",
+}
+
+# Operations that cost more than a multiplication, with their approximate cost.
+_STEPS = {
+    "exp": 4, "log": 12, "tanh": 16, "divide": 12, "floor": 8, "floor_divide": 24, "remainder": 24,
+    "exp2": 4, "sigmoid": 16, "erf": 20, "sqrt": 8, "sin": 24, "cos": 24, "power": 40,
+}  # fmt: skip
 
 
 @dataclass
@@ -330,16 +403,16 @@ class _Body:
         if node.op == "distance":
             return self._distance(node, args[0])
         if node.type == "float":
-            text = operations.FLOAT[node.op]
+            text = _FLOAT[node.op]
             if node.op == "multiply" and node in self.rounded:
                 text = "multiply_rounded({0}, {1})"
         elif node.type == "bool":
-            text = operations.BOOL[node.op]
-        elif (division := self._division(node)) is not None:
-            text = division[0]
+            text = _BOOL[node.op]
+        elif (special := division(node, self.parameters.divisors, self.words)) is not None:
+            text = special[0]
         else:
-            text = (operations.BOUND if self.bounds else operations.INT)[node.op]
-            if node not in self.words and node.op in operations.ARITHMETIC:
+            text = (_BOUND if self.bounds else _INT)[node.op]
+            if node not in self.words and node.op in _ARITHMETIC:
                 # C++ computes in the operands' type, whatever the type of the variable.
                 args = [
                     f"static_cast<long long>({arg})" if operand in self.words else arg
@@ -348,24 +421,8 @@ class _Body:
         return text.format(*args, type=kind)
 
     def _cost(self, node: Expr) -> int:
-        division = self._division(node)
-        return operations.STEPS.get(node.op, 1) if division is None else division[1]
-
-    def _division(self, node: Expr) -> tuple[str, int] | None:
-        """Return how to divide by a positive number that is written out, and what it costs."""
-        if node.op not in ("floor_divide", "remainder"):
-            return None
-        number, divisor = node.args
-        if divisor not in self.parameters.divisors or divisor.value < 1:
-            return None
-        by, is_quotient = divisor.value, node.op == "floor_divide"
-        if by.bit_count() == 1:  # rounds down, as the division does
-            rest = f"{{0}} & {by - 1}{'' if node in self.words else 'LL'}"
-            return f"{{0}} >> {by.bit_length() - 1}" if is_quotient else rest, operations.SHIFT
-        if node in self.words and self.words[number][0] >= 0:
-            unsigned = f"static_cast<unsigned int>({{0}}) {'/' if is_quotient else '%'} {by}u"
-            return f"static_cast<int>({unsigned})", operations.UNSIGNED
-        return None
+        special = division(node, self.parameters.divisors, self.words)
+        return _STEPS.get(node.op, 1) if special is None else special[1]
 
     def _distance(self, node: Expr, rest: str) -> str:
         """Write what all pairs of a thread share, and return the sum with the rest of the place."""

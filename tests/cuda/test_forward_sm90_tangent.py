@@ -114,7 +114,9 @@ def with_every_option(dtype, d, d_v, mask="window"):
 
 @emulated
 @EACH_TYPE
-@mostly_thorough("sizes", [(24, 40), (128, 72)], quick=[(24, 40)], why="other tiles", ids=str)
+@mostly_thorough(
+    "sizes", [(24, 40), (128, 72)], quick=[(24, 40)], why="other tiles of the same heads", ids=str
+)
 def test_a_call_with_every_option_is_within_the_bound(dtype, sizes):
     made = with_every_option(dtype, *sizes)
     direction = drawn(made)

@@ -203,7 +203,9 @@ _EFFORTS: dict[tuple[Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     (None, SCORE + _NUMBERS[J] * 2.0): ((0, 3, 1, True, False),) * 2,
     (_IDS[I] == _IDS[J], SCORE * (_NUMBERS[H] + len_q * 0.5)): ((3, 1, 2, False, True),) * 2,
     (None, exp(-SCORE) + log(maximum(SCORE, 0.125))): ((0, 35, 2, False, True),) * 2,
-    (I // 7 == J % 5, SCORE + floor(SCORE) * 1.0): ((49, 11, 1, False, False),) * 2,
+    (I // 7 == J % 5, SCORE + floor(SCORE) * 1.0): (
+        (49, 11, 1, False, False), (9, 11, 1, False, False),
+    ),
 }  # fmt: skip
 
 
