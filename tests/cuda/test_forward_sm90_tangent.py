@@ -12,14 +12,14 @@ from cuda_specialisations import target_of
 from emulator import build
 from emulator.blocks import Blocks
 from emulator.calls import Emulator
-from emulator.machine import FORWARD, REVERSE, randomly
+from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from emulator.problems import run_tangent
 from halves import mostly_thorough
 from placement import same_bits
 from tangents import jvp_ratios
 
 from cupyflash import masks, scores
-from cupyflash.gpu import route
+from cupyflash.gpu import route, source
 from cupyflash.gpu.kernels import sm90_tangent
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import Request
@@ -273,6 +273,40 @@ def test_empty_tiles_are_not_visited():
     Emulator(Warpgroups()).forward_tangent(call, along, (out, tout, lse, tlse), visited)
     block_kv = sm90_tangent.fit(24, 24, False).block_kv
     assert visited[0] == -(-128 // block_kv) + -(-256 // block_kv)
+
+
+KERNEL, STORAGE = "sm90/forward_sm90_tangent.cu", "sm90/tangent_storage.cuh"
+FAULTS = {
+    "keys": (KERNEL, "shared.k_pipeline.wait_full(kv_uses);", ""),
+    "next keys": (KERNEL, "if (next >= 0) shared.k_pipeline.wait_full(n + 1);", ""),
+    "values": (KERNEL, "shared.v_pipeline.wait_full(n);", ""),
+    "queries": (KERNEL, "warpgroup::mbarrier_wait(shared.q_full_barrier(index), q_uses % 2);", ""),
+    "products": (KERNEL, "ptx::wgmma_wait<0>();\n        ptx::fence_accumulator(s);", ""),
+    "bytes of keys": (STORAGE, "KTiles::BYTES * (HAS_TK ? 2 : 1)", "KTiles::BYTES"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.thorough("mutants; that the emulator reports faults is quick")
+def test_what_has_not_come_is_reported(name):
+    path, before, after = FAULTS[name]
+    assert source.read(path).count(before) == 1
+    made = problem("bfloat16", (1, 1, 140, 24), (1, 1, 400, 24))
+    direction = drawn(made)
+
+    def read(asked):
+        text = build.read(asked)
+        return text.replace(before, after) if asked == path else text
+
+    def run_in_many_ways():
+        for schedule in (FORWARD, REVERSE, *map(randomly, range(8))):
+            run_tangent(
+                made, Emulator(Warpgroups(multiprocessors=1), schedule, read=read), direction
+            )
+
+    with pytest.raises(Fault):
+        run_in_many_ways()
 
 
 # -- which calls it serves ------------------------------------------------------------------------
