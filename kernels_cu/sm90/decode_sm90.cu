@@ -204,8 +204,9 @@ class Consumer {
     ptx::named_barrier_sync(ALONE, BOTH_CONSUMERS);
   }
 
-  // 2 scores: issues their products.
+  // Issues the products of scores.
   __device__ __forceinline__ void begin_scores(int n) {
+    // 2 scores
     const warpgroup::SmemDesc q = smem_.q.desc(0);
     const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem_.stage(n)), 0);
 #pragma unroll
@@ -309,10 +310,11 @@ class Consumer {
     }
   }
 
-  // 7 accumulate p v: issues the product for the consumer's columns, of its OWN weights, which are
-  // in registers, or of the other consumer's.
+  // Issues the product for the consumer's columns, of its OWN weights, which are in registers, or
+  // of the other consumer's.
   template <bool OWN>
   __device__ __forceinline__ void begin_values(int n, const TileFacts& tile) {
+    // 7 accumulate p v
     bool adds = !tile.begins();
     // The node rescales its sums; elsewhere merges stand for that.
     if (ptx::any_lane(alpha_[0] != 1.0f || alpha_[1] != 1.0f)) {
