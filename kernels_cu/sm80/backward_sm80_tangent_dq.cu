@@ -30,14 +30,14 @@ constexpr int K_FAR = BLOCK_KV * Q_BYTES, V_FAR = BLOCK_KV * DO_BYTES;
 
 // The batch entry whose keys and values are streamed. It is in shared memory because the sums fill
 // the registers.
-struct StreamedEntry {
+struct StreamedTangents {
   layout::Entry entry;
   memory::Rows k, v, tk, tv;
   fragment_tile::Classes classes;
 };
 constexpr int NUMBERS_BYTES = 4 * tangent_gradient::ROW_NUMBERS * BLOCK_Q;
 constexpr int RESIDENT_BYTES =
-    2 * (Q_FAR + DO_FAR) + NUMBERS_BYTES + static_cast<int>(sizeof(StreamedEntry));
+    2 * (Q_FAR + DO_FAR) + NUMBERS_BYTES + static_cast<int>(sizeof(StreamedTangents));
 constexpr int STAGE_BYTES = 2 * (K_FAR + V_FAR);
 constexpr int STAGES = (SHARED_BYTES - RESIDENT_BYTES) / STAGE_BYTES;
 
@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const do_smem = q_smem + 2 * Q_FAR;
   char* const stages_smem = do_smem + 2 * DO_FAR;
   float* const rows_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
-  StreamedEntry* const streamed_smem =
-      reinterpret_cast<StreamedEntry*>(rows_smem + tangent_gradient::ROW_NUMBERS * BLOCK_Q);
+  StreamedTangents* const streamed_smem =
+      reinterpret_cast<StreamedTangents*>(rows_smem + tangent_gradient::ROW_NUMBERS * BLOCK_Q);
 
   const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
@@ -88,19 +88,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     __syncthreads();  // the previous entry and its last tile, which other threads may still read
     if (threadIdx.x == 0) {
       const layout::Entry entry = layout::shared_entry(p, streamed_smem->entry, member);
-      *streamed_smem = StreamedEntry{entry,
-                                     memory::rows(p.k, entry, h_kv, true),
-                                     memory::rows(p.v, entry, h_kv, true),
-                                     memory::rows(HAS_TK ? t.tk : p.k, entry, h_kv, true),
-                                     memory::rows(HAS_TV ? t.tv : p.v, entry, h_kv, true),
-                                     {}};
+      *streamed_smem = StreamedTangents{entry,
+                                        memory::rows(p.k, entry, h_kv, true),
+                                        memory::rows(p.v, entry, h_kv, true),
+                                        memory::rows(HAS_TK ? t.tk : p.k, entry, h_kv, true),
+                                        memory::rows(HAS_TV ? t.tv : p.v, entry, h_kv, true),
+                                        {}};
     }
     __syncthreads();  // the new entry, written by thread 0
     const layout::Entry& entry = streamed_smem->entry;
     const auto load_tile = [&](const fragment_tile::Tile& tile, int stage) {
       char* const k_smem = stages_smem + stage * STAGE_BYTES;
       char* const v_smem = k_smem + 2 * K_FAR;
-      const StreamedEntry& from = *streamed_smem;
+      const StreamedTangents& from = *streamed_smem;
       fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, from.k, tile.first, tile.rows);
       fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(v_smem, from.v, tile.first, tile.rows);
       if constexpr (HAS_TK) {
