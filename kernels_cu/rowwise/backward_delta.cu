@@ -80,13 +80,17 @@ __device__ __forceinline__ void sum_rows(accum_t (&value)[AHEAD], const GlobalRo
   }
 }
 
-// Sets to 0 a block's share of a head's sums of dq, which are neighbours in memory. Heads and
-// entries that share their sums all do so.
+// Sets to 0 a block's share of a head's sums of dq, which are neighbours in memory. Of entries that
+// share their sums, the first one does so.
 __device__ __forceinline__ void clear_sums(const Params& p, const layout::Entry& entry, long long h,
                                            long long block) {
   struct alignas(16) Floats {
     float x[4];
   };
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) {
+    if (p.dq_accum.lead[axis] == 0 && entry.lead[axis] != 0) return;
+  }
   Floats* const sums = reinterpret_cast<Floats*>(reinterpret_cast<float*>(p.dq_accum.data) +
                                                  layout::grouped_offset(p.dq_accum, entry, h));
   const long long count = p.dq_accum.head / 4;
