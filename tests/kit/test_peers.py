@@ -155,7 +155,7 @@ def test_known_failures_are_all(name):
     if PEERS[name].version is None:
         pytest.skip(f"needs {PEERS[name].package}: {PEERS[name].install}")
     if PEERS[name].missing:
-        pytest.skip(f"needs {PEERS[name].missing}")
+        pytest.skip(f"PyTorch finds no GPU, and {name} needs {PEERS[name].missing}")
     judged = run.verify_peer(name, seconds=10)
     assert not judged.ended
     assert {x.name for x in judged.failures} <= set(PEERS[name].instead)
