@@ -30,7 +30,6 @@ from .width import narrow
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
 
-
 # How an operation is written, by the type of its result, with the names of its operands. Functions
 # that are not part of C++ are in common/lookup.cuh and common/expression.cuh. A tile's class
 # computes with bounds of integers, which may be at the ends of 64 bits.
