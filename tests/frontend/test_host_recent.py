@@ -315,8 +315,9 @@ def shared(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_several_threads_are_for_long_calls(shared, dtype):
+def test_several_threads_are_for_long_calls(shared, monkeypatch, dtype):
     """To wake one takes longer than a part of a short call."""
+    monkeypatch.setattr(decode_launch, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     for room, items in ((1000, []), (10_000, [2])):
         q, k, v = drawn(room=room, dtype=dtype)
         expected = checked(q, k, v, room)

@@ -284,9 +284,11 @@ def test_import_is_light(tmp_path):
 
 
 def test_import_is_quick(tmp_path):
+    """In units of the import of NumPy, of which no machine changes much."""
     program = (
-        "import numpy, time; begin = time.process_time(); import cupyflash; "
-        "cupyflash.masks, cupyflash.scores; print(time.process_time() - begin)"
+        "from time import process_time as now; begin = now(); import numpy; middle = now(); "
+        "import cupyflash; cupyflash.masks, cupyflash.scores; "
+        "print((now() - middle) / (middle - begin))"
     )
     # The best of some: other processes can only add to it.
-    assert any(in_a_fresh_process(program, tmp_path) < 0.3 for _ in range(5))
+    assert any(in_a_fresh_process(program, tmp_path) < 4 for _ in range(5))
