@@ -107,7 +107,8 @@ def by_rows(
     The settings are `by_rows`. The lse may be None if it is not wanted.
     """
     if not torch.compiler.is_compiling():
-        made = _again(settings, Operands(*qkv.values(), None, sink, None, None, *offsets), return_lse)
+        x = Operands(*qkv.values(), None, sink, None, None, *offsets)
+        made = _again(settings, x, return_lse)
         if made is not None:
             return made
     settings = settings._replace(by_rows=False)

@@ -140,16 +140,20 @@ class Signature(launch_cache.Signature):
                 _remember(self, known.by_rows())
 
     def _look_for_others(self, key: tuple[Any, ...], k: torch.Tensor, v: torch.Tensor) -> None:
-        """Look for calls with other numbers of keys; only this number and strides tell them."""
+        """Look for calls with other numbers of keys; only this number and strides tell them.
+
+        Keys and values have no gaps, or are part of a room, of which they keep the strides.
+        """
         keys = k.shape[-2]
-        if v.shape[-2] != keys or not (k.is_contiguous() and v.is_contiguous()):
+        if v.shape[-2] != keys:
             return
+        rooms = [None if x.is_contiguous() else x.stride() for x in (k, v)]
         kind, *of_q = key[:_OPERAND]
         of_k, of_v = key[_OPERAND : 2 * _OPERAND - 1], key[2 * _OPERAND - 1 : 3 * _OPERAND - 2]
         shapes = [(*x.shape[:-2], x.shape[-1]) for x in (k, v)]
         rest = key[3 * _OPERAND - 2 :]
         sizes = of_k[0], *of_k[3:], of_v[0], *of_v[3:]
-        self.form = form = (kind, *of_q, *shapes, *sizes, *rest)
+        self.form = form = (kind, *of_q, *shapes, *rooms, *sizes, *rest)
         found = _growing.get(form)
         if found is not None and found[0].least <= keys <= found[0].most:
             growing, known = found
