@@ -25,6 +25,10 @@ Window: TypeAlias = "Sequence[int | None] | torch.Tensor"
 
 def sizes_of(window_size: Window) -> list[int | None]:
     """Return how many keys before and after its own position a query sees; None means all."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is int and type(right) is int:  # as most calls have them: there is no loop
+            return [None if left < 0 else left, None if right < 0 else right]
     sizes: list[int | None] = []
     for value in window_size:
         size = value if type(value) is int or value is None else integer(value)
@@ -42,13 +46,8 @@ def sizes_of(window_size: Window) -> list[int | None]:
 
 def band(causal: bool, window_size: Window) -> Any:
     """Return the mask of a diagonal and a window, aligned at the end."""
-    if type(window_size) is tuple and len(window_size) == 2:
-        left, right = window_size
-        if type(left) is int is type(right):  # as a call that is recognised has them
-            return recipes.band(
-                causal, None if left < 0 else left, None if right < 0 else right, None
-            )
-    return recipes.band(causal, *sizes_of(window_size), None)
+    left, right = sizes_of(window_size)
+    return recipes.band(causal, left, right, None)
 
 
 def changes_of(softcap: float, alibi_slopes: torch.Tensor | None) -> Any:
@@ -107,8 +106,9 @@ def by_rows(
     The settings are `by_rows`. The lse may be None if it is not wanted.
     """
     if not torch.compiler.is_compiling():
-        x = Operands(*qkv.values(), None, sink, None, None, *offsets)
-        made = _again(settings, x, return_lse)
+        q, k, v = qkv.values()
+        given = Operands(q, k, v, None, sink, None, None, *offsets)
+        made = _again(settings, given, return_lse)
         if made is not None:
             return made
     settings = settings._replace(by_rows=False)
