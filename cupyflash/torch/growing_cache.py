@@ -47,7 +47,8 @@ class _Rooms:
         rooms = self._rooms or (None, None)
         all_k, room_k, first = _with(self.keys, k, rooms[0], self.rows)
         all_v, room_v, first_v = _with(self.values, v, rooms[1], self.rows)
-        self._rooms = (room_k, room_v) if first == first_v else None
+        is_alike = first == first_v and room_k.shape[2] == room_v.shape[2]
+        self._rooms = (room_k, room_v) if is_alike else None
         return all_k, all_v, first, all_k.shape[2]
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor, first: int, end: int) -> None:

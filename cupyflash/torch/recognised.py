@@ -145,11 +145,11 @@ class Signature(launch_cache.Signature):
         Keys and values have no gaps, or are part of a room, of which they keep the strides.
         """
         keys = k.shape[-2]
-        if v.shape[-2] != keys:
-            return
-        rooms = [None if x.is_contiguous() else x.stride() for x in (k, v)]
         kind, *of_q = key[:_OPERAND]
         of_k, of_v = key[_OPERAND : 2 * _OPERAND - 1], key[2 * _OPERAND - 1 : 3 * _OPERAND - 2]
+        if v.shape[-2] != keys or of_k[-1] or of_v[-1]:  # launches are made for aligned ones
+            return
+        rooms = [None if x.is_contiguous() else x.stride() for x in (k, v)]
         shapes = [(*x.shape[:-2], x.shape[-1]) for x in (k, v)]
         rest = key[3 * _OPERAND - 2 :]
         sizes = of_k[0], *of_k[3:], of_v[0], *of_v[3:]

@@ -214,6 +214,21 @@ def test_rows_that_others_chose():
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_keys_or_values_that_others_copied(name):
+    """The rooms of both then differ in size, so that both are copied."""
+    rng = torch.Generator().manual_seed(0)
+    layer, library = GrowingLayer(), transformers.cache_utils.DynamicLayer()
+    layer.rows = 500
+    for n in range(120):
+        new = drawn(2, 1, rng)
+        for a, b in zip(layer.update(*new), library.update(*new), strict=True):
+            assert torch.equal(a, b)
+        layer.rows = 0
+        if n == 3:
+            setattr(layer, name, getattr(layer, name).clone())
+
+
 def test_rows_with_gradients_are_copied():
     rng = torch.Generator().manual_seed(0)
     found = []

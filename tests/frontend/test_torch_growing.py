@@ -29,8 +29,10 @@ def tensors(keys, batch=1, heads=4, heads_kv=2, d=16, dtype=torch.float16, layou
     k, v = (torch.zeros(batch, heads_kv, keys, d, dtype=dtype) for _ in "kv")
     if layout == "rows first":
         k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    if layout == "room":
-        k, v = (x.new_zeros(batch, heads_kv, ROOM, d)[:, :, :keys] for x in (k, v))
+    if "room" in layout:
+        first = 1 if "second row" in layout else 0
+        rooms = (x.new_zeros(batch, heads_kv, ROOM, d) for x in (k, v))
+        k, v = (x[:, :, first : first + keys] for x in rooms)
     return q, k, v
 
 
@@ -94,6 +96,7 @@ OTHERS = {
     "a mask": {"options": {"mask": masks.causal()}},
     "a mask of an array": {"options": {"mask": torch.ones(1, 1, dtype=torch.bool)}},
     "another order": {"layout": "rows first"},
+    "rows that begin at any address": {"layout": "room, from its second row", "d": 20},
 }
 
 
