@@ -14,7 +14,7 @@ from transformers import cache_utils
 from ..arrays.integers import integer
 from ..errors import ArgumentError
 
-_FEWEST = 64  # rows of a room
+_FEWEST = 64  # rows of the smallest room
 
 
 class _Rooms:
