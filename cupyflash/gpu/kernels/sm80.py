@@ -286,10 +286,11 @@ def _configure_bias(request: Request) -> Tiles | None:
 
 def _fit_bias(request: Request) -> Tiles | None:
     problem, limit = request.problem, request.device.shared_memory
-    *sizes, resident = FEW_QUERIES_BIAS
-    tiles = backward_tiles("backward_sm80_bias", *sizes, problem.d, problem.d_v, resident)
+    block_q, block_kv, warps, stages, resident = FEW_QUERIES_BIAS
+    sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
+    tiles = backward_tiles("backward_sm80_bias", *sizes, resident)
     # No sequence's result may depend on the lengths of others that are packed with it.
-    few = not problem.rows.adjoin and int(np.max(problem.len_q, initial=0)) <= tiles.block_q
+    few = not problem.rows.adjoin and int(np.max(problem.len_q, initial=0)) <= block_q
     if few and max(problem.d, problem.d_v) <= SMALL_BIAS_HEAD and tiles.share_memory(limit):
         return tiles
     return _configure_backward("backward_sm80_bias", request)

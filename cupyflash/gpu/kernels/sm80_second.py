@@ -69,8 +69,9 @@ def fit(kernel: str, d: int, d_v: int, limit: int, changed: bool = False) -> Til
     changed : bool
         Whether scores are changed: their derivatives take registers, so fewer blocks share an SM's.
     """
-    for *sizes, most in at_head(TILES[kernel], d, d_v):
-        tiles = tiles_of(kernel, *sizes, d, d_v, min(most, 2) if changed else most)
+    for block_q, block_kv, warps, stages, most in at_head(TILES[kernel], d, d_v):
+        resident = min(most, 2) if changed else most
+        tiles = tiles_of(kernel, block_q, block_kv, warps, stages, d, d_v, resident)
         if tiles.share_memory(limit):
             return tiles
     return None

@@ -51,8 +51,8 @@ def fit(d: int, d_v: int, limit: int, changed: bool) -> Tiles | None:
         Whether scores are changed.
     """
     table = CHANGED_TILES if changed else TILES
-    for *sizes, resident in at_head(table, d, d_v):
-        tiles = tiles_of(*sizes, d, d_v, resident)
+    for block_q, block_kv, warps, resident in at_head(table, d, d_v):
+        tiles = tiles_of(block_q, block_kv, warps, d, d_v, resident)
         if tiles.share_memory(limit):
             return tiles
     return None
