@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from caches import results
 from coded_arrays import Coded
+from cuda_specialisations import SHARED_MEMORY
 from emulator import build
-from emulator.blocks import Blocks
+from emulator.blocks import Blocks, Chosen
 from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from emulator.problems import lean_kernels, reduce_in_every_form
@@ -176,6 +177,12 @@ def _everything(emulator):
     warpgroups.forward(call, np.empty_like(q), draw(1, 70))
     made = (np.empty_like(x) for x in (q, k, k))
     warpgroups.backward(call, q, q, draw(1, 70), None, Gradients(*made, None, None))
+
+    # A wide head with room for one stage, of which the next queries are copied apart from do.
+    q, k = draw(1, 70, 384).astype(np.float16), draw(1, 40, 384).astype(np.float16)
+    wide = dataclasses.replace(emulator, blocks=Chosen(shared_memory=SHARED_MEMORY["sm_90"]))
+    made = (np.empty_like(x) for x in (q, k, k))
+    wide.backward(validate.call(q, k, k), q, q, draw(1, 70), None, Gradients(*made, None, None))
 
     # Tangents, whose tile and that of weights have pairs dropped.
     q, k, tq, tk = draw(1, 70, 24), draw(1, 200, 24), draw(1, 70, 24), draw(1, 200, 24)
