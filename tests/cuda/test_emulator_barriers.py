@@ -200,6 +200,9 @@ def _everything(emulator):
         v[:, :, 20] = last
         written = np.empty_like(q), np.empty_like(q), draw(2, 1, 40), draw(2, 1, 40)
         emulator.forward_tangent(validate.call(q, k, v, options), Tangents(q, k, k), written)
+    q, k = draw(1, 70, 64).astype(np.float16), draw(1, 200, 64).astype(np.float16)
+    written = np.empty_like(q), np.empty_like(q), draw(1, 70), draw(1, 70)
+    warpgroups.forward_tangent(validate.call(q, k, k), Tangents(q, k, k), written)
 
     # Their gradients, whose tangents are resident or not, and of a bias that heads share.
     bias, sink = draw(70, 200), draw(2)
