@@ -14,16 +14,16 @@ from cupyflash import ArgumentTypeError, lookup, masks, scores
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, compiled for CUDA")
 
-from cupyflash.torch import (  # noqa: E402
+from cupyflash.torch import (  # noqa: E402 (after the skip)
     attention,
     attention_cached,
     attention_varlen,
     flash_attn_with_kvcache,
     scaled_dot_product_attention,
 )
-from cupyflash.torch import transformers as adapter  # noqa: E402
-from cupyflash.torch.functions import drawn_seed  # noqa: E402
-from cupyflash.torch.tensors import array_of  # noqa: E402
+from cupyflash.torch import transformers as adapter  # noqa: E402 (after the skip)
+from cupyflash.torch.functions import drawn_seed  # noqa: E402 (after the skip)
+from cupyflash.torch.tensors import array_of  # noqa: E402 (after the skip)
 
 pytestmark = pytest.mark.gpu
 CAUSAL = masks.causal()

@@ -10,7 +10,7 @@ from cupyflash import Rotary, masks, scores
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, compiled for CUDA")
 
-from cupyflash.torch import (  # noqa: E402
+from cupyflash.torch import (  # noqa: E402 (after the skip)
     append,
     attention,
     attention_cached,

@@ -8,7 +8,7 @@ from cupyflash import masks, scores
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, compiled for CUDA")
 
-from cupyflash.torch import (  # noqa: E402
+from cupyflash.torch import (  # noqa: E402 (after the skip)
     attention,
     attention_varlen,
     cute,
@@ -16,7 +16,7 @@ from cupyflash.torch import (  # noqa: E402
     flash_attn_varlen_func,
     varlen_attn,
 )
-from cupyflash.torch import transformers as adapter  # noqa: E402
+from cupyflash.torch import transformers as adapter  # noqa: E402 (after the skip)
 
 pytestmark = pytest.mark.gpu
 CAUSAL = masks.causal()
