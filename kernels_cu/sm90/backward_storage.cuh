@@ -14,26 +14,34 @@ namespace backward_storage {
 constexpr int CONSUMER_THREADS = THREADS - warpgroup::WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
 constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::WARPGROUP_SIZE;
-// Registers of a thread of the producer and of the consumers.
-constexpr int PRODUCER_REGS = 24, CONSUMER_REGS = 240;
+// Registers of a thread of the producer and of the consumers. Blocks of one consumer share an SM.
+constexpr int PRODUCER_REGS = 24, CONSUMER_REGS = CONSUMERS == 1 ? 232 : 240;
 // The distance between the slabs of a tile of 64 rows.
 constexpr int SLAB_BYTES = 64 * warpgroup::SLAB_ROW_BYTES;
 
 // Whether the consumers share 64 keys, as those of wide heads do: each has half of a tile's queries
 // for S and dP, and half of the columns of dk, dv and dq. Otherwise each has 64 keys, and all
 // columns of their dk and dv.
-constexpr bool SHARE_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
-// Whether a tile's dq has one slab of columns, so that the consumers compute it in turns, each the
-// dq of every other tile. Otherwise each computes some of a tile's slabs.
-constexpr bool ALTERNATE_DQ = !SHARE_KEYS && fragment::row_bytes(D) == warpgroup::SLAB_ROW_BYTES;
-// Whether one consumer computes a tile's dq during the next tile. Narrow heads are slower that way.
-constexpr bool DEFER_DQ =
-    ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !CHANGES_SCORES && !(HAS_MASK && HAS_DROPOUT);
+constexpr bool SHARE_KEYS = BLOCK_KV < CONSUMERS * warpgroup::WARPGROUP_ROWS;
+// Whether the block has one consumer, for rows of so few keys, which computes all of dq.
+constexpr bool ONE_CONSUMER = CONSUMERS == 1;
+// Whether a tile's dq has one slab of columns.
+constexpr bool ONE_SLAB = fragment::row_bytes(D) == warpgroup::SLAB_ROW_BYTES;
+// Whether the consumers compute dq in turns, each that of every other tile. Otherwise each computes
+// some of a tile's slabs.
+constexpr bool ALTERNATE_DQ = !SHARE_KEYS && !ONE_CONSUMER && ONE_SLAB;
+// Whether one consumer has all slabs of a tile's dq, of several. Narrow heads are slower that way.
+constexpr bool HAS_WHOLE_TILES =
+    ATOMIC_DQ && !SHARE_KEYS && !ONE_SLAB && !CHANGES_SCORES && !(HAS_MASK && HAS_DROPOUT);
+// Whether it is one of two, and computes them during the next tile.
+constexpr bool DEFER_DQ = HAS_WHOLE_TILES && !ONE_CONSUMER;
 
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
-constexpr int STAGES = 2;  // of tiles of q and do, of dS, and of spans
+constexpr int STAGES = 2;  // of tiles of q and do, and of spans
+// Of dS. One consumer multiplies each before the next one is stored.
+constexpr int DS_STAGES = ONE_CONSUMER ? 1 : STAGES;
 // P goes through shared memory where the consumers share keys, in stages after those of dS.
 constexpr int P_STAGES = SHARE_KEYS ? STAGES : 0;
 
@@ -42,9 +50,10 @@ using KTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, K_ROW_BYTES, KEY_T
 using VTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, V_ROW_BYTES, KEY_TILES>;
 using QTiles = warpgroup::SmemTile<BLOCK_Q, K_ROW_BYTES, STAGES>;
 using DoTiles = warpgroup::SmemTile<BLOCK_Q, V_ROW_BYTES, STAGES>;
-using DsTiles = warpgroup::SmemTile<BLOCK_KV, warpgroup::SLAB_ROW_BYTES, STAGES + P_STAGES>;
+using DsTiles = warpgroup::SmemTile<BLOCK_KV, warpgroup::SLAB_ROW_BYTES, DS_STAGES + P_STAGES>;
 // A copy of the keys without non-finite values is made where dq may be deferred.
-constexpr int FINITE_K_BYTES = SHARE_KEYS || ALTERNATE_DQ ? 0 : KEY_TILES * KTiles::BYTES;
+constexpr int FINITE_K_BYTES =
+    SHARE_KEYS || ONE_CONSUMER || ONE_SLAB ? 0 : KEY_TILES * KTiles::BYTES;
 
 // Uses of a pipeline are counted without a sign, which divides by two with one instruction.
 using Pipeline = warpgroup::Pipeline<STAGES, unsigned int>;
@@ -209,7 +218,9 @@ struct alignas(1024) Aligned {
 };
 
 static_assert(IS_16_BIT, "16-bit types");
-static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
+static_assert((CONSUMERS == 2 || (ONE_CONSUMER && KEY_TILES == 1)) && BLOCK_Q == 64,
+              "THREADS, BLOCK_KV, BLOCK_Q");
+static_assert(!ONE_CONSUMER || !HAS_BIAS_TILES, "a bias");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
 static_assert(!HAS_BIAS_TILES || (!HAS_SCORE && !SHARE_KEYS && BIAS_STAGES == STAGES), "a bias");
 static_assert(!HAS_BIAS_TILES || !bias_tiles::IS_WIDE, "a bias of 16 bits");
@@ -217,7 +228,7 @@ static_assert(!WHOLE_DQ || ATOMIC_DQ, "WHOLE_DQ");
 static_assert(!HAS_PARTS || (!PACKED && !TMA_STORE), "HAS_PARTS");
 static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
                                   STAGES * (QTiles::BYTES + DoTiles::BYTES) +
-                                  (STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
+                                  (DS_STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
                                   bias_tiles::TILES_BYTES + SHARED_STORAGE_BYTES,
               "SHARED_BYTES");
 
