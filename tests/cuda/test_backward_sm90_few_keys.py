@@ -27,24 +27,19 @@ HALF = np.dtype(np.float16)
 ALONE, TWO = (Blocks(32, 64, 64, hopper=True, few_keys=few) for few in (True, False))
 
 
-def draw(*shapes, dtype=HALF, seed=0, grows=0.0):
-    """Return arrays; numbers of later rows are up to 2^grows times as large."""
+def draw(*shapes, dtype=HALF, seed=0):
     rng = np.random.default_rng(seed)
-    found = []
-    for shape in shapes:
-        factor = 2.0 ** (grows * np.arange(shape[-2]) / shape[-2])
-        found.append((rng.standard_normal(shape) * factor[:, None]).astype(dtype))
-    return found
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def run(call, do, blocks, schedule=REVERSE, deterministic=False):
+def run(call, do, blocks, schedule=REVERSE, deterministic=False, dtype=None):
     """Return all gradients, which were written to memory that held NaN."""
     emulator = Emulator(blocks, schedule)
     q, k, v = call.q, call.k, call.v
     out = np.empty((*call.problem.array_lead, *q.shape[-3:-1], v.shape[-1]), q.dtype)
     lse = np.empty(out.shape[:-1], call.problem.accumulator)
     emulator.forward(call, out, lse)
-    made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)), None, None)
+    made = Gradients(*(np.full(x.shape, np.nan, dtype or x.dtype) for x in (q, k, v)), None, None)
     emulator.backward(call, do, out, lse, None, made, deterministic=deterministic)
     return made
 
@@ -99,10 +94,10 @@ WITHOUT_KEYS = ENDS[0], np.array([0, 33, 40, 104, 104, 168, 180], np.int64)
 SIZES = {"one slab": (40, 24), "two slabs": (104, 128)}
 
 
-def packed(case, sizes, dtype, ends=ENDS, grows=0.0):
+def packed(case, sizes, dtype, ends=ENDS):
     """Return a call of packed sequences, and do."""
     d, d_v = sizes
-    q, do = draw((4, ends[0][-1], d), (4, ends[0][-1], d_v), dtype=dtype, grows=grows)
+    q, do = draw((4, ends[0][-1], d), (4, ends[0][-1], d_v), dtype=dtype)
     k, v = draw((2, ends[1][-1], d), (2, ends[1][-1], d_v), dtype=dtype, seed=1)
     return validate.varlen_call(q, k, v, *ends, True, Options(**PACKED[case])), do
 
@@ -135,10 +130,14 @@ def test_bits_are_those_of_blocks_of_two_consumers(case, sizes, dtype, determini
 
 @emulated
 @pytest.mark.thorough("one type of a few, beside longer sums")
-def test_scales_of_float16_that_change_from_tile_to_tile_are_those_of_two_consumers():
-    ends = np.array([0, 400]), np.array([0, 60])
-    call, do = packed("plain", (128, 128), HALF, ends, grows=14.0)
-    made, usual = (run(call, do, blocks) for blocks in (ALONE, TWO))
+def test_scales_of_float16_that_warps_change_are_those_of_two_consumers():
+    """dS of some warps outgrows their scales, in one tile after the other."""
+    q, do, k, v = draw((2, 400, 128), (2, 400, 128), (1, 60, 128), (1, 60, 128))
+    q *= 4  # some keys weigh little
+    do *= (2.0 ** (np.arange(400) // 64 * 2.5 - 12))[:, None].astype(HALF)
+    v *= (2.0 ** (5 * (np.arange(60) // 16 % 3)))[:, None].astype(HALF)
+    call = validate.varlen_call(q, k, v, [0, 400], [0, 60], True)
+    made, usual = (run(call, do, blocks, dtype=np.float32) for blocks in (ALONE, TWO))
     assert_equal(made, usual)
 
 
