@@ -11,8 +11,8 @@
 //
 // A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
 // loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
-// 64 of the block's keys. kernels_cu/README.md has a table of the barriers between them and a
-// timeline.
+// 64 of the block's keys, or where no row has more, one. kernels_cu/README.md has a table of the
+// barriers between them and a timeline.
 //
 // Scores and dP are keys by queries, so that P and dS are left operands of the products with do and
 // q as they lie in registers (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through
@@ -24,12 +24,12 @@
 // The consumer is one body. Split into functions over structs of its registers, the same steps took
 // up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
 // single steps change the machine code of some types and heads. A change is measured again, and so
-// are the choices below, by `cupyflash bench --pass backward --variant full --variant causal`.
+// are those of backward_order.cuh, by `cupyflash bench --pass backward --variant full`.
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
 // backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed: that of
-// one entry. Shared memory: see backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads,
-// BLOCK_Q is 64. After the parameters come the maps of q, k, v, do, dk, dv and a bias in tiles.
+// one entry. Shared memory: see backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads or few
+// keys, BLOCK_Q is 64. After the parameters come maps of q, k, v, do, dk, dv and a bias in tiles.
 #include "../common/params.cuh"
 #include "../ptx/grid.cuh"
 #include "backward_order.cuh"
