@@ -475,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if constexpr (HAS_LISTS) ptx::wait_for_grids();
   const layout::WorkTile work = work_tile(p);
   if (work.idle) return ptx::wait_for_grids();
-  if (threadIdx.x == 0) publish_block(p, work, *smem.storage);
+  if (threadIdx.x < PUBLISHERS) publish_block(p, work, *smem.storage);
   if (threadIdx.x == ptx::WARP_SIZE) smem.storage->init_barriers();
   if (threadIdx.x == CONSUMER_THREADS) {
     backward_producer::load_keys_and_values(p, work, smem, k_map, v_map);

@@ -153,6 +153,7 @@ struct SharedStorage {
   long long j0;  // the first key
   int h_kv, nj, tiles_per_head;
   bool has_sink;
+  unsigned short first_span;           // where HAS_LISTS: spans before it would be EMPTY
   unsigned int spans_per_head, spans;  // `spans` of all heads
   float c;                             // scale log2 e
   unsigned int first_head;             // where HAS_PARTS: the part's, of those that share the keys
@@ -268,17 +269,63 @@ __device__ __forceinline__ layout::WorkTile work_tile(const Params& p) {
   return work;
 }
 
-// Writes which keys the block has, and how many spans it computes with them; called by one thread.
+// Tiles of queries from the span of the first one that is not EMPTY up to the last one.
+struct ListedTiles {
+  unsigned int first_span, end;
+};
+
+// Where HAS_LISTS: those of the block's keys, of `tiles` ones; all of them, if heads or entries
+// that share the keys have different lists. The lanes of a warp call it together.
+__device__ __forceinline__ ListedTiles listed_tiles(const Params& p, const layout::WorkTile& work,
+                                                    unsigned int tiles) {
+  using namespace tile_lists;
+  const Table& lists = table(p);
+  const long long h = work.head * p.group;
+  const bool differ = list_of(lists, h) != list_of(lists, h + p.group - 1) ||
+                      (lists.strides[ENTRIES] != 0 && layout::entries_sharing(p) > 1);
+  if (WHOLE_DQ || differ) return {0, tiles};  // or dq of EMPTY tiles is to be set to 0
+  const ClassWord* const words = words_of(p, work.entry.b, h, static_cast<int>(work.block));
+  const int count = static_cast<int>(lists.shape[WORDS]);
+  int first = count * TILES, end = 0;  // those that the lane has seen
+#pragma unroll 1
+  for (int w = ptx::lane_index(); w < count; w += ptx::WARP_SIZE) {
+    const unsigned int nonempty = words[w].nonempty;
+    if (nonempty == 0) continue;
+    const int lowest = w * TILES + __ffs(static_cast<int>(nonempty)) - 1;
+    first = lowest < first ? lowest : first;
+    end = (w + 1) * TILES - __clz(static_cast<int>(nonempty));
+  }
+#pragma unroll
+  for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+    const int other = ptx::shuffle_xor(first, lanes), other_end = ptx::shuffle_xor(end, lanes);
+    first = other < first ? other : first;
+    end = other_end > end ? other_end : end;
+  }
+  constexpr int MOST = 65535;  // of the type that has it
+  const int span = end == 0 ? 0 : first / Span::MAX_TILES;
+  return {static_cast<unsigned int>(span < MOST ? span : MOST), static_cast<unsigned int>(end)};
+}
+
+// Writes which keys the block has, and how many spans it computes with them; called by one thread,
+// or where HAS_LISTS by a warp.
 __device__ __forceinline__ void publish_block(const Params& p, const layout::WorkTile& work,
                                               SharedStorage& shared) {
-  const unsigned int tiles = static_cast<unsigned int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+  unsigned int tiles = static_cast<unsigned int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+  unsigned int before = 0;  // tiles in spans that are EMPTY
+  if constexpr (HAS_LISTS) {
+    const ListedTiles listed = listed_tiles(p, work, tiles);
+    if (ptx::lane_index() != 0) return;
+    shared.first_span = static_cast<unsigned short>(listed.first_span);
+    before = listed.first_span * Span::MAX_TILES;
+    tiles = listed.end;
+  }
   shared.entry = work.entry;
   shared.j0 = work.block * BLOCK_KV;
   shared.h_kv = static_cast<int>(work.head);
   shared.nj = tile::rows_from(shared.j0, work.entry.len_k, BLOCK_KV);
   shared.tiles_per_head = static_cast<int>(tiles);
   shared.has_sink = p.sink != nullptr;
-  shared.spans_per_head = HAS_MASK ? (tiles + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
+  shared.spans_per_head = HAS_MASK ? (tiles - before + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
   shared.spans =
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
   if constexpr (HAS_PARTS) {
@@ -290,6 +337,8 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   }
   shared.c = (CHANGES_SCORES ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
 }
+
+constexpr int PUBLISHERS = HAS_LISTS ? ptx::WARP_SIZE : 1;  // threads that call it
 
 // Row 0 of what a head's dq is added to or, where WHOLE_DQ, stored to.
 __device__ __forceinline__ float* dq_of(const Params& p, const layout::Entry& entry, long long h) {
@@ -310,7 +359,8 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
   // Where HAS_PARTS, one thread's branch would have the assembler run products one by one.
   if (HAS_PARTS ? ptx::any_lane(threadIdx.x == 0) : threadIdx.x == 0) {
     unsigned int head = n / shared.spans_per_head;  // of those that share the keys
-    const unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
+    unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
+    if constexpr (HAS_LISTS) first += shared.first_span * Span::MAX_TILES;
     if constexpr (HAS_PARTS) head += shared.first_head;
     const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
     const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
