@@ -145,7 +145,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     const HeadConstants head_constants =
         tile::head_constants_of(p, span.box_of(tile_ref(0, 0), shared.j0, shared.nj));
     // From this index on tiles miss queries. If the block misses keys, all tiles count.
-    const int whole = shared.nj < BLOCK_KV ? 0 : span.whole;
+    const int whole = !ONE_CONSUMER && shared.nj < BLOCK_KV ? 0 : span.whole;
     const auto step = [&](TileRef tile, auto may_have_masked) {
       // Whether pairs of the tile may be masked or missing, and whether any may be masked.
       constexpr bool MAY_HAVE_MASKED = decltype(may_have_masked)::value;

@@ -79,7 +79,8 @@ struct Span {
   memory::RowStatistic lse, delta;
   float* dq_accum;  // row 0; where WHOLE_DQ, of dq, whatever its type
   warpgroup::TmaHead q, d_out;
-  int first, end, whole;                  // indices of tiles; from `whole` on rows are missing
+  // Indices of tiles; from `whole` on rows are missing, or keys, if ONE_CONSUMER.
+  int first, end, whole;
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
   unsigned int full[CONSUMER_WARPS];
 
@@ -364,7 +365,7 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
     if constexpr (HAS_PARTS) head += shared.first_head;
     const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
     const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
-    const int tiles = shared.tiles_per_head;
+    const int tiles = shared.tiles_per_head, whole = static_cast<int>(entry.len_q / BLOCK_Q);
     const int end = first + Span::MAX_TILES < tiles ? first + Span::MAX_TILES : tiles;
     const Span made = {entry,
                        h,
@@ -375,7 +376,7 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
                        warpgroup::TmaHead(p.d_out, entry, h),
                        static_cast<int>(first),
                        HAS_MASK ? end : tiles,
-                       static_cast<int>(entry.len_q / BLOCK_Q),
+                       ONE_CONSUMER && shared.nj < BLOCK_KV ? 0 : whole,
                        {},
                        {}};
     if (!HAS_PARTS || threadIdx.x == 0) span = made;
