@@ -106,8 +106,9 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
-    # Of gradients "parts", or "whole dq". "lists" if lists of tiles are read or written. Or "short"
-    # and the number of a row of `SHORT_ROWS`. Or "tiles" and the type of a bias that is in tiles.
+    # Of gradients "parts", or "whole dq", which "few keys" may precede. "lists" if lists of tiles
+    # are read or written. Or "short" and the number of a row of `SHORT_ROWS`. Or "tiles" and the
+    # type of a bias that is in tiles.
     cache: str = ""
 
 
