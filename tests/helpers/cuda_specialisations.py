@@ -106,9 +106,8 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
-    # Of gradients "parts", or "whole dq", which "few keys" may precede. "lists" if lists of tiles
-    # are read or written. Or "short" and the number of a row of `SHORT_ROWS`. Or "tiles" and the
-    # type of a bias that is in tiles.
+    # Of gradients "parts", "whole dq", or "few keys" and more. "lists" if they are read or written,
+    # "short" and the number of a row of `SHORT_ROWS`, or "tiles" and the type of a bias in them.
     cache: str = ""
 
 
@@ -206,8 +205,7 @@ def cases() -> list[Case]:
         ((128, 128), "everything", "float16"), ((128, 128), "pair bias", "float32"),
         ((256, 256), "pair bias", "float16"),
     ]):  # fmt: skip
-        case = Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"tiles {kind}")
-        found.append(case)
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"tiles {kind}"))
     for kernel, own in [
         ("backward_sm90_dkdv", (64, 64)), ("backward_sm90_dkdv", (128, 128)),
         ("backward_sm90_bias", (64, 64)), ("backward_sm80_bias", (32, 32)),
@@ -222,8 +220,7 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         kernel = f"backward_{hardware}_dkdv"
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
-    case = Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq")
-    found.append(case)
+    found.append(Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq"))
     for n, (own, options, packed, kind) in enumerate([
         ((128, 128), "causal", True, "whole dq"), ((128, 128), "causal", True, "whole dq"),
         ((64, 64), "plain", True, "whole dq"), ((128, 128), "segments", False, "sums"),
@@ -395,9 +392,10 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         elif case.options == "plain" and case.sizes != (96, 104):
             registers = "plain"
         return sm90.fit_forward(*case.sizes, registers)
-    if spec is sm90.DKDV and not case.cache.startswith("tiles"):
+    if spec is sm90.DKDV:
         fit = sm90.fit_few_keys if case.cache.startswith("few keys") else sm90.fit_dkdv
-        return fit(*case.sizes)
+        made = fit(*case.sizes)
+        return bias_tiles.with_stages(made) if case.cache.startswith("tiles") else made
     if spec is sm80.DKDV and case.cache != "whole dq":  # those of longer rows
         tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)
         assert tiles is not None
@@ -413,8 +411,6 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         tiles = sm80.whole_tiles(request)
     assert tiles is not None
     if case.cache.startswith("tiles"):
-        if spec.part == "dkdv":
-            return bias_tiles.with_stages(sm90.fit_dkdv(*case.sizes))
         return bias_tiles.with_whole(tiles)
     return dataclasses.replace(tiles, whole=whole)
 
