@@ -12,7 +12,7 @@ from cuda_specialisations import BFLOAT16, target_of
 from emulator import build
 from emulator.blocks import Blocks
 from emulator.calls import Emulator
-from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from emulator.machine import REVERSE, randomly
 from halves import mostly_thorough
 
 from cupyflash import lookup, masks, scores
@@ -39,7 +39,6 @@ def run(call, do, blocks, schedule=REVERSE, deterministic=False, dtype=None, rea
     out = np.empty((*call.problem.array_lead, *q.shape[-3:-1], v.shape[-1]), q.dtype)
     lse = np.empty(out.shape[:-1], call.problem.accumulator)
     emulator.forward(call, out, lse)
-    emulator = Emulator(blocks, schedule, read=read)
     made = Gradients(*(np.full(x.shape, np.nan, dtype or x.dtype) for x in (q, k, v)), None, None)
     emulator.backward(call, do, out, lse, None, made, deterministic=deterministic)
     return made
@@ -192,24 +191,3 @@ def test_what_a_sequence_may_not_see_changes_no_bit(sizes):
     assert np.array_equal(made.dq[:, 70:160], clean.dq[:, 70:160])
     assert np.array_equal(made.dk[:, 40:80], clean.dk[:, 40:80])
     assert np.isnan(made.dq[:, 169]).all()
-
-
-BARRIER = "consumers_sync();  // the dS before, multiplied for dq by all warps"
-
-
-@emulated
-@pytest.mark.thorough("mutants; that the emulator reports faults is quick")
-def test_a_tile_before_has_to_be_multiplied():
-    call, do = packed("plain", SIZES["two slabs"], BFLOAT16)
-
-    def read(name):
-        text = build.read(name)
-        assert name != "sm90/backward_sm90_dkdv.cu" or BARRIER in text
-        return text.replace(BARRIER, "")
-
-    def run_often():
-        for schedule in (FORWARD, REVERSE, *map(randomly, range(3))):
-            run(call, do, ALONE, schedule, read=read)
-
-    with pytest.raises(Fault):
-        run_often()
