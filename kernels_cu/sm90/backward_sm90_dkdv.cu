@@ -11,8 +11,8 @@
 //
 // A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
 // loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
-// 64 of the block's keys. kernels_cu/README.md has a table of the barriers between them and a
-// timeline.
+// 64 of the block's keys, or where no row has more, one. kernels_cu/README.md has a table of the
+// barriers between them and a timeline.
 //
 // Scores and dP are keys by queries, so that P and dS are left operands of the products with do and
 // q as they lie in registers (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through
@@ -24,14 +24,15 @@
 // The consumer is one body. Split into functions over structs of its registers, the same steps took
 // up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
 // single steps change the machine code of some types and heads. A change is measured again, and so
-// are the choices below, by `cupyflash bench --pass backward --variant full --variant causal`.
+// are those of backward_order.cuh, by `cupyflash bench --pass backward --variant full`.
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
 // backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed: that of
-// one entry. Shared memory: see backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads,
-// BLOCK_Q is 64. After the parameters come the maps of q, k, v, do, dk, dv and a bias in tiles.
+// one entry. Shared memory: see backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads or few
+// keys, BLOCK_Q is 64. After the parameters come maps of q, k, v, do, dk, dv and a bias in tiles.
 #include "../common/params.cuh"
 #include "../ptx/grid.cuh"
+#include "backward_order.cuh"
 #include "backward_producer.cuh"
 #include "backward_storage.cuh"
 #include "ds_scale.cuh"
@@ -45,7 +46,7 @@ using fragment_gradient::DsScale;
 using warpgroup::make_smem_desc;
 using warpgroup_gradient::ColumnShare;
 using warpgroup_gradient::write_dq;
-using namespace backward_storage;
+using namespace backward_order;
 
 // A consumer's queries of a tile, and the scores of a thread in each of its two rows.
 constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;
@@ -53,24 +54,7 @@ constexpr int COLUMNS = QUERIES / 4;
 constexpr int DQ_COLUMNS = SHARE_KEYS ? ColumnShare<D>::COLUMNS : warpgroup::SLAB_COLUMNS / 4;
 constexpr int FUSED_COLUMNS = 8;  // for which a fused score mod is instantiated
 
-// Whether each warp scales its dS in float16 by a factor of its own, after a common first one: then
-// no warp waits for another one's vote.
-constexpr bool SCALE_BY_WARP = IS_FLOAT16 && DEFER_DQ;
-// Whether probabilities are computed between the steps of the product for dP. Wider heads are
-// slower that way.
-constexpr bool OVERLAP_DP_SOFTMAX = !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <= 64;
-// Whether the mask is evaluated before the product for the scores is issued, or while it is
-// multiplied. Both choices were measured.
-constexpr bool MASK_FIRST = SHARE_KEYS || DEFER_DQ;
-// Whether FULL tiles have code of their own, without masked pairs.
-constexpr bool SPLIT_FULL_TILES = HAS_EDGES && !CHANGES_SCORES && !DEFER_DQ;
-// Whether the product for dv is issued before dS is stored. Both choices were measured.
-constexpr bool DV_FIRST = CHANGES_SCORES && !SHARE_KEYS;
-// Whether dS goes through shared memory: for dq, or where the consumers share keys.
-constexpr bool STORE_DS = ATOMIC_DQ || SHARE_KEYS;
-
-static_assert(SHARE_KEYS || (KEY_TILES == CONSUMERS && ColumnShare<D>::SLABS <= CONSUMERS),
-              "BLOCK_KV");
+static_assert(SHARE_KEYS || (KEY_TILES == CONSUMERS && ColumnShare<D>::SLABS <= 2), "BLOCK_KV");
 
 // A warpgroup: adds up dk and dv of its keys, or its columns of them, over all tiles of queries.
 __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& smem,
@@ -161,16 +145,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     const HeadConstants head_constants =
         tile::head_constants_of(p, span.box_of(tile_ref(0, 0), shared.j0, shared.nj));
     // From this index on tiles miss queries. If the block misses keys, all tiles count.
-    const int whole = shared.nj < BLOCK_KV ? 0 : span.whole;
+    const int whole = !ONE_CONSUMER && shared.nj < BLOCK_KV ? 0 : span.whole;
     const auto step = [&](TileRef tile, auto may_have_masked) {
       // Whether pairs of the tile may be masked or missing, and whether any may be masked.
       constexpr bool MAY_HAVE_MASKED = decltype(may_have_masked)::value;
       constexpr bool MASKS = MAY_MASK && MAY_HAVE_MASKED;
       // Whether the consumers vote on non-finite scores and dP, where lse and delta prove nothing.
       constexpr bool VOTE_NONFINITE = MASKS && !STATISTICS_PROVE_FINITE;
-      // Whether the product for dk is issued with that for dv, before the consumers wait for each
-      // other's dS: where one of them computes all of a tile's dq.
-      constexpr bool DK_WITH_DV = (ALTERNATE_DQ && !MASKS && IS_BFLOAT16) || DEFER_DQ;
       const int stage = Pipeline::stage_of(tile_number), phase = Pipeline::phase_of(tile_number);
       const int tile_class = class_of(tile);
       const bool misses_rows = MAY_HAVE_MASKED && index_of(tile) >= whole;
@@ -231,7 +212,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
         has_nonfinite = warpgroup_gradient::has_nonfinite_rows(q_smem, do_smem);
       };
-      if constexpr (DEFER_DQ) check_finite();
+      if constexpr (HAS_WHOLE_TILES) check_finite();
       ptx::wgmma_fence();
       warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address + first_row, 0));
       ptx::wgmma_commit();
@@ -268,7 +249,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
 
       // -- dS: dp becomes dS, and `weights` P in 16 bits
-      if constexpr (!DEFER_DQ) check_finite();
+      if constexpr (!HAS_WHOLE_TILES) check_finite();
       const auto delta =
           warpgroup_gradient::load_delta<COLUMNS>(shared.delta[stage] + corner.column);
       ptx::wgmma_wait<0>();
@@ -278,7 +259,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if constexpr (!FUSE_SCORE_EXP) warpgroup_gradient::narrow_kept(s, kept, weights);
 
       // -- P and dS to shared memory, and the product for dv
-      char* const ds_smem = smem.ds.stage(stage);
+      const int ds_stage = ONE_CONSUMER ? 0 : stage;
+      char* const ds_smem = smem.ds.stage(ds_stage);
       // P goes to stages of its own where the consumers share keys. Otherwise it takes the place of
       // dS while non-finite values are added to dv.
       char* const p_smem = ds_smem + (SHARE_KEYS ? STAGES * DsTiles::BYTES : 0);
@@ -318,6 +300,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       };
       if constexpr (DEFER_DQ) {  // the stage's dS before has been multiplied for dq
         warpgroup::mbarrier_wait(shared.ds_pipeline.empty_barrier(tile_number), phase ^ 1);
+      } else if constexpr (ONE_CONSUMER && STORE_DS) {
+        consumers_sync();  // the dS before, multiplied for dq by all warps
       }
       if (MASKS && !SHARE_KEYS && may_mask) {
         if constexpr (VOTE_NONFINITE) has_nonfinite = any_consumer(sees_nonfinite);
@@ -335,7 +319,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const auto issue_dv = [&] {
         ptx::wgmma_fence();
         warpgroup::multiply_add<QUERIES>(dv, weights, slab_desc(do_address, v_share.slab));
-        if constexpr (DK_WITH_DV) issue_dk();
+        if constexpr (DK_WITH_DV<MASKS>) issue_dk();
       };
       if constexpr (SHARE_KEYS) store_p();
       if constexpr (DV_FIRST) issue_dv();
@@ -361,24 +345,28 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 
       // -- dq, and what is left of dv and dk
       const bool clears_keys = MASKS && !DEFER_DQ && has_nonfinite_keys;
-      if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
+      if (clears_keys && !ONE_CONSUMER) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
       float* const dq_gmem = span.dq_of(p, first_query(tile));
       float dq[2][DQ_COLUMNS];
       const int dq_slab = SHARE_KEYS ? k_share.slab : ALTERNATE_DQ ? 0 : index;
-      const warpgroup::SmemDesc stored_ds = ds_desc(stage);
-      const auto add_dq = [&] {
+      const warpgroup::SmemDesc stored_ds = ds_desc(ds_stage);
+      float of_ds = warp_scale.factor;  // the scale of dS in shared memory
+      if constexpr (SCALE_BY_WARP && ONE_CONSUMER) {
+        of_ds = warp_scale.make_common(shared.ds_scales[stage], ds_smem, stage);
+      }
+      const auto add_dq = [&](int slab) {
         ptx::fence_accumulator(dq);
-        if constexpr (IS_FLOAT16) matmul::scale(dq, warp_scale.inverse());
-        write_dq(p, dq, dq_gmem, dq_slab * warpgroup::SLAB_COLUMNS, k_share.begin, ni);
+        if constexpr (IS_FLOAT16) matmul::scale(dq, DsScale{of_ds}.inverse());
+        write_dq(p, dq, dq_gmem, slab * warpgroup::SLAB_COLUMNS, k_share.begin, ni);
       };
       if constexpr (!DEFER_DQ) ptx::wgmma_fence();
-      if constexpr (ATOMIC_DQ && !ALTERNATE_DQ && !DEFER_DQ) issue_dq(dq, stored_ds, dq_slab);
+      if constexpr (ATOMIC_DQ && !DQ_AFTER_DK) issue_dq(dq, stored_ds, dq_slab);
       if constexpr (SHARE_KEYS) {
         const warpgroup::SmemDesc stored_p = make_smem_desc(ptx::shared_address(p_smem), 0);
         warpgroup::multiply_add<BLOCK_Q>(dv, stored_p, slab_desc(do_address, v_share.slab));
         warpgroup::multiply_add<BLOCK_Q>(dk, stored_ds, slab_desc(q_address, k_share.slab));
         ptx::wgmma_commit();
-      } else if constexpr (!DK_WITH_DV) {
+      } else if constexpr (!DK_WITH_DV<MASKS>) {
         issue_dk();
       }
       if constexpr (DEFER_DQ) {
@@ -387,13 +375,25 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         }
         deferred_gmem = dq_gmem;
         deferred_rows = ni;
+      } else if constexpr (ATOMIC_DQ && ONE_CONSUMER) {
+        ptx::wgmma_wait<0>();  // dq takes the registers of P and dS
+        ptx::fence_accumulator(dv);
+        ptx::fence_accumulator(dk);
+        if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
+#pragma unroll 1
+        for (int slab = 0; slab < ColumnShare<D>::SLABS; ++slab) {
+          ptx::wgmma_fence();
+          issue_dq(dq, stored_ds, slab);
+          ptx::wgmma_wait<0>();
+          add_dq(slab);
+        }
       } else if constexpr (ATOMIC_DQ && !ALTERNATE_DQ) {
         ptx::wgmma_wait<1>();
-        add_dq();
+        add_dq(dq_slab);
       } else if (ATOMIC_DQ && stage == index) {
         issue_dq(dq, stored_ds, dq_slab);
         ptx::wgmma_wait<0>();
-        add_dq();
+        add_dq(dq_slab);
       }
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(dv);
@@ -475,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if constexpr (HAS_LISTS) ptx::wait_for_grids();
   const layout::WorkTile work = work_tile(p);
   if (work.idle) return ptx::wait_for_grids();
-  if (threadIdx.x == 0) publish_block(p, work, *smem.storage);
+  if (threadIdx.x < PUBLISHERS) publish_block(p, work, *smem.storage);
   if (threadIdx.x == ptx::WARP_SIZE) smem.storage->init_barriers();
   if (threadIdx.x == CONSUMER_THREADS) {
     backward_producer::load_keys_and_values(p, work, smem, k_map, v_map);

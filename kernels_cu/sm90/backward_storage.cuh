@@ -14,26 +14,34 @@ namespace backward_storage {
 constexpr int CONSUMER_THREADS = THREADS - warpgroup::WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
 constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::WARPGROUP_SIZE;
-// Registers of a thread of the producer and of the consumers.
-constexpr int PRODUCER_REGS = 24, CONSUMER_REGS = 240;
+// Registers of a thread of the producer and of the consumers. Blocks of one consumer share an SM.
+constexpr int PRODUCER_REGS = 24, CONSUMER_REGS = CONSUMERS == 1 ? 232 : 240;
 // The distance between the slabs of a tile of 64 rows.
 constexpr int SLAB_BYTES = 64 * warpgroup::SLAB_ROW_BYTES;
 
 // Whether the consumers share 64 keys, as those of wide heads do: each has half of a tile's queries
 // for S and dP, and half of the columns of dk, dv and dq. Otherwise each has 64 keys, and all
 // columns of their dk and dv.
-constexpr bool SHARE_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
-// Whether a tile's dq has one slab of columns, so that the consumers compute it in turns, each the
-// dq of every other tile. Otherwise each computes some of a tile's slabs.
-constexpr bool ALTERNATE_DQ = !SHARE_KEYS && fragment::row_bytes(D) == warpgroup::SLAB_ROW_BYTES;
-// Whether one consumer computes a tile's dq during the next tile. Narrow heads are slower that way.
-constexpr bool DEFER_DQ =
-    ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !CHANGES_SCORES && !(HAS_MASK && HAS_DROPOUT);
+constexpr bool SHARE_KEYS = BLOCK_KV < CONSUMERS * warpgroup::WARPGROUP_ROWS;
+// Whether the block has one consumer, for rows of so few keys, which computes all of dq.
+constexpr bool ONE_CONSUMER = CONSUMERS == 1;
+// Whether a tile's dq has one slab of columns.
+constexpr bool ONE_SLAB = fragment::row_bytes(D) == warpgroup::SLAB_ROW_BYTES;
+// Whether the consumers compute dq in turns, each that of every other tile. Otherwise each computes
+// some of a tile's slabs.
+constexpr bool ALTERNATE_DQ = !SHARE_KEYS && !ONE_CONSUMER && ONE_SLAB;
+// Whether one consumer has all slabs of a tile's dq, of several. Narrow heads are slower that way.
+constexpr bool HAS_WHOLE_TILES =
+    ATOMIC_DQ && !SHARE_KEYS && !ONE_SLAB && !CHANGES_SCORES && !(HAS_MASK && HAS_DROPOUT);
+// Whether it is one of two, and computes them during the next tile.
+constexpr bool DEFER_DQ = HAS_WHOLE_TILES && !ONE_CONSUMER;
 
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
-constexpr int STAGES = 2;  // of tiles of q and do, of dS, and of spans
+constexpr int STAGES = 2;  // of tiles of q and do, and of spans
+// Of dS. One consumer multiplies each before the next one is stored.
+constexpr int DS_STAGES = ONE_CONSUMER ? 1 : STAGES;
 // P goes through shared memory where the consumers share keys, in stages after those of dS.
 constexpr int P_STAGES = SHARE_KEYS ? STAGES : 0;
 
@@ -42,9 +50,10 @@ using KTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, K_ROW_BYTES, KEY_T
 using VTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, V_ROW_BYTES, KEY_TILES>;
 using QTiles = warpgroup::SmemTile<BLOCK_Q, K_ROW_BYTES, STAGES>;
 using DoTiles = warpgroup::SmemTile<BLOCK_Q, V_ROW_BYTES, STAGES>;
-using DsTiles = warpgroup::SmemTile<BLOCK_KV, warpgroup::SLAB_ROW_BYTES, STAGES + P_STAGES>;
+using DsTiles = warpgroup::SmemTile<BLOCK_KV, warpgroup::SLAB_ROW_BYTES, DS_STAGES + P_STAGES>;
 // A copy of the keys without non-finite values is made where dq may be deferred.
-constexpr int FINITE_K_BYTES = SHARE_KEYS || ALTERNATE_DQ ? 0 : KEY_TILES * KTiles::BYTES;
+constexpr int FINITE_K_BYTES =
+    SHARE_KEYS || ONE_CONSUMER || ONE_SLAB ? 0 : KEY_TILES * KTiles::BYTES;
 
 // Uses of a pipeline are counted without a sign, which divides by two with one instruction.
 using Pipeline = warpgroup::Pipeline<STAGES, unsigned int>;
@@ -70,7 +79,8 @@ struct Span {
   memory::RowStatistic lse, delta;
   float* dq_accum;  // row 0; where WHOLE_DQ, of dq, whatever its type
   warpgroup::TmaHead q, d_out;
-  int first, end, whole;                  // indices of tiles; from `whole` on rows are missing
+  // Indices of tiles; from `whole` on rows are missing, or keys, if ONE_CONSUMER.
+  int first, end, whole;
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
   unsigned int full[CONSUMER_WARPS];
 
@@ -144,6 +154,7 @@ struct SharedStorage {
   long long j0;  // the first key
   int h_kv, nj, tiles_per_head;
   bool has_sink;
+  unsigned short first_span;           // where HAS_LISTS: spans before it would be EMPTY
   unsigned int spans_per_head, spans;  // `spans` of all heads
   float c;                             // scale log2 e
   unsigned int first_head;             // where HAS_PARTS: the part's, of those that share the keys
@@ -209,7 +220,9 @@ struct alignas(1024) Aligned {
 };
 
 static_assert(IS_16_BIT, "16-bit types");
-static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
+static_assert((CONSUMERS == 2 || (ONE_CONSUMER && KEY_TILES == 1)) && BLOCK_Q == 64,
+              "THREADS, BLOCK_KV, BLOCK_Q");
+static_assert(!ONE_CONSUMER || !HAS_BIAS_TILES, "a bias");
 static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
 static_assert(!HAS_BIAS_TILES || (!HAS_SCORE && !SHARE_KEYS && BIAS_STAGES == STAGES), "a bias");
 static_assert(!HAS_BIAS_TILES || !bias_tiles::IS_WIDE, "a bias of 16 bits");
@@ -217,7 +230,7 @@ static_assert(!WHOLE_DQ || ATOMIC_DQ, "WHOLE_DQ");
 static_assert(!HAS_PARTS || (!PACKED && !TMA_STORE), "HAS_PARTS");
 static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
                                   STAGES * (QTiles::BYTES + DoTiles::BYTES) +
-                                  (STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
+                                  (DS_STAGES + P_STAGES) * DsTiles::BYTES + FINITE_K_BYTES +
                                   bias_tiles::TILES_BYTES + SHARED_STORAGE_BYTES,
               "SHARED_BYTES");
 
@@ -257,17 +270,63 @@ __device__ __forceinline__ layout::WorkTile work_tile(const Params& p) {
   return work;
 }
 
-// Writes which keys the block has, and how many spans it computes with them; called by one thread.
+// Tiles of queries from the span of the first one that is not EMPTY up to the last one.
+struct ListedTiles {
+  unsigned int first_span, end;
+};
+
+// Where HAS_LISTS: those of the block's keys, of `tiles` ones; all of them, if heads or entries
+// that share the keys have different lists. The lanes of a warp call it together.
+__device__ __forceinline__ ListedTiles listed_tiles(const Params& p, const layout::WorkTile& work,
+                                                    unsigned int tiles) {
+  using namespace tile_lists;
+  const Table& lists = table(p);
+  const long long h = work.head * p.group;
+  const bool differ = list_of(lists, h) != list_of(lists, h + p.group - 1) ||
+                      (lists.strides[ENTRIES] != 0 && layout::entries_sharing(p) > 1);
+  if (WHOLE_DQ || differ) return {0, tiles};  // or dq of EMPTY tiles is to be set to 0
+  const ClassWord* const words = words_of(p, work.entry.b, h, static_cast<int>(work.block));
+  const int count = static_cast<int>(lists.shape[WORDS]);
+  int first = count * TILES, end = 0;  // those that the lane has seen
+#pragma unroll 1
+  for (int w = ptx::lane_index(); w < count; w += ptx::WARP_SIZE) {
+    const unsigned int nonempty = words[w].nonempty;
+    if (nonempty == 0) continue;
+    const int lowest = w * TILES + __ffs(static_cast<int>(nonempty)) - 1;
+    first = lowest < first ? lowest : first;
+    end = (w + 1) * TILES - __clz(static_cast<int>(nonempty));
+  }
+#pragma unroll
+  for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+    const int other = ptx::shuffle_xor(first, lanes), other_end = ptx::shuffle_xor(end, lanes);
+    first = other < first ? other : first;
+    end = other_end > end ? other_end : end;
+  }
+  constexpr int MOST = 65535;  // of the type that has it
+  const int span = end == 0 ? 0 : first / Span::MAX_TILES;
+  return {static_cast<unsigned int>(span < MOST ? span : MOST), static_cast<unsigned int>(end)};
+}
+
+// Writes which keys the block has, and how many spans it computes with them; called by one thread,
+// or where HAS_LISTS by a warp.
 __device__ __forceinline__ void publish_block(const Params& p, const layout::WorkTile& work,
                                               SharedStorage& shared) {
-  const unsigned int tiles = static_cast<unsigned int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+  unsigned int tiles = static_cast<unsigned int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+  unsigned int before = 0;  // tiles in spans that are EMPTY
+  if constexpr (HAS_LISTS) {
+    const ListedTiles listed = listed_tiles(p, work, tiles);
+    if (ptx::lane_index() != 0) return;
+    shared.first_span = static_cast<unsigned short>(listed.first_span);
+    before = listed.first_span * Span::MAX_TILES;
+    tiles = listed.end;
+  }
   shared.entry = work.entry;
   shared.j0 = work.block * BLOCK_KV;
   shared.h_kv = static_cast<int>(work.head);
   shared.nj = tile::rows_from(shared.j0, work.entry.len_k, BLOCK_KV);
   shared.tiles_per_head = static_cast<int>(tiles);
   shared.has_sink = p.sink != nullptr;
-  shared.spans_per_head = HAS_MASK ? (tiles + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
+  shared.spans_per_head = HAS_MASK ? (tiles - before + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
   shared.spans =
       static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
   if constexpr (HAS_PARTS) {
@@ -279,6 +338,8 @@ __device__ __forceinline__ void publish_block(const Params& p, const layout::Wor
   }
   shared.c = (CHANGES_SCORES ? 1.0f : static_cast<float>(p.scale)) * number::LOG2_E<float>;
 }
+
+constexpr int PUBLISHERS = HAS_LISTS ? ptx::WARP_SIZE : 1;  // threads that call it
 
 // Row 0 of what a head's dq is added to or, where WHOLE_DQ, stored to.
 __device__ __forceinline__ float* dq_of(const Params& p, const layout::Entry& entry, long long h) {
@@ -299,11 +360,12 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
   // Where HAS_PARTS, one thread's branch would have the assembler run products one by one.
   if (HAS_PARTS ? ptx::any_lane(threadIdx.x == 0) : threadIdx.x == 0) {
     unsigned int head = n / shared.spans_per_head;  // of those that share the keys
-    const unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
+    unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
+    if constexpr (HAS_LISTS) first += shared.first_span * Span::MAX_TILES;
     if constexpr (HAS_PARTS) head += shared.first_head;
     const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
     const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
-    const int tiles = shared.tiles_per_head;
+    const int tiles = shared.tiles_per_head, whole = static_cast<int>(entry.len_q / BLOCK_Q);
     const int end = first + Span::MAX_TILES < tiles ? first + Span::MAX_TILES : tiles;
     const Span made = {entry,
                        h,
@@ -314,7 +376,7 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
                        warpgroup::TmaHead(p.d_out, entry, h),
                        static_cast<int>(first),
                        HAS_MASK ? end : tiles,
-                       static_cast<int>(entry.len_q / BLOCK_Q),
+                       ONE_CONSUMER && shared.nj < BLOCK_KV ? 0 : whole,
                        {},
                        {}};
     if (!HAS_PARTS || threadIdx.x == 0) span = made;

@@ -27,34 +27,6 @@ __device__ __forceinline__ float largest_of_tile(float (&largest_smem)[CONSUMER_
   return largest;
 }
 
-// What a warp multiplies dS by; its sums of dk have the same scale. In float16 the factor is the
-// largest possible one until the first dS that is not 0; in bfloat16 it is 1.
-struct WarpScale {
-  float factor = IS_FLOAT16 ? Scale::factor_for(0.0f) : 1.0f;
-  float common = factor;  // the smallest of the warps' factors, when last they differed
-
-  __device__ __forceinline__ bool is_first() const { return factor == Scale::factor_for(0.0f); }
-  __device__ __forceinline__ float inverse() const { return Scale{factor}.inverse(); }
-
-  // Lowers the factor for |dS| up to `x`, and rescales the sums.
-  template <int COLUMNS>
-  __device__ __forceinline__ void rescale(float x, float (&sums)[2][COLUMNS]) {
-    Scale scale{factor, 32768.0f * inverse()};
-    scale.rescale(x, sums);
-    factor = scale.factor;
-  }
-
-  // Takes the common factor, and rescales the sums, so that the next tiles already have a common
-  // one; unless it is so small that few bits of this warp's dS would be left.
-  template <int COLUMNS>
-  __device__ __forceinline__ void take_common(float (&sums)[2][COLUMNS]) {
-    constexpr float NEAR = 1.0f / 65536;
-    if (common >= factor || common * inverse() < NEAR) return;
-    matmul::scale(sums, common * inverse());
-    factor = common;
-  }
-};
-
 // Brings a tile of dS in shared memory to a common factor, the smallest of the warps', and returns
 // it. One consumer calls it alone, or `both_consumers` do; then the first one does the work.
 __device__ __forceinline__ float common_scale(const float (&scales_smem)[CONSUMER_WARPS],
@@ -87,5 +59,48 @@ __device__ __forceinline__ float common_scale(const float (&scales_smem)[CONSUME
   }
   return least;
 }
+
+// What a warp multiplies dS by; its sums of dk have the same scale. In float16 the factor is the
+// largest possible one until the first dS that is not 0; in bfloat16 it is 1.
+struct WarpScale {
+  float factor = IS_FLOAT16 ? Scale::factor_for(0.0f) : 1.0f;
+  float common = factor;       // the smallest of the warps' factors, when last they differed
+  float next_common = factor;  // of a consumer without another one
+
+  __device__ __forceinline__ bool is_first() const { return factor == Scale::factor_for(0.0f); }
+  __device__ __forceinline__ float inverse() const { return Scale{factor}.inverse(); }
+
+  // Lowers the factor for |dS| up to `x`, and rescales the sums.
+  template <int COLUMNS>
+  __device__ __forceinline__ void rescale(float x, float (&sums)[2][COLUMNS]) {
+    Scale scale{factor, 32768.0f * inverse()};
+    scale.rescale(x, sums);
+    factor = scale.factor;
+  }
+
+  // Takes the common factor, and rescales the sums, so that the next tiles already have a common
+  // one; unless it is so small that few bits of this warp's dS would be left.
+  template <int COLUMNS>
+  __device__ __forceinline__ void take_common(float (&sums)[2][COLUMNS]) {
+    constexpr float NEAR = 1.0f / 65536;
+    if (common >= factor || common * inverse() < NEAR) return;
+    matmul::scale(sums, common * inverse());
+    factor = common;
+  }
+
+  // A consumer without another one brings each tile of dS to a common factor, and returns it. It
+  // takes one when the first of two would, which computes the dq of even tiles during the next
+  // tile: so dk has the same bits.
+  __device__ __forceinline__ float make_common(const float (&scales_smem)[CONSUMER_WARPS],
+                                               char* ds_smem, int stage) {
+    const float of_tile = common_scale(scales_smem, ds_smem, true);
+    if (stage == 0) {
+      next_common = of_tile;
+    } else {
+      common = next_common;
+    }
+    return of_tile;
+  }
+};
 
 }  // namespace ds_scale

@@ -40,6 +40,7 @@ SPILLS = {
     "backward_sm80_bias": 8,
     "backward_sm80_tangent_dkdv": 32,
     "backward_sm90_bias": 4,
+    "backward_sm90_dkdv": 96,  # in float16, where two blocks share an SM
     "backward_f64_dkdv": 220,
     "decode_sm80": 176,
     "decode_sm80_shared": 36,

@@ -157,6 +157,45 @@ def test_neighbours_share_a_bit_where_a_row_has_many_tiles(listed, monkeypatch):
         assert same_bits(one, other)
 
 
+@emulated
+@mostly_thorough(
+    ("heads", "by_head"),
+    [(2, False), (4, False), (4, True)],
+    quick=[(4, False)],
+    why="more heads, and lists of their own",
+)
+def test_blocks_of_keys_begin_with_the_first_span_that_is_listed(heads, by_head, listed):
+    """A span of queries has 256 tiles; a block of keys sees some of the second one, or of two."""
+    of_queries, of_keys = np.full(40000, 1000, np.int32), np.arange(400, dtype=np.int32) // 128
+    for document, first, last in ((0, 20000, 20050), (1, 100, 130), (1, 39000, 39010), (2, 5, 70)):
+        of_queries[first:last] = document  # no query sees the last keys
+    mask = masks.segments(of_queries, of_keys)
+    if by_head:
+        mask = mask & masks.mask(lambda b, h, i, j: (h != 1) | (i < 30000))
+    rng = np.random.default_rng(0)
+    q, out, do = (rng.standard_normal((heads, 40000, 8)).astype(BRAIN) for _ in range(3))
+    k, v = (rng.standard_normal((2, 400, 8)).astype(BRAIN) for _ in "kv")
+    lse = np.full(q.shape[:-1], 3.0, np.float32)
+    call, found = validate.call(q, k, v, Options(mask=mask)), []
+    for how in ("0", "1"):
+        listed(how)
+        made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
+        emulator = Emulator(
+            Blocks(hopper=True),
+            REVERSE,
+            deterministic=True,
+            runs=lambda special: special.spec.part != "dq",
+        )
+        visited = np.zeros(1, np.uint64)
+        emulator.backward(call, do, out, lse, None, made, visited=visited)
+        found.append((made.dk, made.dv, visited))
+    for without, with_lists in zip(*found, strict=True):
+        assert same_bits(without, with_lists)
+    dk = found[1][0].astype(np.float32)
+    assert np.abs(dk[:, :384]).max(-1).all()
+    assert not dk[:, 384:].any()
+
+
 def route_of(mask, backward=False, shape=(2, 16, 4096, 128), **options):
     q, k, v = (np.empty(shape, BRAIN) for _ in "qkv")
     call = validate.call(q, k, v, Options(mask=mask, **options))

@@ -47,6 +47,7 @@ class Blocks:
     # Queries and keys of a tile of forward_sm90, blocks that share an SM; None: those of long rows.
     warpgroups: tuple[int, int, int] | None = None
     bias_tiles: bool = False  # whether kernels of sm90 load a bias in tiles, where they can
+    few_keys: bool = False  # whether backward_sm90_dkdv has its tiles of few keys, where it can
 
     def choose(self, part: str, request: Request) -> Choice:
         """Return the kernel of a part of a call, and its tiles, as `registry.select`."""
@@ -126,7 +127,7 @@ class Blocks:
         if spec is sm90.DKDV:
             usual = sm90.fit_dkdv(problem.d, problem.d_v)
             found = bias_tiles.beside_queries(request, usual) if self.bias_tiles else None
-            return found or usual
+            return found or (spec.configure(request) if self.few_keys else usual)
         if spec is sm90_bias.BIAS:
             return sm90_bias.fit_bias(problem.d, problem.d_v)
         return spec.configure(request)

@@ -106,8 +106,8 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
-    # Of gradients "parts", or "whole dq". "lists" if lists of tiles are read or written. Or "short"
-    # and the number of a row of `SHORT_ROWS`. Or "tiles" and the type of a bias that is in tiles.
+    # Of gradients "parts", "whole dq", or "few keys" and more. "lists" if they are read or written,
+    # "short" and the number of a row of `SHORT_ROWS`, or "tiles" and the type of a bias in them.
     cache: str = ""
 
 
@@ -205,8 +205,7 @@ def cases() -> list[Case]:
         ((128, 128), "everything", "float16"), ((128, 128), "pair bias", "float32"),
         ((256, 256), "pair bias", "float16"),
     ]):  # fmt: skip
-        case = Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"tiles {kind}")
-        found.append(case)
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, False, f"tiles {kind}"))
     for kernel, own in [
         ("backward_sm90_dkdv", (64, 64)), ("backward_sm90_dkdv", (128, 128)),
         ("backward_sm90_bias", (64, 64)), ("backward_sm80_bias", (32, 32)),
@@ -221,8 +220,14 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         kernel = f"backward_{hardware}_dkdv"
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
-    case = Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq")
-    found.append(case)
+    found.append(Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq"))
+    for n, (own, options, packed, kind) in enumerate([
+        ((128, 128), "causal", True, "whole dq"), ((128, 128), "causal", True, "whole dq"),
+        ((64, 64), "plain", True, "whole dq"), ((128, 128), "segments", False, "sums"),
+        ((96, 104), "everything", True, "whole dq"), ((128, 128), "causal", False, "whole dq"),
+    ]):  # fmt: skip
+        dtype = dtypes[2 - n % 2]
+        found.append(Case("backward_sm90_dkdv", dtype, own, options, packed, f"few keys, {kind}"))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -387,6 +392,10 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         elif case.options == "plain" and case.sizes != (96, 104):
             registers = "plain"
         return sm90.fit_forward(*case.sizes, registers)
+    if spec is sm90.DKDV:
+        fit = sm90.fit_few_keys if case.cache.startswith("few keys") else sm90.fit_dkdv
+        made = fit(*case.sizes)
+        return bias_tiles.with_stages(made) if case.cache.startswith("tiles") else made
     if spec is sm80.DKDV and case.cache != "whole dq":  # those of longer rows
         tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)
         assert tiles is not None
@@ -402,8 +411,7 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         tiles = sm80.whole_tiles(request)
     assert tiles is not None
     if case.cache.startswith("tiles"):
-        held = bias_tiles.with_stages if spec.part == "dkdv" else bias_tiles.with_whole
-        return held(tiles)
+        return bias_tiles.with_whole(tiles)
     return dataclasses.replace(tiles, whole=whole)
 
 
@@ -412,8 +420,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = (OPTIONS | MORE_OPTIONS)[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
-    resumes, parts, whole_dq = (case.cache == x for x in ("resumes", "parts", "whole dq"))
-    plain = "rows", "float8", "short", "tiles", "lists"
+    resumes, parts = (case.cache == x for x in ("resumes", "parts"))
+    whole_dq = case.cache.endswith("whole dq")
+    plain = "rows", "float8", "short", "tiles", "lists", "few keys"
     held = "" if resumes or parts or whole_dq or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE

@@ -368,19 +368,27 @@ FORWARD = KernelSpec(
 
 # Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
 DKDV_TILES: dict[int, tuple[int, int]] = {128: (64, 128), 256: (64, 64)}
-DKDV_STORAGE_BYTES = 816  # in addition to operands, lse and delta
+# Keys of a block of one consumer, largest head that it has the registers for, and such blocks that
+# share an SM.
+FEW_KEYS_DKDV, FEW_KEYS_HEAD, FEW_KEYS_BLOCKS = 64, 128, 2
+DKDV_STORAGE_BYTES = 560  # in addition to operands, lse and delta
+DKDV_CONSUMER_BYTES = 128  # of these for each consumer
 _MAPS_BYTES = 7 * tma.BYTES  # of q, k, v, do, dk and dv, and what aligns them
 
 
-def dkdv_tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
-    """Return tiles of backward_sm90_dkdv.cu: two consumer warpgroups, and a producer."""
-    columns = row_bytes(d) + row_bytes(d_v)
-    shares = block_kv == 64  # keys, between warpgroups: then P goes through shared memory like dS
-    stage = block_q * columns + (2 if shares else 1) * block_kv * row_bytes(block_q)
-    copied = row_bytes(d) if not shares and d > 64 else 0  # of keys, made finite
-    keys = block_kv * (columns + copied)
-    shared = keys + KV_STAGES * stage + 16 * block_q + DKDV_STORAGE_BYTES
-    return Tiles(block_q, block_kv, 384, shared, stages=KV_STAGES)
+def dkdv_tiles(block_q: int, block_kv: int, d: int, d_v: int, consumers: int = 2) -> Tiles:
+    """Return tiles of backward_sm90_dkdv.cu: consumer warpgroups, and a producer."""
+    columns, alone = row_bytes(d) + row_bytes(d_v), consumers == 1
+    shares = block_kv < 64 * consumers  # keys: then P goes through shared memory like dS
+    held = 1 if alone else KV_STAGES  # tiles of dS
+    weights = held * (2 if shares else 1) * block_kv * row_bytes(block_q)
+    copied = row_bytes(d) if not shares and not alone and d > 64 else 0  # of keys, made finite
+    operands = block_kv * (columns + copied) + KV_STAGES * block_q * columns
+    little = 16 * block_q + DKDV_STORAGE_BYTES + consumers * DKDV_CONSUMER_BYTES
+    threads, resident = 128 * (consumers + 1), FEW_KEYS_BLOCKS if alone else 1
+    return Tiles(
+        block_q, block_kv, threads, operands + weights + little, resident, stages=KV_STAGES
+    )
 
 
 def fit_dkdv(d: int, d_v: int) -> Tiles:
@@ -388,10 +396,31 @@ def fit_dkdv(d: int, d_v: int) -> Tiles:
     return dkdv_tiles(*at_head(DKDV_TILES, d, d_v), d, d_v)
 
 
+def fit_few_keys(d: int, d_v: int) -> Tiles:
+    """Return the tiles of backward_sm90_dkdv.cu for rows of few keys: blocks of one consumer."""
+    return dkdv_tiles(64, FEW_KEYS_DKDV, d, d_v, consumers=1)
+
+
+@functools.lru_cache(maxsize=256)
+def choose_dkdv(d: int, d_v: int, len_q: int, len_k: int) -> Tiles:
+    """Return the tiles of backward_sm90_dkdv.cu for rows of at most so many queries and keys.
+
+    A block of one consumer has all keys of a row, and sums up as the first one of two would, to
+    whose sums missing keys add zeros. So packed sequences may have these tiles as others do.
+    """
+    usual = fit_dkdv(d, d_v)
+    if not 0 < len_k <= FEW_KEYS_DKDV or max(d, d_v) > FEW_KEYS_HEAD:
+        return usual
+    few, lengths = fit_few_keys(d, d_v), (min(len_q, cost.LONG), len_k)
+    return min((few, usual), key=lambda tiles: dkdv_cost(tiles, d, d_v, *lengths).time)
+
+
 def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
     problem, rows = request.problem, request.problem.rows
     # No sequence's kernel may depend on the lengths of others that are packed with it.
     lengths = min(rows.known_q, cost.LONG), min(rows.known_k, cost.LONG)
+    if lengths[1] > tiles.block_kv:  # packed; longer ones have the same kernel
+        tiles = fit_dkdv(problem.d, problem.d_v)
     return dkdv_cost(tiles, problem.d, problem.d_v, *lengths)
 
 
@@ -413,8 +442,11 @@ def _dkdv_obstacle(request: Request) -> str | None:
 
 
 def _configure_dkdv(request: Request) -> Tiles:
-    usual = fit_dkdv(request.problem.d, request.problem.d_v)
-    return bias_tiles.beside_queries(request, usual) or usual
+    problem = request.problem
+    usual = fit_dkdv(problem.d, problem.d_v)
+    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
+    with_bias = bias_tiles.beside_queries(request, usual)
+    return with_bias or choose_dkdv(problem.d, problem.d_v, *longest)
 
 
 def _dkdv_rows(tiles: Tiles) -> dict[str, int]:

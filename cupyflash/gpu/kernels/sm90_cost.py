@@ -83,4 +83,5 @@ def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
     products = whole + whole_v + 2 * wide + wide_v
     block = tiles.block_kv, tiles.block_q
     moved = 4 * (d + d_v), 2 * (d + d_v) + 8 * d
-    return cost.of(DKDV_RATES, (len_k, len_q), block, products, moved)
+    lengths, resident = (len_k, len_q), tiles.resident_blocks
+    return cost.of(DKDV_RATES, lengths, block, products, moved, resident)
