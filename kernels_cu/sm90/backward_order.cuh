@@ -17,8 +17,9 @@ constexpr bool OVERLAP_DP_SOFTMAX = !SHARE_KEYS && !MAY_MASK && D <= 64 && D_V <
 // Whether a consumer without another one has so many sums that masks must spare registers.
 constexpr bool ALONE_WITH_SLABS = ONE_CONSUMER && !ONE_SLAB;
 // Whether the mask is evaluated before the product for the scores is issued, or while it is
-// multiplied. Both choices were measured.
+// multiplied, and then whether before the product for dP is issued, too. All were measured.
 constexpr bool MASK_FIRST = SHARE_KEYS || HAS_WHOLE_TILES || ALONE_WITH_SLABS;
+constexpr bool MASK_BEFORE_DP = D <= 32 || CHANGES_SCORES;
 // Whether FULL tiles have code of their own, without masked pairs.
 constexpr bool SPLIT_FULL_TILES =
     HAS_EDGES && !CHANGES_SCORES && !HAS_WHOLE_TILES && !ALONE_WITH_SLABS;

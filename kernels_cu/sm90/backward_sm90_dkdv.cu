@@ -216,11 +216,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_fence();
       warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address + first_row, 0));
       ptx::wgmma_commit();
-      if (!MASK_FIRST && masked) evaluate_mask();
+      if (!MASK_FIRST && MASK_BEFORE_DP && masked) evaluate_mask();
       if constexpr (!CHANGES_SCORES) {
         lse = warpgroup_gradient::QueryStatistics<COLUMNS>(lse_smem);
         if constexpr (!OVERLAP_DP_SOFTMAX) issue_dp();
       }
+      if (!MASK_FIRST && !MASK_BEFORE_DP && masked) evaluate_mask();
       ptx::wgmma_wait<CHANGES_SCORES || OVERLAP_DP_SOFTMAX ? 0 : 1>();
       ptx::fence_accumulator(s);
       if (VOTE_NONFINITE && may_mask) sees_nonfinite = !warpgroup_gradient::all_finite(s);
