@@ -21,7 +21,7 @@ _KINDS = {  # bits of a report on offsets; the other bits are the number of an e
     1: "entry {0} is not 0",
     2: "entry {0} is smaller than the one before it",
     3: "entry {0}, the last one, is not the packed array's length",
-    4: "entry {0} ends a sequence that is longer than bias or mask",
+    4: "entry {0} ends a sequence that is longer than bias, mask or max_seqlen",
     5: "entry {0} is larger than the packed array's length",
 }
 KIND_BITS = 3

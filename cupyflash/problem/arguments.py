@@ -115,16 +115,25 @@ class Packed:
         As users pass them.
     check : Any
         Whether offsets in device memory are read back; None: kernels check them.
+    longest : pair of int, optional
+        The most queries and keys of a sequence, where offsets are not read.
     """
 
-    __slots__ = ("_taken", "_words", "check", "offsets_k", "offsets_q")
+    __slots__ = ("_taken", "_words", "check", "longest", "offsets_k", "offsets_q")
     name: ClassVar[str] = "attention_varlen"
     has_whole_bias: ClassVar[bool] = True
     numbers: ClassVar[Mapping[str, int]] = _NO_NUMBERS
     compute = staticmethod(Dense.compute)
 
-    def __init__(self, offsets_q: Any, offsets_k: Any, check: Any = None) -> None:
+    def __init__(
+        self,
+        offsets_q: Any,
+        offsets_k: Any,
+        check: Any = None,
+        longest: tuple[int, int] | None = None,
+    ) -> None:
         self.offsets_q, self.offsets_k, self.check = offsets_q, offsets_k, check
+        self.longest = longest
         self._taken: tuple[Any, Any] | None = None
         self._words: tuple[str, Named] | None = None
 
@@ -146,7 +155,10 @@ class Packed:
 
     def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
         """Return the validated call."""
-        return validate.varlen_call(*x, *self._take(x.q), self.check, options, given=given)
+        offsets = self._take(x.q)
+        return validate.varlen_call(
+            *x, *offsets, self.check, options, given=given, longest=self.longest
+        )
 
     def checked_part(self, x: Operands, options: Options, part: Part) -> Call:
         """Return the validated call of a rank, whose lengths are those of all ranks."""
@@ -176,6 +188,8 @@ class Packed:
             words = " packed, checked" if check else " packed, trusted"
         else:
             return None  # it may be wrong
+        if self.longest is not None:
+            words += f" of at most {self.longest}"
         offsets_q, offsets_k = self._take(q)
         if offsets_k is offsets_q and is_device_array(offsets_q):
             return words + " alike", {"offsets_q": offsets_q}
@@ -194,6 +208,8 @@ class Packed:
     def alone(self) -> tuple[Hashable, Any, Any] | None:
         """As in `Dense`: offsets as they were taken, which nobody read of the device's memory."""
         if self._taken is None or not (self.check is None or self.check is False):
+            return None
+        if self.longest is not None:
             return None
         return (self.name, self.check), *self._taken
 

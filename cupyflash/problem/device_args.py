@@ -74,15 +74,15 @@ def unread(total: int, longest: int) -> tuple[Array, Array]:
     return np.array([0, longest]), np.array([0, max(total - longest, 0)])
 
 
-def longest(size: str, total: int, aligned: Iterable[Array], exprs: Iterable[Expr]) -> int:
-    """Return the length of the longest sequence that the given arrays fit; at most `total`.
+def longest(size: str, most: int, aligned: Iterable[Array], exprs: Iterable[Expr]) -> int:
+    """Return the length of the longest sequence that the given arrays fit; at most `most`.
 
     Parameters
     ----------
     size : {"len_q", "len_k"}
         Queries or keys.
-    total : int
-        Packed rows.
+    most : int
+        Rows that no sequence exceeds.
     aligned : iterable of array
         Arrays (..., Lq, Lk): bias and mask.
     exprs : iterable of Expr
@@ -99,7 +99,7 @@ def longest(size: str, total: int, aligned: Iterable[Array], exprs: Iterable[Exp
                 base, _, divisor = own.size.partition("/")
                 if base == size and own.exact is None and length != 1:
                     lengths.append(length * int(divisor or 1))
-    return min([total, *(length for length in lengths if length != 1)])
+    return min([most, *(length for length in lengths if length != 1)])
 
 
 def seed(value: Any) -> Any:

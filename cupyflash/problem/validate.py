@@ -117,11 +117,13 @@ def varlen_call(
     options: Options = DEFAULTS,
     totals: tuple[int, int] | None = None,
     given: coded.Fp8 | codes.NoCodes = codes.NONE,
+    longest: tuple[int, int] | None = None,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 
     Those in device memory are read if `check` is True, and checked by kernels if it is None. The
-    arrays may have some of the packed rows, of which there are `totals` queries and keys.
+    arrays may have some of the packed rows, of which there are `totals` queries and keys. Where
+    offsets are not read, no sequence has more than the `longest` queries and keys.
     """
     if check is not None and not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: got {check!r}; expected None, True or False.")
@@ -138,13 +140,16 @@ def varlen_call(
     held = {name: offsets_array(value, name) for name, value in named.items()}
     ends: dict[str, Any] = {}
     unread = False
-    for size, total in zip("qk", totals or (q.shape[1], k.shape[1]), strict=True):
+    totals = totals or (q.shape[1], k.shape[1])
+    for size, total, most in zip("qk", totals, longest or totals, strict=True):
         name = f"offsets_{size}"
         held[name], read = device_args.offsets_to_check(held[name], name, q, bool(check))
         if read is None:
             unread = True
-            longest = device_args.longest(f"len_{size}", total, *_position_arrays(options))
-            ends[f"len_{size}"], ends[f"start_{size}"] = device_args.unread(total, longest)
+            fitting = device_args.longest(
+                f"len_{size}", min(most, total), *_position_arrays(options)
+            )
+            ends[f"len_{size}"], ends[f"start_{size}"] = device_args.unread(total, fitting)
         else:
             bounds = checked_offsets(read, name, total)
             ends[f"len_{size}"], ends[f"start_{size}"] = np.diff(bounds), bounds[:-1]

@@ -36,7 +36,7 @@ def _request(settings: Settings, x: Operands) -> Request:
         offsets_q = offsets_k = array_of(x.offsets_q)
         if x.offsets_k is not x.offsets_q:
             offsets_k = array_of(x.offsets_k)
-        rows = Packed(offsets_q, offsets_k, settings.check)
+        rows = Packed(offsets_q, offsets_k, settings.check, settings.longest)
     return Request(array_of(x.q), array_of(x.k), array_of(x.v), rows, options=options)
 
 

@@ -14,6 +14,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..masks import Mask
 from ..problem.keywords import explained
 from ..scores import Score
+from . import longest
 from .flash_attn import band, by_rows, cached_by_rows, changes_of
 from .operands import Settings
 
@@ -174,7 +175,11 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : torch.Tensor of int, shape (n + 1,), optional
         Sequence b has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They are not read
         back from a GPU.
-    max_seqlen_q, max_seqlen_k, min_seqlen_k : int, optional
+    max_seqlen_q, max_seqlen_k : int, optional
+        No sequence has more queries or keys. On a GPU, kernels are chosen by it where sequences
+        have at most 128 keys: then a longer one makes all results of the call wrong, and a later
+        call on that GPU raises the error. Otherwise they are ignored.
+    min_seqlen_k : int, optional
         Ignored.
     seqused_q : None
         Others are an error: cut the queries off before.
@@ -201,7 +206,7 @@ def flash_attn_varlen_func(
     ArgumentError, ArgumentTypeError
         As in `flash_attn_func`.
     """
-    del max_seqlen_q, max_seqlen_k, min_seqlen_k, num_splits, pack_gqa, return_lse
+    del min_seqlen_k, num_splits, pack_gqa, return_lse
     _refuse({
         "seqused_q": seqused_q,
         "gather_kv_indices": gather_kv_indices,
@@ -220,6 +225,9 @@ def flash_attn_varlen_func(
                 "Those of (B, L, H, D), as rows x.flatten(0, 1), are torch.arange(B + 1) * L."
             )
         offsets = cu_seqlens_q, cu_seqlens_k
+        lengths = longest.known(max_seqlen_q, max_seqlen_k)
+        if lengths is not None and cu_seqlens_q is not None:
+            settings = settings._replace(longest=lengths, check=None)
         return by_rows(settings, _joined(q, k, v, qv), offsets, learnable_sink)
     if seqused_k is None:
         raise ArgumentError(

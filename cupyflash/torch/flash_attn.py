@@ -15,7 +15,7 @@ from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError
 from ..masks import Mask
 from ..problem.keywords import explained
-from . import autograd, functions, learned, recipes, tensors
+from . import autograd, functions, learned, longest, recipes, tensors
 from .cached import attention_cached
 from .operands import Operands, Settings
 from .tensors import PLAIN
@@ -75,8 +75,12 @@ def _flash(
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
+    lengths: tuple[int, int] | None = None,
 ) -> Any:
-    """Compute attention of tensors whose axis of heads is the second to last."""
+    """Compute attention of tensors whose axis of heads is the second to last.
+
+    No packed sequence has more queries and keys than the lengths.
+    """
     if alibi_slopes is not None:
         tensors.check({"q": qkv[0], "alibi_slopes": alibi_slopes}, ("q", "alibi_slopes"))
     settings = Settings(
@@ -86,7 +90,8 @@ def _flash(
         dropout=dropout_p,
         seed=functions.drawn_seed(dropout_p),
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        check=False,
+        check=False if lengths is None else None,
+        longest=lengths,
         by_rows=True,
     )
     wants_lse = bool(return_attn_probs)
@@ -268,8 +273,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute attention as flash_attn's function of this name does; see `flash_attn_func`.
 
-    In addition, `max_seqlen_q` and `max_seqlen_k` are ignored. With a `block_table`, there is no
-    gradient and no dropout.
+    With a `block_table`, there is no gradient and no dropout.
 
     Parameters
     ----------
@@ -283,7 +287,9 @@ def flash_attn_varlen_func(
         Sequence b has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They are not read
         back from a GPU.
     max_seqlen_q, max_seqlen_k : int
-        Ignored.
+        No sequence has more queries or keys. On a GPU, kernels are chosen by it where sequences
+        have at most 128 keys: then a longer one makes all results of the call wrong, and a later
+        call on that GPU raises the error. Otherwise they are ignored.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`. Slopes have the shape (Hq,) or (n, Hq).
     deterministic, return_attn_probs
@@ -303,11 +309,11 @@ def flash_attn_varlen_func(
     ArgumentError, ArgumentTypeError
         As in `attention_varlen`.
     """
-    del max_seqlen_q, max_seqlen_k
     if block_table is None:
         return call(
             (q, k, v), (cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale, causal, window_size,
             softcap, alibi_slopes, deterministic, return_attn_probs,
+            longest.known(max_seqlen_q, max_seqlen_k),
         )  # fmt: skip
     if dropout_p:
         raise ArgumentError(f"dropout_p: got {dropout_p} with a block_table; expected 0.0.")

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..problem.keywords import explained
-from . import tensors
+from . import longest, tensors
 from .flash_attn import Window, call
 
 
@@ -178,7 +178,7 @@ def flash_attn_varlen_qkvpacked_func(
     cu_seqlens : torch.Tensor of int, shape (n + 1,)
         Sequence b has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
     max_seqlen : int
-        Ignored.
+        As in `flash_attn_varlen_func`.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_varlen_func`.
     deterministic, return_attn_probs
@@ -197,10 +197,10 @@ def flash_attn_varlen_qkvpacked_func(
         As in `attention_varlen`.
     """
     q, k, v = _parts("qkv", qkv, "(total, 3, H, D)")
-    del max_seqlen
     return call(
         (q, k, v), (cu_seqlens, cu_seqlens), dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
+        longest.known(max_seqlen, max_seqlen),
     )  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_q, cu_seqlens_k : torch.Tensor of int, shape (n + 1,)
         Sequence b has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
     max_seqlen_q, max_seqlen_k : int
-        Ignored.
+        As in `flash_attn_varlen_func`.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_varlen_func`.
     deterministic, return_attn_probs
@@ -271,10 +271,10 @@ def flash_attn_varlen_kvpacked_func(
         As in `attention_varlen`.
     """
     k, v = _parts("kv", kv, "(total, 2, H, D)")
-    del max_seqlen_q, max_seqlen_k
     return call(
         (q, k, v), (cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
+        longest.known(max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch.nn.attention
 
 from .. import masks, scores
 from ..errors import ArgumentError
-from . import compute, functions, recipes, tensors
+from . import compute, functions, longest, recipes, tensors
 from .flash_attn import band, by_rows, cached_by_rows
 from .operands import Operands, Settings
 
@@ -96,9 +96,15 @@ def _settings(
     return Settings(mask, changes, scale, dropout, deterministic=is_deterministic, check=False)
 
 
+def _bounded(settings: Settings, offsets: Tensor | None, max_q: int, max_k: int) -> Settings:
+    """Return the settings of packed sequences that have at most so many queries and keys."""
+    lengths = None if offsets is None else longest.known(max_q, max_k)
+    return settings if lengths is None else settings._replace(longest=lengths, check=None)
+
+
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,  # noqa: ARG001, as PyTorch passes it
+    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
     return_debug_mask: bool, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None,
@@ -113,6 +119,7 @@ def _forward(
     with torch.no_grad():
         if block_table is None and seqused_k is None:
             settings = settings._replace(seed=rng[0] if dropout_p else None, by_rows=True)
+            settings = _bounded(settings, cum_seq_q, max_q, max_k)
             named = {"query": query, "key": key, "value": value}
             out, lse = by_rows(settings, named, (cum_seq_q, cum_seq_k))
         elif dropout_p or seqused_k is None or block_table is None:
@@ -135,7 +142,7 @@ def _forward_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
 
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,  # noqa: ARG001, as PyTorch passes it
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,
     dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *,  # noqa: ARG001, as PyTorch passes it
     scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None,
@@ -145,6 +152,7 @@ def _backward(
         recipes.made(band(is_causal, (window_size_left, window_size_right))), scale,
         dropout=dropout_p,
     )  # fmt: skip
+    settings = _bounded(settings, cum_seq_q, max_q, max_k)
     rows = [x.transpose(-3, -2) for x in (grad_out, query, key, value, out)]
     do, q, k, v, out = rows
     seed = rng_state[0] if dropout_p else None

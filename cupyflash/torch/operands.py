@@ -26,6 +26,8 @@ class Settings(NamedTuple):
         Whether gradients have the same bits in every run.
     check : bool or None
         How offsets on a GPU are checked, as `cupyflash.attention_varlen` takes it.
+    longest : pair of int or None
+        The most queries and keys of a packed sequence, by which kernels are chosen on a GPU.
     rows_first : bool
         Whether the result is (B, L, H, D), as layers of models go on with it. On a GPU, gradients
         also lie so in memory: a layer's heads are parts of its rows, and so nothing is copied.
@@ -42,6 +44,7 @@ class Settings(NamedTuple):
     precision: Any = None
     deterministic: bool = False
     check: bool | None = None
+    longest: tuple[int, int] | None = None
     rows_first: bool = False
     by_rows: bool = False
 

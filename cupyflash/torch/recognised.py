@@ -74,7 +74,9 @@ class Signature(launch_cache.Signature):
         read: Mapping[str, torch.Tensor | None] = _NOTHING,
     ) -> None:
         q, k, v, bias, sink, mask, of_seed, offsets_q, offsets_k = x
-        made, changes, scale, dropout, seed, precision, _, check, rows_first, by_rows = settings
+        made, changes, scale, dropout, seed, precision, _, check, most, rows_first, by_rows = (
+            settings
+        )
         if of_seed is not None:
             seed = number_of(of_seed)
         if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
@@ -91,7 +93,7 @@ class Signature(launch_cache.Signature):
         if offsets_q is not None:
             if check is not None and check is not False:
                 raise launch_cache.UnlikeError  # what its offsets hold is read every time
-            kind = kind, check, offsets_k is offsets_q
+            kind = kind, check, most, offsets_k is offsets_q
             self._take_arrays({"offsets_q": offsets_q})
             if offsets_k is not offsets_q:
                 self._take_arrays({"offsets_k": offsets_k})

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..problem.keywords import explained
-from . import tensors
+from . import longest, tensors
 from .flash_attn import band, by_rows, cached_by_rows
 from .operands import Settings
 from .tensors import PLAIN
@@ -51,7 +51,9 @@ def varlen_attn(
         Sequence b has the rows from ``cu_seq[b]`` to ``cu_seq[b + 1]``. They are not read back from
         a GPU. `cu_seq_k` may be None with `block_table`.
     max_q, max_k : int
-        Ignored.
+        No sequence has more queries or keys. On a GPU, kernels are chosen by it where sequences
+        have at most 128 keys: then a longer one makes all results of the call wrong, and a later
+        call on that GPU raises the error. Otherwise they are ignored.
     return_aux : torch.nn.attention.varlen.AuxRequest, optional
         If its `lse` is True, (out, lse) is returned.
     scale : float, optional
@@ -80,15 +82,21 @@ def varlen_attn(
     ArgumentError, ArgumentTypeError
         As in `attention_varlen`.
     """
-    del max_q, max_k, num_splits
+    del num_splits
     named = {"query": query, "key": key, "value": value}
     if not enable_gqa:
         _refuse_groups(named)
     left, right = window_size
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     mask = band(False, (left, right))
+    lengths = longest.known(max_q, max_k)
     settings = Settings(
-        mask, scale=scale, deterministic=is_deterministic, check=False, by_rows=True
+        mask,
+        scale=scale,
+        deterministic=is_deterministic,
+        check=False if lengths is None else None,
+        longest=lengths,
+        by_rows=True,
     )
     wants_lse = return_aux is not None and bool(return_aux.lse)
     if block_table is not None:

@@ -23,8 +23,8 @@
 //
 // The consumer is one body. Split into functions over structs of its registers, the same steps took
 // up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
-// single steps change the machine code of some types and heads. A change is measured again, and so
-// are those of backward_order.cuh, by `cupyflash bench --pass backward --variant full`.
+// single steps change the machine code of some types and heads. Changes, of backward_order.cuh, too,
+// are measured by `cupyflash bench --pass backward --variant full`.
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
 // backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed: that of
@@ -49,8 +49,7 @@ using warpgroup_gradient::write_dq;
 using namespace backward_order;
 
 // A consumer's queries of a tile, and the scores of a thread in each of its two rows.
-constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;
-constexpr int COLUMNS = QUERIES / 4;
+constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q, COLUMNS = QUERIES / 4;
 constexpr int DQ_COLUMNS = SHARE_KEYS ? ColumnShare<D>::COLUMNS : warpgroup::SLAB_COLUMNS / 4;
 constexpr int FUSED_COLUMNS = 8;  // for which a fused score mod is instantiated
 

@@ -5,11 +5,14 @@ Tensors in host memory say that they are on a GPU, whose memory is that of `host
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
-from recognised import told, unchecked
+from recognised import fields, told, unchecked
 
 from cupyflash import ArgumentError, ArgumentTypeError, masks
-from cupyflash.gpu import driver
+from cupyflash.arrays import reports
+from cupyflash.gpu import driver, params
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
@@ -20,6 +23,9 @@ from cupyflash.torch import (  # noqa: E402 (after the skip)
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    longest,
     recognised,
     varlen_attn,
 )
@@ -43,6 +49,7 @@ CALLS = {
     "softcap": lambda *x: flash_attn_func(*x, softcap=5.0, softmax_scale=0.5),
     "packed": lambda *x: flash_attn_varlen_func(*x, *ends_of(False), 40, 40, causal=True),
     "packed, dropout": lambda *x: flash_attn_varlen_func(*x, *ends_of(True), 40, 40, 0.25),
+    "packed, short": lambda *x: flash_attn_varlen_func(*x, *ends_of(True), 29, 29, causal=True),
     "varlen_attn": lambda *x: varlen_attn(*x, *ends_of(True), 40, 40, window_size=(-1, 0)),
     "varlen_attn, lse": lambda *x: varlen_attn(*x, *ends_of(True), 40, 40, return_aux=Aux),
     "sink": lambda *x: cute.flash_attn_func(*x, causal=True, learnable_sink=torch.ones(4)),
@@ -228,3 +235,55 @@ def test_parts_of_one_tensor_are_recognised_by_their_strides(cupy, gpu_tensors, 
     out = flash_attn_qkvpacked_func(qkv, causal=True)
     places = {qkv.data_ptr() + 4 * 64 * n for n in range(3)}
     assert {*places, out.data_ptr()} <= told(cupy.launches)
+
+
+SHORT = {
+    "flash_attn": lambda x, ends, n: flash_attn_varlen_func(*x, ends, ends, n, n),
+    "one tensor": lambda x, ends, n: flash_attn_varlen_qkvpacked_func(
+        torch.stack(x, dim=1), ends, n
+    ),
+    "two tensors": lambda x, ends, n: flash_attn_varlen_kvpacked_func(
+        x[0], torch.stack(x[1:], dim=1), ends, ends, n, n
+    ),
+    "cute": lambda x, ends, n: cute.flash_attn_varlen_func(
+        *x, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=n, max_seqlen_k=n
+    ),
+    "varlen_attn": lambda x, ends, n: varlen_attn(*x, ends, ends, n, n),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_longest_lengths_choose_kernels(cupy, gpu_tensors, name):
+    """Kernels rely on lengths of at most 128, so that others check them."""
+    ends = torch.tensor([0, 0, 60, 140, 200], dtype=torch.int32)
+    x = [torch.zeros(200, 4, 64, dtype=torch.bfloat16) for _ in range(3)]
+    kernels = {}
+    for most in (80, 75, 129, 200, 2**40):
+        for _ in range(2):
+            cupy.launches.clear()
+            SHORT[name](x, ends, most)
+            *before, main = cupy.launches
+            kernels[most] = main.kernel
+            if most > 128:
+                assert before == [] or not fields(before[0], params.rowwise("offsets"))["limited"]
+                continue
+            it = fields(*before, params.rowwise("offsets"))
+            assert (it["limited"], *it["limits"]) == (1, 80, 80)
+            assert it["reports"].all()
+    assert kernels[80] == kernels[75] != kernels[129] == kernels[200] == kernels[2**40]
+    assert "_one_" in kernels[80]
+    for n in range(2):  # a call that is known raises it, and so does one that is not
+        place = ctypes.c_uint64.from_address(reports.address(0, reports.OFFSETS_Q))
+        place.value = 2 << reports.KIND_BITS | 4
+        with pytest.raises(
+            ArgumentError, match="entry 2 ends a sequence that is longer than bias, mask or"
+        ):
+            SHORT[name](x, ends, 80 - 20 * n)
+
+
+def test_few_lengths_have_kernels_of_their_own():
+    assert longest.known(1, 1) == (16, 16)
+    assert longest.known(128, 113) == (128, 128)
+    assert longest.known(129, 17) == (256, 32)
+    for pair in ((0, 5), (5, 0), (5, 129), (-1, 5), (5, -1), (None, 5), (torch.tensor(5), 5)):
+        assert longest.known(*pair) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cupyflash import masks, scores
+from cupyflash import ArgumentError, masks, scores
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, compiled for CUDA")
 
@@ -84,6 +84,30 @@ def test_recognised_calls_by_rows_give_the_bits_of_attention(name):
             # Sums of dq are added in the order in which blocks come.
             torch.testing.assert_close(a, b.transpose(-3, -2), rtol=1e-2, atol=1e-3)
     assert all(x.isfinite().all() for x in torch.autograd.grad(found[0].sum(), leaves[1:]))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_short_sequences_have_the_bits_of_kernels_for_any(d, dtype):
+    """Whatever the longest lengths are said to be; a longer sequence is an error later."""
+    lengths = torch.randint(0, 65, (70,), generator=torch.Generator().manual_seed(d))
+    lengths[:3] = torch.tensor([64, 0, 1])
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths]).cumsum(0).to("cuda", torch.int32)
+    q, k, v, do = (draw(int(ends[-1]), 4, d, dtype=dtype, seed=n) for n in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    made = []
+    for most in (1000, 64, 128, 90, 64):
+        out = flash_attn_varlen_func(
+            *leaves, ends, ends, most, most, causal=True, deterministic=True
+        )
+        made.append((out, *torch.autograd.grad(out, leaves, do)))
+    for each in made[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(each, made[0], strict=True))
+    flash_attn_varlen_func(*leaves, ends, ends, 30, 30)
+    torch.cuda.synchronize()
+    with pytest.raises(ArgumentError, match="longer than bias, mask or max_seqlen"):
+        flash_attn_varlen_func(*leaves, ends, ends, 64, 64)
+    flash_attn_varlen_func(*leaves, ends, ends, 64, 64)
 
 
 @pytest.mark.parametrize("window", [None, 48])
