@@ -23,7 +23,7 @@
 //
 // The consumer is one body. Split into functions over structs of its registers, the same steps took
 // up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
-// single steps change the machine code of some types and heads. Changes, of backward_order.cuh, too,
+// single steps change the machine code of some types and heads. Changes, of backward_order.cuh too,
 // are measured by `cupyflash bench --pass backward --variant full`.
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
