@@ -115,10 +115,11 @@ def _launch(call: Call, held: Mapping[str, Array], copies: Mapping[str, Any]) ->
         columns["kinds"].append(KINDS["int64" if x.dtype == np.uint64 else x.dtype.name])
     count = next(iter(held.values())).size
     limited = _is_limited(call, held)
-    grid = specs.OFFSETS.grid(Extent(count, 0, 1, len(held)), specs.ENTRIES)
+    tiles = specs.ALL_ENTRIES if limited else specs.ENTRIES
+    grid = specs.OFFSETS.grid(Extent(count, 0, 1, len(held)), tiles)
     values = {**columns, "arrays": len(held), "count": count}
     values |= {"blocks": grid.blocks, "limited": int(limited)}
-    special = Specialisation(specs.OFFSETS, "float32", 0, 0, specs.ENTRIES)
+    special = Specialisation(specs.OFFSETS, "float32", 0, 0, tiles)
     return Launch(special, 1 if limited else grid.size, layout.pack(values), tuple(slots))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 _MOST_KEYS = 128  # those of the widest tile whose result depends on no tile
@@ -16,8 +17,12 @@ def known(most_q: Any, most_k: Any) -> tuple[int, int] | None:
     A call with bounds lets kernels check offsets: where a sequence is longer, results are wrong,
     and a later call on the device raises the error.
     """
-    if type(most_q) is not int or type(most_k) is not int or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None
+    if type(most_q) is not int or type(most_k) is not int:
+        if not all(isinstance(most, (int, np.integer)) for most in (most_q, most_k)):
+            return None  # a tensor would have to be waited for
+        most_q, most_k = int(most_q), int(most_k)
     if not (0 < most_k <= _MOST_KEYS and most_q > 0):
         return None
     if most_q > _MOST_KEYS:

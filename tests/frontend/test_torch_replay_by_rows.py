@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import pytest
 from recognised import fields, told, unchecked
 
@@ -272,6 +273,7 @@ def test_the_longest_lengths_choose_kernels(cupy, gpu_tensors, name):
             assert it["reports"].all()
     assert kernels[80] == kernels[75] != kernels[129] == kernels[200] == kernels[2**40]
     assert "_one_" in kernels[80]
+    assert kernels[80].endswith("__q64_kv80")  # lengths are thought to be half of it, on average
     for n in range(2):  # a call that is known raises it, and so does one that is not
         place = ctypes.c_uint64.from_address(reports.address(0, reports.OFFSETS_Q))
         place.value = 2 << reports.KIND_BITS | 4
@@ -285,5 +287,6 @@ def test_few_lengths_have_kernels_of_their_own():
     assert longest.known(1, 1) == (16, 16)
     assert longest.known(128, 113) == (128, 128)
     assert longest.known(129, 17) == (256, 32)
+    assert longest.known(np.int64(40), np.int32(5)) == (48, 16)
     for pair in ((0, 5), (5, 0), (5, 129), (-1, 5), (5, -1), (None, 5), (torch.tensor(5), 5)):
         assert longest.known(*pair) is None

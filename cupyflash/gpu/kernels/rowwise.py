@@ -16,6 +16,7 @@ ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp work
 TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns of a row at most
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 ENTRIES = Tiles(block_q=256, block_kv=0, threads=256, shared_memory=0)  # block_q offsets
+ALL_ENTRIES = Tiles(block_q=1024, block_kv=0, threads=1024, shared_memory=0)  # of one block
 # Threads of a block of backward_delta.cu. Each warp finds its arrays first, by some 500
 # instructions, where two rows of a lane take 150: so few warps are best, if an SM has enough that
 # wait for memory.

@@ -257,7 +257,8 @@ def _choose_packed(problem: Problem, registers: str) -> Tiles:
     """Return the tiles of forward_sm90.cu for packed sequences.
 
     Where all keys of a sequence are one tile, its bits do not depend on the width of this tile. So
-    only where that holds for all sequences in the usual tiles, their lengths choose others.
+    only where that holds for all sequences in the usual tiles, their lengths choose others. Where
+    nobody has looked at lengths, all are as probable as the longest one.
     """
     d, d_v, longest = problem.d, problem.d_v, int(np.max(problem.len_k, initial=0))
     usual = fit_forward(d, d_v, registers)
@@ -267,6 +268,8 @@ def _choose_packed(problem: Problem, registers: str) -> Tiles:
     others = [x for x in _tiles_by_length(d, d_v, registers, longest) if x.one_tile]
     some = np.asarray(problem.len_q)[np.asarray(problem.len_q) > 0]
     queries = int(np.ceil(np.mean(some))) if some.size else 1
+    if problem.rows.unread:  # of the lengths, the longest one alone is known
+        queries = -(-queries // 2)
     return _fastest(usual, others, (d, d_v, False, queries, longest))
 
 
