@@ -17,6 +17,8 @@ from .problem.rotary import Rotary, Rotation, rotation
 from .row_request import RowRequest
 from .rowwise import APPEND, ROPE
 
+_NO_CODES = CacheCodes()
+
 
 @overload
 def append(
@@ -161,25 +163,44 @@ def append(
     >>> bool((k[0, :, 4] == k_new[0, :, 0]).all())  # position 20 is row 4 of page 0
     True
     """
+    given = CacheCodes(k_scale, v_scale, kv_dtype)
+    request = append_request(
+        k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out, given, shared
+    )
+    return execute.rows(request).get("out")
+
+
+def append_request(
+    k_new: Any,
+    v_new: Any,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    table: Any = None,
+    offsets: Any = None,
+    q: Any = None,
+    rotary: Any = None,
+    positions: Any = None,
+    out: Any = None,
+    given: CacheCodes = _NO_CODES,
+    shared: Any = 0,
+) -> RowRequest[Append]:
+    """Return a call of `append`, whose arguments these are, as the driver takes it."""
     length = told_length(k_new, k, lengths, table, offsets, positions, rotary)
     read = {"k_new": k_new, "v_new": v_new, "q": q, "lengths": lengths, "table": table}
     read |= {"offsets": offsets, "positions": positions}
     if length is not None:
         read["lengths"] = None
-    given = CacheCodes(k_scale, v_scale, kv_dtype)
 
     def check() -> Append:
         return checked_append(
             k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out, given, shared
         )
 
-    written = {"k": k, "v": v, "out": out, "k_scale": k_scale, "v_scale": v_scale}
+    written = {"k": k, "v": v, "out": out, "k_scale": given.k_scale, "v_scale": given.v_scale}
     numbers = given.kind, shared, length is None
     told = {} if length is None else {"length": length}
-    results = execute.rows(
-        RowRequest(APPEND, check, read, written, numbers=numbers, rotary=rotary, told=told)
-    )
-    return results.get("out")
+    return RowRequest(APPEND, check, read, written, numbers=numbers, rotary=rotary, told=told)
 
 
 @explained

@@ -13,6 +13,7 @@ from transformers import cache_utils
 
 from ..arrays.integers import integer
 from ..errors import ArgumentError
+from . import appended
 
 _FEWEST = 64  # rows of the smallest room
 
@@ -27,6 +28,7 @@ class _Rooms:
     keys: Any
     values: Any
     _rooms: tuple[torch.Tensor, torch.Tensor] | None = None
+    _appended: appended.Appended | None = None  # to the rooms, on a GPU
     _last: tuple[Any, Any, int, int] = None, None, 0, 0  # keys and values, and their rows in rooms
     rows = 0  # that are expected
 
@@ -40,8 +42,10 @@ class _Rooms:
             room_k, room_v = self._rooms
             count = k.shape[2]
             if end + count <= room_k.shape[2]:
-                room_k.narrow(2, end, count).copy_(k)
-                room_v.narrow(2, end, count).copy_(v)
+                known = self._appended
+                if known is None or count > 1 or not known.write(k, v, end + 1):
+                    room_k.narrow(2, end, count).copy_(k)
+                    room_v.narrow(2, end, count).copy_(v)
                 rows = end + count - first
                 return room_k.narrow(2, first, rows), room_v.narrow(2, first, rows), first, rows
         rooms = self._rooms or (None, None)
@@ -49,6 +53,8 @@ class _Rooms:
         all_v, room_v, first_v = _with(self.values, v, rooms[1], self.rows)
         is_alike = first == first_v and room_k.shape[2] == room_v.shape[2]
         self._rooms = (room_k, room_v) if is_alike else None
+        if is_alike and room_k.is_cuda and (room_k is not rooms[0] or room_v is not rooms[1]):
+            self._appended = appended.Appended(room_k, room_v)
         return all_k, all_v, first, all_k.shape[2]
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor, first: int, end: int) -> None:

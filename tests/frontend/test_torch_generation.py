@@ -6,8 +6,10 @@ import copy
 import itertools
 
 import pytest
+from recognised import fields, told
 
-from cupyflash import ArgumentError
+from cupyflash import ArgumentError, execute
+from cupyflash.gpu import params
 
 WANTED = 'needs PyTorch and transformers: pip install ".[torch]" transformers'
 torch = pytest.importorskip("torch", reason=WANTED)
@@ -317,3 +319,37 @@ def test_continuous_batching(make, monkeypatch):
     assert [each.generated_tokens for each in made.values()] == wanted
     assert len(calls) == 16
     assert all(each is not None for each in calls)
+
+
+def test_a_step_on_a_gpu_appends_rows_by_one_launch(cupy, gpu_tensors, monkeypatch):
+    """Nothing is checked or copied after the first step; a copied cache has rooms of its own."""
+
+    def step(layer, rows):
+        new = [torch.zeros(2, 1, 4, 16).transpose(1, 2) for _ in "kv"]
+        cupy.launches.clear()
+        versions = [x._version for x in layer._rooms]
+        made = layer.update(*new)
+        (launch,) = cupy.launches
+        assert launch.kernel.startswith("append__")
+        assert [x._version for x in layer._rooms] > versions
+        assert {x.data_ptr() for x in (*new, *layer._rooms)} <= told([launch])
+        assert fields(launch, params.rowwise("append"))["length"] == rows
+        for x, room in zip(made, layer._rooms, strict=True):
+            assert (x.shape, x.data_ptr()) == ((2, 4, rows, 16), room.data_ptr())
+
+    layer = GrowingLayer()
+    layer.is_initialized, layer.keys, layer.values = True, torch.tensor([]), torch.tensor([])
+    layer.update(*(torch.zeros(2, 4, 40, 16) for _ in "kv"))
+    step(layer, 41)
+    other = copy.deepcopy(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "rows", None)
+        patch.setattr(torch.Tensor, "copy_", None)
+        for rows in (42, 43):
+            step(layer, rows)
+    step(other, 42)
+    assert other._rooms[0].data_ptr() != layer._rooms[0].data_ptr()
+    cupy.launches.clear()
+    layer.update(*(torch.zeros(2, 4, 3, 16) for _ in "kv"))  # several rows are copied
+    assert not cupy.launches
+    step(layer, 47)
