@@ -68,8 +68,9 @@ class Appended:
         self._forms += 1
         self._form, self._compiled = form, None
         with tensors.stream_of(k.device):
-            arrays = map(array_of, (k, v, self._k, self._v))
-            request = cache_update.append_request(*arrays, length)
+            request = cache_update.append_request(
+                array_of(k), array_of(v), array_of(self._k), array_of(self._v), length
+            )
             execute.rows(request)
         for room in (self._k, self._v):
             if not room.is_inference():
