@@ -24,6 +24,7 @@ TITLES = {
     "torch-efficient": "memory-efficient",
     "torch-flex": "FlexAttention",
     "torch-varlen": "varlen_attn",
+    "flash-attn-4": "FlashAttention-4",
     "onnxruntime": "ONNX Runtime",
     "openvino": "OpenVINO",
 }
@@ -133,6 +134,25 @@ def ratios(report: Report) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def rates(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a grid of TFLOP/s, of all contenders after the first one.
+
+    A row is of a length and a size of heads, a column of a pass and a variant.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for row in report.rows:
+        found = [row.of(name) for name in report.contenders]
+        told = [
+            f"{row.case.flops / x.seconds / 1e12:.0f}" if x and x.seconds else "" for x in found
+        ]
+        name = f"{row.case.d}, {row.case.len_q}"
+        cells.setdefault(name, {})[f"{row.case.direction} {row.case.variant}"] = " / ".join(told)
+    columns = list(dict.fromkeys(column for found in cells.values() for column in found))
+    titles = titles_of(report.suite)
+    head = [f"heads of, length: {' / '.join(titles[x] for x in report.contenders)}", *columns]
+    return head, [[name, *(found.get(x, "") for x in columns)] for name, found in cells.items()]
+
+
 class Measured(Directive):
     """``measured FILE``: the report of tasks in a file of docs/measured, and its conditions.
 
@@ -165,9 +185,16 @@ class Ratios(Measured):
     cells = staticmethod(ratios)
 
 
+class Rates(Measured):
+    """``rates FILE``: the report of cases, as a grid of TFLOP/s."""
+
+    cells = staticmethod(rates)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Tell Sphinx of the directives."""
     app.add_directive("table-of", TableOf)
     app.add_directive("measured", Measured)
     app.add_directive("ratios", Ratios)
+    app.add_directive("rates", Rates)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -35,6 +35,7 @@ COLOURS = {
     "torch-efficient": "#56B4E9",
     "torch-flex": "#CC79A7",
     "torch-varlen": "#6699CC",
+    "flash-attn-4": "#332288",
     "torch-cpu": "#D55E00",
     "torch-math": "#4D4D4D",
     "torch-sdpa": "#DDCC77",

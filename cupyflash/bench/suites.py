@@ -145,7 +145,7 @@ SUITES: dict[str, dict[str, Suite]] = {
             "bfloat16",
             ("full", "causal"),
             PASSES,
-            (OURS, *_SDPA),
+            (OURS, *_SDPA, "flash-attn-4"),
         ),
         "variants": Suite(
             "every mask and score change at (2, 16, 8192, 128)",

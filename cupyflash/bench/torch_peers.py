@@ -31,6 +31,7 @@ from .measure import Gpu, Meter, Work
 Tensor = Any
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 INSTALL = "pip install torch"
+_FLASH_4 = "flash_attn.cute.interface"
 OLDEST = (2, 5)  # cuDNN's kernels, shared key heads and Flex
 
 
@@ -231,6 +232,47 @@ class Varlen(TorchPeer):
         raise RefusalError("it is timed on packed sequences, by --suite models")
 
 
+class FlashAttention4(TorchPeer):
+    """The function of the package flash-attn-4, on tensors."""
+
+    name = "flash-attn-4"
+    what = "FlashAttention-4, on PyTorch's tensors"
+    kinds = ("gpu",)
+
+    def obstacle(self, kind: str) -> str:
+        """Say why it cannot take part at all, and the remedy; nothing where it can."""
+        other = super().obstacle(kind)
+        if other:
+            return other
+        try:
+            importlib.import_module(_FLASH_4)
+        except Exception as error:  # noqa: BLE001 (libraries fail to load in many ways; all are told)
+            words = f"{type(error).__name__}: {error}".splitlines()[0]
+            return f"flash-attn-4 cannot be imported ({words}): pip install --pre flash-attn-4"
+        return ""
+
+    def function(self, torch: Any, case: Case, q: Tensor) -> Attend:  # noqa: ARG002, others need them
+        """Return attention of heads before rows."""
+        known: dict[str, dict[str, Any]] = {
+            "full": {},
+            "causal": {"causal": True},
+            "window": {"window_size": (case.size, 0)},
+            "softcap": {"causal": True, "softcap": CAP},
+        }
+        if case.variant not in known:
+            raise RefusalError(f"it has no argument for {case.variant}")
+        if case.dtype not in ("float16", "bfloat16"):
+            raise RefusalError(f"it takes float16 and bfloat16, not {case.dtype}")
+        attend = importlib.import_module(_FLASH_4).flash_attn_func
+        options = known[case.variant]
+
+        def turned(*tensors: Tensor) -> Tensor:
+            made = attend(*(x.transpose(1, 2) for x in tensors), **options)
+            return (made[0] if isinstance(made, tuple) else made).transpose(1, 2)
+
+        return turned
+
+
 def flex_mask(torch: Any, case: Case, q: Tensor) -> Callable[..., Tensor]:
     """Return when query i sees key j, as FlexAttention asks."""
     shift, size = case.len_k - case.len_q, case.size
@@ -363,6 +405,7 @@ PEERS: tuple[TorchPeer, ...] = (
     Sdpa("torch-efficient", "EFFICIENT_ATTENTION", "PyTorch's SDPA, memory-efficient", ("gpu",)),
     Flex(),
     Varlen(),
+    FlashAttention4(),
     Sdpa("torch-cpu", "FLASH_ATTENTION", "PyTorch's SDPA by its CPU kernel", ("cpu",)),
     Sdpa("torch-math", "MATH", "PyTorch's SDPA by matrix products", ("cpu", "gpu")),
     Sdpa("torch-sdpa", "", "PyTorch's SDPA by a kernel of its choice", ("cpu", "gpu")),

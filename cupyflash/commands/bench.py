@@ -56,9 +56,9 @@ def conditions(kind: str, contenders: list[Contender]) -> tuple[str, dict[str, s
     """Return the device, the versions and the method, in words."""
     from ..bench.measure import Gpu
     from ..bench.runtime_peers import Runtime
-    from ..bench.torch_peers import find
+    from ..bench.torch_peers import FlashAttention4, TorchPeer, find
 
-    torch = find()[0] if any(x.name.startswith("torch") for x in contenders) else None
+    torch = find()[0] if any(isinstance(x, TorchPeer) for x in contenders) else None
     runtimes = [x for x in contenders if isinstance(x, Runtime)]
     versions = {"cupyflash": str(importlib.import_module("cupyflash").__version__)}
     if kind == "cpu":
@@ -91,6 +91,9 @@ def conditions(kind: str, contenders: list[Contender]) -> tuple[str, dict[str, s
         versions["PyTorch"] = str(torch.__version__)
         if kind == "gpu":
             versions["cuDNN"] = str(torch.backends.cudnn.version())
+    for peer in contenders:
+        if isinstance(peer, FlashAttention4):
+            versions[peer.name] = info.installed(peer.name) or "unknown"
     return device, versions, method
 
 
@@ -398,7 +401,7 @@ def add_command(subparsers: Any) -> None:
         help="time these alone: cupyflash, cupyflash-pages (of 16), cupyflash-pages-of-1, "
         "cupyflash-int8, cupyflash-e4m3, cupyflash-int4, cupyflash-int8-int4 (caches of codes), "
         "cupyflash-fp8, standard, torch-cudnn, torch-flash, torch-efficient, torch-flex, "
-        "torch-varlen, torch-math, torch-sdpa on a GPU; torch-cpu, torch-math, torch-sdpa and this "
+        "torch-varlen, flash-attn-4, torch-math, torch-sdpa on a GPU; torch-cpu, torch-math, torch-sdpa and this "
         "package's own on a CPU",
     )  # fmt: skip
     command.add_argument(

@@ -348,6 +348,52 @@ def test_pytorch_agrees(direction, dtype):
         assert {x.status for x in row.results[1:]} == {wanted}, row
 
 
+def test_flash_attention_4_is_timed_by_its_own_function(monkeypatch):
+    """It has rows before heads; here PyTorch stands for it."""
+    torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
+    peer = torch_peers.FlashAttention4()
+    peer.kinds = ("cpu", "gpu")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert "cannot be imported (ModuleNotFoundError" in peer.obstacle("cpu")
+    asked = []
+
+    def attend(*qkv, causal=False, window_size=(None, None), softcap=0.0):
+        asked.append((causal, window_size, softcap))
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        s = q @ k.mT / q.shape[-1] ** 0.5
+        s = softcap * (s / softcap).tanh() if softcap else s
+        behind = torch.arange(60)[:, None] - torch.arange(60)
+        if causal or window_size[0]:
+            seen = (behind >= 0) & (behind <= (window_size[0] or 60))
+            s = s.masked_fill(~seen, -torch.inf)
+        return (s.softmax(-1) @ v).transpose(1, 2), None
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(flash_attn_func=attend))
+    assert not peer.obstacle("cpu")
+    shape, both, none = (1, 4, 4, 60, 60, 16), [bench.Cupyflash(), peer], (None, None)
+
+    def results_of(dtype, variant, direction="forward"):
+        size = 9 if variant == "window" else None
+        case = bench.made(shape, dtype, variant, size, direction)
+        return bench.run_case(measure.Cpu(), case, both, runs=1, seconds=1.0).results
+
+    wanted = {
+        "full": (False, none, 0.0),
+        "causal": (True, none, 0.0),
+        "window": (False, (9, 0), 0.0),
+        "softcap": (True, none, 20.0),
+    }
+    for direction in ("forward", "backward"):
+        for variant, options in wanted.items():
+            found = results_of("bfloat16", variant, direction)
+            assert [x.status for x in found] == ["measured"] * 2, found
+            assert set(asked) == {options}
+            asked.clear()
+    assert "no argument for alibi" in results_of("bfloat16", "alibi")[1].reason
+    assert "not float32" in results_of("float32", "full")[1].reason
+
+
 def test_pages_are_timed_beside_whole_arrays():
     suite = bench.own_shapes("cpu", [(2, 4, 2, 1, 70, 16)])
     known = {each.name: each for each in bench.CONTENDERS}

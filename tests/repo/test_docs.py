@@ -24,7 +24,9 @@ MODULES = [
     for x in "masks scores expr figures foreign analysis bench distributed streamed testing".split()
 ]
 FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$]+?\$", re.DOTALL)
-MEASURED = re.compile(r"^:::\{(measured|ratios)\} (\S+)\n(.*?)^:::$", re.MULTILINE | re.DOTALL)
+MEASURED = re.compile(
+    r"^:::\{(measured|ratios|rates)\} (\S+)\n(.*?)^:::$", re.MULTILINE | re.DOTALL
+)
 BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")
 REMEDY = 'the site is built by what pip install ".[docs]" brings'
 
@@ -114,6 +116,12 @@ def test_measured_tables_show_every_row(monkeypatch):
                 round(row.ratio("standard"), 2) for row in report.tasks
             )
             continue
+        if directive == "rates":
+            head, rows = tables.rates(report)
+            cells = [x for row in rows for x in row[1:]]
+            assert len(cells) == len(report.rows) > 3
+            assert all(len(x.split(" / ")) == len(report.contenders) for x in cells)
+            continue
         head, rows = tables.measured(report)
         assert len(rows) == len(report.tasks) > 3
         assert head[1] == "cupyflash"
@@ -198,7 +206,29 @@ def test_of_many_contenders_the_fastest_is_shown(monkeypatch):
     ]
     assert {"cupyflash", "standard"} | {
         name for kind in ("cpu", "gpu") for name in bench.TASKS[kind]["models"].contenders
-    } == tables.TITLES.keys()
+    } | set(bench.SUITES["gpu"]["peers"].contenders) == tables.TITLES.keys()
+
+
+def test_a_grid_of_rates(monkeypatch):
+    pytest.importorskip("docutils", reason=REMEDY)
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tables = importlib.import_module("tables")
+    rows = []
+    for variant, direction, times in (
+        ("full", "forward", (1e-3, 2e-3)), ("causal", "forward", (1e-3, None)),
+        ("full", "backward", (1e-3, 1e-3)),
+    ):  # fmt: skip
+        case = bench.made((1, 16, 16, 1024, 1024, 64), "bfloat16", variant, None, direction)
+        names = "cupyflash", "flash-attn-4"
+        results = [
+            bench.Result(name, "refused" if x is None else "measured", seconds=x)
+            for name, x in zip(names, times, strict=True)
+        ]
+        rows.append(bench.Row(case, tuple(results)))
+    head, cells = tables.rates(bench.Report("peers", "gpu", "", {}, "", tuple(rows), {}))
+    assert head[1:] == ["forward full", "forward causal", "backward full"]
+    assert head[0].endswith("cupyflash / FlashAttention-4")
+    assert cells == [["64, 1024", "4 / 2", "2 / ", "11 / 11"]]
 
 
 @pytest.mark.parametrize(
