@@ -401,8 +401,8 @@ def add_command(subparsers: Any) -> None:
         help="time these alone: cupyflash, cupyflash-pages (of 16), cupyflash-pages-of-1, "
         "cupyflash-int8, cupyflash-e4m3, cupyflash-int4, cupyflash-int8-int4 (caches of codes), "
         "cupyflash-fp8, standard, torch-cudnn, torch-flash, torch-efficient, torch-flex, "
-        "torch-varlen, flash-attn-4, torch-math, torch-sdpa on a GPU; torch-cpu, torch-math, torch-sdpa and this "
-        "package's own on a CPU",
+        "torch-varlen, flash-attn-4, torch-math, torch-sdpa on a GPU; torch-cpu, torch-math, "
+        "torch-sdpa and this package's own on a CPU",
     )  # fmt: skip
     command.add_argument(
         "--against", metavar="NAME",
