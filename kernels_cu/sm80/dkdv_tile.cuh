@@ -1,4 +1,4 @@
-// What blocks of backward_sm80_dkdv.cu and backward_sm80_tile.cu do alike with a tile and with dk
+// What blocks of backward_sm80_dkdv.cu and backward_sm80_dkdv_tile.cu do alike with a tile and with dk
 // and dv.
 #pragma once
 #include "../warp/fragment_gradient_ds.cuh"

@@ -1,4 +1,4 @@
-"""The backward of heads that are one tile, in one launch, on the emulator: backward_sm80_tile."""
+"""backward_sm80_dkdv_tile on the emulator: heads that are one tile, in one launch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cupyflash.testing import Precision, backward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 HALF = np.dtype(np.float16)
-BLOCKS = Blocks(32, 64, 64)
 ONE_TILE, GENERAL = (Blocks(64, 64, 128, one_tile=x) for x in (True, False))
+ALONE = Blocks(64, 64, 128, one_tile=True, multiprocessors=99)  # a block has an SM
 GRADIENTS = "dq", "dk", "dv"
 
 
@@ -71,11 +71,11 @@ def test_heads_of_one_tile_have_one_launch():
     for sizes in ((64, 64), (1, 1), (1, 64), (64, 3), (0, 5)):
         for arch in ("sm_80", "sm_90", "sm_120"):
             names, made = steps(*sizes, arch=arch)
-            assert names == ["backward_sm80_tile"]
+            assert names == ["backward_sm80_dkdv_tile"]
             assert made.scratch == 0  # not even delta
     assert "delta, dk, dv and dq" in made.steps[0].why()
-    assert steps(64, 64, d=128)[0] == steps(9, 9, d=7, dtype=HALF)[0] == ["backward_sm80_tile"]
-    assert steps(64, 64, mask=masks.causal(), dropout=0.1, seed=1)[0] == ["backward_sm80_tile"]
+    assert steps(64, 64, d=128)[0] == steps(9, 9, d=7, dtype=HALF)[0] == ["backward_sm80_dkdv_tile"]
+    assert steps(64, 64, mask=masks.causal(), dropout=0.1, seed=1)[0] == ["backward_sm80_dkdv_tile"]
 
 
 def test_others_have_the_usual_kernels():
@@ -85,7 +85,7 @@ def test_others_have_the_usual_kernels():
     ):  # fmt: skip
         names, _ = steps(**{"len_q": 64, "len_k": 64, **options})
         assert names[0] == "backward_delta"
-        assert "backward_sm80_tile" not in names
+        assert "backward_sm80_dkdv_tile" not in names
 
 
 def test_who_else_reads_delta():
@@ -96,7 +96,7 @@ def test_who_else_reads_delta():
         ({"bias": bias, "sink": sink}, ["backward_sink", "backward_sm80_bias"]),
     ):
         names, made = steps(20, 30, arch="sm_80", **options)
-        assert names == ["backward_sm80_tile", *others]
+        assert names == ["backward_sm80_dkdv_tile", *others]
         assert made.recipe.scratch["delta"].shape == (2, 4, 20)
         assert all("delta" in dict(map(reversed, x.launch.slots)) for x in made.steps)
 
@@ -130,9 +130,9 @@ def test_bits_are_those_of_three_launches(case):
     every = (*GRADIENTS, "dbias", "dsink")
     usual, launched = run(call, do, GENERAL, dlse=dlse, names=every)
     assert launched[0] == "backward_delta"
-    for schedule in (REVERSE, randomly(4)):
-        made, launched = run(call, do, ONE_TILE, schedule, dlse, every)
-        assert launched[0] == "backward_sm80_tile"
+    for blocks, schedule in ((ONE_TILE, REVERSE), (ALONE, randomly(4))):
+        made, launched = run(call, do, blocks, schedule, dlse, every)
+        assert launched[0] == "backward_sm80_dkdv_tile"
         assert "backward_delta" not in launched
         for name, x in made._asdict().items():
             if x is not None:
@@ -164,7 +164,7 @@ def test_entries_that_share_keys_and_any_strides():
     call = validate.call(q, k, v[:, :, ::-1], Options(mask=masks.causal()))
     usual, _ = run(call, do[..., ::-1], GENERAL)
     made, launched = run(call, do[..., ::-1], ONE_TILE, REVERSE)
-    assert launched[0] == "backward_sm80_tile"
+    assert launched[0] == "backward_sm80_dkdv_tile"
     assert all(map(same_bits, made[:3], usual[:3]))
     # An entry has the same bits alone.
     alone, _ = run(
@@ -194,7 +194,7 @@ def test_pieces_have_wide_gradients():
 def test_no_queries():
     q, k = np.zeros((2, 2, 0, 16), BFLOAT16), draw((2, 2, 5, 16))[0]
     made, launched = run(validate.call(q, k, k, Options()), q, ONE_TILE)
-    assert launched == ["backward_sm80_tile"]
+    assert launched == ["backward_sm80_dkdv_tile"]
     assert not made.dk.any()
     assert not made.dv.any()
 

@@ -23,6 +23,7 @@ from cupyflash.gpu.kernels import (
     sm80,
     sm80_f64,
     sm80_second,
+    sm80_tile,
     sm90,
     sm90_fp8,
     sm90_tangent,
@@ -106,8 +107,9 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
-    # Of gradients "parts", or "whole dq". "lists" if lists of tiles are read or written. Or "short"
-    # and the number of a row of `SHORT_ROWS`. Or "tiles" and the type of a bias that is in tiles.
+    # Of gradients "parts", or "whole dq", with "few" if blocks are few. "lists" if lists of tiles
+    # are read or written. Or "short" and the number of a row of `SHORT_ROWS`. Or "tiles" and the
+    # type of a bias that is in tiles.
     cache: str = ""
 
 
@@ -221,6 +223,12 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         kernel = f"backward_{hardware}_dkdv"
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
+    for n, (own, options, few) in enumerate([
+        ((64, 64), "causal", " few"), ((64, 64), "causal", ""), ((128, 128), "plain", ""),
+        ((40, 72), "everything", " few"), ((64, 64), "bias", ""), ((128, 128), "softcap", " few"),
+    ]):  # fmt: skip
+        dtype, which = dtypes[1 + n % 2], f"whole dq{few}"
+        found.append(Case("backward_sm80_dkdv_tile", dtype, own, options, False, which))
     case = Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq")
     found.append(case)
     # float64, and float32 in three products.
@@ -391,6 +399,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)
         assert tiles is not None
         return tiles
+    if spec is sm80_tile.DKDV:
+        return sm80_tile.tiles(*case.sizes, case.cache.endswith(" few"))
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
     tiles = spec.configure(request)
@@ -412,7 +422,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = (OPTIONS | MORE_OPTIONS)[case.options] | {"precision": "tf32x3" if cores else None}
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
-    resumes, parts, whole_dq = (case.cache == x for x in ("resumes", "parts", "whole dq"))
+    resumes, parts, whole_dq = map(case.cache.startswith, ("resumes", "parts", "whole dq"))
     plain = "rows", "float8", "short", "tiles", "lists"
     held = "" if resumes or parts or whole_dq or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"

@@ -5,23 +5,40 @@ It computes delta itself, so that the whole backward is one launch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from . import grid, sm80
 from .spec import KernelSpec, Request, Tiles, at_head
 
-ROWS, WARPS = 64, 8  # queries and keys of its tile, and the warps that share it
-# Largest head -> blocks that share an SM.
-RESIDENT = {64: 2, 128: 1}
+ROWS = 64  # queries and keys of its tile
 
+
+class Share(NamedTuple):
+    """How a tile is shared: warps of a block, and blocks of an SM."""
+
+    warps: int
+    resident: int
+
+
+# Largest head -> how, of many blocks. Few blocks, of which each has an SM, have more warps: one
+# waits for one instruction after the other. No bit depends on it.
+MANY = {64: Share(8, 2), 128: Share(8, 1)}
+FEW = Share(16, 1)
 _METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 
 
+def tiles(d: int, d_v: int, few: bool) -> Tiles:
+    """Return its tiles, for `few` blocks or many."""
+    warps, resident = FEW if few else at_head(MANY, d, d_v)
+    shared = sm80.dkdv_bytes(ROWS, ROWS, warps, 1, d, d_v)
+    return Tiles(ROWS, ROWS, 32 * warps, shared, resident, 1)
+
+
 def _configure(request: Request) -> Tiles | None:
-    problem, limit = request.problem, request.device.shared_memory
-    shared = sm80.dkdv_bytes(ROWS, ROWS, WARPS, 1, problem.d, problem.d_v)
-    resident = at_head(RESIDENT, problem.d, problem.d_v)
-    if shared > limit:
-        return None
-    return Tiles(ROWS, ROWS, 32 * WARPS, shared, resident, 1)
+    problem, device = request.problem, request.device
+    few = problem.batch * problem.heads_kv <= device.multiprocessors
+    made = tiles(problem.d, problem.d_v, few)
+    return made if made.shared_memory <= device.shared_memory else None
 
 
 def _obstacle(request: Request) -> str | None:
@@ -29,11 +46,11 @@ def _obstacle(request: Request) -> str | None:
 
 
 DKDV = KernelSpec(
-    source="sm80/backward_sm80_tile.cu",
+    source="sm80/backward_sm80_dkdv_tile.cu",
     part="dkdv",
     computes="delta, dk and dv",
     method=_METHOD,
-    heads=dict.fromkeys(sm80.HALVES, max(RESIDENT)),
+    heads=dict.fromkeys(sm80.HALVES, max(MANY)),
     capability=sm80.CAPABILITY,
     tensor_cores=True,
     condition=f"a head has at most {ROWS} queries and keys, of which no other block has a share",

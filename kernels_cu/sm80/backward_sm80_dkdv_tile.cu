@@ -119,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::wait_for_grids();
   ptx::launch_dependents();
 
-  // 1 load the keys and values
   fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h_kv, true), 0,
                                              nj);
   fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h_kv, true), 0,
@@ -139,7 +138,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const layout::Entry entry = layout::shared_entry(p, work.entry, member);
 #pragma unroll 1
     for (int n = 0; n < p.group; ++n) {
-      // 1 load q and do
       const long long h = static_cast<long long>(h_kv) * p.group + n;
       load_queries(p, entry, h, ni, q_smem, do_smem, lse_smem, delta_smem);
       offset_dq = layout::offset(p.dq, entry, h, false);
@@ -150,7 +148,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncthreads();  // the tile, lse and delta, written by all threads
       if (tile_class == EMPTY) {
         fragment_product::clear_dq<THREADS>(p, dq_gmem, 0, ni);
-        __syncthreads();  // nothing is read before the next head's rows are copied
         continue;
       }
       // The weight of a missing query is 0 (lse = inf), unless the score mod made its logit
@@ -202,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         __syncthreads();  // as above
       }
 
-      // 6 accumulate dv and dk; dq
+      // 6 accumulate dv and dk
       const char* const p_rows = p_smem + sum_key * P_BYTES;
       const char* const ds_rows = ds_smem + sum_key * P_BYTES;
       if (has_nonfinite) {
@@ -234,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
   }
 
-  // 7 scale and store: the results take the memory of the keys and values
+  // 7 scale and store
   matmul::scale(dk, ds_scale.inverse());
   matmul::scale(dk, static_cast<float>(p.scale));
   if constexpr (HAS_DROPOUT) matmul::scale(dv, static_cast<float>(p.keep_scale));
@@ -242,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const bool wide_dv = p.kind_dv != number::STORAGE_KIND;
   const long long offset_dk = layout::offset(p.dk, work.entry, h_kv, true);
   const long long offset_dv = layout::offset(p.dv, work.entry, h_kv, true);
+  // The results take the memory of the keys and values.
   stage_results(dk, share_k, sum_key, p.dk, wide_dk, offset_dk, nj, k_smem);
   stage_results(dv, share_v, sum_key, p.dv, wide_dv, offset_dv, nj, v_smem);
   __syncthreads();  // the results, written by all warps
