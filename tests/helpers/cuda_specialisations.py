@@ -225,7 +225,8 @@ def cases() -> list[Case]:
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
     for n, (own, options, few) in enumerate([
         ((64, 64), "causal", " few"), ((64, 64), "causal", ""), ((128, 128), "plain", ""),
-        ((40, 72), "everything", " few"), ((64, 64), "bias", ""), ((128, 128), "softcap", " few"),
+        ((40, 72), "everything", ""), ((64, 64), "bias", ""), ((128, 128), "softcap", ""),
+        ((128, 128), "segments", " few"),
     ]):  # fmt: skip
         dtype, which = dtypes[1 + n % 2], f"whole dq{few}"
         found.append(Case("backward_sm80_dkdv_tile", dtype, own, options, False, which))
@@ -400,7 +401,7 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         assert tiles is not None
         return tiles
     if spec is sm80_tile.DKDV:
-        return sm80_tile.tiles(*case.sizes, case.cache.endswith(" few"))
+        return sm80_tile.tiles(request, case.cache.endswith(" few"))
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
     tiles = spec.configure(request)

@@ -21,15 +21,21 @@ class Share(NamedTuple):
 
 
 # Largest head -> how, of many blocks. Few blocks, of which each has an SM, have more warps: one
-# waits for one instruction after the other. No bit depends on it.
+# waits for one instruction after the other. Scores that are changed, or dropped, take registers.
+# No bit depends on it.
 MANY = {64: Share(8, 2), 128: Share(8, 1)}
-FEW = Share(16, 1)
+FEW, CHANGED = Share(16, 1), Share(8, 1)
 _METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 
 
-def tiles(d: int, d_v: int, few: bool) -> Tiles:
+def tiles(request: Request, few: bool) -> Tiles:
     """Return its tiles, for `few` blocks or many."""
-    warps, resident = FEW if few else at_head(MANY, d, d_v)
+    call, d, d_v = request.call, request.problem.d, request.problem.d_v
+    changed = call is not None and (call.bias is not None or call.score_mod is not None)
+    if changed or request.problem.dropout > 0:
+        warps, resident = CHANGED
+    else:
+        warps, resident = FEW if few else at_head(MANY, d, d_v)
     shared = sm80.dkdv_bytes(ROWS, ROWS, warps, 1, d, d_v)
     return Tiles(ROWS, ROWS, 32 * warps, shared, resident, 1)
 
@@ -37,7 +43,7 @@ def tiles(d: int, d_v: int, few: bool) -> Tiles:
 def _configure(request: Request) -> Tiles | None:
     problem, device = request.problem, request.device
     few = problem.batch * problem.heads_kv <= device.multiprocessors
-    made = tiles(problem.d, problem.d_v, few)
+    made = tiles(request, few)
     return made if made.shared_memory <= device.shared_memory else None
 
 
