@@ -20,8 +20,9 @@ __device__ __forceinline__ void finite_check_warps(const SharedMemory& smem, int
     const ScheduledTile& work = shared.work_tile(w);
 #pragma unroll 1
     for (int tile = work.last_tile(); tile >= 0; ++n, tile = work.tile_before(tile)) {
+      if (KEEPS_KV && work.keeps_kv()) break;
       shared.v_pipeline.wait_full(n);
-      if (CHANGES_SCORES || work.is_masked(tile)) {
+      if (KEEPS_KV || CHANGES_SCORES || work.is_masked(tile)) {
         const bool finite = warpgroup_rows::finite_rows<VTiles::BYTES, CHECKERS>(
             smem.v.stage(KvPipeline::stage_of(n)), thread);
         const bool has_nonfinite = ptx::any_lane(!finite);

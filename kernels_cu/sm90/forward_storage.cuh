@@ -32,8 +32,8 @@ constexpr bool ENDS_ON_DEVICE = PACKED || CACHED;
 // a sequence, have weight 0, and their values may be anything: 0 * NaN must not reach the sum.
 constexpr bool CHECK_FINITE = MAY_MASK || ENDS_ON_DEVICE;
 // Whether keys and values stay in their stage as long as a block's work tiles have the same ones.
-// Not where non-finite values are set to 0.
-constexpr bool KEEPS_KV = ONE_TILE && !CHECK_FINITE && !CHANGES_SCORES;
+// Then values are checked when they come, whether or not the tile is masked.
+constexpr bool KEEPS_KV = ONE_TILE && !ENDS_ON_DEVICE && !CHANGES_SCORES;
 constexpr int CHECKER_WARPS = CHECK_FINITE ? 2 : 0;
 constexpr int CHECKER_ARRIVALS = CHECKER_WARPS * warpgroup::ARRIVALS_OF_WARP;
 
