@@ -1,5 +1,5 @@
-// What blocks of backward_sm80_dkdv.cu and backward_sm80_dkdv_tile.cu do alike with a tile and with dk
-// and dv.
+// What blocks of backward_sm80_dkdv.cu and backward_sm80_dkdv_tile.cu do alike with a tile and with
+// dk and dv.
 #pragma once
 #include "../warp/fragment_gradient_ds.cuh"
 #include "dkdv_storage.cuh"
