@@ -107,9 +107,8 @@ class Case(NamedTuple):
     # and the format of its codes if it has some, those of keys and of values joined by +, of which
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
-    # Of gradients "parts", or "whole dq", with "few" if blocks are few. "lists" if lists of tiles
-    # are read or written. Or "short" and the number of a row of `SHORT_ROWS`. Or "tiles" and the
-    # type of a bias that is in tiles.
+    # Of gradients "parts", or "whole dq", of few blocks "few". "lists": lists of tiles are read or
+    # written. "short": the number of a row of `SHORT_ROWS`. "tiles": the type of a bias in tiles.
     cache: str = ""
 
 
@@ -225,11 +224,10 @@ def cases() -> list[Case]:
         found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
     for n, (own, options, few) in enumerate([
         ((64, 64), "causal", " few"), ((64, 64), "causal", ""), ((128, 128), "plain", ""),
-        ((40, 72), "everything", ""), ((64, 64), "bias", ""), ((128, 128), "softcap", ""),
-        ((128, 128), "segments", " few"),
+        ((40, 72), "everything", ""), ((64, 64), "bias", ""), ((128, 128), "segments", " few"),
     ]):  # fmt: skip
-        dtype, which = dtypes[1 + n % 2], f"whole dq{few}"
-        found.append(Case("backward_sm80_dkdv_tile", dtype, own, options, False, which))
+        which = f"whole dq{few}"
+        found.append(Case(sm80_tile.DKDV.name, dtypes[1 + n % 2], own, options, False, which))
     case = Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq")
     found.append(case)
     # float64, and float32 in three products.
