@@ -12,12 +12,18 @@ from .device_arrays import memory_order
 ALIGNMENT = 256  # bytes, of memory that CuPy allocates
 
 
-def unallocated(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return an array in C order that begins where memory begins. Nothing may read its elements."""
+def unallocated(
+    shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None = None
+) -> Any:
+    """Return an array that begins where memory begins, in C order unless it is given strides.
+
+    Nothing may read its elements.
+    """
     memory = np.zeros(2 * ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % ALIGNMENT
     one = memory[first : first + dtype.itemsize].view(dtype)
-    steps = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+    in_order = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+    steps = in_order if strides is None else strides
     return np.lib.stride_tricks.as_strided(one, shape, steps, writeable=False)
 
 

@@ -8,13 +8,13 @@ launches serves all of them, and is told these words as it is told addresses.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import cuda_device
 from ..arrays.unallocated import unallocated, unallocated_like
-from ..problem.call import Call
+from ..problem.call import Array, Call
 from ..problem.rows import DenseRows
 from . import route
 from .launch import CompiledRecipe, compiled_recipe
@@ -49,8 +49,8 @@ class Growing(NamedTuple):
 def of(call: Call, wants_lse: bool) -> Growing | None:
     """Return the launches of a call on dense arrays and of those with a few keys more or less.
 
-    Its keys and values are contiguous, and no mask or score change reads anything. Returns None if
-    more than words of parameters would differ.
+    Its keys and values are contiguous or keep their strides, and no mask or score change reads
+    anything. Returns None if more than words of parameters would differ.
     """
     keys = int(call.k.shape[-2])
     least = (keys - 1) // _LEAF * _LEAF + 1
@@ -84,7 +84,7 @@ def of(call: Call, wants_lse: bool) -> Growing | None:
 
 def _recipe(call: Call, keys: int, device: int, wants_lse: bool) -> Recipe:
     """Return the launches of a call like another one with so many keys."""
-    k, v = (unallocated((*x.shape[:-2], keys, x.shape[-1]), x.dtype) for x in (call.k, call.v))
+    k, v = (_with(keys, x) for x in (call.k, call.v))
     rows = DenseRows(call.q.shape[-2], keys)
     problem = replace(call.problem, rows=rows)
     shape = (*problem.array_lead, *call.q.shape[-3:-1], problem.d_v)
@@ -92,6 +92,12 @@ def _recipe(call: Call, keys: int, device: int, wants_lse: bool) -> Recipe:
     lse = unallocated(shape[:-1], problem.accumulator) if wants_lse else None
     target = cuda_device.of(device)
     return route.forward(replace(call, k=k, v=v, problem=problem), target, out, lse).recipe
+
+
+def _with(keys: int, x: Array) -> Any:
+    """Return an array like keys or values, with so many rows."""
+    strides = None if x.flags.c_contiguous else x.strides
+    return unallocated((*x.shape[:-2], keys, x.shape[-1]), x.dtype, strides)
 
 
 def _frame(recipe: Recipe) -> object:

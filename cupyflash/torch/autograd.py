@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from ..errors import ArgumentError
 from . import compute, recognised, recognised_cpu
 from .batching import Rule, batched, one_by_one
-from .operands import MOVING, Operands, Settings
+from .operands import MOVING, Operands, Settings, by_heads
 from .tensors import PLAIN, is_transforming
 
 _OTHER = (
@@ -102,9 +102,7 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Settings, Any, bool], *operands: Any) -> Any:
         settings, seen, wants_lse = call
         made = seen.known.launch(seen.addresses, operands[0])
-        out, lse = made or compute.forward(settings, Operands(*operands))
-        if seen.known.has_rows_first and not made:
-            out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        out, lse = made or _computed(settings, seen.known, Operands(*operands))
         pending = None
         if made:
             wants_bias = len(operands) > _BIAS and ctx.needs_input_grad[1 + _BIAS]
@@ -130,10 +128,30 @@ class _Replayed(torch.autograd.Function):
             made = pending.gradients.compute(pending, saved, do)
             if made is not None:
                 return None, *made, *_NONE[: len(saved) - 1 - len(made)]
-        if seen.known.has_rows_first:
-            *saved, out = saved
-            saved, do = (*saved, out.transpose(1, 2)), do.transpose(1, 2)
-        return None, *_gradients(ctx, settings, (*saved, lse), do, dlse, seen)
+        *operands, out = saved
+        by_rows = settings.by_rows
+        if by_rows:
+            settings, x = by_heads(settings, Operands(*operands))
+            operands = x[: len(operands)]
+        if by_rows or seen.known.has_rows_first:
+            out, do = out.transpose(-3, -2), None if do is None else do.transpose(-3, -2)
+        made = _gradients(ctx, settings, (*operands, out, lse), do, dlse, seen)
+        if by_rows and made[0] is not None:
+            made[:_QKV] = [each.transpose(-3, -2) for each in made[:_QKV]]
+        return None, *made
+
+
+def _computed(settings: Settings, known: Any, x: Operands) -> tuple[torch.Tensor, Any]:
+    """Return out and lse of a call that cannot be launched as the earlier one, like its results."""
+    by_rows = settings.by_rows
+    if by_rows:
+        settings, x = by_heads(settings, x)
+    out, lse = compute.forward(settings, x)
+    if by_rows:
+        out = out.transpose(-3, -2).clone()  # no view; it lies in memory as before
+    elif known.has_rows_first:
+        out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return out, lse
 
 
 # PyTorch calls `apply` of a function's node, which looks for `backward` and calls it. On a thread
@@ -145,6 +163,7 @@ records = torch.is_grad_enabled
 
 _ONE = (1,)
 _BIAS = Operands._fields.index("bias")
+_QKV = 3  # the first operands
 _NONE = (None,) * len(Operands._fields)
 
 
@@ -322,7 +341,7 @@ def again(
     """Return out and lse of a call like an earlier one; None if there was none.
 
     Nothing has to be checked before. With `settings.rows_first`, out is (B, L, H, D), and without
-    gaps in memory on a GPU.
+    gaps in memory on a GPU. With `settings.by_rows`, the tensors are on a GPU.
     """
     q, k, v, bias, sink, mask, seed, offsets, _ = operands
     if type(q) not in PLAIN or is_transforming() or forward_ad._current_level >= 0:

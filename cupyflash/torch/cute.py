@@ -293,7 +293,7 @@ def _settings(
             )
         changes = score_mod
     is_deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return Settings(mask, changes, scale, deterministic=is_deterministic, check=False)
+    return Settings(mask, changes, scale, deterministic=is_deterministic, check=False, by_rows=True)
 
 
 def _refuse_function(name: str, value: Any, module: str, function: str) -> NoReturn:

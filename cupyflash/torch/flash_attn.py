@@ -15,15 +15,20 @@ from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError
 from ..masks import Mask
 from ..problem.keywords import explained
-from . import functions, recipes, tensors
+from . import autograd, functions, learned, recipes, tensors
 from .cached import attention_cached
-from .operands import Settings
+from .operands import Operands, Settings
+from .tensors import PLAIN
 
 Window: TypeAlias = "Sequence[int | None] | torch.Tensor"
 
 
 def sizes_of(window_size: Window) -> list[int | None]:
     """Return how many keys before and after its own position a query sees; None means all."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is int and type(right) is int:  # as most calls have them: there is no loop
+            return [None if left < 0 else left, None if right < 0 else right]
     sizes: list[int | None] = []
     for value in window_size:
         size = value if type(value) is int or value is None else integer(value)
@@ -82,9 +87,11 @@ def _flash(
         seed=functions.drawn_seed(dropout_p),
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         check=False,
+        by_rows=True,
     )
-    out, lse = by_rows(settings, dict(zip("qkv", qkv, strict=True)), offsets)
-    return (out, lse, None) if return_attn_probs else out
+    wants_lse = bool(return_attn_probs)
+    out, lse = by_rows(settings, dict(zip("qkv", qkv, strict=True)), offsets, None, wants_lse)
+    return (out, lse, None) if wants_lse else out
 
 
 def by_rows(
@@ -92,8 +99,19 @@ def by_rows(
     qkv: Mapping[str, torch.Tensor],
     offsets: tuple[torch.Tensor | None, torch.Tensor | None],
     sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse of tensors, by their names, whose axis of heads is the second to last."""
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, Any]:
+    """Return out and lse of tensors, by their names, whose axis of heads is the second to last.
+
+    The settings are `by_rows`. The lse may be None if it is not wanted.
+    """
+    if not torch.compiler.is_compiling():
+        q, k, v = qkv.values()
+        given = Operands(q, k, v, None, sink, None, None, *offsets)
+        made = _again(settings, given, return_lse)
+        if made is not None:
+            return made
+    settings = settings._replace(by_rows=False)
     tensors.check(qkv, tuple(qkv))
     axes = 4 if offsets[0] is None else 3
     for name, x in qkv.items():
@@ -101,8 +119,18 @@ def by_rows(
             wanted = "(B, L, H, D)" if axes == 4 else "(total, H, D)"
             raise ArgumentError(f"{name}: got shape {tuple(x.shape)}; expected {wanted}.")
     q, k, v = (x.transpose(-3, -2) for x in qkv.values())
-    out, lse = functions.run(settings, q, k, v, None, sink, *offsets, True)
+    made = functions.run(settings, q, k, v, None, sink, *offsets, return_lse)
+    out, lse = made if return_lse else (made, None)
     return out.transpose(-3, -2), lse
+
+
+def _again(settings: Settings, x: Operands, return_lse: bool) -> Any:
+    """Return out and lse of a call on a GPU like an earlier one, or None. Nothing was checked."""
+    if type(x.q) not in PLAIN or not x.q.is_cuda or isinstance(settings.seed, torch.Tensor):
+        return None
+    if settings.score_mod is not None and learned.tables_of(settings):
+        return None
+    return autograd.again(settings, x, return_lse)
 
 
 _flash_eager = torch.compiler.disable(

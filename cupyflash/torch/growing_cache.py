@@ -14,7 +14,7 @@ from transformers import cache_utils
 from ..arrays.integers import integer
 from ..errors import ArgumentError
 
-_FEWEST = 64  # rows by which a room grows at least
+_FEWEST = 64  # rows of the smallest room
 
 
 class _Rooms:
@@ -27,15 +27,34 @@ class _Rooms:
     keys: Any
     values: Any
     _rooms: tuple[torch.Tensor, torch.Tensor] | None = None
+    _last: tuple[Any, Any, int, int] = None, None, 0, 0  # keys and values, and their rows in rooms
     rows = 0  # that are expected
 
-    def _extended(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows that are held, and the new ones behind them."""
+    def _extended(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any, int, int]:
+        """Return the rows that are held with the new ones behind them, and where these are.
+
+        Time on the host matters: between two steps, nobody else writes to most layers.
+        """
+        held_k, held_v, first, end = self._last
+        if self._rooms is not None and held_k is self.keys and held_v is self.values:
+            room_k, room_v = self._rooms
+            count = k.shape[2]
+            if end + count <= room_k.shape[2]:
+                room_k.narrow(2, end, count).copy_(k)
+                room_v.narrow(2, end, count).copy_(v)
+                rows = end + count - first
+                return room_k.narrow(2, first, rows), room_v.narrow(2, first, rows), first, rows
         rooms = self._rooms or (None, None)
-        all_k, room_k = _with(self.keys, k, rooms[0], self.rows)
-        all_v, room_v = _with(self.values, v, rooms[1], self.rows)
-        self._rooms = room_k, room_v
-        return all_k, all_v
+        all_k, room_k, first = _with(self.keys, k, rooms[0], self.rows)
+        all_v, room_v, first_v = _with(self.values, v, rooms[1], self.rows)
+        is_alike = first == first_v and room_k.shape[2] == room_v.shape[2]
+        self._rooms = (room_k, room_v) if is_alike else None
+        return all_k, all_v, first, all_k.shape[2]
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor, first: int, end: int) -> None:
+        """Hold keys and values, which are these rows of the rooms."""
+        self.keys, self.values = keys, values
+        self._last = keys, values, first, end
 
     def _must_copy(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether rows may not be written in place, so that the library's own way is taken."""
@@ -43,16 +62,20 @@ class _Rooms:
             return True
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             return True  # what autograd has saved must stay as it is
-        return any(
-            held is not None and held.numel() and (held.dtype, held.device) != (x.dtype, x.device)
-            for held, x in ((self.keys, k), (self.values, v))
-        )
+        return _is_unlike(self.keys, k) or _is_unlike(self.values, v)
+
+
+def _is_unlike(held: torch.Tensor | None, x: torch.Tensor) -> bool:
+    """Whether there are rows already, of another dtype or on another device."""
+    if held is None or (held.dtype is x.dtype and held.device == x.device):
+        return False
+    return held.numel() > 0
 
 
 def _with(
     held: torch.Tensor, new: torch.Tensor, room: torch.Tensor | None, expected: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `held` and `new` rows one after the other, and the room in which they are."""
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return `held` and `new` rows one after the other, their room, and the first row in it."""
     batch, heads, count, columns = new.shape
     before = held.shape[-2] if held.numel() else 0
     if before and room is not None:
@@ -60,13 +83,25 @@ def _with(
         end = first + before + count
         if first >= 0 and end <= room.shape[2]:
             room[:, :, first + before : end] = new
-            return room[:, :, first:end], room
+            return room[:, :, first:end], room, first
     rows = before + count
-    room = new.new_empty(batch, heads, max(rows + max(rows // 2, _FEWEST), expected), columns)
+    room = new.new_empty(batch, heads, max(_size(rows), expected), columns)
     if before:
         room[:, :, :before] = held
     room[:, :, before:rows] = new
-    return room[:, :, :rows], room
+    return room[:, :, :rows], room, 0
+
+
+def _size(rows: int) -> int:
+    """Return the rows of a room for some and for later ones.
+
+    There are few sizes, each half as large again as the one before. So many calls on the rows of
+    rooms have the same strides, by which they are recognised.
+    """
+    size = _FEWEST
+    while size < rows + _FEWEST // 2:
+        size = -(-size * 3 // (2 * _FEWEST)) * _FEWEST
+    return size
 
 
 def _row_of(held: torch.Tensor, room: torch.Tensor) -> int:
@@ -88,8 +123,9 @@ class GrowingLayer(_Rooms, cache_utils.DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys, self.values = self._extended(key_states, value_states)
-        return self.keys, self.values
+        k, v, first, rows = self._extended(key_states, value_states)
+        self._hold(k, v, first, first + rows)
+        return k, v
 
 
 class GrowingSlidingLayer(_Rooms, cache_utils.DynamicSlidingWindowLayer):
@@ -103,14 +139,14 @@ class GrowingSlidingLayer(_Rooms, cache_utils.DynamicSlidingWindowLayer):
             self.lazy_initialization(key_states, value_states)
         count, kept = key_states.shape[-2], self.sliding_window - 1
         self.cumulative_length += count
-        k, v = self._extended(key_states, value_states)
-        rows = k.shape[-2]
+        k, v, first, rows = self._extended(key_states, value_states)
+        end = first + rows
         if self.record_past:  # `crop` will drop those before the window
-            self.keys, self.values = k, v
-            first = max(rows - kept - count, 0)
-            return k[:, :, first:], v[:, :, first:]
-        first = max(rows - kept, 0)
-        self.keys, self.values = k[:, :, first:], v[:, :, first:]
+            self._hold(k, v, first, end)
+            hidden = max(rows - kept - count, 0)
+            return k[:, :, hidden:], v[:, :, hidden:]
+        hidden = max(rows - kept, 0)
+        self._hold(k[:, :, hidden:], v[:, :, hidden:], first + hidden, end)
         return k, v
 
 

@@ -112,7 +112,7 @@ def _forward(
     rng, unused = _random(dropout_p, query)
     with torch.no_grad():
         if block_table is None and seqused_k is None:
-            settings = settings._replace(seed=rng[0] if dropout_p else None)
+            settings = settings._replace(seed=rng[0] if dropout_p else None, by_rows=True)
             named = {"query": query, "key": key, "value": value}
             out, lse = by_rows(settings, named, (cum_seq_q, cum_seq_k))
         elif dropout_p or seqused_k is None or block_table is None:

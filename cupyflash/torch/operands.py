@@ -29,6 +29,9 @@ class Settings(NamedTuple):
     rows_first : bool
         Whether the result is (B, L, H, D), as layers of models go on with it. On a GPU, gradients
         also lie so in memory: a layer's heads are parts of its rows, and so nothing is copied.
+    by_rows : bool
+        Whether q, k, v, the result and all gradients are (..., L, H, D). Only `autograd.again`
+        takes such a call, so that a recognised one needs no transposed view of a tensor.
     """
 
     mask: Any = None
@@ -40,6 +43,7 @@ class Settings(NamedTuple):
     deterministic: bool = False
     check: bool | None = None
     rows_first: bool = False
+    by_rows: bool = False
 
 
 class Operands(NamedTuple):
@@ -54,3 +58,9 @@ class Operands(NamedTuple):
     seed: torch.Tensor | None = None
     offsets_q: torch.Tensor | None = None
     offsets_k: torch.Tensor | None = None
+
+
+def by_heads(settings: Settings, x: Operands) -> tuple[Settings, Operands]:
+    """Return a call `by_rows` as one of q, k and v with heads before rows."""
+    q, k, v = (each.transpose(-3, -2) for each in x[:3])
+    return settings._replace(by_rows=False), x._replace(q=q, k=k, v=v)

@@ -23,7 +23,7 @@ from ..gpu.launch import ALIGNMENT, CompiledRecipe
 from ..masks import Mask
 from ..problem.call import Call
 from . import tensors
-from .operands import Operands, Settings
+from .operands import Operands, Settings, by_heads
 from .pending import Gradients, Pending, Prepared
 from .tensors import PLAIN, SEEDS
 
@@ -74,7 +74,7 @@ class Signature(launch_cache.Signature):
         read: Mapping[str, torch.Tensor | None] = _NOTHING,
     ) -> None:
         q, k, v, bias, sink, mask, of_seed, offsets_q, offsets_k = x
-        made, changes, scale, dropout, seed, precision, _, check, rows_first = settings
+        made, changes, scale, dropout, seed, precision, _, check, rows_first, by_rows = settings
         if of_seed is not None:
             seed = number_of(of_seed)
         if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
@@ -85,6 +85,7 @@ class Signature(launch_cache.Signature):
         self.addresses = {"seed": 0, "q": at_q, "k": at_k, "v": at_v}
         self._parts: list[Any] = []
         self.read = ()
+        of_heads = kind
         if read:
             self._take_arrays(read)
         if offsets_q is not None:
@@ -115,28 +116,44 @@ class Signature(launch_cache.Signature):
             dropout if type(dropout) is float else self._probability(dropout),
             None if seed is None else self._seed(seed),
             None if precision is None else self._word(precision),
-            rows_first,
+            rows_first, by_rows,
         )  # fmt: skip
         self.key = (*key, *self._parts) if self._parts else key
         self.has_gradients = False
         self.form: Hashable = None
         self.known = _known.get(self.key)
-        if self.known is None and q.shape[-2] == 1 and q.ndim == k.ndim == v.ndim == _AXES:
+        if self.known is not None:
+            return
+        if by_rows:
+            self._look_by_heads(of_heads, settings, x)
+        elif q.shape[-2] == 1 and q.ndim == k.ndim == v.ndim == _AXES:
             others = mask, bias, sink, made, changes, seed, offsets_q
             if not read and all(each is None for each in others):
                 self._look_for_others(key, k, v)
 
+    def _look_by_heads(self, kind: Hashable, settings: Settings, x: Operands) -> None:
+        """Look for the same call with heads before rows, which is how calls are checked."""
+        axes = _AXES if x.offsets_q is None else _AXES - 1
+        if x.q.ndim == x.k.ndim == x.v.ndim == axes:
+            known = Signature(kind, *by_heads(settings, x)).known
+            if known is not None:
+                _remember(self, known.by_rows())
+
     def _look_for_others(self, key: tuple[Any, ...], k: torch.Tensor, v: torch.Tensor) -> None:
-        """Look for calls with other numbers of keys; only this number and strides tell them."""
+        """Look for calls with other numbers of keys; only this number and strides tell them.
+
+        Keys and values have no gaps, or are part of a room, of which they keep the strides.
+        """
         keys = k.shape[-2]
-        if v.shape[-2] != keys or not (k.is_contiguous() and v.is_contiguous()):
-            return
         kind, *of_q = key[:_OPERAND]
         of_k, of_v = key[_OPERAND : 2 * _OPERAND - 1], key[2 * _OPERAND - 1 : 3 * _OPERAND - 2]
+        if v.shape[-2] != keys or of_k[-1] or of_v[-1]:  # launches are made for aligned ones
+            return
+        rooms = [None if x.is_contiguous() else x.stride() for x in (k, v)]
         shapes = [(*x.shape[:-2], x.shape[-1]) for x in (k, v)]
         rest = key[3 * _OPERAND - 2 :]
         sizes = of_k[0], *of_k[3:], of_v[0], *of_v[3:]
-        self.form = form = (kind, *of_q, *shapes, *sizes, *rest)
+        self.form = form = (kind, *of_q, *shapes, *rooms, *sizes, *rest)
         found = _growing.get(form)
         if found is not None and found[0].least <= keys <= found[0].most:
             growing, known = found
@@ -188,9 +205,11 @@ class Signature(launch_cache.Signature):
         known, found = self.known, seen.known
         if known is None or found is None or not self.has_gradients:
             return
-        if known.has_rows_first:
-            do = do.transpose(1, 2)
         results = [(shape, strides) for _, shape, strides, _ in found.forms]
+        if known.is_by_rows:
+            results = [(_swapped(shape), _swapped(strides)) for shape, strides in results]
+        if known.is_by_rows or known.has_rows_first:
+            do = do.transpose(-3, -2)
         (of_out,) = (strides for name, _, strides, _ in known.forms if name == "out")
         strides = *self._strides, of_out
         made = Gradients(found.compiled, dict(found.tables), results, do, strides)
@@ -225,10 +244,13 @@ class Known:
         What is kept about the gradients of such calls, by `how` of `Signature.pending`.
     has_rows_first : bool
         Whether the output is (B, L, H, D), with heads behind rows.
+    is_by_rows : bool
+        Whether q, k, v and their gradients are so, too.
     """
 
     __slots__ = (
-        "_numbers", "_size", "compiled", "dtype", "forms", "gradients", "has_rows_first", "tables",
+        "_numbers", "_size", "compiled", "dtype", "forms", "gradients", "has_rows_first",
+        "is_by_rows", "tables",
     )  # fmt: skip
 
     def __init__(
@@ -249,12 +271,22 @@ class Known:
         ]
         self.gradients: dict[tuple[bool, bool], Gradients] = {}
         self._numbers: Mapping[str, int] = {}
-        self.has_rows_first = rows_first
+        self.has_rows_first, self.is_by_rows = rows_first, False
 
     def told(self, numbers: Mapping[str, int]) -> Known:
         """Return the same for a call that is told further numbers."""
         made = copy.copy(self)
         made._numbers, made.gradients = numbers, {}
+        return made
+
+    def by_rows(self) -> Known:
+        """Return the same for a call whose q, k, v and output are (..., L, H, D)."""
+        made = copy.copy(self)
+        made.is_by_rows, made.gradients = True, {}
+        made.forms = [
+            (name, _swapped(shape), _swapped(strides), dtype) if name == "out" else
+            (name, shape, strides, dtype) for name, shape, strides, dtype in self.forms
+        ]  # fmt: skip
         return made
 
     def launch(self, addresses: dict[str, int], q: torch.Tensor) -> list[torch.Tensor] | None:
@@ -286,6 +318,12 @@ class Known:
                 addresses[name] = begin + place
         compiled.launches.start(addresses, stream)
         return made
+
+
+def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return sizes of axes, of which those of heads and of rows have changed places."""
+    *lead, first, second, last = sizes
+    return *lead, second, first, last
 
 
 _lock = threading.Lock()  # for writing; look-ups need no lock

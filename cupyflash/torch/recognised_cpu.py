@@ -119,7 +119,7 @@ class Signature(host_replay.HostSignature):
 
     def __init__(self, kind: Hashable, settings: Settings, x: Operands) -> None:
         q, k, v, bias, sink, mask, of_seed, offsets_q, _ = x
-        made, changes, scale, dropout, seed, precision, _, check, rows_first = settings
+        made, changes, scale, dropout, seed, precision, _, check, rows_first, _ = settings
         if of_seed is not None:
             seed = recognised.number_of(of_seed)
         if not (check is None or check is False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from ..problem.keywords import explained
 from . import tensors
 from .flash_attn import band, by_rows, cached_by_rows
 from .operands import Settings
+from .tensors import PLAIN
 
 
 @explained
@@ -80,17 +82,15 @@ def varlen_attn(
     """
     del max_q, max_k, num_splits
     named = {"query": query, "key": key, "value": value}
-    tensors.check(named, tuple(named))
-    heads, heads_kv = query.shape[-2], key.shape[-2]
-    if heads != heads_kv and not enable_gqa:
-        raise ArgumentError(
-            f"query, key: got {heads} and {heads_kv} heads; expected as many. Grouped-query "
-            "attention needs enable_gqa=True."
-        )
+    if not enable_gqa:
+        _refuse_groups(named)
     left, right = window_size
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     mask = band(False, (left, right))
-    settings = Settings(mask, scale=scale, deterministic=is_deterministic, check=False)
+    settings = Settings(
+        mask, scale=scale, deterministic=is_deterministic, check=False, by_rows=True
+    )
+    wants_lse = return_aux is not None and bool(return_aux.lse)
     if block_table is not None:
         if seqused_k is None:
             raise ArgumentError(
@@ -109,5 +109,19 @@ def varlen_attn(
                 "seqused_k: got it without a block_table; expected None. Drop the keys that do "
                 "not count, and pass cu_seq_k of the others."
             )
-        out, lse = by_rows(settings, named, (cu_seq_q, cu_seq_k))
-    return (out, lse) if return_aux is not None and return_aux.lse else out
+        out, lse = by_rows(settings, named, (cu_seq_q, cu_seq_k), None, wants_lse)
+    return (out, lse) if wants_lse else out
+
+
+def _refuse_groups(named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse fewer heads of keys than of queries."""
+    query, key, _ = named.values()
+    if type(query) in PLAIN and type(key) in PLAIN and query.shape[-2:-1] == key.shape[-2:-1]:
+        return
+    tensors.check(named, tuple(named))
+    heads, heads_kv = query.shape[-2], key.shape[-2]
+    if heads != heads_kv:
+        raise ArgumentError(
+            f"query, key: got {heads} and {heads_kv} heads; expected as many. Grouped-query "
+            "attention needs enable_gqa=True."
+        )

@@ -1,42 +1,10 @@
-// The roles of the producer warpgroup of forward_sm90.cu: the thread that issues TMA loads, and the
-// two warps that check v for non-finite values.
+// The role of the thread of forward_sm90.cu that issues TMA loads.
 #pragma once
 #include "forward_storage.cuh"
-#include "warpgroup_rows.cuh"
 
 namespace forward_producer {
 
 using namespace forward_storage;
-
-// Two warps: check whether all values of each masked tile are finite.
-__device__ __forceinline__ void finite_check_warps(const SharedMemory& smem, int warp) {
-  constexpr int CHECKERS = CHECKER_WARPS * ptx::WARP_SIZE;
-  SharedStorage& shared = *smem.storage;
-  const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE - 2 * ptx::WARP_SIZE;
-  int n = 0, checks = 0;
-#pragma unroll 1
-  for (int w = 0; shared.has_work(w); ++w) {
-    shared.work_pipeline.wait_full(w);
-    const ScheduledTile& work = shared.work_tile(w);
-#pragma unroll 1
-    for (int tile = work.last_tile(); tile >= 0; ++n, tile = work.tile_before(tile)) {
-      if (KEEPS_KV && work.keeps_kv()) break;
-      shared.v_pipeline.wait_full(n);
-      if (KEEPS_KV || CHANGES_SCORES || work.is_masked(tile)) {
-        const bool finite = warpgroup_rows::finite_rows<VTiles::BYTES, CHECKERS>(
-            smem.v.stage(KvPipeline::stage_of(n)), thread);
-        const bool has_nonfinite = ptx::any_lane(!finite);
-        if (ptx::lane_index() == 0) {
-          shared.has_nonfinite[KvPipeline::stage_of(checks)][warp - 2] = has_nonfinite ? 1 : 0;
-        }
-        warpgroup::arrive_warp(shared.finite_checked_barrier(checks));
-        ++checks;
-      }
-      warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
-    }
-    warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
-  }
-}
 
 // The rows of a tile of keys and values that a lane loads of a cache in pages.
 struct PagePiece {

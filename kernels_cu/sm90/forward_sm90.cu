@@ -170,11 +170,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // their products to the output one by one, without pairs that take no part, and sets them to 0
     // in v. Returns whether it did.
     const auto repair_nonfinite = [&](int n, int tile) {
-      const int check = KEEPS_KV ? n : checks;
-      warpgroup::mbarrier_wait(shared.finite_checked_barrier(check), KvPipeline::phase_of(check));
-      const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(check)];
+      const bool found = shared.checks.found_nonfinite(KEEPS_KV ? n : checks);
       ++checks;
-      if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return false;
+      if (!found) return false;
       char* const tile_smem = smem.v.stage(KvPipeline::stage_of(n));
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, storage_t weight) {
@@ -412,7 +410,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (warp == 1) {
       tile_scheduler::publish_work_tiles(p, *smem.storage, [](int) {});
     } else if (warp > 1) {
-      if (CHECK_FINITE) forward_producer::finite_check_warps(smem, warp);
+      if constexpr (CHECK_FINITE) {
+        finite_check::check_values<VTiles::BYTES, KEEPS_KV>(
+            *smem.storage, warp, [&](int n) { return smem.v.stage(KvPipeline::stage_of(n)); });
+      }
     } else if (PAGED || threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
       forward_producer::producer(p, smem, q_map, k_map, v_map, out_map);
     }

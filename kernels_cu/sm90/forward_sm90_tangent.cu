@@ -128,10 +128,9 @@ __device__ __forceinline__ void consumer(const TangentParams& t, const SharedMem
     // Waits for the finite check of a tile. If it found NaN or infinities, which is rare, adds
     // their products to the sums one by one, without pairs that take no part, and sets them to 0.
     const auto repair_nonfinite = [&](int n, int keys, fragment_tangent::Weights& weights) {
-      warpgroup::mbarrier_wait(shared.finite_checked_barrier(checks), KvPipeline::phase_of(checks));
-      const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(checks)];
+      const bool found = shared.checks.found_nonfinite(checks);
       ++checks;
-      if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return;
+      if (!found) return;
       char* const v_smem = smem.v.stage(2 * KvPipeline::stage_of(n));
       const int columns = keys - fragment::lane_column();
       const auto takes_part = [&](int r, int column, storage_t weight) {
@@ -317,7 +316,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS) KERNEL_NA
       };
       tile_scheduler::publish_work_tiles(t.call, *smem.storage, add_heads);
     } else if (warp > 1) {
-      if (CHECK_FINITE) tangent_producer::finite_check_warps(smem, warp);
+      if constexpr (CHECK_FINITE) {
+        finite_check::check_values<V_ARRIVING, false>(
+            *smem.storage, warp, [&](int n) { return smem.v.stage(2 * KvPipeline::stage_of(n)); });
+      }
     } else if (threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
       tangent_producer::producer(
           smem, tangent_producer::Maps{q_map, k_map, v_map, tq_map, tk_map, tv_map});

@@ -1,9 +1,7 @@
-// The roles of the producer warpgroup of forward_sm90_tangent.cu, as in forward_producer.cuh: the
-// thread that issues TMA loads, of tangents, too, and the two warps that check v and its tangents
-// for non-finite values.
+// The role of the thread of forward_sm90_tangent.cu that issues TMA loads, of tangents, too, as in
+// forward_producer.cuh.
 #pragma once
 #include "tangent_storage.cuh"
-#include "warpgroup_rows.cuh"
 
 namespace tangent_producer {
 
@@ -14,35 +12,6 @@ using namespace tangent_storage;
 struct Maps {
   const ptx::TensorMap &q, &k, &v, &tq, &tk, &tv;
 };
-
-// Two warps: check whether all values of each masked tile, and their tangents, are finite.
-__device__ __forceinline__ void finite_check_warps(const SharedMemory& smem, int warp) {
-  constexpr int CHECKERS = CHECKER_WARPS * ptx::WARP_SIZE;
-  SharedStorage& shared = *smem.storage;
-  const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE - 2 * ptx::WARP_SIZE;
-  int n = 0, checks = 0;
-#pragma unroll 1
-  for (int w = 0; shared.has_work(w); ++w) {
-    shared.work_pipeline.wait_full(w);
-    const ScheduledTile& work = shared.work_tile(w);
-#pragma unroll 1
-    for (int tile = work.last_tile(); tile >= 0; ++n, tile = work.tile_before(tile)) {
-      shared.v_pipeline.wait_full(n);
-      if (CHANGES_SCORES || work.is_masked(tile)) {
-        const bool finite = warpgroup_rows::finite_rows<V_ARRIVING, CHECKERS>(
-            smem.v.stage(2 * KvPipeline::stage_of(n)), thread);
-        const bool has_nonfinite = ptx::any_lane(!finite);
-        if (ptx::lane_index() == 0) {
-          shared.has_nonfinite[KvPipeline::stage_of(checks)][warp - 2] = has_nonfinite ? 1 : 0;
-        }
-        warpgroup::arrive_warp(shared.finite_checked_barrier(checks));
-        ++checks;
-      }
-      warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
-    }
-    warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
-  }
-}
 
 // One thread: issues the TMA loads of every work tile.
 __device__ __forceinline__ void producer(const SharedMemory& smem, const Maps& maps) {

@@ -6,6 +6,7 @@
 #pragma once
 #include "../common/tangent.cuh"
 #include "fragment_sharers.cuh"
+#include "fragment_tangent_product.cuh"
 #include "fragment_tile.cuh"
 
 namespace fragment_tangent {
@@ -28,37 +29,12 @@ static_assert(COLUMNS_V == Share::COLUMNS, "one share of a result's columns");
 // -- products -------------------------------------------------------------------------------------
 
 // s = q k^T and ts = tq k^T + q tk^T, for queries and keys from which their tangents have the
-// distances above. Fragments of queries and keys serve two products each.
+// distances above.
 __device__ __forceinline__ void multiply(float (&s)[ROWS][COLUMNS], float (&ts)[ROWS][COLUMNS],
                                          const char* q_smem, const char* k_smem) {
-  const auto q = fragment::left_rows<Q_BYTES>(q_smem);
-  const auto k = fragment::right_rows<Q_BYTES>(k_smem);
-  matmul::clear(s);
-  matmul::clear(ts);
-#pragma unroll
-  for (int step = 0; step < fragment::whole_columns(D) / 16; ++step) {
-    unsigned int left[ROWS / 2][4], tangents[ROWS / 2][4];
-#pragma unroll
-    for (int m = 0; m < ROWS / 2; ++m) {
-      ptx::ldmatrix_x4(left[m], q.at(16 * m, step));
-      if constexpr (HAS_TQ) ptx::ldmatrix_x4(tangents[m], q.at(16 * m, step) + QUERIES_BYTES);
-    }
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n += 4) {
-      unsigned int right[4];
-      ptx::ldmatrix_x4(right, k.at(4 * n, step));
-#pragma unroll
-      for (int m = 0; m < ROWS / 2; ++m) {
-        fragment::multiply_step(s, m, n, left[m], right);
-        if constexpr (HAS_TQ) fragment::multiply_step(ts, m, n, tangents[m], right);
-      }
-      if constexpr (HAS_TK) {
-        ptx::ldmatrix_x4(right, k.at(4 * n, step) + KEYS_BYTES);
-#pragma unroll
-        for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(ts, m, n, left[m], right);
-      }
-    }
-  }
+  constexpr int UNROLL = fragment::whole_columns(D) / 16;  // all steps
+  fragment_tangent_product::multiply<D, HAS_TQ, HAS_TK, QUERIES_BYTES, KEYS_BYTES, UNROLL>(
+      s, ts, q_smem, k_smem);
 }
 
 // A warp's weights p and weighted tangents t in 16 bits, two to a word: left operands. Where warps

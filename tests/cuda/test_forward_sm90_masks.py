@@ -268,9 +268,9 @@ def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
 
 # -- the kernel's own waits -----------------------------------------------------------------------
 
-KERNEL, PRODUCER, STORAGE, ROWS = (
-    "sm90/forward_sm90.cu", "sm90/forward_producer.cuh", "sm90/forward_storage.cuh",
-    "sm90/warpgroup_rows.cuh",
+KERNEL, PRODUCER, BLOCK, CHECK, ROWS = (
+    "sm90/forward_sm90.cu", "sm90/forward_producer.cuh", "sm90/forward_block.cuh",
+    "sm90/finite_check.cuh", "sm90/warpgroup_rows.cuh",
 )  # fmt: skip
 STORES = re.compile(r"void tma_store_(?:wait|rows)\(.*?\n}\n", re.DOTALL)  # of ROWS, what is called
 # What orders accesses in calls without pages; test_forward_cached.py has what pages need. The
@@ -301,7 +301,7 @@ __attribute__((noinline, no_sanitize("thread"))) bool has(unsigned long long n) 
   return missing != n;
 }
 """
-FILES = (KERNEL, PRODUCER, STORAGE, ROWS)
+FILES = (KERNEL, PRODUCER, BLOCK, CHECK, ROWS)
 COUNT = sum(len(statements(name)) for name in FILES)
 
 

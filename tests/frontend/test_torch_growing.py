@@ -19,6 +19,7 @@ from cupyflash.torch import attention, recognised  # noqa: E402 (after the skip)
 
 NUMBERS = [*range(60, 72), *range(126, 134), *range(510, 516), *range(4094, 4100)]
 LEAVES = len({(n - 1) // 64 for n in NUMBERS})
+ROOM = 5000  # rows, of which keys and values are the first ones
 FEW = 4  # numbers of keys that have other kernels
 HIGHEST = 2**44  # of strides and numbers of keys; addresses are higher, but for those of the heap
 
@@ -28,6 +29,10 @@ def tensors(keys, batch=1, heads=4, heads_kv=2, d=16, dtype=torch.float16, layou
     k, v = (torch.zeros(batch, heads_kv, keys, d, dtype=dtype) for _ in "kv")
     if layout == "rows first":
         k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    if "room" in layout:
+        first = 1 if "second row" in layout else 0
+        rooms = (x.new_zeros(batch, heads_kv, ROOM, d) for x in (k, v))
+        k, v = (x[:, :, first : first + keys] for x in rooms)
     return q, k, v
 
 
@@ -68,6 +73,9 @@ CASES = {
     "several": {"batch": 3},
     "a scale": {"options": {"scale": 2.0}},
     "rows that are not aligned": {"d": 20},
+    "a room": {"layout": "room", "batch": 2},
+    "a room of one head": {"layout": "room", "heads_kv": 1, "batch": 2},
+    "a room, lse": {"layout": "room", "options": {"return_lse": True}},
 }
 
 
@@ -88,6 +96,7 @@ OTHERS = {
     "a mask": {"options": {"mask": masks.causal()}},
     "a mask of an array": {"options": {"mask": torch.ones(1, 1, dtype=torch.bool)}},
     "another order": {"layout": "rows first"},
+    "rows that begin at any address": {"layout": "room, from its second row", "d": 20},
 }
 
 

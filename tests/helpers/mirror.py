@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +200,9 @@ def expanded(function: Function, functions: list[Function]) -> list[Step]:
     is one step.
     """
     found: dict[Step, None] = {}
+    named = collections.defaultdict(list)
+    for each in functions:
+        named[each.name].append(each)
 
     def walk(function: Function, above: tuple[tuple[str, str], ...]) -> None:
         above = (*above, (function.file, function.name))
@@ -206,7 +210,7 @@ def expanded(function: Function, functions: list[Function]) -> list[Step]:
             if isinstance(event, Step):
                 found.setdefault(event)
                 continue
-            for each in called(function, event, functions):
+            for each in called(function, event, named[event.name]):
                 if (each.file, each.name) not in above:
                     walk(each, above)
 

@@ -56,12 +56,12 @@ def test_nothing_is_found_in_an_honest_kernel(dtype, size):
 
 
 FAULTS = {
-    "TF32": ("float32", {"keys": 2048, "width": 128, "rows": 4},
+    "TF32": ("float32", {"keys": 2048, "width": 64, "rows": 4, "heads": 16},
              {"operands": lambda x: rounded(x.astype(float), 2.0**-11).astype(np.float32)}),
     "times 1.0001": ("float32", {}, {"factor": 1.0001}),
     "times 1.0001, float16": ("float16", {}, {"factor": 1.0001}),
     "times 1.0001, bfloat16": (ml_dtypes.bfloat16, {}, {"factor": 1.0001}),
-    "bfloat16 weights": ("float16", {"keys": 2048, "width": 128, "rows": 4},
+    "bfloat16 weights": ("float16", {"keys": 2048, "width": 64, "rows": 4, "heads": 16},
                          {"weights": lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32)}),
     "epsilon": ("float32", SMALL, {"epsilon": 1e-6}),
 }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...arrays import device_arrays
 from .. import strides, tma
 from ..params import Operand
-from .spec import RESERVED, Request, Tiles, row_bytes
+from .spec import Request, Tiles, row_bytes
 
 NAME = "bias"  # of its address
 LARGEST_HEAD = 256
@@ -146,8 +146,7 @@ def in_block(request: Request, tiles: Tiles) -> Tiles | None:
     if not _is_shared(request):
         return None
     found = with_whole(tiles)
-    room = device.shared_memory + RESERVED
-    return found if (found.shared_memory + RESERVED) * found.resident_blocks <= room else None
+    return found if found.share_memory(device.shared_memory) else None
 
 
 def _is_shared(request: Request) -> bool:

@@ -182,10 +182,9 @@ def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
     fitting = []
     for block_q, block_kv, warps, stages, resident in at_head(BACKWARD_TILES[kernel], d, d_v):
         tiles = backward_tiles(kernel, block_q, block_kv, warps, stages, d, d_v, resident)
-        shared = tiles.shared_memory
-        if (shared + RESERVED) * resident <= limit + RESERVED:
+        if tiles.share_memory(limit):
             return tiles
-        if shared <= limit:
+        if tiles.shared_memory <= limit:
             fitting.append(tiles)
     return fitting[0] if fitting else None
 
@@ -288,12 +287,12 @@ def _configure_bias(request: Request) -> Tiles | None:
 def _fit_bias(request: Request) -> Tiles | None:
     problem, limit = request.problem, request.device.shared_memory
     block_q, block_kv, warps, stages, resident = FEW_QUERIES_BIAS
+    sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
+    tiles = backward_tiles("backward_sm80_bias", *sizes, resident)
     # No sequence's result may depend on the lengths of others that are packed with it.
     few = not problem.rows.adjoin and int(np.max(problem.len_q, initial=0)) <= block_q
-    if few and max(problem.d, problem.d_v) <= SMALL_BIAS_HEAD:
-        shared = bias_bytes(block_q, block_kv, warps, stages, problem.d, problem.d_v)
-        if (shared + RESERVED) * resident <= limit + RESERVED:
-            return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+    if few and max(problem.d, problem.d_v) <= SMALL_BIAS_HEAD and tiles.share_memory(limit):
+        return tiles
     return _configure_backward("backward_sm80_bias", request)
 
 
@@ -384,7 +383,7 @@ def _configure_shared(request: Request) -> Tiles | None:
     return None
 
 
-_METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
+METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 HALVES = ("float16", "bfloat16")
 _HEADS = dict.fromkeys(HALVES, 512)
 _OF_CACHE = dict.fromkeys(HALVES, 256)
@@ -393,7 +392,7 @@ FORWARD = KernelSpec(
     source="sm80/forward_sm80.cu",
     part="forward",
     computes="out and log-sum-exp",
-    method=_METHOD,
+    method=METHOD,
     heads=_HEADS | {"float32": 256, "float64": 128},
     precisions={"float32": "tf32x3"},
     capability=CAPABILITY,
@@ -408,7 +407,7 @@ DKDV = KernelSpec(
     source="sm80/backward_sm80_dkdv.cu",
     part="dkdv",
     computes="dk and dv",
-    method=_METHOD,
+    method=METHOD,
     heads=_HEADS,
     capability=CAPABILITY,
     tensor_cores=True,
@@ -427,7 +426,7 @@ DQ = KernelSpec(
     source="sm80/backward_sm80_dq.cu",
     part="dq",
     computes="dq",
-    method=_METHOD,
+    method=METHOD,
     heads=_HEADS,
     capability=CAPABILITY,
     tensor_cores=True,
@@ -440,7 +439,7 @@ BIAS = KernelSpec(
     source="sm80/backward_sm80_bias.cu",
     part="bias",
     computes="dbias",
-    method=_METHOD,
+    method=METHOD,
     heads=_HEADS,
     capability=CAPABILITY,
     tensor_cores=True,
@@ -451,7 +450,7 @@ DECODE = KernelSpec(
     source="sm80/decode_sm80.cu",
     part="decode",
     computes="out and log-sum-exp of few queries and many keys",
-    method=_METHOD,
+    method=METHOD,
     heads=_OF_CACHE,
     capability=CAPABILITY,
     tensor_cores=True,
@@ -467,7 +466,7 @@ SHARED = KernelSpec(
     source="sm80/decode_sm80_shared.cu",
     part="shared",
     computes="sums over keys that the entries of a cache share",
-    method=_METHOD,
+    method=METHOD,
     heads=_OF_CACHE,
     capability=CAPABILITY,
     tensor_cores=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from . import grid
+from . import grid, sm80
 from .spec import KernelSpec, Request, Tiles, at_head, row_bytes
 
 LARGEST_HEAD = 128
@@ -77,14 +77,13 @@ def _configure(kernel: str, request: Request) -> Tiles | None:
     return fit(kernel, problem.d, problem.d_v, request.device.shared_memory)
 
 
-_METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 _HEADS = {"float64": LARGEST_HEAD}
 
 DKDV = KernelSpec(
     source="sm80/backward_f64_dkdv.cu",
     part="dkdv",
     computes="dk and dv",
-    method=_METHOD,
+    method=sm80.METHOD,
     heads=_HEADS,
     capability=(8, 0),
     tensor_cores=True,
@@ -98,7 +97,7 @@ DQ = KernelSpec(
     source="sm80/backward_f64_dq.cu",
     part="dq",
     computes="dq",
-    method=_METHOD,
+    method=sm80.METHOD,
     heads=_HEADS,
     capability=(8, 0),
     tensor_cores=True,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from . import grid, sm80
-from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
+from .spec import KernelSpec, Request, Tiles, at_head, row_bytes
 
 NAME = "reduce_sm80_weights"
 # Largest head -> what fits, the best first: queries and keys of a tile, warps, and blocks that
@@ -39,7 +39,7 @@ def fit(d: int, limit: int) -> Tiles | None:
     """
     for block_q, block_kv, warps, resident in at_head(TILES, d, d):
         tiles = tiles_of(block_q, block_kv, warps, d, resident)
-        if (tiles.shared_memory + RESERVED) * resident <= limit + RESERVED:
+        if tiles.share_memory(limit):
             return tiles
     return None
 
@@ -52,7 +52,7 @@ WEIGHTS = KernelSpec(
     source=f"sm80/{NAME}.cu",
     part="reduce_weights",
     computes="sums of each key's weights, or of those of blocks",
-    method="multiplies {dtype} by tensor cores{products}, and sums in {accumulator}",
+    method=sm80.METHOD,
     heads=dict.fromkeys(sm80.HALVES, max(TILES)),
     capability=sm80.CAPABILITY,
     tensor_cores=True,

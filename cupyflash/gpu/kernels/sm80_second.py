@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from . import grid, sm80
-from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
+from .spec import KernelSpec, Request, Tiles, at_head, row_bytes
 
 LARGEST_HEAD = 128  # for which a warp has the registers
 DKDV_NAME, DQ_NAME = "backward_sm80_tangent_dkdv", "backward_sm80_tangent_dq"
@@ -69,29 +69,26 @@ def fit(kernel: str, d: int, d_v: int, limit: int, changed: bool = False) -> Til
     changed : bool
         Whether scores are changed: their derivatives take registers, so fewer blocks share an SM's.
     """
-    for *sizes, most in at_head(TILES[kernel], d, d_v):
-        block_q, block_kv, warps, stages = sizes
+    for block_q, block_kv, warps, stages, most in at_head(TILES[kernel], d, d_v):
         resident = min(most, 2) if changed else most
         tiles = tiles_of(kernel, block_q, block_kv, warps, stages, d, d_v, resident)
-        if (tiles.shared_memory + RESERVED) * resident <= limit + RESERVED:
+        if tiles.share_memory(limit):
             return tiles
     return None
 
 
 def _configure(kernel: str, request: Request) -> Tiles | None:
-    problem, call = request.problem, request.call
-    changed = call is not None and (call.score_mod is not None or call.bias is not None)
-    return fit(kernel, problem.d, problem.d_v, request.device.shared_memory, changed)
+    problem, limit = request.problem, request.device.shared_memory
+    return fit(kernel, problem.d, problem.d_v, limit, request.changes_scores)
 
 
-_METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 _HEADS = dict.fromkeys(sm80.HALVES, LARGEST_HEAD)
 
 DKDV = KernelSpec(
     source=f"sm80/{DKDV_NAME}.cu",
     part="tangent_dkdv",
     computes="tangents of dk and dv",
-    method=_METHOD,
+    method=sm80.METHOD,
     heads=_HEADS,
     capability=sm80.CAPABILITY,
     tensor_cores=True,
@@ -103,7 +100,7 @@ DQ = KernelSpec(
     source=f"sm80/{DQ_NAME}.cu",
     part="tangent_dq",
     computes="tangent of dq",
-    method=_METHOD,
+    method=sm80.METHOD,
     heads=_HEADS,
     capability=sm80.CAPABILITY,
     tensor_cores=True,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from . import grid, sm80
-from .spec import RESERVED, KernelSpec, Request, Tiles, at_head
+from .spec import KernelSpec, Request, Tiles, at_head
 
 NAME = "forward_sm80_tangent"
 # Largest head -> what fits, the best first: queries and keys of a tile, warps, and blocks that
@@ -53,22 +53,21 @@ def fit(d: int, d_v: int, limit: int, changed: bool) -> Tiles | None:
     table = CHANGED_TILES if changed else TILES
     for block_q, block_kv, warps, resident in at_head(table, d, d_v):
         tiles = tiles_of(block_q, block_kv, warps, d, d_v, resident)
-        if (tiles.shared_memory + RESERVED) * resident <= limit + RESERVED:
+        if tiles.share_memory(limit):
             return tiles
     return None
 
 
 def _configure(request: Request) -> Tiles | None:
-    problem, call = request.problem, request.call
-    changed = call is not None and (call.score_mod is not None or call.bias is not None)
-    return fit(problem.d, problem.d_v, request.device.shared_memory, changed)
+    problem, limit = request.problem, request.device.shared_memory
+    return fit(problem.d, problem.d_v, limit, request.changes_scores)
 
 
 TANGENTS = KernelSpec(
     source=f"sm80/{NAME}.cu",
     part="tangents",
     computes="out, log-sum-exp and their tangents",
-    method="multiplies {dtype} by tensor cores{products}, and sums in {accumulator}",
+    method=sm80.METHOD,
     heads=dict.fromkeys(sm80.HALVES, sm80.LARGEST_OF_WARP),
     capability=sm80.CAPABILITY,
     tensor_cores=True,

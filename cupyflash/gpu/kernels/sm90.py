@@ -213,7 +213,7 @@ def _tiles_by_length(d: int, d_v: int, registers: str, len_k: int) -> list[Tiles
             more.append((at_head(_MASKED, d, d_v)[0], 1))
         for block_q, resident in more:
             tiles = forward_tiles(block_q, width, d, d_v, not has_bias, resident, one_tile)
-            if (tiles.shared_memory + RESERVED) * resident <= SHARED_MEMORY + RESERVED:
+            if tiles.share_memory(SHARED_MEMORY):
                 found.append(tiles)
         if one_tile:
             break

@@ -35,9 +35,7 @@ def fit(d: int, d_v: int, changed: bool) -> Tiles:
 
 
 def _configure(request: Request) -> Tiles:
-    problem, call = request.problem, request.call
-    changed = call is not None and (call.score_mod is not None or call.bias is not None)
-    return fit(problem.d, problem.d_v, changed)
+    return fit(request.problem.d, request.problem.d_v, request.changes_scores)
 
 
 def _obstacle(request: Request) -> str | None:

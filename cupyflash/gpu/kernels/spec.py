@@ -73,6 +73,10 @@ class Tiles:
     bias_stages: int = 0
     bias_bytes: int = 0
 
+    def share_memory(self, limit: int) -> bool:
+        """Whether an SM has memory for `resident_blocks`, if a block may have `limit` bytes."""
+        return (self.shared_memory + RESERVED) * self.resident_blocks <= limit + RESERVED
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -130,6 +134,12 @@ class Request:
     def has_codes(self) -> bool:
         """Whether keys and values are codes: those of a cache, or with queries that are, too."""
         return self.call is not None and bool(self.call.encoding.scales)
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a score change or a bias changes scores."""
+        call = self.call
+        return call is not None and (call.score_mod is not None or call.bias is not None)
 
     @property
     def operands_are_codes(self) -> bool:
