@@ -23,6 +23,7 @@ from cupyflash.gpu.kernels import (
     sm80,
     sm80_f64,
     sm80_second,
+    sm80_tile,
     sm90,
     sm90_fp8,
     sm90_tangent,
@@ -228,6 +229,12 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         dtype = dtypes[2 - n % 2]
         found.append(Case("backward_sm90_dkdv", dtype, own, options, packed, f"few keys, {kind}"))
+    for n, (own, options, few) in enumerate([
+        ((64, 64), "causal", " few"), ((64, 64), "causal", ""), ((128, 128), "plain", ""),
+        ((40, 72), "everything", ""), ((64, 64), "bias", ""), ((128, 128), "segments", " few"),
+    ]):  # fmt: skip
+        which = f"whole dq{few}"
+        found.append(Case(sm80_tile.DKDV.name, dtypes[1 + n % 2], own, options, False, which))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -400,6 +407,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)
         assert tiles is not None
         return tiles
+    if spec is sm80_tile.DKDV:
+        return sm80_tile.tiles(request, case.cache.endswith(" few"))
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
     tiles = spec.configure(request)
