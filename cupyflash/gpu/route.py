@@ -259,7 +259,7 @@ def backward(
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2)}
     arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
-    if made.own_delta and dbias is None and dsink is None and not served:
+    if made.own_delta and dsink is None:
         del scratch["delta"]  # nobody reads it
     else:
         arrays["delta"] = (scratch["delta"], 2)
@@ -336,9 +336,11 @@ def scratch_of_gradients(
         whole = whole and math.prod(call.q.shape[:-3]) == call.problem.batch
     atomic_dq = not whole and registry.adds_dq(request, deterministic)
     made = scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
-    if not whole or made.key_parts > 1:
+    entries = (math.prod(x.shape[:-3]) for x in (call.q, call.k, call.v))
+    if not whole or call.rows.adjoin or any(count != call.problem.batch for count in entries):
         return made
-    return made._replace(own_delta=registry.makes_delta(replace(request, whole_heads=True)))
+    alone = replace(request, call=call, whole_heads=True)
+    return made._replace(own_delta=registry.makes_delta(alone))
 
 
 def _with_lookup(

@@ -46,9 +46,8 @@ struct Results {
 };
 
 // The role of warps 2 and 3 of the producer: they check whether all values of each masked tile are
-// finite, which are the BYTES from `values_of(n)` on for use n of v's pipeline. With KEEPS, values
-// that stay for the next work tile are checked when they come, whether or not the tile is masked.
-template <int BYTES, bool KEEPS, class SharedStorage, class Values>
+// finite, which are the BYTES from `values_of(n)` on for use n of v's pipeline.
+template <int BYTES, class SharedStorage, class Values>
 __device__ __forceinline__ void check_values(SharedStorage& shared, int warp,
                                              const Values& values_of) {
   const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE - 2 * ptx::WARP_SIZE;
@@ -59,9 +58,8 @@ __device__ __forceinline__ void check_values(SharedStorage& shared, int warp,
     const auto& work = shared.work_tile(w);
 #pragma unroll 1
     for (int tile = work.last_tile(); tile >= 0; ++n, tile = work.tile_before(tile)) {
-      if (KEEPS && work.keeps_kv()) break;
       shared.v_pipeline.wait_full(n);
-      if (KEEPS || CHANGES_SCORES || work.is_masked(tile)) {
+      if (CHANGES_SCORES || work.is_masked(tile)) {
         const bool finite =
             warpgroup_rows::finite_rows<BYTES, WARPS * ptx::WARP_SIZE>(values_of(n), thread);
         shared.checks.put(checks, warp - 2, finite);

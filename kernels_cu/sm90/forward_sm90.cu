@@ -52,25 +52,6 @@ constexpr int CONSUMER_REGS = SHARED_REGS < 240 ? SHARED_REGS : 240;
 static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <= LAUNCH_REGS * (CONSUMERS + 1),
               "registers");
 
-// All consumers, where values stay for the next work tile: copies those of a head over the ones
-// that were set to 0 because they are not finite.
-__device__ __forceinline__ void restore_values(const Params& p, const ScheduledTile& work,
-                                               char* tile_smem) {
-  ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, multiplied by all consumers
-  const long long h_kv = layout::divide(work.head, p.group).quotient;
-  const storage_t* const v_gmem =
-      reinterpret_cast<const storage_t*>(p.v.data) + layout::offset(p.v, work.entry, h_kv, true);
-#pragma unroll 1
-  for (int n = threadIdx.x; n < work.rows_in(0) * D_V; n += CONSUMER_THREADS) {
-    const int row = n / D_V, column = n % D_V, piece = column % 64 / 8 ^ row % 8;
-    const int slab = column / 64 * BLOCK_KV * warpgroup::SLAB_ROW_BYTES;
-    const int at = slab + row * warpgroup::SLAB_ROW_BYTES + piece * 16 + column % 8 * 2;
-    *reinterpret_cast<storage_t*>(tile_smem + at) = v_gmem[row * p.v.row + column * p.v.col];
-  }
-  ptx::fence_proxy_async();
-  ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, as it came
-}
-
 // -- the role of a consumer warpgroup -------------------------------------------------------------
 
 // A warpgroup: computes 64 queries of every work tile. This is one body, with lambdas for its
@@ -101,7 +82,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
   bool more_work = true;
-  bool holds_kv = false;  // of the work tile before, where it may have had none
 #pragma unroll 1
   for (int w = 0; more_work; ++w) {
     shared.work_pipeline.wait_full(w);
@@ -168,11 +148,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     const auto row_max = [&] { return fragment_softmax::row_max<!ALWAYS_RESCALE>(s, m, m_new, c); };
     // Waits for the finite check of a tile. If it found NaN or infinities, which is rare, adds
     // their products to the output one by one, without pairs that take no part, and sets them to 0
-    // in v. Returns whether it did.
+    // in v.
     const auto repair_nonfinite = [&](int n, int tile) {
-      const bool found = shared.checks.found_nonfinite(KEEPS_KV ? n : checks);
+      const bool found = shared.checks.found_nonfinite(checks);
       ++checks;
-      if (!found) return false;
+      if (!found) return;
       char* const tile_smem = smem.v.stage(KvPipeline::stage_of(n));
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, storage_t weight) {
@@ -185,21 +165,19 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       warpgroup_rows::clear_nonfinite<VTiles::BYTES, CONSUMER_THREADS>(tile_smem, threadIdx.x);
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
-      return true;
     };
 
     if constexpr (KEEPS_KV) {
       // The keys and values of the work tile before are still in their stage, or are released now.
       if (work.keeps_kv()) {
         --kv_uses;
-      } else if (HAS_MASK ? holds_kv : kv_uses > 0) {
+      } else if (kv_uses > 0) {
         warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses - 1));
         warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
       }
     }
     const int first_kv_use = kv_uses;
     const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next > TileRef::NONE;
-    holds_kv = has_tiles;
     if (has_tiles) {
       warpgroup::mbarrier_wait(shared.q_full_barrier(q_slot), q_phase_of(q_uses));
       ++q_uses;
@@ -267,10 +245,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         for (int n = 0; n < COLUMNS / 2; ++n) weights[0][n] = weights[1][n] = 0;
       }
       bias_tiles::release(*smem.bias_pipeline, kv_uses);
-      bool repaired = false;
-      if (CHANGES_SCORES || (CHECK_FINITE && first_masked)) {
-        repaired = repair_nonfinite(kv_uses, first);
-      }
+      if (CHANGES_SCORES || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
+
       ++kv_uses;
       // The other tiles: the scores of each are issued with the output of the tile before, which
       // the tensor cores multiply while the scores become weights.
@@ -321,8 +297,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::fence_accumulator(acc);
       if constexpr (!KEEPS_KV) {
         warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
-      } else if (CHECK_FINITE && repaired) {
-        restore_values(p, work, smem.v.stage(KvPipeline::stage_of(kv_uses - 1)));
       }
       more_tiles = HAS_EDGES && next > TileRef::NONE;
     }
@@ -411,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       tile_scheduler::publish_work_tiles(p, *smem.storage, [](int) {});
     } else if (warp > 1) {
       if constexpr (CHECK_FINITE) {
-        finite_check::check_values<VTiles::BYTES, KEEPS_KV>(
+        finite_check::check_values<VTiles::BYTES>(
             *smem.storage, warp, [&](int n) { return smem.v.stage(KvPipeline::stage_of(n)); });
       }
     } else if (PAGED || threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {

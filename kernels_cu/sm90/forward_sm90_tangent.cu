@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS) KERNEL_NA
       tile_scheduler::publish_work_tiles(t.call, *smem.storage, add_heads);
     } else if (warp > 1) {
       if constexpr (CHECK_FINITE) {
-        finite_check::check_values<V_ARRIVING, false>(
+        finite_check::check_values<V_ARRIVING>(
             *smem.storage, warp, [&](int n) { return smem.v.stage(2 * KvPipeline::stage_of(n)); });
       }
     } else if (threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {

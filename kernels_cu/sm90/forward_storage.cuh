@@ -21,8 +21,8 @@ constexpr bool SMALL_HEADS = D <= 64 && D_V <= 64 && !CHANGES_SCORES;
 constexpr int KV_STAGES = SMALL_HEADS && !ONE_TILE ? 4 : 2, Q_STAGES = SMALL_HEADS ? 2 : 1;
 
 // Whether keys and values stay in their stage as long as a block's work tiles have the same ones.
-// Then values are checked when they come, whether or not the tile is masked.
-constexpr bool KEEPS_KV = ONE_TILE && !ENDS_ON_DEVICE && !CHANGES_SCORES;
+// Not where non-finite values are set to 0.
+constexpr bool KEEPS_KV = ONE_TILE && !CHECK_FINITE && !CHANGES_SCORES;
 
 constexpr int Q_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(V_COLUMNS);
 using QTiles =  // of one consumer each

@@ -227,7 +227,7 @@ __device__ __forceinline__ void find_tiles(const Params& p, ScheduledTile& work_
     work_smem.first_tile = work_smem.ref_of(last);
     work_smem.first_run = work_smem.run_from(last);
     work_smem.second_tile = work_smem.ref_of(second);
-    work_smem.second_run = ONE_TILE ? (keeps && last >= 0 ? 1 : 0) : work_smem.run_from(second);
+    work_smem.second_run = ONE_TILE ? (keeps ? 1 : 0) : work_smem.run_from(second);
   }
 }
 

@@ -36,7 +36,6 @@ SPILLS = {
     "forward_sm90_tangent": 524,  # nearly all of it in the producer, which has few registers
     "forward_sm90_tf32": 136,
     "backward_sm80_dkdv": 156,
-    "backward_sm80_dkdv_tile": 64,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 8,
     "backward_sm80_tangent_dkdv": 32,

@@ -181,27 +181,3 @@ def test_the_tiles_of_short_rows_fit():
                     assert whole <= SHARED_MEMORY["sm_90"] + RESERVED
                     assert not tiles.one_tile or len_k <= tiles.block_kv
                     assert registers == "plain, few keys" or tiles.block_kv <= 128
-
-
-@emulated
-@mostly_thorough(
-    ("tiles", "d", "dtype"),
-    [((64, 64, 3), 64, TYPES[0]), ((128, 128, 1), 72, TYPES[1])],
-    quick=[((64, 64, 3), 64, TYPES[0])],
-    why="two consumers, and two slabs of columns",
-    ids=str,
-)
-def test_heads_that_keep_masked_values_repair_them_again(tiles, d, dtype):
-    # Two groups of heads; the first block of queries sees no key, the last one sees all of them.
-    q, k, v = draw(dtype, (4, 150, d), *[(2, 60, d)] * 2)
-    v[0, 50, 3], v[1, 59, d - 1] = np.nan, np.inf  # which few queries see
-    mask = masks.causal(offset=-70)
-    alone = run(q, k, v, multiprocessors=12, warpgroups=tiles, mask=mask)  # a block has one tile
-    for multiprocessors, schedule in ((1, REVERSE), (2, randomly(2))):
-        found = run(q, k, v, schedule, multiprocessors=multiprocessors, warpgroups=tiles, mask=mask)
-        for x, y in zip(found[:2], alone[:2], strict=True):
-            assert np.array_equal(x.astype(float), y.astype(float), equal_nan=True)
-    hidden = found[0].astype(float)
-    assert np.isfinite(hidden[:, :120]).all()
-    assert np.isnan(hidden[0, 125:, 3]).all()
-    assert np.isinf(hidden[2, 140:, d - 1]).all()

@@ -23,7 +23,6 @@ from cupyflash.gpu.kernels import (
     sm80,
     sm80_f64,
     sm80_second,
-    sm80_tile,
     sm90,
     sm90_fp8,
     sm90_tangent,
@@ -214,13 +213,14 @@ def cases() -> list[Case]:
         found.append(Case(kernel, BFLOAT16, own, "pair bias", False, "tiles bfloat16"))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
-    for n, (hardware, own, options, which) in enumerate([
-        ("sm90", (128, 128), "causal", "parts"), ("sm90", (64, 64), "causal", "parts"),
-        ("sm80", (64, 64), "plain", "parts"), ("sm90", (64, 64), "causal", "whole dq"),
-        ("sm80", (64, 64), "bias", "whole dq"),
+    for n, (kernel, own, options) in enumerate([
+        ("sm90_dkdv", (128, 128), "causal"), ("sm90_dkdv", (64, 64), "causal"),
+        ("sm80_dkdv", (64, 64), "plain"), ("sm90_dkdv", (64, 64), "causal"),
+        ("sm80_dkdv", (64, 64), "bias"), ("sm80_dkdv_tile", (64, 64), "causal"),
+        ("sm80_dkdv_tile", (64, 64), "plain"), ("sm80_dkdv_tile", (40, 24), "segments"),
     ]):  # fmt: skip
-        kernel = f"backward_{hardware}_dkdv"
-        found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
+        which = "parts" if n < 3 else "whole dq"
+        found.append(Case(f"backward_{kernel}", dtypes[1 + n % 2], own, options, False, which))
     found.append(Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq"))
     for n, (own, options, packed, kind) in enumerate([
         ((128, 128), "causal", True, "whole dq"), ((128, 128), "causal", True, "whole dq"),
@@ -229,12 +229,6 @@ def cases() -> list[Case]:
     ]):  # fmt: skip
         dtype = dtypes[2 - n % 2]
         found.append(Case("backward_sm90_dkdv", dtype, own, options, packed, f"few keys, {kind}"))
-    for n, (own, options, few) in enumerate([
-        ((64, 64), "causal", " few"), ((64, 64), "causal", ""), ((128, 128), "plain", ""),
-        ((40, 72), "everything", ""), ((64, 64), "bias", ""), ((128, 128), "segments", " few"),
-    ]):  # fmt: skip
-        which = f"whole dq{few}"
-        found.append(Case(sm80_tile.DKDV.name, dtypes[1 + n % 2], own, options, False, which))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -286,8 +280,7 @@ def cases() -> list[Case]:
         ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
         ((64, 64), "softcap", "cached"), ((128, 128), "plain", "paged int8"),
     ]):  # fmt: skip
-        case = Case("decode_sm80_shared", dtypes[1 + n // 2], own, options, False, cache)
-        found.append(case)
+        found.append(Case("decode_sm80_shared", dtypes[1 + n // 2], own, options, False, cache))
     # Heads whose rows do not fill a stage of shared memory.
     found.append(Case("decode_sm80", dtypes[2], (192, 128), "causal", False, "paged"))
     # Caches of codes: each format, each type of queries.
@@ -407,8 +400,6 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)
         assert tiles is not None
         return tiles
-    if spec is sm80_tile.DKDV:
-        return sm80_tile.tiles(request, case.cache.endswith(" few"))
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
     tiles = spec.configure(request)

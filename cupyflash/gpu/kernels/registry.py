@@ -217,9 +217,14 @@ def adds_dq(request: Request, deterministic: bool) -> bool:
 def makes_delta(request: Request) -> bool:
     """Return whether the kernel of dk and dv computes delta, too.
 
-    As for `adds_dq`, a request without arrays is enough.
+    The request has a call, whose arrays such a kernel takes as they are, and no others.
     """
-    return select("dkdv", request).spec.own_delta
+    return any(
+        spec.own_delta
+        and spec.is_for(request.problem, request.device)
+        and spec.serves(request) is None
+        for spec in KERNELS["dkdv"]
+    )
 
 
 def shares_queries(request: Request) -> bool:

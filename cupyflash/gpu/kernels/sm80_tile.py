@@ -1,70 +1,55 @@
-"""The backward of heads whose queries and keys are one tile each, on tensor cores: its spec.
+"""The backward of small heads whose queries and keys are one tile, on tensor cores: its spec.
 
 It computes delta itself, so that the whole backward is one launch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from . import grid, sm80
-from .spec import KernelSpec, Request, Tiles, at_head
+from .spec import KernelSpec, Request, Tiles
 
 ROWS = 64  # queries and keys of its tile
+LARGEST = 64  # head; larger ones take longer than with a launch for delta
+# A block waits for one instruction after the other, which more warps than these do not shorten.
+WARPS, RESIDENT = 8, 2
 
 
-class Share(NamedTuple):
-    """How a tile is shared: warps of a block, and blocks of an SM."""
-
-    warps: int
-    resident: int
-
-
-# Largest head -> how, of many blocks. Few blocks, of which each has an SM, have more warps: one
-# waits for one instruction after the other. Scores that are changed, or dropped, take registers.
-# No bit depends on it.
-MANY = {64: Share(8, 2), 128: Share(8, 1)}
-FEW, CHANGED = Share(16, 1), Share(8, 1)
-_METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
-
-
-def tiles(request: Request, few: bool) -> Tiles:
-    """Return its tiles, for `few` blocks or many."""
-    call, d, d_v = request.call, request.problem.d, request.problem.d_v
-    changed = call is not None and (call.bias is not None or call.score_mod is not None)
-    if changed or request.problem.dropout > 0:
-        warps, resident = CHANGED
-    else:
-        warps, resident = FEW if few else at_head(MANY, d, d_v)
-    shared = sm80.dkdv_bytes(ROWS, ROWS, warps, 1, d, d_v)
-    return Tiles(ROWS, ROWS, 32 * warps, shared, resident, 1)
-
-
-def _configure(request: Request) -> Tiles | None:
-    problem, device = request.problem, request.device
-    few = problem.batch * problem.heads_kv <= device.multiprocessors
-    made = tiles(request, few)
-    return made if made.shared_memory <= device.shared_memory else None
+def _configure(request: Request) -> Tiles:
+    shared = sm80.dkdv_bytes(ROWS, ROWS, WARPS, 1, request.problem.d, request.problem.d_v)
+    return Tiles(ROWS, ROWS, 32 * WARPS, shared, RESIDENT, 1)
 
 
 def _obstacle(request: Request) -> str | None:
-    return None if request.whole_heads else "other blocks have a share of a head's sums"
+    problem, call = request.problem, request.call
+    if problem.heads != problem.heads_kv:
+        return "heads of queries share keys"
+    if request.changes_scores:
+        return "scores are changed, or have a bias"
+    if problem.dropout > 0:
+        return "it has no dropout"
+    blocks, at_once = problem.batch * problem.heads, RESIDENT * request.device.multiprocessors
+    if call is not None and call.mask is not None and blocks > at_once:
+        return (
+            f"under a mask it is for at most {at_once} heads of all entries together, which the "
+            f"device computes at once, and here are {blocks}"
+        )
+    return None if request.whole_heads else "no block has all of a head to itself"
 
 
 DKDV = KernelSpec(
     source="sm80/backward_sm80_dkdv_tile.cu",
     part="dkdv",
     computes="delta, dk and dv",
-    method=_METHOD,
-    heads=dict.fromkeys(sm80.HALVES, max(MANY)),
+    method=sm80.METHOD,
+    heads=dict.fromkeys(sm80.HALVES, LARGEST),
     capability=sm80.CAPABILITY,
     tensor_cores=True,
-    condition=f"a head has at most {ROWS} queries and keys, of which no other block has a share",
+    condition=f"a head has at most {ROWS} queries and keys, and nothing is shared by heads or "
+    "entries; no score change, bias or dropout; under a mask, a device computes all heads at once",
     longest=ROWS,
     obstacle=_obstacle,
     configure=_configure,
     grid=grid.by_keys,
-    slope=True,
     whole_dq=True,
     own_delta=True,
     overlaps=True,

@@ -102,7 +102,8 @@ class Request:
     blocks : tuple of int, optional
         Queries and keys of a tile, if a user's plan gives them.
     whole_heads : bool
-        Whether a block of the kernel of dk and dv has all keys and queries of its heads alone.
+        Whether a block of the kernel of dk and dv has all of a head, of which no other entry has a
+        part.
     """
 
     problem: Problem
