@@ -326,21 +326,21 @@ def scratch_of_gradients(
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
     request = Request(call.problem, target, blocks=blocks)
     whole = registry.has_all_keys(request)
+    arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3), "d_out": (do, 3)}
     if call.rows.adjoin:
         # Longer sequences have other kernels, of which only those of sums give the same dq.
         whole = whole and not deterministic and do is not None
         if whole:
-            arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3), "d_out": (do, 3)}
             whole = registry.stores_packed_dq(request_of(call, target, arrays, plan))
     else:  # what entries share has the sum of their dq
         whole = whole and math.prod(call.q.shape[:-3]) == call.problem.batch
     atomic_dq = not whole and registry.adds_dq(request, deterministic)
     made = scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
-    entries = (math.prod(x.shape[:-3]) for x in (call.q, call.k, call.v))
-    if not whole or call.rows.adjoin or any(count != call.problem.batch for count in entries):
+    shared = any(math.prod(x.shape[:-3]) != call.problem.batch for x in (call.k, call.v))
+    if not whole or shared or call.rows.adjoin or do is None:
         return made
-    alone = replace(request, call=call, whole_heads=True)
-    return made._replace(own_delta=registry.makes_delta(alone))
+    request = replace(request_of(call, target, arrays, plan), whole_heads=True)
+    return made._replace(own_delta=registry.makes_delta(request))
 
 
 def _with_lookup(

@@ -109,10 +109,8 @@ def _everything(emulator):
             each.backward(call, do, out, lse, None, Gradients(*made, None, None))
 
     def run_tile(last, dtype, **options):
-        # Two heads, one after the other, of which a block has all.
-        q, k, v, do = (
-            draw(*shape, 8).astype(dtype) for shape in ((2, 40), *[(1, 33)] * 2, (2, 40))
-        )
+        # Two heads, of each of which a block has all.
+        q, k, v, do = (draw(2, rows, 8).astype(dtype) for rows in (40, 33, 33, 40))
         call = validate.call(q, k, v, Options(**options))
         out, lse = np.zeros_like(do), np.zeros((2, 40), np.float32)
         k[:, 20], do[:, 30] = last, last

@@ -208,16 +208,18 @@ class Sizes:
                 for x, n in zip(moved, (cleared, queries * self.sum_row), strict=True)
             )
             return least, largest
-        statistics = {"lse": self.row, **({"o": self.o} if own_delta else {"delta": self.row})}
+        statistics = {"lse": self.row} | ({"o": self.o} if own_delta else {"delta": self.row})
         if part == "dkdv":
             mine = {"k": self.k, "v": self.v}
             pass_by = {
                 "q": queries * d * self.item,
                 "do": queries * d_v * self.item,
+                "o": queries * d_v * self.item,
                 "lse": queries * self.wide,
-                **({"o": queries * d_v * self.item} if own_delta else {"delta": queries * self.wide}),
+                "delta": queries * self.wide,
             }
             once = {"q": self.q, "do": self.o} | statistics
+            pass_by = {name: pass_by[name] for name in once}
             once = {name: min(n, pass_by[name]) for name, n in once.items()}
             name = "dq_accum" if self.item < self.wide else "dq"
             results = {"parts": parts} if parts else {"dk": self.k, "dv": self.v}

@@ -217,14 +217,9 @@ def adds_dq(request: Request, deterministic: bool) -> bool:
 def makes_delta(request: Request) -> bool:
     """Return whether the kernel of dk and dv computes delta, too.
 
-    The request has a call, whose arrays such a kernel takes as they are, and no others.
+    As for `stores_packed_dq`, the request has arrays.
     """
-    return any(
-        spec.own_delta
-        and spec.is_for(request.problem, request.device)
-        and spec.serves(request) is None
-        for spec in KERNELS["dkdv"]
-    )
+    return select("dkdv", request).spec.own_delta
 
 
 def shares_queries(request: Request) -> bool:
