@@ -217,7 +217,6 @@ def cases() -> list[Case]:
         ("sm90_dkdv", (128, 128), "causal"), ("sm90_dkdv", (64, 64), "causal"),
         ("sm80_dkdv", (64, 64), "plain"), ("sm90_dkdv", (64, 64), "causal"),
         ("sm80_dkdv", (64, 64), "bias"), ("sm80_dkdv_tile", (64, 64), "causal"),
-        ("sm80_dkdv_tile", (64, 64), "plain"), ("sm80_dkdv_tile", (40, 24), "segments"),
     ]):  # fmt: skip
         which = "parts" if n < 3 else "whole dq"
         found.append(Case(f"backward_{kernel}", dtypes[1 + n % 2], own, options, False, which))
