@@ -120,8 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   ptx::wait_for_grids();
   ptx::launch_dependents();
 
-  fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h, true), 0,
-                                             nj);
+  fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h, true), 0, nj);
   fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h, true), 0,
                                                nj);
   load_queries(p, work.entry, h, ni, q_smem, do_smem, lse_smem, delta_smem);
@@ -150,13 +149,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     float s[ROWS][COLUMNS];
     fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
                                           q_smem + warp_query * K_BYTES);
-    // 3 score mod: none
+    // 3 score mod
     // 4 mask
     // 5 probabilities and the gradient of the output's weights
     const unsigned int kept[ROWS] = {};  // no weight is dropped
     unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
-    fragment_gradient::recompute_probabilities<true, P_BYTES>(
-        p, box, tile_class, masked, s, corner, lane_lse_smem, kept, weights, p_smem);
+    fragment_gradient::recompute_probabilities<true, P_BYTES>(p, box, tile_class, masked, s, corner,
+                                                              lane_lse_smem, kept, weights, p_smem);
     float dp[ROWS][COLUMNS];
     fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
                                             do_smem + warp_query * V_BYTES);

@@ -17,7 +17,7 @@ from placement import same_bits
 import cupyflash
 from cupyflash import masks, scores
 from cupyflash.gpu import route
-from cupyflash.gpu.kernels import sm80_tile
+from cupyflash.gpu.kernels import sm80, sm80_tile
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
@@ -103,7 +103,7 @@ def test_heads_of_one_tile_have_one_launch():
 def test_why_others_serve(options, why):
     # Of the two kernels that sm_80 has for this, the one that is passed over is named.
     names, made = steps(64, 64, arch="sm_80", **options)
-    assert names[:2] == ["backward_delta", "backward_sm80_dkdv"]
+    assert names[:2] == ["backward_delta", sm80.DKDV.name]
     assert f"not by {TILE}, because {why}; " in made.steps[1].why()
 
 
@@ -152,7 +152,7 @@ def test_an_explanation_counts_what_is_launched():
     assert made.memory == 3 * 2 * 4 * 8 * 64 * 64  # gradients, and no scratch memory
     # Under a mask over many heads, delta is another launch.
     made = explain((256, 12, 64, 32), masks.causal())
-    assert [x.name for x in made.kernels] == ["backward_delta", "backward_sm80_dkdv"]
+    assert [x.name for x in made.kernels] == ["backward_delta", sm80.DKDV.name]
     assert "at most 216 heads of all entries together" in made.reason
     assert len(explain((256, 12, 64, 32)).kernels) == 1
 
