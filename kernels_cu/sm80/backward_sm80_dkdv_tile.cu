@@ -215,12 +215,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
   }
 
-  // 7 scale and store: the results take the memory of the keys and values
+  // 7 scale and store
   matmul::scale(dk, static_cast<float>(p.scale));
   const bool wide_dk = p.kind_dk != number::STORAGE_KIND;
   const bool wide_dv = p.kind_dv != number::STORAGE_KIND;
   const long long offset_dk = layout::offset(p.dk, work.entry, h, true);
   const long long offset_dv = layout::offset(p.dv, work.entry, h, true);
+  // The results take the memory of the keys and values.
   stage_results(dk, share_k, sum_key, p.dk, wide_dk, offset_dk, nj, k_smem);
   stage_results(dv, share_v, sum_key, p.dv, wide_dv, offset_dv, nj, v_smem);
   __syncthreads();  // the results, written by all warps
