@@ -244,7 +244,8 @@ def backward(
 
     Where a block has all keys, one kernel computes dk, dv and dq: five products of tiles. With more
     keys it may do so unless `deterministic`, and its blocks add dq to memory in any order; else
-    there are two kernels, and seven products.
+    there are two kernels, and seven products. Where a block has all of a head, it may compute
+    delta, too, and is the only launch.
     """
     problem = call.problem
     if not problem.batch or not problem.heads:
@@ -256,8 +257,12 @@ def backward(
         scratch[parts_of("dsink")] = ArraySpec(dsink.shape, problem.accumulator)
     made_dk, made_dv = (made.part(name) or own for name, own in (("dk", dk), ("dv", dv)))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
-    arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
+    arrays |= {"out": (out, 3), "lse": (lse, 2)}
     arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
+    if made.own_delta and dsink is None:
+        del scratch["delta"]  # nobody reads it
+    else:
+        arrays["delta"] = (scratch["delta"], 2)
     if dlse is not None:
         arrays["dlse"] = (dlse, 2)
     if "dq_accum" in scratch:
@@ -269,6 +274,7 @@ def backward(
         scratch.pop(parts_of("dbias"), None)
     how: dict[str, Any] = {"plan": plan, "count_tiles": count_tiles, "by": slope}
     writer = Writer(call, target, arrays, slope=True, **how)
+    writer.request = replace(writer.request, whole_heads=made.own_delta)
     writer.scratch.update(scratch)
     writer.told |= {
         "kind_dq": KINDS[dq.dtype.name],
@@ -276,15 +282,13 @@ def backward(
         "kind_dv": KINDS[made_dv.dtype.name],
     }
     lead = writer.lead
-    writer.add("delta", writer.extent(lead.sizes))
-    if dsink is not None:
-        made_dsink = scratch.get(parts_of("dsink"), dsink)
-        kind = {"kind_dsink": KINDS[made_dsink.dtype.name]}
-        writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
+    if not made.own_delta:
+        writer.add("delta", writer.extent(lead.sizes))
     own = lead.own("dk", "dv")
     extent = writer.extent((*own, made.key_parts), of_keys=True)
     computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
     computes = "dk, dv and dq" if whole_dq else computes
+    computes = f"delta, {computes}" if made.own_delta else computes
     after = f"; one kernel computes {computes}"
     if made.key_parts > 1:
         after += f"; {made.key_parts} blocks share the queries of a block of keys"
@@ -298,6 +302,10 @@ def backward(
         writer.add("dq_rows", writer.extent(own), {"own_size": own})
     elif not atomic_dq and not whole_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
+    if dsink is not None:
+        made_dsink = scratch.get(parts_of("dsink"), dsink)
+        kind = {"kind_dsink": KINDS[made_dsink.dtype.name]}
+        writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
     if dbias is not None:
         bias_gradient(writer, dbias, made.bias_parts)
     sums(writer, gradients)
@@ -318,16 +326,21 @@ def scratch_of_gradients(
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
     request = Request(call.problem, target, blocks=blocks)
     whole = registry.has_all_keys(request)
+    arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3), "d_out": (do, 3)}
     if call.rows.adjoin:
         # Longer sequences have other kernels, of which only those of sums give the same dq.
         whole = whole and not deterministic and do is not None
         if whole:
-            arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3), "d_out": (do, 3)}
             whole = registry.stores_packed_dq(request_of(call, target, arrays, plan))
     else:  # what entries share has the sum of their dq
         whole = whole and math.prod(call.q.shape[:-3]) == call.problem.batch
     atomic_dq = not whole and registry.adds_dq(request, deterministic)
-    return scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
+    made = scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
+    shared = any(math.prod(x.shape[:-3]) != call.problem.batch for x in (call.k, call.v))
+    if not whole or shared or call.rows.adjoin or do is None:
+        return made
+    request = replace(request_of(call, target, arrays, plan), whole_heads=True)
+    return made._replace(own_delta=registry.makes_delta(request))
 
 
 def _with_lookup(

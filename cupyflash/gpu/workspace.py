@@ -64,6 +64,8 @@ class GradientScratch(NamedTuple):
         first axis of the arrays with parts of dk and dv.
     bias_parts : int
         Blocks that share a tile of the bias, likewise.
+    own_delta : bool
+        Whether blocks of keys compute delta, too.
     """
 
     arrays: dict[str, ArraySpec]
@@ -71,6 +73,7 @@ class GradientScratch(NamedTuple):
     whole_dq: bool
     key_parts: int
     bias_parts: int
+    own_delta: bool = False
 
     def part(self, gradient: str) -> ArraySpec | None:
         """Return what kernels write of a gradient instead of it: a part, if there are parts."""

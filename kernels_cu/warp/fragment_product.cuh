@@ -217,6 +217,44 @@ __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS
 
 // -- results --------------------------------------------------------------------------------------
 
+// Stores a warp's share of a result of WIDTH columns as elements of the accumulator's type, to rows
+// of which row 0 of the block goes to `offset`; `valid` rows exist.
+template <int WIDTH, int SHARERS, int STEP, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_wide_rows(const float (&result)[ROWS][COLUMNS],
+                                                const Share<WIDTH, SHARERS, STEP>& share,
+                                                int warp_row, const Operand& to, long long offset,
+                                                int valid) {
+  float* const data = reinterpret_cast<float*>(to.data) + offset;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = warp_row + 8 * r + fragment::lane_row();
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int column = share.column(n);
+      if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = result[r][n];
+    }
+  }
+}
+
+// Writes a warp's share of a result of WIDTH columns to rows in shared memory, as elements of the
+// storage type.
+template <int WIDTH, int SHARERS, int STEP, int ROWS, int COLUMNS>
+__device__ __forceinline__ void stage_rows(const float (&result)[ROWS][COLUMNS],
+                                           const Share<WIDTH, SHARERS, STEP>& share, int warp_row,
+                                           char* rows_smem) {
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 2) {
+    if (!share.has(n / 4)) break;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = warp_row + 8 * r + fragment::lane_row();
+      const int at = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, share.piece(n));
+      *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
+          number::narrow_pair(result[r][n], result[r][n + 1]);
+    }
+  }
+}
+
 // Stores the block's result of WIDTH columns, times a factor: as elements of the storage type by
 // way of shared memory, or if `wide` as the accumulator's. Row 0 of the block is row `first` of the
 // entry's head; `valid` rows exist. The warp's rows begin at `warp_row`. No thread may still use
@@ -230,29 +268,10 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
   constexpr int BYTES = fragment::row_bytes(WIDTH);
   matmul::scale(result, factor);
   if (wide) {
-    float* const data = reinterpret_cast<float*>(to.data) + offset + first * to.row;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = warp_row + 8 * r + fragment::lane_row();
-#pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        const int column = share.column(n);
-        if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = result[r][n];
-      }
-    }
+    store_wide_rows(result, share, warp_row, to, offset + first * to.row, valid);
     return;
   }
-#pragma unroll
-  for (int n = 0; n < COLUMNS; n += 2) {
-    if (!share.has(n / 4)) break;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = warp_row + 8 * r + fragment::lane_row();
-      const int at = fragment::swizzled_offset<BYTES>(row, share.piece(n));
-      *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
-          number::narrow_pair(result[r][n], result[r][n + 1]);
-    }
-  }
+  stage_rows(result, share, warp_row, rows_smem);
   __syncthreads();  // the result, written by all warps
   storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset + first * to.row;
   const bool vectors = to.col == 1 && to.row % STORED_VECTOR == 0 &&

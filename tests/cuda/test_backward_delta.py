@@ -39,7 +39,7 @@ def threads(q_shape, packed=False):
 
 
 def test_threads_are_few_where_blocks_are_many():
-    assert threads((2048, 4, 49, 32)) == threads((1024, 4, 49, 32)) == 64
+    assert threads((2048, 4, 65, 32)) == threads((1024, 4, 65, 32)) == 64
     assert threads((64, 12, 128, 64)) == 128
     assert threads((1, 8, 128, 64)) == threads((1, 8, 4096, 64)) == 256
     assert threads((12, 4096, 64), packed=True) == 256

@@ -48,8 +48,10 @@ def test_which_kernels_are_launched():
         assert made.special.tiles.block_kv == (128 if d <= 128 else 64)
     gap = np.zeros((2, 512, 68), HALF)[..., :64]
     for other in ({"arch": "sm_80"}, {"arch": "sm_100"}, {"lacks": "NVRTC"},
-                  {"length": 49, "d": 32}, {"d": 60}, {"d": 20}, {"do": gap}):  # fmt: skip
+                  {"d": 60}, {"d": 20}, {"do": gap}):  # fmt: skip
         assert launches(**other)[1].special.kernel == "backward_sm80_dkdv"
+    (alone,) = launches(length=49, d=32)
+    assert alone.special.kernel == "backward_sm80_dkdv_tile"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,22 @@ def _everything(emulator):
             made = (np.empty_like(x) for x in (q, k, v))
             each.backward(call, do, out, lse, None, Gradients(*made, None, None))
 
+    def run_tile(last, dtype, **options):
+        # Two heads, of each of which a block has all.
+        q, k, v, do = (draw(2, rows, 8).astype(dtype) for rows in (40, 33, 33, 40))
+        call = validate.call(q, k, v, Options(**options))
+        out, lse = np.zeros_like(do), np.zeros((2, 40), np.float32)
+        k[:, 20], do[:, 30] = last, last
+        blocks = Blocks(64, 64, 128, one_tile=True)  # a block has all keys
+        made = (np.empty_like(x) for x in (q, k, v))
+        arrays = do, out, lse, None, Gradients(*made, None, None)
+        dataclasses.replace(emulator, blocks=blocks).backward(call, *arrays)
+
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        run_tile(np.inf, dtype, mask=masks.causal())
+        run_tile(1, dtype, mask=masks.causal())
+        run_tile(1, dtype)
+
     def run_bias(emulator, d, order):
         # Two entries that were given the same bias; rows are copied on their way, or at once.
         q, k, v, do = (

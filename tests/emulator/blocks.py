@@ -34,6 +34,11 @@ SHARED_MEMORY = 232448  # bytes that a block may have
 LEAST_WITH_TENSOR_CORES = 101376  # bytes of shared memory, of GPUs that have them for bfloat16
 
 
+def _is_short(spec: KernelSpec, problem: Problem) -> bool:
+    """Whether a kernel for short rows is one for these."""
+    return max(problem.rows.known_q, problem.rows.known_k) <= (spec.longest or 0)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Sizes of a tile of scores, and threads of a block."""
@@ -48,6 +53,7 @@ class Blocks:
     warpgroups: tuple[int, int, int] | None = None
     bias_tiles: bool = False  # whether kernels of sm90 load a bias in tiles, where they can
     few_keys: bool = False  # whether backward_sm90_dkdv has its tiles of few keys, where it can
+    one_tile: bool = False  # whether heads of one tile have the kernel that is for them
 
     def choose(self, part: str, request: Request) -> Choice:
         """Return the kernel of a part of a call, and its tiles, as `registry.select`."""
@@ -69,6 +75,8 @@ class Blocks:
             if spec.precisions.get(dtype) not in (None, problem.precision):
                 continue
             if spec.only not in (None, (problem.d, problem.d_v)):
+                continue
+            if spec.longest is not None and not (self.one_tile and _is_short(spec, problem)):
                 continue
             if max(problem.d, problem.d_v) > spec.heads[dtype] or spec.obstacle(request):
                 continue

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, target_of
 
-from cupyflash import masks
+from cupyflash import lookup, masks
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu.kernels import registry, sm80, sm90
 from cupyflash.gpu.kernels.spec import Request
@@ -368,6 +368,31 @@ def test_a_step_of_a_generation_keeps_its_launch(queries, kernel):
     assert reason is None or "at most 16 queries" in reason
 
 
+def test_masks_of_narrow_ranges_have_smaller_tiles():
+    q = np.zeros((1, 2048, 64), np.float16)
+
+    def of(mask):
+        return sm90.register_class(validate.call(q, q, q, Options(mask=mask)))
+
+    for narrow in (
+        masks.window(127, 0),
+        masks.window(200, 300),
+        masks.causal() & masks.window(9, 9),
+    ):
+        assert of(narrow) == "masks, smaller"
+    # At query 0 alone, this one is narrow; and nobody reads the ends of that one.
+    starts = lookup(np.zeros(2048, np.int32))
+    for wide in (
+        masks.window(511, 0),
+        masks.mask(lambda b, h, i, j: (j >= 0) & (j <= i)),
+        masks.mask(lambda b, h, i, j: (j >= starts[i]) & (j <= starts[i] + 3)),
+    ):
+        assert of(wide) == "masks"
+    packed = np.array([0, 2048])
+    call = validate.varlen_call(q, q, q, packed, packed, True, Options(mask=masks.window(127, 0)))
+    assert sm90.register_class(call) == "masks, smaller"
+
+
 def test_masks_whose_keys_are_no_range_have_smaller_tiles():
     """More of a large tile is beyond the edges of what few keys a query sees."""
     q = np.zeros((1, 2048, 64), np.float16)
@@ -377,6 +402,6 @@ def test_masks_whose_keys_are_no_range_have_smaller_tiles():
         return sm90.register_class(validate.call(q, q, q, Options(mask=mask)))
 
     assert of(image) == of(masks.causal() & image) == "masks, smaller"
-    assert of(masks.causal()) == of(masks.window(100, 0)) == "masks"
+    assert of(masks.causal()) == of(masks.window(100, None)) == of(masks.window(None, 3)) == "masks"
     assert sm90.fit_forward(64, 64, of(image)).block_q == 128
     assert sm90.fit_forward(64, 64, of(masks.causal())).block_q == 192

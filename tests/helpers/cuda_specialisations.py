@@ -213,13 +213,13 @@ def cases() -> list[Case]:
         found.append(Case(kernel, BFLOAT16, own, "pair bias", False, "tiles bfloat16"))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
-    for n, (hardware, own, options, which) in enumerate([
-        ("sm90", (128, 128), "causal", "parts"), ("sm90", (64, 64), "causal", "parts"),
-        ("sm80", (64, 64), "plain", "parts"), ("sm90", (64, 64), "causal", "whole dq"),
-        ("sm80", (64, 64), "bias", "whole dq"),
+    for n, (kernel, own, options) in enumerate([
+        ("sm90_dkdv", (128, 128), "causal"), ("sm90_dkdv", (64, 64), "causal"),
+        ("sm80_dkdv", (64, 64), "plain"), ("sm90_dkdv", (64, 64), "causal"),
+        ("sm80_dkdv", (64, 64), "bias"), ("sm80_dkdv_tile", (64, 64), "causal"),
     ]):  # fmt: skip
-        kernel = f"backward_{hardware}_dkdv"
-        found.append(Case(kernel, dtypes[1 + n % 2], own, options, False, which))
+        which = "parts" if n < 3 else "whole dq"
+        found.append(Case(f"backward_{kernel}", dtypes[1 + n % 2], own, options, False, which))
     found.append(Case("backward_sm90_dkdv", BFLOAT16, (128, 128), "causal", True, "whole dq"))
     for n, (own, options, packed, kind) in enumerate([
         ((128, 128), "causal", True, "whole dq"), ((128, 128), "causal", True, "whole dq"),
@@ -279,8 +279,7 @@ def cases() -> list[Case]:
         ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
         ((64, 64), "softcap", "cached"), ((128, 128), "plain", "paged int8"),
     ]):  # fmt: skip
-        case = Case("decode_sm80_shared", dtypes[1 + n // 2], own, options, False, cache)
-        found.append(case)
+        found.append(Case("decode_sm80_shared", dtypes[1 + n // 2], own, options, False, cache))
     # Heads whose rows do not fill a stage of shared memory.
     found.append(Case("decode_sm80", dtypes[2], (192, 128), "causal", False, "paged"))
     # Caches of codes: each format, each type of queries.

@@ -20,7 +20,8 @@ HARDWARE = (
     "tf32",
     "fp8",
     "shared",
-)  # suffixes of kernels for one kind of hardware, and of those for what entries share
+    "tile",
+)  # suffixes of kernels for one kind of hardware, for what entries share, and for short rows
 
 _DEFINITION = re.compile(
     r"^ *(?:template <[^;{}()]*> )?(?:static |inline |__\w+__ )*?"

@@ -58,6 +58,7 @@ WRITES = {
     "backward_simt_dkdv": ("dk", "dv"),
     "backward_simt_dq": ("dq",),
     "backward_sm80_dkdv": ("dk", "dv"),
+    "backward_sm80_dkdv_tile": ("dq", "dk", "dv"),
     "backward_sm80_dq": ("dq",),
     "backward_sm90_dkdv": ("dk", "dv"),
     "backward_dq_rows": ("dq",),

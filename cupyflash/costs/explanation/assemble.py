@@ -170,7 +170,7 @@ def _use(subject: Subject, work: Use, found: Survey | None, *, compile: bool) ->
     problem, tiles = subject.call.problem, work.tiles
     joins = tiles is None or not tiles.whole
     once, most = sizes.moved(
-        work.part, work.adds_dq, found, joins, work.whole_dq, work.parts, work.lists
+        work.part, work.adds_dq, found, joins, work.whole_dq, work.parts, work.lists, work.own_delta
     )
     taken: Registers | None = None
     held = None

@@ -84,6 +84,11 @@ class Use:
         return self.special is not None and self.special.whole_dq
 
     @property
+    def own_delta(self) -> bool:
+        """Whether it computes delta itself."""
+        return self.spec is not None and self.spec.own_delta
+
+    @property
     def parts(self) -> int:
         """Bytes of the parts of dk and dv that are summed at the end."""
         arrays = self.step.arrays if isinstance(self.step, KernelStep) else {}

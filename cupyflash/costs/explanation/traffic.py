@@ -131,6 +131,7 @@ class Sizes:
         whole_dq: bool = False,
         parts: int = 0,
         lists: int = 0,
+        own_delta: bool = False,
     ) -> tuple[Bytes, Bytes]:
         """Return what a kernel moves at least (everything once) and at most.
 
@@ -151,6 +152,8 @@ class Sizes:
         lists : int
             Bytes of lists of tiles, which a kernel writes, and another one puts in order; what the
             others read of them is not counted.
+        own_delta : bool
+            Whether it computes delta itself, out of o and do.
         """
         sums = self.queries * self.sum_row
         if part == "sums":
@@ -205,16 +208,18 @@ class Sizes:
                 for x, n in zip(moved, (cleared, queries * self.sum_row), strict=True)
             )
             return least, largest
-        statistics = {"lse": self.row, "delta": self.row}
+        statistics = {"lse": self.row} | ({"o": self.o} if own_delta else {"delta": self.row})
         if part == "dkdv":
             mine = {"k": self.k, "v": self.v}
             pass_by = {
                 "q": queries * d * self.item,
                 "do": queries * d_v * self.item,
+                "o": queries * d_v * self.item,
                 "lse": queries * self.wide,
                 "delta": queries * self.wide,
             }
             once = {"q": self.q, "do": self.o} | statistics
+            pass_by = {name: pass_by[name] for name in once}
             once = {name: min(n, pass_by[name]) for name, n in once.items()}
             name = "dq_accum" if self.item < self.wide else "dq"
             results = {"parts": parts} if parts else {"dk": self.k, "dv": self.v}

@@ -22,6 +22,7 @@ from . import (
     sm80_reduce,
     sm80_second,
     sm80_tangent,
+    sm80_tile,
     sm90,
     sm90_bias,
     sm90_decode,
@@ -46,7 +47,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "join": (rowwise.DECODE_COMBINE,),
     "delta": (rowwise.DELTA,),
     "sink": (rowwise.SINK,),
-    "dkdv": (sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),
+    "dkdv": (sm80_tile.DKDV, sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),
     "dq": (sm80.DQ, sm80_f64.DQ, simt.DQ),
     "dq_rows": (rowwise.DQ_ROWS,),
     "bias": (sm90_bias.BIAS, sm80.BIAS, simt.BIAS),
@@ -211,6 +212,14 @@ def adds_dq(request: Request, deterministic: bool) -> bool:
     if deterministic:
         return False
     return request.problem.dtype.name in select("dkdv", request).spec.atomic_dq
+
+
+def makes_delta(request: Request) -> bool:
+    """Return whether the kernel of dk and dv computes delta, too.
+
+    As for `stores_packed_dq`, the request has arrays.
+    """
+    return select("dkdv", request).spec.own_delta
 
 
 def shares_queries(request: Request) -> bool:

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...expr.key_range import key_range
+from ...expr.evaluate import evaluate
+from ...expr.key_range import KeyRange, key_range
+from ...expr.nodes import walk
 from ...problem.bound_exprs import bound
 from ...problem.call import Call, Problem
 from ...problem.rows import UNKNOWN
@@ -70,6 +72,10 @@ EXACT, EXACT_BIAS = 0.95, 0.96
 SMALL_BLOCKS: dict[int, dict[int, int]] = {64: {80: 3, 144: 2}, 128: {80: 2}}
 SMALL_HEAD = 64  # columns of q, k and v whose tiles leave room for more stages
 FEW_QUERIES, FEW_KEYS = 1024, 4096
+# A query sees fewer keys than NARROW, if it does at these places of rows that are long.
+NARROW = 512
+PLACES = {"i": np.array([0, 2**12, 2**20])} | dict.fromkeys(("len_q", "len_k"), 2**21)
+PLACES |= dict.fromkeys(("b", "h", "start_q", "start_k"), 0)
 CHANGED = "bias", "scores"  # classes with code for scores
 # Work tiles at a time; warps of the finite check; groups of tiles that have a class each.
 WORK_STAGES, CHECKER_WARPS, TILE_GROUPS = 3, 2, 2048
@@ -91,7 +97,15 @@ def register_class(call: Call) -> str:
     if call.rows.known_q <= FEW_QUERIES:
         return "masks, smaller"
     ranges = key_range(bound(call.mask.expr, call.problem), call.problem)
-    return "masks, smaller" if ranges is None else "masks"
+    return "masks, smaller" if ranges is None or _is_narrow(ranges) else "masks"
+
+
+def _is_narrow(ranges: KeyRange) -> bool:
+    """Whether a query sees few keys, as far as a mask's numbers tell: no array is read."""
+    low, high = ranges
+    if low is None or high is None or any(node.op == "lookup" for node in walk(low, high)):
+        return False
+    return int(np.max(evaluate(high - low, PLACES))) + 1 < NARROW
 
 
 def forward_stages(d: int, d_v: int, room: bool, one_tile: bool = False) -> tuple[int, int]:

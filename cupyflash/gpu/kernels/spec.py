@@ -101,6 +101,9 @@ class Request:
         Bytes of a kernel's parameters.
     blocks : tuple of int, optional
         Queries and keys of a tile, if a user's plan gives them.
+    whole_heads : bool
+        Whether a block of the kernel of dk and dv has all of a head, of which no other entry has a
+        part.
     """
 
     problem: Problem
@@ -111,6 +114,7 @@ class Request:
     slope: bool = False
     params_bytes: int = 0
     blocks: tuple[int, int] | None = None
+    whole_heads: bool = False
 
     @classmethod
     def of(cls, call: Call, device: Target) -> Request:
@@ -296,6 +300,9 @@ class KernelSpec:
         Storage types that it serves -> the largest head.
     only : tuple of int, optional
         The head sizes D and Dv of the calls that it is for, if it is for no others.
+    longest : int, optional
+        The most queries and keys of a row of the calls that it is for, if there is a limit: of
+        packed sequences others may be longer.
     capability : tuple of int
         The oldest compute capability; with an `architecture` the only one.
     configure : function
@@ -339,6 +346,8 @@ class KernelSpec:
         Whether it can store dq where one of its blocks has all keys.
     packed_dq : bool
         Whether it is to do so for packed sequences, too.
+    own_delta : bool
+        Whether it computes delta itself.
     parts : bool
         Whether several blocks may share the queries of a block of keys.
     adjacent_dq : tuple of int
@@ -373,6 +382,7 @@ class KernelSpec:
     architecture: str | None = None
     tensor_cores: bool = False
     only: tuple[int, int] | None = None
+    longest: int | None = None
     precisions: Mapping[str, str] = field(default_factory=dict)
     condition: str = ""
     obstacle: Callable[[Request], str | None] = never
@@ -389,6 +399,7 @@ class KernelSpec:
     atomic_dq: tuple[str, ...] = ()
     whole_dq: bool = False
     packed_dq: bool = False
+    own_delta: bool = False
     parts: bool = False
     adjacent_dq: tuple[int, int] = OLDEST_CAPABILITY
     ends_with_queries: bool = False
@@ -416,6 +427,9 @@ class KernelSpec:
         if self.architecture is not None and device.capability != self.capability:
             return False
         if self.only not in (None, (problem.d, problem.d_v)):
+            return False
+        rows = problem.rows
+        if self.longest is not None and max(rows.known_q, rows.known_k) > self.longest:
             return False
         wanted = self.precisions.get(dtype)
         return dtype in self.heads and wanted in (None, problem.precision)
