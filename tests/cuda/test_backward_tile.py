@@ -117,16 +117,17 @@ def test_others_have_the_usual_kernels():
         assert TILE not in names
 
 
-@pytest.mark.parametrize(("entries", "mask", "one"), [
-    (66, masks.causal(), True), (67, masks.causal(), False), (67, None, True),
+@pytest.mark.parametrize(("entries", "mask", "d", "one"), [
+    (66, masks.causal(), 64, True), (67, masks.causal(), 64, False), (67, None, 64, True),
+    (66, None, 32, True), (67, None, 32, False), (67, None, 33, True),
 ])  # fmt: skip
-def test_masks_over_more_heads_than_a_device_computes_at_once(entries, mask, one):
-    q, device = np.zeros((entries, 4, 64, 64), BFLOAT16), device_of("sm_80")
+def test_more_heads_than_a_device_computes_at_once(entries, mask, d, one):
+    q, device = np.zeros((entries, 4, 64, d), BFLOAT16), device_of("sm_80")
     assert sm80_tile.RESIDENT * device.multiprocessors == 4 * 66
     made = route.of_gradients(validate.call(q, q, q, Options(mask=mask)), device)
     assert (made.steps[0].kernel == TILE) == one
     if not one:
-        why = "under a mask it is for at most 264 heads of all entries together"
+        why = "columns, it is for at most 264 heads of all entries together"
         assert why in made.steps[1].why()
         assert "and here are 268" in made.steps[1].why()
 

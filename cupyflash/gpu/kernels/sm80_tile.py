@@ -10,6 +10,7 @@ from .spec import KernelSpec, Request, Tiles
 
 ROWS = 64  # queries and keys of its tile
 LARGEST = 64  # head; larger ones take longer than with a launch for delta
+NARROW = 32  # heads, of which many take longer, too
 # A block waits for one instruction after the other, which more warps than these do not shorten.
 WARPS, RESIDENT = 8, 2
 
@@ -28,10 +29,12 @@ def _obstacle(request: Request) -> str | None:
     if problem.dropout > 0:
         return "it has no dropout"
     blocks, at_once = problem.batch * problem.heads, RESIDENT * request.device.multiprocessors
-    if call is not None and call.mask is not None and blocks > at_once:
+    is_masked = call is not None and call.mask is not None
+    if blocks > at_once and (is_masked or max(problem.d, problem.d_v) <= NARROW):
         return (
-            f"under a mask it is for at most {at_once} heads of all entries together, which the "
-            f"device computes at once, and here are {blocks}"
+            f"under a mask, or with heads of at most {NARROW} columns, it is for at most {at_once} "
+            "heads of all entries together, which the device computes at once, and here are "
+            f"{blocks}"
         )
     return None if request.whole_heads else "no block has all of a head to itself"
 
@@ -45,7 +48,8 @@ DKDV = KernelSpec(
     capability=sm80.CAPABILITY,
     tensor_cores=True,
     condition=f"a head has at most {ROWS} queries and keys, and nothing is shared by heads or "
-    "entries; no score change, bias or dropout; under a mask, a device computes all heads at once",
+    "entries; no score change, bias or dropout; under a mask, or with heads of at most "
+    f"{NARROW} columns, a device computes all heads at once",
     longest=ROWS,
     obstacle=_obstacle,
     configure=_configure,
