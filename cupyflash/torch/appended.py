@@ -5,12 +5,12 @@ Two copies and the views that they need take several times as long on the host.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 
 from .. import cache_update, execute
+from ..errors import ArgumentError, ArgumentTypeError
 from ..gpu import launch_cache
 from . import tensors
 from .tensors import PLAIN, array_of
@@ -36,15 +36,17 @@ class Appended:
         self._compiled: Any = None
         self._addresses: dict[str, int] = {}
 
-    def __deepcopy__(self, memo: Any) -> Appended:
-        """Return the same for copies of the rooms, of which nothing is known yet."""
-        return Appended(copy.deepcopy(self._k, memo), copy.deepcopy(self._v, memo))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what copies and pickles are made of: the rooms. Launches are of this process."""
+        return Appended, (self._k, self._v)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, length: int) -> bool:
         """Write rows (B, H, 1, D), the last ones of so many; False if that is not done.
 
         They are of the dtype of the rooms and on their device, and need no gradient.
         """
+        if type(k) not in PLAIN or type(v) not in PLAIN:
+            return False  # it may have no elements of its own
         at_k, at_v = k.data_ptr(), v.data_ptr()
         form = k.shape, k.stride(), v.shape, v.stride(), (at_k | at_v) & 15
         if form != self._form:
@@ -62,16 +64,22 @@ class Appended:
         return True
 
     def _learn(self, form: Any, k: torch.Tensor, v: torch.Tensor, length: int) -> bool:
-        """Write rows by a call that is checked, and keep its launch for those like them."""
-        if self._forms == _MOST_FORMS or type(k) not in PLAIN or type(v) not in PLAIN:
+        """Write rows by a call that is checked, and keep its launch for those like them.
+
+        Rows that `append` refuses, as of integers, are not written.
+        """
+        if self._forms == _MOST_FORMS:
             return False
         self._forms += 1
         self._form, self._compiled = form, None
-        with tensors.stream_of(k.device):
-            request = cache_update.append_request(
-                array_of(k), array_of(v), array_of(self._k), array_of(self._v), length
-            )
-            execute.rows(request)
+        try:
+            with tensors.stream_of(k.device):
+                request = cache_update.append_request(
+                    array_of(k), array_of(v), array_of(self._k), array_of(self._v), length
+                )
+                execute.rows(request)
+        except (ArgumentError, ArgumentTypeError):
+            return False
         for room in (self._k, self._v):
             if not room.is_inference():
                 torch.autograd.graph.increment_version(room)

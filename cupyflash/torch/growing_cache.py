@@ -53,8 +53,9 @@ class _Rooms:
         all_v, room_v, first_v = _with(self.values, v, rooms[1], self.rows)
         is_alike = first == first_v and room_k.shape[2] == room_v.shape[2]
         self._rooms = (room_k, room_v) if is_alike else None
-        if is_alike and room_k.is_cuda and (room_k is not rooms[0] or room_v is not rooms[1]):
-            self._appended = appended.Appended(room_k, room_v)
+        if room_k is not rooms[0] or room_v is not rooms[1]:
+            is_for_gpu = is_alike and room_k.is_cuda
+            self._appended = appended.Appended(room_k, room_v) if is_for_gpu else None
         return all_k, all_v, first, all_k.shape[2]
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor, first: int, end: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 
 import pytest
 from recognised import fields, told
@@ -321,6 +322,13 @@ def test_continuous_batching(make, monkeypatch):
     assert all(each is not None for each in calls)
 
 
+def begun():
+    """A layer as its first update makes it, which tells of no device to those of `gpu_tensors`."""
+    layer = GrowingLayer()
+    layer.is_initialized, layer.keys, layer.values = True, torch.tensor([]), torch.tensor([])
+    return layer
+
+
 def test_a_step_on_a_gpu_appends_rows_by_one_launch(cupy, gpu_tensors, monkeypatch):
     """Nothing is checked or copied after the first step; a copied cache has rooms of its own."""
 
@@ -337,19 +345,72 @@ def test_a_step_on_a_gpu_appends_rows_by_one_launch(cupy, gpu_tensors, monkeypat
         for x, room in zip(made, layer._rooms, strict=True):
             assert (x.shape, x.data_ptr()) == ((2, 4, rows, 16), room.data_ptr())
 
-    layer = GrowingLayer()
-    layer.is_initialized, layer.keys, layer.values = True, torch.tensor([]), torch.tensor([])
+    layer = begun()
     layer.update(*(torch.zeros(2, 4, 40, 16) for _ in "kv"))
     step(layer, 41)
-    other = copy.deepcopy(layer)
+    other, sent = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
     with monkeypatch.context() as patch:
         patch.setattr(execute, "rows", None)
         patch.setattr(torch.Tensor, "copy_", None)
         for rows in (42, 43):
             step(layer, rows)
-    step(other, 42)
-    assert other._rooms[0].data_ptr() != layer._rooms[0].data_ptr()
+    for each in other, sent:
+        step(each, 42)
+        assert each._rooms[0].data_ptr() != layer._rooms[0].data_ptr()
     cupy.launches.clear()
     layer.update(*(torch.zeros(2, 4, 3, 16) for _ in "kv"))  # several rows are copied
     assert not cupy.launches
     step(layer, 47)
+
+
+@pytest.mark.parametrize(
+    "dtypes", ["uint8 uint8", "bool bool", "float16 float32", "float32 float32"]
+)
+def test_rows_on_a_gpu_that_append_refuses_are_copied(cupy, gpu_tensors, dtypes):
+    """It takes two of one float type, with heads of at most 576 columns."""
+    columns = 600 if dtypes == "float32 float32" else 16
+    layer, of = begun(), [getattr(torch, name) for name in dtypes.split()]
+    layer.update(*(torch.zeros(2, 4, 40, columns, dtype=dtype) for dtype in of))
+    for _ in range(3):
+        for x in layer.update(*(torch.ones(2, 4, 1, columns, dtype=dtype) for dtype in of)):
+            assert x[:, :, -1].min() == x[:, :, -1].max() == 1
+    assert not cupy.launches
+
+
+def test_rows_that_left_the_gpu_are_copied(cupy, gpu_tensors, monkeypatch):
+    layer = begun()
+    layer.update(*(torch.zeros(2, 4, 40, 16) for _ in "kv"))
+    layer.update(*(torch.ones(2, 4, 1, 16) for _ in "kv"))
+    assert len(cupy.launches) == 1
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
+    layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    for _ in range(3):
+        for x in layer.update(*(torch.ones(2, 4, 1, 16) for _ in "kv")):
+            assert x[:, :, -1].min() == x[:, :, -1].max() == 1
+    assert len(cupy.launches) == 1
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose elements are those of another one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args = [x.inner if type(x) is cls else x for x in args]
+        return function(*args, **(kwargs or {}))
+
+
+def test_rows_without_memory_of_their_own_are_copied(cupy, gpu_tensors):
+    layer = begun()
+    layer.update(*(torch.zeros(2, 4, 40, 16) for _ in "kv"))
+    for _ in range(2):
+        layer.update(*(torch.zeros(2, 4, 1, 16) for _ in "kv"))
+    assert len(cupy.launches) == 2
+    for x in layer.update(*(Wrapped(torch.ones(2, 4, 1, 16)) for _ in "kv")):
+        assert x[:, :, -1].min() == x[:, :, -1].max() == 1
+    assert len(cupy.launches) == 2
