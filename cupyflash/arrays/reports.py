@@ -88,5 +88,5 @@ def refuse_offsets(device: int) -> None:
             f"{', '.join(wrong)}: an earlier call on this device got {' and '.join(words)}; "
             "expected offsets that run from 0 to the packed array's length and never decrease. "
             "Kernels held them within the arrays, so the results of that call are wrong. "
-            "check=True finds the call."
+            "check=True finds the call, as does CUPYFLASH_DEBUG=1."
         )

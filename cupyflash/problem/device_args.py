@@ -102,6 +102,18 @@ def longest(size: str, most: int, aligned: Iterable[Array], exprs: Iterable[Expr
     return min([most, *(length for length in lengths if length != 1)])
 
 
+def refuse_longer(name: str, offsets: Array, most: int) -> None:
+    """Refuse offsets in host memory of a sequence with more rows than a caller says."""
+    n = int(np.argmax(np.diff(offsets))) if offsets.size > 1 else 0
+    rows = int(offsets[min(n + 1, offsets.size - 1)] - offsets[n])
+    if rows > most:
+        raise ArgumentError(
+            f"{name}: entry {n + 1} ends a sequence of {rows} rows; expected at most {most}, which "
+            "is max_seqlen as a multiple of 16 or, of more than 128 queries, as a power of two. "
+            "Pass the largest length."
+        )
+
+
 def seed(value: Any) -> Any:
     """Return a seed in device memory: a 0-d array of uint64, which kernels read."""
     if value.ndim or value.dtype != np.uint64:

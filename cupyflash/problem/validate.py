@@ -122,8 +122,8 @@ def varlen_call(
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 
     Those in device memory are read if `check` is True, and checked by kernels if it is None. The
-    arrays may have some of the packed rows, of which there are `totals` queries and keys. Where
-    offsets are not read, no sequence has more than the `longest` queries and keys.
+    arrays may have some of the packed rows, of which there are `totals` queries and keys. On a
+    GPU, no sequence has more than the `longest` queries and keys.
     """
     if check is not None and not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: got {check!r}; expected None, True or False.")
@@ -152,6 +152,8 @@ def varlen_call(
             ends[f"len_{size}"], ends[f"start_{size}"] = device_args.unread(total, fitting)
         else:
             bounds = checked_offsets(read, name, total)
+            if longest is not None and is_device_array(q):
+                device_args.refuse_longer(name, bounds, most)
             ends[f"len_{size}"], ends[f"start_{size}"] = np.diff(bounds), bounds[:-1]
     if held["offsets_q"].size != held["offsets_k"].size:
         raise ArgumentError(

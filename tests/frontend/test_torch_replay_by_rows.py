@@ -14,6 +14,7 @@ from recognised import fields, told, unchecked
 from cupyflash import ArgumentError, ArgumentTypeError, masks
 from cupyflash.arrays import reports
 from cupyflash.gpu import driver, params
+from cupyflash.problem import cached
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
@@ -281,6 +282,23 @@ def test_the_longest_lengths_choose_kernels(cupy, gpu_tensors, name):
             ArgumentError, match="entry 2 ends a sequence that is longer than bias, mask or"
         ):
             SHORT[name](x, ends, 80 - 20 * n)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_debug_variable_finds_the_call(cupy, gpu_tensors, monkeypatch, name):
+    """Of offsets that are read, the call says which sequence is longer."""
+    monkeypatch.setattr(cached, "CHECKS_ALL", True)
+    ends = torch.tensor([0, 0, 60, 140, 200], dtype=torch.int32)
+    x = [torch.zeros(200, 4, 64, dtype=torch.bfloat16) for _ in range(3)]
+    SHORT[name](x, ends, 80)
+    cupy.launches.clear()
+    for _ in range(2):
+        words = "^offsets_q: entry 3 ends a sequence of 80 rows; expected at most 64, which is max"
+        with pytest.raises(ArgumentError, match=words):
+            SHORT[name](x, ends, 50)
+    assert not cupy.launches
+    none = torch.zeros(1, dtype=torch.int32)
+    assert first(SHORT[name]([each[:0] for each in x], none, 50)).shape == (0, 4, 64)
 
 
 def test_few_lengths_have_kernels_of_their_own():
