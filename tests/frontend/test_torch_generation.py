@@ -232,6 +232,23 @@ def test_keys_or_values_that_others_copied(name):
             setattr(layer, name, getattr(layer, name).clone())
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4, 1, 16), (2, 1, 1, 16), (2, 4, 1, 1), (4, 4, 1, 16)])
+def test_rows_of_others_are_refused(shape, is_moved):
+    """Entries, heads and columns are not repeated to fill the room."""
+    layer = GrowingLayer()
+    layer.update(torch.zeros(2, 4, 3, 16), torch.zeros(2, 4, 3, 16))
+    like, other = torch.zeros(2, 4, 1, 16), torch.ones(shape)
+    for new in (other, like), (like, other):
+        if is_moved:
+            layer.keys = layer.keys.clone()
+        with pytest.raises(
+            ArgumentError, match=r"^key_states, value_states: got shape \(\d, \d, 1"
+        ):
+            layer.update(*new)
+    assert layer.update(like, like)[0].shape == (2, 4, 4, 16)
+
+
 def test_rows_with_gradients_are_copied():
     rng = torch.Generator().manual_seed(0)
     found = []
