@@ -135,7 +135,7 @@ def ratios(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def rates(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a grid of TFLOP/s, of all contenders after the first one.
+    """Return the head and the rows of a grid of TFLOP/s, in each cell those of all contenders.
 
     A row is of a length and a size of heads, a column of a pass and a variant.
     """
