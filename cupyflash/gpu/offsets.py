@@ -42,7 +42,7 @@ def read_first(route: KernelRoute, call: Call) -> KernelRoute:
     steps = [
         replace(step, launch=with_names(step.launch, names), arrays=arrays) for step in route.steps
     ]
-    if copies or call.rows.reports:
+    if copies or _reported(call, held):
         made = _launch(call, held, copies)
         steps.insert(0, step_of(made, arrays, lambda: specs.OFFSETS.method))
     launches = tuple(step.launch for step in steps if step.grid)
@@ -81,6 +81,13 @@ def _is_limited(call: Call, held: Mapping[str, Array]) -> bool:
     return call.rows.unread and any(limits[name] < totals[name] for name in held)
 
 
+def _reported(call: Call, held: Mapping[str, Array]) -> int:
+    """Return what is reported: nothing, 0; all that is wrong, 1; longer sequences alone, 2."""
+    if call.rows.reports:
+        return 1
+    return 2 if call.rows.bounded and _is_limited(call, held) else 0
+
+
 def _is_read_in_place(x: Array) -> bool:
     return x.dtype == _INT64 and bool(x.flags.c_contiguous)
 
@@ -102,12 +109,12 @@ def _launch(call: Call, held: Mapping[str, Array], copies: Mapping[str, Any]) ->
     """Return the launch that checks offsets, if they are to be checked, and writes copies."""
     layout, slots = params.rowwise("offsets"), []
     columns: dict[str, list[int]] = {name: [] for name in ("steps", "totals", "limits", "kinds")}
-    totals, limits = _totals(call), _limits(call)
+    totals, limits, reported = _totals(call), _limits(call), _reported(call, held)
     for n, (name, x) in enumerate(held.items()):
         slots.append((layout.place(f"input {n}"), _first(name, held)))
         if name in copies:
             slots.append((layout.place(f"result {n}"), _copied(name)))
-        if call.rows.reports:
+        if reported:
             slots.append((layout.place(f"report {n}"), REPORT + name))
         columns["steps"].append(x.strides[0] // x.itemsize)
         columns["totals"].append(totals[name])
@@ -118,7 +125,7 @@ def _launch(call: Call, held: Mapping[str, Array], copies: Mapping[str, Any]) ->
     tiles = specs.ALL_ENTRIES if limited else specs.ENTRIES
     grid = specs.OFFSETS.grid(Extent(count, 0, 1, len(held)), tiles)
     values = {**columns, "arrays": len(held), "count": count}
-    values |= {"blocks": grid.blocks, "limited": int(limited)}
+    values |= {"blocks": grid.blocks, "limited": max(int(limited), reported) if limited else 0}
     special = Specialisation(specs.OFFSETS, "float32", 0, 0, tiles)
     return Launch(special, 1 if limited else grid.size, layout.pack(values), tuple(slots))
 

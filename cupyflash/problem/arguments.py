@@ -153,9 +153,20 @@ class Packed:
             self._taken = offsets_q, offsets_k
         return self._taken
 
+    def _refuse_longer(self, q: Any, offsets: tuple[Any, Any]) -> None:
+        """Refuse sequences in device memory that are longer than the caller says."""
+        assert self.longest is not None
+        if is_device_array(q) and not cuda_device.is_capturing():
+            for name, x, most in zip(OFFSETS, offsets, self.longest, strict=True):
+                if is_device_array(x):
+                    x = device_args.read_offsets(x, name, q)  # noqa: PLW2901, what was read of it
+                device_args.refuse_longer(name, x, most)
+
     def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
         """Return the validated call."""
         offsets = self._take(x.q)
+        if self.longest is not None and cached.CHECKS_ALL:
+            self._refuse_longer(x.q, offsets)
         return validate.varlen_call(
             *x, *offsets, self.check, options, given=given, longest=self.longest
         )
@@ -189,6 +200,8 @@ class Packed:
         else:
             return None  # it may be wrong
         if self.longest is not None:
+            if cached.CHECKS_ALL:
+                return None
             words += f" of at most {self.longest}"
         offsets_q, offsets_k = self._take(q)
         if offsets_k is offsets_q and is_device_array(offsets_q):

@@ -38,6 +38,7 @@ class CachedRows:
     takes_workspace: ClassVar[bool] = True
     unread: ClassVar[bool] = False
     reports: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
 
     @classmethod
     def of(cls, of_queries: DenseRows | PackedRows, cache: Cache) -> CachedRows:

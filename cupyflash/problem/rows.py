@@ -69,10 +69,11 @@ class DenseRows:
     # Arrays of integers, by name: offsets, and others.
     offsets: ClassVar[Mapping[str, Array]] = {}
     arrays: ClassVar[Mapping[str, Array]] = {}
-    # Whether there are offsets in device memory that nobody has looked at; and whether kernels
-    # check them, and report wrong ones.
+    # Whether there are offsets in device memory that nobody has looked at; whether kernels check
+    # them, and report wrong ones; and whether the caller says how long sequences are at most.
     unread: ClassVar[bool] = False
     reports: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
     # What kernels are told at each launch besides addresses, by name.
     numbers: ClassVar[Mapping[str, int]] = {}
 
@@ -226,6 +227,8 @@ class PackedRows:
         Whether some are in device memory, and nobody has looked at them.
     reports : bool
         Whether kernels check these, and report wrong ones.
+    bounded : bool
+        Whether the caller says how long sequences are at most: longer ones are always reported.
     """
 
     len_q: Array
@@ -235,6 +238,7 @@ class PackedRows:
     offsets: Mapping[str, Array]
     unread: bool = False
     reports: bool = False
+    bounded: bool = False
     packed: ClassVar[bool] = True
     cache: ClassVar[None] = None
     keeps_heads: ClassVar[str | None] = "sequences are packed"
@@ -272,6 +276,7 @@ class PackedRows:
             self.offsets,
             self.unread,
             self.reports,
+            self.bounded,
         )
 
     def array_lead(self, lead: tuple[int, ...]) -> tuple[int, ...]:

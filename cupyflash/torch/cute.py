@@ -177,9 +177,8 @@ def flash_attn_varlen_func(
         back from a GPU.
     max_seqlen_q, max_seqlen_k : int, optional
         No sequence has more queries or keys. On a GPU, kernels are chosen by it where sequences
-        have at most 128 keys. Then offsets are checked as `attention_varlen` does by default: where
-        a sequence is longer, or the last one does not end with the rows, all results may be wrong,
-        and a later call on that GPU raises the error. Otherwise they are ignored.
+        have at most 128 keys: then a longer one makes all results of the call wrong, and a later
+        call on that GPU raises the error. Otherwise they are ignored.
     min_seqlen_k : int, optional
         Ignored.
     seqused_q : None
@@ -228,7 +227,7 @@ def flash_attn_varlen_func(
         offsets = cu_seqlens_q, cu_seqlens_k
         lengths = longest.known(max_seqlen_q, max_seqlen_k)
         if lengths is not None and cu_seqlens_q is not None:
-            settings = settings._replace(longest=lengths, check=None)
+            settings = settings._replace(longest=lengths)
         return by_rows(settings, _joined(q, k, v, qv), offsets, learnable_sink)
     if seqused_k is None:
         raise ArgumentError(

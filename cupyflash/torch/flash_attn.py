@@ -90,7 +90,7 @@ def _flash(
         dropout=dropout_p,
         seed=functions.drawn_seed(dropout_p),
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        check=False if lengths is None else None,
+        check=False,
         longest=lengths,
         by_rows=True,
     )
@@ -288,9 +288,8 @@ def flash_attn_varlen_func(
         back from a GPU.
     max_seqlen_q, max_seqlen_k : int
         No sequence has more queries or keys. On a GPU, kernels are chosen by it where sequences
-        have at most 128 keys. Then offsets are checked as `attention_varlen` does by default: where
-        a sequence is longer, or the last one does not end with the rows, all results may be wrong,
-        and a later call on that GPU raises the error. Otherwise they are ignored.
+        have at most 128 keys: then a longer one makes all results of the call wrong, and a later
+        call on that GPU raises the error. Otherwise they are ignored.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`. Slopes have the shape (Hq,) or (n, Hq).
     deterministic, return_attn_probs

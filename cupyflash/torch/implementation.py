@@ -99,7 +99,7 @@ def _settings(
 def _bounded(settings: Settings, offsets: Tensor | None, max_q: int, max_k: int) -> Settings:
     """Return the settings of packed sequences that have at most so many queries and keys."""
     lengths = None if offsets is None else longest.known(max_q, max_k)
-    return settings if lengths is None else settings._replace(longest=lengths, check=None)
+    return settings if lengths is None else settings._replace(longest=lengths)
 
 
 def _forward(

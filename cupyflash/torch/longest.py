@@ -14,13 +14,14 @@ _STEP = 16  # so that few numbers have launches of their own
 def known(most_q: Any, most_k: Any) -> tuple[int, int] | None:
     """Return bounds of the queries and keys of a sequence, or None where no kernel is chosen by it.
 
-    A call with bounds lets kernels check offsets: where a sequence is longer, results are wrong,
-    and a later call on the device raises the error.
+    Where a sequence is longer, all results of the call are wrong, and a later call on the device
+    raises the error.
     """
     if torch.compiler.is_compiling():
         return None
     if type(most_q) is not int or type(most_k) is not int:
-        if not all(isinstance(most, (int, np.integer)) for most in (most_q, most_k)):
+        kinds = {type(most) for most in (most_q, most_k)}
+        if not all(kind is int or issubclass(kind, np.integer) for kind in kinds):
             return None  # a tensor would have to be waited for
         most_q, most_k = int(most_q), int(most_k)
     if not (0 < most_k <= _MOST_KEYS and most_q > 0):

@@ -52,9 +52,8 @@ def varlen_attn(
         a GPU. `cu_seq_k` may be None with `block_table`.
     max_q, max_k : int
         No sequence has more queries or keys. On a GPU, kernels are chosen by it where sequences
-        have at most 128 keys. Then offsets are checked as `attention_varlen` does by default: where
-        a sequence is longer, or the last one does not end with the rows, all results may be wrong,
-        and a later call on that GPU raises the error. Otherwise they are ignored.
+        have at most 128 keys: then a longer one makes all results of the call wrong, and a later
+        call on that GPU raises the error. Otherwise they are ignored.
     return_aux : torch.nn.attention.varlen.AuxRequest, optional
         If its `lse` is True, (out, lse) is returned.
     scale : float, optional
@@ -95,7 +94,7 @@ def varlen_attn(
         mask,
         scale=scale,
         deterministic=is_deterministic,
-        check=False if lengths is None else None,
+        check=False,
         longest=lengths,
         by_rows=True,
     )

@@ -313,7 +313,7 @@ struct OffsetsParams {
   int arrays;
   int count;    // entries of each
   int blocks;   // of each
-  int limited;  // whether kernels rely on `limits`
+  int limited;  // whether kernels rely on `limits`; 2: and only longer sequences are reported
 };
 
 // Of gradients that are sums of their parts. The leading axes are those of the parts; where the

@@ -2,11 +2,12 @@
 // they do not begin with 0, decrease, do not end with the packed array's length, or if a sequence
 // is longer than the arrays of bias and mask. What is written is what was read: the kernels that
 // use it hold it within the packed arrays. But they rely on it that sequences are not too long for
-// bias and mask; where these arrays are there, one block looks for such sequences first, and if
-// there is one, it makes all sequences empty.
+// bias and mask, nor longer than the caller says; where such a limit is there, one block looks for
+// longer sequences first, and if there is one, it makes all sequences empty. Where callers vouch
+// for offsets, but name the longest length, nothing else is reported.
 //
-// Grid: the blocks of each array, one array after the other; a thread has one entry. With bias or
-// mask one block. Shared memory: none.
+// Grid: the blocks of each array, one array after the other; a thread has one entry. With a limit
+// one block. Shared memory: none.
 #include "../common/params.cuh"
 #include "../ptx/atomic.cuh"
 #include "../common/layout.cuh"
@@ -17,6 +18,7 @@ namespace {
 // What is wrong with an entry, as in cupyflash/arrays/reports.py.
 constexpr int NOT_ZERO = 1, DECREASES = 2, NOT_TOTAL = 3, TOO_LONG = 4, BEYOND = 5;
 constexpr int KIND_BITS = 3;
+constexpr int LENGTHS_ALONE = 2;  // `limited`: what is reported
 
 __device__ __forceinline__ long long load(const char* data, int kind, long long index) {
   switch (kind) {
@@ -52,7 +54,9 @@ __device__ __forceinline__ void take(const OffsetsParams& p, int array, long lon
   if (p.results[array] != nullptr) p.results[array][n] = empty ? 0 : own;
   if (p.reports[array] == nullptr) return;
   int wrong = 0;
-  if (n == 0) {
+  if (p.limited == LENGTHS_ALONE) {
+    if (n > 0 && is_too_long(p, array, n)) wrong = TOO_LONG;
+  } else if (n == 0) {
     if (own != 0) wrong = NOT_ZERO;
   } else {
     const long long before = load(input, p.kinds[array], (n - 1) * p.steps[array]);
@@ -64,7 +68,7 @@ __device__ __forceinline__ void take(const OffsetsParams& p, int array, long lon
       wrong = TOO_LONG;
     }
   }
-  if (n == p.count - 1 && (wrong == 0 || wrong == BEYOND) && own != p.totals[array]) {
+  if (p.limited != LENGTHS_ALONE && n == p.count - 1 && (wrong == 0 || wrong == BEYOND) && own != p.totals[array]) {
     wrong = NOT_TOTAL;
   }
   // Of several wrong entries, any is reported.

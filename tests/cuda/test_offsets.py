@@ -22,11 +22,13 @@ DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32,
 GUARD = -7
 
 
-def run(q, k, totals, longest=(2**40, 2**40), reports_them=True, read=build.read):
+def run(q, k, totals, longest=(2**40, 2**40), reports_them=True, read=build.read, bounded=False):
     """Return the int64 that were written, by name, and both reports."""
     held = {"offsets_q": q, "offsets_k": k}
     lengths = [np.array([0, n]) for n in longest]
-    rows = PackedRows(*lengths, None, None, held, unread=True, reports=reports_them)
+    rows = PackedRows(
+        *lengths, None, None, held, unread=True, reports=reports_them, bounded=bounded
+    )
     arrays = [SimpleNamespace(shape=(1, total, 16)) for total in totals]
     problem = SimpleNamespace(len_q=lengths[0], len_k=lengths[1])
     call = SimpleNamespace(rows=rows, q=arrays[0], k=arrays[1], problem=problem)
@@ -171,3 +173,18 @@ def test_without_its_barrier_some_sequences_are_not_empty():
     assert any(x.any() for x in written.values())
     written, _ = run(offsets, offsets.copy(), (122, 122), (4, 4))
     assert not any(x.any() for x in written.values())
+
+
+def test_of_trusted_offsets_longer_sequences_alone_are_reported():
+    """Rows behind the last sequence, as padding has them, are nothing wrong."""
+    x = np.array([1, 3, 2, 9], np.int32)  # it does not begin with 0, decreases, and ends early
+    trusted = {"reports_them": False, "bounded": True}
+    written, words = run(x, x, (20, 20), (7, 7), **trusted)
+    assert (written["offsets_q"] == x).all()
+    assert words == [0, 0]
+    written, words = run(x, x[::1], (20, 20), (7, 6), **trusted)
+    assert not written["offsets_q"].any()
+    assert not written["offsets_k"].any()
+    assert words == [0, 3 << 3 | 4]
+    written, words = run(x.astype(np.int64), x.astype(np.int64), (9, 9), (9, 9), **trusted)
+    assert (written, words) == ({}, [0, 0])  # nobody relies on lengths

@@ -270,7 +270,7 @@ def test_the_longest_lengths_choose_kernels(cupy, gpu_tensors, name):
                 assert before == [] or not fields(before[0], params.rowwise("offsets"))["limited"]
                 continue
             it = fields(*before, params.rowwise("offsets"))
-            assert (it["limited"], *it["limits"]) == (1, 80, 80)
+            assert (it["limited"], *it["limits"]) == (2, 80, 80)  # nothing else is reported
             assert it["reports"].all()
     assert kernels[80] == kernels[75] != kernels[129] == kernels[200] == kernels[2**40]
     assert "_one_" in kernels[80]
@@ -306,5 +306,14 @@ def test_few_lengths_have_kernels_of_their_own():
     assert longest.known(128, 113) == (128, 128)
     assert longest.known(129, 17) == (256, 32)
     assert longest.known(np.int64(40), np.int32(5)) == (48, 16)
-    for pair in ((0, 5), (5, 0), (5, 129), (-1, 5), (5, -1), (None, 5), (torch.tensor(5), 5)):
+    for pair in (
+        (0, 5),
+        (5, 0),
+        (5, 129),
+        (-1, 5),
+        (5, -1),
+        (None, 5),
+        (True, 5),
+        (torch.tensor(5), 5),
+    ):
         assert longest.known(*pair) is None

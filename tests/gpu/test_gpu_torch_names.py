@@ -103,6 +103,10 @@ def test_short_sequences_have_the_bits_of_kernels_for_any(d, dtype):
         made.append((out, *torch.autograd.grad(out, leaves, do)))
     for each in made[1:]:
         assert all(torch.equal(x, y) for x, y in zip(each, made[0], strict=True))
+    padded = [torch.cat([x.detach(), x.new_full((7, 4, d), float("nan"))]) for x in leaves]
+    for most in (1000, 64):  # rows behind the last sequence are nothing wrong
+        out = flash_attn_varlen_func(*padded, ends, ends, most, most, causal=True)
+        assert torch.equal(out[: len(q)], made[0][0])
     flash_attn_varlen_func(*leaves, ends, ends, 30, 30)
     torch.cuda.synchronize()
     with pytest.raises(ArgumentError, match="longer than bias, mask or max_seqlen"):
