@@ -53,23 +53,22 @@ __device__ __forceinline__ void take(const OffsetsParams& p, int array, long lon
   const long long own = load(input, p.kinds[array], n * p.steps[array]);
   if (p.results[array] != nullptr) p.results[array][n] = empty ? 0 : own;
   if (p.reports[array] == nullptr) return;
-  int wrong = 0;
-  if (p.limited == LENGTHS_ALONE) {
-    if (n > 0 && is_too_long(p, array, n)) wrong = TOO_LONG;
-  } else if (n == 0) {
-    if (own != 0) wrong = NOT_ZERO;
-  } else {
-    const long long before = load(input, p.kinds[array], (n - 1) * p.steps[array]);
-    if (own < before) {
-      wrong = DECREASES;
-    } else if (own > p.totals[array]) {
-      wrong = BEYOND;
-    } else if (is_too_long(p, array, n)) {
-      wrong = TOO_LONG;
+  const bool too_long = n > 0 && is_too_long(p, array, n);
+  int wrong = too_long ? TOO_LONG : 0;
+  if (p.limited != LENGTHS_ALONE) {
+    if (n == 0) {
+      if (own != 0) wrong = NOT_ZERO;
+    } else {
+      const long long before = load(input, p.kinds[array], (n - 1) * p.steps[array]);
+      if (own < before) {
+        wrong = DECREASES;
+      } else if (own > p.totals[array]) {
+        wrong = BEYOND;
+      }
     }
-  }
-  if (p.limited != LENGTHS_ALONE && n == p.count - 1 && (wrong == 0 || wrong == BEYOND) && own != p.totals[array]) {
-    wrong = NOT_TOTAL;
+    if (n == p.count - 1 && (wrong == 0 || wrong == BEYOND) && own != p.totals[array]) {
+      wrong = NOT_TOTAL;
+    }
   }
   // Of several wrong entries, any is reported.
   if (wrong != 0) {
