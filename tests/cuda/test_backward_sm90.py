@@ -36,12 +36,15 @@ def draw(dtype, *shapes, seed=0):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def run(q, k, v, do, deterministic=False, schedule=REVERSE, read=build.read, **options):
+def run(
+    q, k, v, do, deterministic=False, schedule=REVERSE, read=build.read, few_keys=False, **options
+):
     """Compute dq, dk and dv on the emulator, into memory that holds NaN, and count tiles."""
     saved = attend(q, k, v, **options)
     call = validate.call(q, k, v, Options(**options))
     made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
-    emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
+    blocks = Blocks(hopper=True, few_keys=few_keys)
+    emulator = Emulator(blocks, schedule, read=read, deterministic=deterministic)
     visited = np.zeros(1, np.uint64)
     emulator.backward(call, do, saved.out, saved.lse, None, made, visited=visited)
     return made[:3], int(visited[0])
@@ -354,6 +357,16 @@ ORDERS = re.compile(
     r"__sync(?:threads|warp)\(\);"
 )
 
+# The emulator multiplies when a product is issued: no run needs a wait for registers alone.
+FOR_REGISTERS = re.compile(r"ptx::wgmma_wait<\d>\(\);\s*add_dq\(")
+
+
+def numbers_of(text):
+    """Return which statements are needed on the emulator."""
+    found = enumerate(ORDERS.finditer(text))
+    return [number for number, x in found if not FOR_REGISTERS.match(text, x.start())]
+
+
 STATEMENTS = [
     (name, number)
     for name in (
@@ -363,7 +376,7 @@ STATEMENTS = [
         "sm90/warpgroup_gradient.cuh",
         "sm90/ds_scale.cuh",
     )
-    for number in range(len(ORDERS.findall((FOLDER / name).read_text())))
+    for number in numbers_of((FOLDER / name).read_text())
 ]
 
 
@@ -386,6 +399,9 @@ def everything(read, schedule):
     run(*(x.astype(BRAIN) for x in (q, k, v, np.clip(do, -1, 1))), **options)
     arrays = (x[..., :64].astype(BRAIN) for x in (q, k, v))
     run_packed(*arrays, do[..., :64].astype(BRAIN), [0, 70, 200], [0, 30, 140], False, **options)
+    for d in (64, 128):  # blocks of one consumer
+        few = [x[..., :d].astype(BRAIN) for x in (q, k[:, 4:60], v[:, 4:60], np.clip(do, -1, 1))]
+        run(*few, few_keys=True, mask=masks.causal(), **options)
 
 
 @emulated

@@ -368,7 +368,10 @@ FAULTS = {
     "values that are multiplied while others clear them": (
         KERNEL, f"{OWN_BARRIER}made finite\n", "",
     ),
-    "cleared values that wgmma may not see": (KERNEL, "  ptx::fence_proxy_async();\n", ""),
+    "cleared values that wgmma may not see": (
+        KERNEL, f"  ptx::fence_proxy_async();\n{OWN_BARRIER}made finite\n",
+        f"{OWN_BARRIER}made finite\n",
+    ),
 }  # fmt: skip
 
 
