@@ -11,13 +11,11 @@ from .arrays.typed import CacheDType
 from .problem.append import Append, told_length
 from .problem.append import append as checked_append
 from .problem.call import Array
-from .problem.codes import CacheCodes
+from .problem.codes import NONE, CacheCodes, NoCodes
 from .problem.keywords import explained
 from .problem.rotary import Rotary, Rotation, rotation
 from .row_request import RowRequest
 from .rowwise import APPEND, ROPE
-
-_NO_CODES = CacheCodes()
 
 
 @overload
@@ -182,7 +180,7 @@ def append_request(
     rotary: Any = None,
     positions: Any = None,
     out: Any = None,
-    given: CacheCodes = _NO_CODES,
+    given: CacheCodes | NoCodes = NONE,
     shared: Any = 0,
 ) -> RowRequest[Append]:
     """Return a call of `append`, whose arguments these are, as the driver takes it."""

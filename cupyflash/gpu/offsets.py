@@ -24,6 +24,7 @@ from .workspace import ArraySpec
 from .writer import KernelRoute, Launch, step_of, with_names
 
 _INT64 = np.dtype(np.int64)
+_LENGTHS_ALONE = 2  # what is reported, and `limited` of the kernel
 REPORT = "report "  # before the name of offsets: a word of `arrays.reports`
 
 
@@ -85,7 +86,7 @@ def _reported(call: Call, held: Mapping[str, Array]) -> int:
     """Return what is reported: nothing, 0; all that is wrong, 1; longer sequences alone, 2."""
     if call.rows.reports:
         return 1
-    return 2 if call.rows.bounded and _is_limited(call, held) else 0
+    return _LENGTHS_ALONE if call.rows.bounded and _is_limited(call, held) else 0
 
 
 def _is_read_in_place(x: Array) -> bool:
@@ -125,7 +126,9 @@ def _launch(call: Call, held: Mapping[str, Array], copies: Mapping[str, Any]) ->
     tiles = specs.ALL_ENTRIES if limited else specs.ENTRIES
     grid = specs.OFFSETS.grid(Extent(count, 0, 1, len(held)), tiles)
     values = {**columns, "arrays": len(held), "count": count}
-    values |= {"blocks": grid.blocks, "limited": max(int(limited), reported) if limited else 0}
+    values |= {"blocks": grid.blocks, "limited": int(limited)}
+    if reported == _LENGTHS_ALONE:
+        values["limited"] = _LENGTHS_ALONE
     special = Specialisation(specs.OFFSETS, "float32", 0, 0, tiles)
     return Launch(special, 1 if limited else grid.size, layout.pack(values), tuple(slots))
 

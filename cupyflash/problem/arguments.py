@@ -158,9 +158,8 @@ class Packed:
         assert self.longest is not None
         if is_device_array(q) and not cuda_device.is_capturing():
             for name, x, most in zip(OFFSETS, offsets, self.longest, strict=True):
-                if is_device_array(x):
-                    x = device_args.read_offsets(x, name, q)  # noqa: PLW2901, what was read of it
-                device_args.refuse_longer(name, x, most)
+                if is_device_array(x):  # others are checked in any case
+                    device_args.refuse_longer(name, device_args.read_offsets(x, name, q), most)
 
     def checked(self, x: Operands, given: coded.Fp8 | codes.NoCodes, options: Options) -> Call:
         """Return the validated call."""
@@ -220,9 +219,9 @@ class Packed:
     @property
     def alone(self) -> tuple[Hashable, Any, Any] | None:
         """As in `Dense`: offsets as they were taken, which nobody read of the device's memory."""
-        if self._taken is None or not (self.check is None or self.check is False):
+        if self._taken is None or self.longest is not None:
             return None
-        if self.longest is not None:
+        if not (self.check is None or self.check is False):
             return None
         return (self.name, self.check), *self._taken
 

@@ -104,13 +104,13 @@ def longest(size: str, most: int, aligned: Iterable[Array], exprs: Iterable[Expr
 
 def refuse_longer(name: str, offsets: Array, most: int) -> None:
     """Refuse offsets in host memory of a sequence with more rows than a caller says."""
-    n = int(np.argmax(np.diff(offsets))) if offsets.size > 1 else 0
-    rows = int(offsets[min(n + 1, offsets.size - 1)] - offsets[n])
-    if rows > most:
+    rows = np.diff(offsets.astype(np.int64))
+    n = int(np.argmax(rows)) if rows.size else 0
+    if rows.size and rows[n] > most:
         raise ArgumentError(
-            f"{name}: entry {n + 1} ends a sequence of {rows} rows; expected at most {most}, which "
-            "is max_seqlen as a multiple of 16 or, of more than 128 queries, as a power of two. "
-            "Pass the largest length."
+            f"{name}: entry {n + 1} ends a sequence of {rows[n]} rows; expected at most {most}, "
+            "which is max_seqlen as a multiple of 16 or, of more than 128 queries, as a power of "
+            "two. Pass the largest length."
         )
 
 
