@@ -381,10 +381,10 @@ def add(array: Any, to: Any) -> None:
 
 
 class _Sides(threading.local):
-    """The streams of a thread on which `beside` works, by device."""
+    """The streams of a thread on which `beside` works, by device and by whether it computes."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, Any] = {}
+        self.streams: dict[tuple[int, bool], Any] = {}
 
 
 _sides = _Sides()
@@ -409,20 +409,23 @@ def wait_for(marked: Any) -> None:
 
 
 @contextmanager
-def beside(marked: Any) -> Iterator[None]:
+def beside(marked: Any, computes: bool = False) -> Iterator[None]:
     """Make another stream the current one for a while; it begins when a mark is reached.
 
-    No memory is asked for meanwhile: the pool would give it to this stream only.
+    Memory that is asked for meanwhile is this stream's: no other one gets it later. `computes` says
+    that kernels are launched which may wait for SMs. A stream that goes first would let the copies
+    of others that go first wait, too, until these kernels have begun.
     """
     import cupy
 
     device = cupy.cuda.runtime.getDevice()
-    side = _sides.streams.get(device)
+    side = _sides.streams.get((device, computes))
     if side is None:
-        side = _sides.streams[device] = quick_stream()
+        side = cupy.cuda.Stream(non_blocking=True) if computes else quick_stream()
+        _sides.streams[device, computes] = side
     side.wait_event(marked)
     written = tape.current()
-    with side, nullcontext() if written is None else written.beside(marked):
+    with side, nullcontext() if written is None else written.beside(marked, computes):
         yield
 
 

@@ -117,7 +117,7 @@ class Memory(Protocol):
     def mark(self) -> Any:
         """Return an event behind all that the current stream was asked for so far."""
 
-    def beside(self, marked: Any) -> AbstractContextManager[None]:
+    def beside(self, marked: Any, computes: bool) -> AbstractContextManager[None]:
         """Make another stream the current one; it begins when a mark is reached."""
 
 
@@ -309,8 +309,10 @@ class Tape:
         self._add(call, [])
 
     @contextmanager
-    def beside(self, mark: Any) -> Iterator[None]:
+    def beside(self, mark: Any, computes: bool = False) -> Iterator[None]:
         """Note that what follows is asked of another stream, which begins when a mark is reached.
+
+        `computes` is as in `device_arrays.beside`.
 
         What it uses stays until its exchanges are waited for: only then is it done.
         """
@@ -324,7 +326,7 @@ class Tape:
             travelling.update(used)
 
         def call(state: _State) -> None:
-            with state.made.beside(state.marks.pop(number)):
+            with state.made.beside(state.marks.pop(number), computes):
                 for step in steps:
                     step(state)
 

@@ -291,7 +291,7 @@ class Distributed(Executor):
                     compute(made)
             finally:
                 self._tape = None
-            if again is not None:
+            if again is not None and again.is_alike(self.plan.scheme):
                 again.keep(self.facts, made.shown)
         return made.shown
 

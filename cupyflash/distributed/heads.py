@@ -5,7 +5,8 @@ and gets all positions of its own. So every head is computed in one call, as on 
 
 On a GPU, heads are computed in turns, if those of a turn fill it: rows of the next heads arrive
 meanwhile, and results of the ones before return. The first and the last turn are short, because
-nothing is computed while their rows arrive and their results return.
+nothing is computed while their rows arrive and their results return; those between have more heads,
+as many as may arrive in the time of the turn before.
 
 With many ranks, those of a group divide the heads among them, and each gets the positions that the
 group has. Then keys and values travel in rounds between the ranks of one share in all groups.
@@ -14,13 +15,16 @@ group has. Then keys and values travel in rounds between the ranks of one share 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..expr.key_range import key_range
 from ..outputs import Targets
 from ..pieces.parts import problem_of_heads
+from ..problem.bound_exprs import trees
 from ..problem.call import Array, Call, Gradients
 from . import compute
 from .all_reduce import all_reduce
@@ -70,6 +74,12 @@ def on_device(call: Call) -> bool:
     return call.device is not None
 
 
+def _sees_a_range(call: Call) -> bool:
+    """Return whether the keys that a query sees are a range."""
+    allowed = trees(call).allowed
+    return allowed is None or key_range(allowed, call.problem) is not None
+
+
 class _Target(NamedTuple):
     """Where results arrive.
 
@@ -117,6 +127,9 @@ class Heads:
         self._bias_travels = bias is not None and not bias_is_shared
         several = self._same.size == 1 and on_device(rank.call)
         self._turns = head_batches(rank.call, self._shares) if several else [self._shares]
+        # Copies from peers take SMs in the end, if briefly: they wait for a work tile, not for all.
+        # Of a mask that is a range, tiles that blocks prepare ahead are worth more.
+        self._beside = len(self._turns) > 1 and not (rank.copies and _sees_a_range(rank.call))
 
     def _rows(self, array: Array, grouped: int | None = None) -> _Item:
         return _Item(array, self._layout, self._heads_of_kv if grouped is None else grouped)
@@ -148,9 +161,10 @@ class Heads:
         if bias is not None and not self._bias_travels and bias.ndim > 2 and bias.shape[-3] > 1:
             bias = bias[..., heads, :, :]
         sink = None if call.sink is None else call.sink[heads]
-        travels = len(self._turns) > 1 and not self._rank.copies
         q, k, v = (got[name] for name in "qkv")
-        return replace(call, problem=problem, q=q, k=k, v=v, bias=bias, sink=sink, beside=travels)
+        return replace(
+            call, problem=problem, q=q, k=k, v=v, bias=bias, sink=sink, beside=self._beside
+        )
 
     def _heads(self, kv: range) -> slice:
         """Return the query heads of some key-value heads."""
@@ -181,7 +195,9 @@ class Heads:
         return [peer for peer in range(self._group.size) if peer != self._group.rank]
 
     def _travel(self, sends: dict[int, list[Rows]], receives: dict[int, list[Rows]]) -> RowExchange:
-        return RowExchange(self._place, self._group, on_device(self._rank.call), sends, receives)
+        rank = self._rank
+        how = on_device(rank.call), rank.copies
+        return RowExchange(self._place, self._group, *how, sends, receives)
 
     def _room(self, items: Mapping[str, _Item]) -> dict[str, Array]:
         """Return memory for the positions that the group has of this rank's heads."""
@@ -262,30 +278,35 @@ class Heads:
         computed: Mapping[str, Array],
         compute_heads: Callable[[range], None],
     ) -> None:
-        """Compute the heads of one turn after the other, while rows and results travel."""
-        place, timeout = self._place, self._rank.timeout
+        """Compute the heads of one turn after the other, while rows and results travel.
+
+        Two streams take turns, so that the next turn fills what the last blocks of one leave idle.
+        """
+        place, timeout, own = self._place, self._rank.timeout, self._group.rank
         arriving = [self._arriving(items, got, turn) for turn in self._turns]
         arriving[0].post()
-        mark = place.mark() if len(arriving) > 1 else None
+        several = len(self._turns) > 1
+        begin = place.mark() if several else None
         self._keep(items, got)
         back = {name: self._target(item, computed[name]) for name, item in targets.items()}
-        leaving = []
+        leaving = [self._leaving(back, computed, turn) for turn in self._turns]
+        marks = {n: place.mark() for n in range(1, len(self._turns), 2)}  # all memory is there
         for n, turn in enumerate(self._turns):
-            arriving[n].wait(timeout, "rows to the ranks of their heads")
-            compute_heads(turn[self._group.rank])
-            if not n and arriving[1:]:  # the device is busy meanwhile
-                with place.beside(mark):
-                    for each in arriving[1:]:
-                        each.post()
-            leaving.append(self._leaving(back, computed, turn))
-            leaving[-1].post()
+            with place.beside(marks[n], computes=True) if n in marks else nullcontext():
+                arriving[n].wait(timeout, "rows to the ranks of their heads")
+                compute_heads(turn[own])
+                if not n and several:  # the device is busy meanwhile
+                    with place.beside(begin):
+                        for each in arriving[1:]:
+                            each.post()
+                leaving[n].post()
+        for each in leaving:
+            each.wait(timeout, "results from the ranks of their heads")
         pairs = []
         for name, (item, parts) in back.items():
             rows = Rows(computed[name], self._held(item), item.layout.own)
-            pairs += rows.beside(parts[self._group.rank])
+            pairs += rows.beside(parts[own])
         place.store_all(pairs)
-        for each in leaving:
-            each.wait(timeout, "results from the ranks of their heads")
         self._finish(back)
 
     def forward(self, out: Array, lse: Array) -> None:

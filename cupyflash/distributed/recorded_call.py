@@ -2,7 +2,8 @@
 
 A call is made again from its tape if everything is alike that checks and plans depend on: shapes,
 strides, dtypes and alignments of its arrays, the structure and the numbers of its mask and scores,
-all other options, the layouts and the communicator. Ranks agree as ever, unless `check` is False.
+all other options, the layouts and the communicator. Ranks agree as ever, unless `check` is False:
+then a mask that reads arrays is among them, too, where rows travel by heads.
 """
 
 from __future__ import annotations
@@ -90,12 +91,14 @@ class RecordedCall:
         self._check, self._timeout, self._running = check, timeout, running
         self._signature: Signature | None = None
         self._tape: Tape | None = None
+        self._any_plan = True  # none depends on what the arrays hold that a mask reads
         plain = type(check) is bool and (scheme is None or type(scheme) is str)
         plain &= type(timeout) in (int, float) and 0 < timeout < math.inf
         if not plain or not all(isinstance(x, Layout) for x in layouts):
             return
-        if options.bias is not None or not _reads_no_arrays(options.mask):
+        if options.bias is not None or (check and not _reads_no_arrays(options.mask)):
             return  # what it holds is looked at in every call
+        self._any_plan = _reads_no_arrays(options.mask)
         if check and (options.sink is not None or is_device_array(options.seed)):
             return
         identities = tuple(map(id, self._owners))
@@ -152,6 +155,14 @@ class RecordedCall:
         named |= {name: array for name, array in results if array is not None}
         self._tape = Tape(named, self._numbers(), launch_cache.reach)
         return self._tape
+
+    def is_alike(self, scheme: str) -> bool:
+        """Return whether the call asks for the same by a scheme, whatever its arrays hold.
+
+        Those that a mask reads may have other elements the next time. If rows travel by heads,
+        launches read them, and nothing else depends on them.
+        """
+        return self._any_plan or scheme == "heads"
 
     def keep(self, facts: Facts, shown: Sequence[Any]) -> None:
         """Keep the tape of a call that was made, with what ranks agreed on and its results."""

@@ -14,6 +14,7 @@ from ..problem.call import Array
 from .messages import bytes_of, viewed
 from .partition.intervals import Intervals
 from .transport.communication import Some, Transfer
+from .transport.peers import in_blocks
 
 
 class Rows(NamedTuple):
@@ -46,6 +47,15 @@ class Rows(NamedTuple):
         """Whether the array is its message."""
         return self.wanted == self.held and bool(self.array.flags.c_contiguous)
 
+    def blocks(self) -> list[Array]:
+        """Return parts of the array that are its message in a row, in long blocks; else none."""
+        runs = [self.held.rows(run) for run in self.wanted]
+        several = [self.array]
+        if len(runs) > 1:  # C order: the runs of one head, then those of the next
+            several = [self.array[index] for index in np.ndindex(self.array.shape[:-2])]
+        found = [part(x, rows) for x in several for rows in runs]
+        return found if all(map(in_blocks, found)) else []
+
     def beside(self, other: Array) -> list[tuple[Array, Array]]:
         """Return the rows of each run, and the same ones of an array with the wanted positions."""
         return [
@@ -66,6 +76,8 @@ class RowExchange:
     apart : bool
         Whether each array is a message, so that it may be sent from where it is, and received
         there. Else what is for one rank is one message.
+    copies : bool
+        Whether messages are copied, so that they may be rows of the arrays themselves.
     sends, receives : mapping of int to iterable of Rows
         The rows for, or from, each of these ranks. Both sides name them in the same order.
     """
@@ -75,10 +87,12 @@ class RowExchange:
         place: Place,
         ranks: Some,
         apart: bool,
+        copies: bool,
         sends: Mapping[int, Iterable[Rows]],
         receives: Mapping[int, Iterable[Rows]],
     ) -> None:
         self._place, self._ranks, self._apart = place, ranks, apart
+        self._copies = apart and copies
         self._packed: list[tuple[Array, Array]] = []  # rows, and their places in messages
         self._unpacked: list[tuple[Array, Array]] = []
         self._sends = self._messages(sends, self._packed)
@@ -93,15 +107,15 @@ class RowExchange:
         for rank, several in of_ranks.items():
             # In this order all elements of a message are aligned.
             rows = sorted((x for x in several if x.nbytes), key=lambda x: -x.array.itemsize)
-            here = [self._apart and x.is_message for x in rows]
-            sizes = [0 if is_here else x.nbytes for x, is_here in zip(rows, here, strict=True)]
+            here = [self._in_place(x) for x in rows]
+            sizes = [0 if parts else x.nbytes for x, parts in zip(rows, here, strict=True)]
             parcel = None
             if not self._apart or any(sizes):
                 parcel = self._place.empty((sum(sizes),), np.dtype(np.uint8))
             begin = 0
-            for x, is_here, size in zip(rows, here, sizes, strict=True):
-                if is_here:
-                    made.append((rank, bytes_of(x.array)))
+            for x, parts, size in zip(rows, here, sizes, strict=True):
+                made += [(rank, each) for each in parts]
+                if parts:
                     continue
                 assert parcel is not None
                 array = viewed(parcel, begin, x.shape, x.array.dtype)
@@ -113,6 +127,12 @@ class RowExchange:
                 assert parcel is not None
                 made.append((rank, parcel))
         return made
+
+    def _in_place(self, rows: Rows) -> list[Array]:
+        """Return the message of an array where it is sent from its place, and received there."""
+        if self._apart and rows.is_message:
+            return [bytes_of(rows.array)]
+        return rows.blocks() if self._copies else []
 
     def post(self) -> None:
         """Send what is to be sent, and begin to receive."""

@@ -30,6 +30,7 @@ RANK = 4  # bytes: the number of a row
 WORD = 2 * 4  # bytes: a bit for each tile that is not EMPTY, and one for each that is FULL
 MOST_BYTES = 64 << 20
 FEWEST_TILES = 16  # of a row, for which they pay
+MANY_TILES = 256  # of a row: they pay even if nobody shares them
 # "0": no mask has lists. "ordered": kernels of gradients take blocks of keys by their cost, too.
 SWITCH = os.environ.get("CUPYFLASH_TILE_LISTS", "1")
 
@@ -113,8 +114,8 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
     problem, rows = call.problem, call.rows
     if classes is None or not spec.lists or SWITCH == "0":
         return None
-    if any(rows.flags.values()) or problem.whole is not None:
-        return None  # packed, over a cache, or a piece
+    if any(rows.flags.values()):
+        return None  # packed, or over a cache
     names = {node.value for node in walk(classes) if node.op == "symbol"}
     entries = problem.batch if "b" in names else 1
     each = _heads_of_list(classes, problem.heads) if "h" in names else problem.heads
@@ -124,8 +125,9 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
     across, along = of_queries, _ceil(int(np.max(problem.len_k, initial=0)), tiles.block_kv)
     if of_keys:
         across, along = along, across
-    # Searches take long enough to have warps of their own, even if nobody shares them.
-    pays = problem.batch * problem.heads >= 2 * entries * heads or _searches(classes)
+    # Searches and long rows take long enough to have warps of their own, even if nobody shares.
+    pays = problem.batch * problem.heads >= 2 * entries * heads
+    pays |= along >= MANY_TILES or _searches(classes)
     if along < FEWEST_TILES or not pays:
         return None
     shift = 0

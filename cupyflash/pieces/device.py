@@ -168,9 +168,9 @@ class Device:
             return device_arrays.mark()
 
     @contextmanager
-    def beside(self, mark: Any) -> Iterator[None]:
+    def beside(self, mark: Any, computes: bool = False) -> Iterator[None]:
         """Ask a stream of its own, which begins when a mark is reached."""
-        with cuda_device.current(self._device), device_arrays.beside(mark):
+        with cuda_device.current(self._device), device_arrays.beside(mark, computes):
             yield
 
     def __enter__(self) -> Self:

@@ -74,8 +74,11 @@ class Place(Protocol):
         """
         ...
 
-    def beside(self, mark: Any) -> AbstractContextManager[None]:
-        """Context: queue work on a side stream that starts after `mark`; allocates nothing."""
+    def beside(self, mark: Any, computes: bool = False) -> AbstractContextManager[None]:
+        """Context: queue work on a side stream that starts after `mark`.
+
+        Transfers go first there. If it `computes`, it has a stream like the caller's.
+        """
         ...
 
     def __enter__(self) -> Self: ...
@@ -153,7 +156,11 @@ class Host:
     def mark(self) -> None:
         """Return None."""
 
-    def beside(self, mark: Any) -> AbstractContextManager[None]:  # noqa: ARG002, there are none
+    def beside(
+        self,
+        mark: Any,  # noqa: ARG002, there are none
+        computes: bool = False,  # noqa: ARG002, likewise
+    ) -> AbstractContextManager[None]:
         """Change nothing."""
         return nullcontext()
 

@@ -16,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const unsigned int rows = static_cast<unsigned int>(lists.shape[ROWS]);
   const unsigned int heads = static_cast<unsigned int>(lists.shape[HEADS]);
   const unsigned int number = (blockIdx.x * THREADS + threadIdx.x) / ptx::WARP_SIZE;
-  const unsigned int word = number % words, row = number / words % rows;
+  // Warps of a block have the same tiles in neighbouring rows, whose look-ups they read together.
+  const unsigned int row = number % rows, word = number / rows % words;
   const unsigned int list = number / words / rows % heads, b = number / words / rows / heads;
   if (b >= lists.shape[ENTRIES]) return;  // a whole warp
 

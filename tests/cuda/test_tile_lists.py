@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr.interval import EMPTY, FULL, PARTIAL
 from cupyflash.expr.tile_classes import tile_classes
 from cupyflash.gpu import route, tile_lists
-from cupyflash.gpu.kernels import sm90
+from cupyflash.gpu.kernels import simt, sm90
+from cupyflash.pieces.parts import call_of, part, problem_of_heads
+from cupyflash.pieces.schedule import Piece
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Gradients
@@ -108,7 +112,44 @@ def test_lists_change_no_bit_and_no_tile(listed, device, name):
 
 
 @emulated
-def test_lists_have_the_classes_of_all_tiles_and_rows_in_order(listed):
+@mostly_thorough(
+    ("device", "name"),
+    [(device, name) for device in DEVICES for name in MASKS],
+    quick=[("sm90", "documents")],
+    why="more kernels and masks",
+)
+def test_lists_of_pieces_are_those_of_their_positions(listed, monkeypatch, device, name):
+    dtype, blocks = DEVICES[device]
+    q, k, v = draw(dtype)
+    whole = validate.call(q, k, v, Options(mask=MASKS[name]))
+    piece = Piece(range(70, 330), range(40, 300), True, True)
+    arrays = part(q, piece.rows), part(k, piece.keys), part(v, piece.keys)
+    made = call_of(whole, piece, *arrays, None)
+    problem = problem_of_heads(made.problem, range(1, 2))
+    heads = {"q": made.q[:, 2:], "k": made.k[:, 1:], "v": made.v[:, 1:]}
+    call = dataclasses.replace(made, problem=problem, **heads)
+    number, found, of_kernels = np.float64 if dtype == DOUBLE else np.float32, [], []
+    find = tile_lists.of
+    monkeypatch.setattr(tile_lists, "of", lambda *x: of_kernels.append(find(*x)) or of_kernels[-1])
+    for how in "01":
+        listed(how)
+        of_kernels.clear()
+        out, lse = np.full(call.q.shape, np.nan, number), np.full(call.q.shape[:-1], np.nan, number)
+        emulator = Emulator(blocks, REVERSE, deterministic=True)
+        emulator.forward_piece(call, (out, lse), True)
+        do = np.random.default_rng(5).standard_normal(out.shape).astype(dtype)
+        grads = Gradients(*(np.full(x.shape, np.nan, number) for x in heads.values()))
+        emulator.backward_piece(call, do, out.astype(dtype), lse, None, grads, True)
+        found.append((out, lse, *grads[:3]))
+        assert any(of_kernels) == (how == "1")
+    for without, with_lists in zip(*found, strict=True):
+        assert same_bits(without, with_lists)
+
+
+@emulated
+@pytest.mark.parametrize("at_once", [simt.ORDERED_AT_ONCE, 2])
+def test_lists_have_the_classes_of_all_tiles_and_rows_in_order(at_once, listed, monkeypatch):
+    monkeypatch.setattr(simt, "ORDERED_AT_ONCE", at_once)
     listed("1")
     dtype, blocks = DEVICES["sm90"]
     q, k, v = draw(dtype)

@@ -178,9 +178,14 @@ def test_times_of_what_can_be_worked_out_by_hand(monkeypatch):
     assert inside.seconds("nodes", 1) == pytest.approx(2 * part / 1e9)
     across = modelled(Machine(1e30, 1e30, 1e30, 1e9), nodes=[0, 0, 1, 1], backward=True)
     assert across.seconds("nodes", 1) == pytest.approx((part + 2 * part) / 1e9)
-    # Partial results of all rows, once for the rank, for the node, and for the other node.
+    # Partial results of all rows, once for the rank, for the node, and for the other node; and what
+    # three ranks have sent is copied to where it belongs.
     memory = modelled(Machine(1e30, 1e9, 1e30, 1e30), nodes=[0, 0, 1, 1])
-    assert memory.seconds("nodes", 1) == pytest.approx(3 * 2 * 4 * 8 * 128 * 2**13 / 1e9)
+    partial = 2 * 4 * 8 * 128 * 2**13
+    assert memory.seconds("nodes", 1) == pytest.approx((3 * partial + 3 * 2 * part) / 1e9)
+    # Rows of q, k and v, and results: three quarters of those of two heads.
+    rows = modelled(Machine(1e30, 1e9, 1e30, 1e30))
+    assert rows.seconds("heads", 4) == pytest.approx(2 * 0.75 * 2 * part / 1e9)
 
 
 def test_messages_and_partial_results_take_time(monkeypatch):
@@ -193,7 +198,8 @@ def test_messages_and_partial_results_take_time(monkeypatch):
     assert modelled(nothing, ranks=8).seconds("heads", 8) == pytest.approx(2 * model.MESSAGE)
     monkeypatch.setattr(model, "MESSAGE", 0.0)
     memory = modelled(replace(nothing, memory=1e9))
-    assert memory.seconds("rounds", 1) == pytest.approx(4 * 2 * 4 * 8 * 128 * 2**13 / 1e9)
+    partial, part = 2 * 4 * 8 * 128 * 2**13, 2 * 8 * 128 * 2 * 2**13
+    assert memory.seconds("rounds", 1) == pytest.approx((4 * partial + 3 * 2 * part) / 1e9)
     # Own keys are two pieces, those of each round one, and a turn of heads is one, too.
     for machine, backward, piece in ((nothing, False, 1.0), (nothing, True, 10.0)):
         lost = modelled(replace(machine, piece=(1.0, 10.0)), backward=backward)
@@ -201,7 +207,6 @@ def test_messages_and_partial_results_take_time(monkeypatch):
         assert lost.seconds("gather", 1) == pytest.approx(5 * piece)
         assert lost.seconds("heads", 4) == pytest.approx(2 * piece)
     # Rows of the second turn arrive, and results of the first one return, during the computation.
-    part = 2 * 8 * 128 * 2 * 2**13
     for flops, least in ((1e30, 2.0), (1e9, 1.0)):
         busy = modelled(Machine(flops, 1e30, 1e9, 1e30))
         once = 0.75 * (1.5 * part + 0.5 * part) / 1e9

@@ -104,7 +104,7 @@ def test_messages_that_are_copied_leave_the_device_to_pieces(
 
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize(("size", "kind"), [(2, "zigzag"), (2, "contiguous"), (3, "cyclic")])
-@pytest.mark.parametrize(("fewest", "least", "turns"), [(7, 2, 3), (2, 1, 2), (1, 1, 1)])
+@pytest.mark.parametrize(("fewest", "least", "turns"), [(7, 1, 4), (7, 2, 3), (2, 1, 2), (1, 1, 1)])
 def test_rows_and_results_travel_while_heads_are_computed(
     size, kind, fewest, least, turns, copies, install, monkeypatch
 ):

@@ -20,6 +20,7 @@ from cupyflash import dispatch, distributed, masks, scores
 from cupyflash.arrays import tape as tapes
 from cupyflash.backends.gpu import Gpu
 from cupyflash.distributed import DistributedError
+from cupyflash.distributed.partition import schemes
 from cupyflash.gpu import jit
 from cupyflash.problem.call import Gradients
 
@@ -236,6 +237,29 @@ def test_what_a_tape_cannot_tell_apart_is_checked_every_time(cupy, played):
 
         case.comms.run(work)
     assert not played
+
+
+@pytest.mark.parametrize("scheme", ["heads", "auto", "rounds"])
+def test_what_a_mask_reads_may_change_and_rows_that_travel_by_heads_need_no_plan(
+    scheme, cupy, played, monkeypatch
+):
+    monkeypatch.setattr(schemes, "cheapest", lambda *_, **__: next(chosen))
+    chosen = iter(["heads"] * 4 + ["rounds"] * 99)  # of two ranks, forward and backward
+    ids = np.zeros(LENGTH, int)
+    there = cupy.asarray(ids)
+
+    def options(place):
+        return {"mask": masks.causal() & masks.segments(ids if place is np.asarray else there)}
+
+    with blocks_of(4):
+        case = Case(2, "zigzag", scheme, options, check=False)
+        theirs = Case(2, "zigzag", "rounds" if scheme == "rounds" else "heads", options)
+        for n, each in enumerate((19, 7, LENGTH)):
+            ids[:] = there.host[:] = np.arange(LENGTH) // each
+            arrays = draw(n)
+            ours = case.run(arrays, cupy.asarray)
+            assert len(played) == (0 if scheme == "rounds" else 4 * n)
+            assert all(map(same_bits, ours, theirs.run(arrays, np.asarray)))
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "zigzag"), (3, "cyclic")])

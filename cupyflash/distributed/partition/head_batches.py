@@ -17,8 +17,9 @@ def shares(heads_kv: int, size: int) -> list[range]:
 def head_batches(call: Call, of_ranks: list[range]) -> list[list[range]]:
     """Return the key-value heads that each rank computes in each turn, of those that it has.
 
-    The first and the last turn are as short as fills a GPU. Calls with a bias or a sink have one
-    turn, and those on packed sequences.
+    The first and the last turn are as short as fills a GPU; each of those between has twice as many
+    heads as the one before. Calls with a bias or a sink have one turn, and those on packed
+    sequences.
     """
     problem = call.problem
     if call.bias is not None or call.sink is not None or not problem.rows.divisible:
@@ -26,7 +27,13 @@ def head_batches(call: Call, of_ranks: list[range]) -> list[list[range]]:
     fewest = min(map(len, of_ranks))
     tiles = problem.batch * -(-min(problem.rows.known_q, problem.rows.known_k) // 128)
     least = -(-TILES // max(tiles, 1))
-    ends = [least, -least] if fewest >= 3 * least else [least] if fewest >= 2 * least else []
+    ends: list[int] = []
+    more = least
+    while (end := sum(ends[-1:]) + more) + least <= fewest:
+        ends.append(end)
+        more *= 2
+    if ends and ends[-1] + least < fewest:
+        ends.append(-least)
     return [
         [own[first:last] for own in of_ranks]
         for first, last in itertools.pairwise([0, *ends, None])

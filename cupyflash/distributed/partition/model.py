@@ -77,15 +77,29 @@ class Traffic:
         for held, part in zip((self._from, self._to, self._bytes), parts, strict=True):
             held.append(part)
 
+    def _messages(self) -> tuple[Array, Array, Array]:
+        """Return who sends and who receives how many bytes, of all that travels."""
+        sender, receiver, count = (
+            np.concatenate([np.zeros(0, np.int64), *parts])
+            for parts in (self._from, self._to, self._bytes)
+        )
+        some = (count > 0) & (sender != receiver)
+        return sender[some], receiver[some], count[some]
+
+    def copied(self) -> Array:
+        """Return the seconds in which each rank copies what it receives to where it belongs.
+
+        SMs do that, which compute meanwhile.
+        """
+        _, receiver, count = self._messages()
+        found: Array = 2 * np.bincount(receiver.astype(int), count, self._size)
+        return found / self._machine.memory
+
     def done(self, begin: Array) -> Array:
         """Return when each rank has all of its messages, given when it comes to the exchange."""
         if not self._from:
             return begin
-        sender, receiver, count = (
-            np.concatenate(parts) for parts in (self._from, self._to, self._bytes)
-        )
-        some = (count > 0) & (sender != receiver)
-        sender, receiver, count = sender[some], receiver[some], count[some]
+        sender, receiver, count = self._messages()
         outside = self._nodes[sender] != self._nodes[receiver]
         busy = np.zeros(self._size)
         for which, speed in ((~outside, self._machine.link), (outside, self._machine.network)):
@@ -179,8 +193,8 @@ class Model:
         if scheme == "heads":
             begin = self._by_heads(begin, of_ranks)
         elif scheme == "heads x rounds":
-            begin = self._rounds(self._travel(begin, share, there=True), scheme, share)
-            begin = self._travel(begin, share, there=False)
+            begin = self._rounds(self._travel(share, there=True).done(begin), scheme, share)
+            begin = self._travel(share, there=False).done(begin)
         elif scheme == "nodes":
             begin = self._by_nodes(begin)
         else:
@@ -194,14 +208,17 @@ class Model:
     def _by_heads(self, begin: Array, of_ranks: list[range]) -> Array:
         """Return when each rank is done if it computes some heads, in turns."""
         parts = list(map(self._part, head_batches(self._call, of_ranks)))
-        begin = moving = self._travel(begin, parts[0], there=True)
-        busy = self._proofs.work.sum() * self._of_pair * self._part(of_ranks)
-        for part in parts[1:]:  # meanwhile
-            moving = self._travel(moving, part, there=True)
-        for part in parts[:-1]:
-            moving = self._travel(moving, part, there=False)
-        begin = np.maximum(begin + busy + len(parts) * self._piece, moving)
-        return self._travel(begin, parts[-1], there=False)
+        there, back = ([self._travel(part, there) for part in parts] for there in (True, False))
+        moving = there[0].done(begin)
+        whole = self._proofs.work.sum() * self._of_pair
+        for n, part in enumerate(parts):
+            copied = there[n].copied() + back[n].copied()
+            begin = np.maximum(begin, moving) + whole * part + copied + self._piece
+            if n + 1 < len(parts):  # meanwhile
+                moving = there[n + 1].done(moving)
+        for traffic in back[:-1]:
+            moving = traffic.done(moving)
+        return back[-1].done(np.maximum(begin, moving))
 
     def _rounds(self, begin: Array, scheme: Scheme, share: Array) -> Array:
         """Return when each rank is done with all keys, of which it computes a share of the heads.
@@ -233,7 +250,8 @@ class Model:
                 returned(traffic, n - 1)
             pieces = 2 if n == 0 and len(steps) > 1 else 1  # own keys, at first and at last
             busy = self._compute(proofs, step[0], step[1], pieces=pieces)[:, None] * share
-            begin = np.maximum(begin + busy.reshape(-1), traffic.done(begin))
+            busy = busy.reshape(-1) + traffic.copied()
+            begin = np.maximum(begin + busy, traffic.done(begin))
         if self._backward and len(steps) > 1:
             traffic = self._traffic()
             returned(traffic, len(steps) - 1)
@@ -285,11 +303,11 @@ class Model:
             busy = np.zeros(self._size)
             if n < len(steps):
                 busy = self._compute(proofs, *steps[n][:2], at_once=True)
-            begin = np.maximum(begin + busy, traffic.done(begin))
+            begin = np.maximum(begin + busy + traffic.copied(), traffic.done(begin))
         return begin
 
-    def _travel(self, begin: Array, share: Array, there: bool) -> Array:
-        """Return when rows have come to the ranks of their heads, or results back."""
+    def _travel(self, share: Array, there: bool) -> Traffic:
+        """Return the rows that travel to the ranks of their heads, or results that return."""
         group = len(share)
         rows, keys = self._proofs.held
         q, o, kv = (x * self._item for x in (self._q, self._o, self.kv))
@@ -300,4 +318,4 @@ class Model:
         users = holders // group * group + np.arange(group)
         traffic = self._traffic()
         traffic.add(*((holders, users, count) if there else (users, holders, count)))
-        return traffic.done(begin)
+        return traffic

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .proofs import Proofs
 
 BY_HEADS: tuple[Scheme, ...] = ("heads", "heads x rounds")
 MOST_REMEMBERED = 16  # calls of a layout whose plans it keeps
+MOST_DECIDED = 1024  # kinds of calls of a layout for which it keeps what "auto" is
 
 
 class Plan(NamedTuple):
@@ -135,7 +136,9 @@ def plan(
     """Return the plan of this rank, whose peers are on these nodes.
 
     A layout remembers it. What the arrays hold that a mask reads is compared in every call, because
-    their elements may have changed.
+    their elements may have changed; with the scheme "heads" no plan depends on it. Which scheme
+    "auto" is, the first call of its kind decides: it stays when only such elements change, so that
+    no call waits for the device to compare them, and all ranks go on with the same one.
     `by_heads` says whether rows may travel to the ranks of their heads: divided look-ups do not.
     `copies` says whether messages take no SMs.
     """
@@ -148,25 +151,38 @@ def plan(
         _check_nodes(nodes)
     if scheme in BY_HEADS:
         _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
-    expr, arrays = (None, ()) if call.mask is None else call.mask.structure
     if not by_heads:
         return _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
+    expr, arrays = (None, ()) if call.mask is None else call.mask.structure
     problem = call.problem
     sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
     facts = problem.lead, problem.heads, problem.heads_kv, sizes, bool(problem.dropout)
     options = None if call.score_mod is None else call.score_mod.structure[0], call.sink is None
     bias = None if call.bias is None else call.bias.shape[-1:]
     how = scheme, tuple(nodes), copies, backward and scheme == "auto"
-    held = tuple(map(_content, arrays))
-    key = expr, held, facts, options, bias, problem.rows.of_queries.layout, how
+    kind = expr, facts, options, bias, problem.rows.of_queries.layout, how
+    if scheme == "auto":
+        decided = layout.decided.get(kind)
+        if decided is not None and decided[0] is layout_k:
+            scheme = decided[1]
+    if scheme == "heads":
+        return Plan(scheme, [], group_size(call, scheme, nodes))
+    key = kind, tuple(map(_content, arrays))
     known = layout.remembered.get(key)
     if known is None or known[0] is not layout_k:
-        while len(layout.remembered) >= MOST_REMEMBERED:
-            del layout.remembered[next(iter(layout.remembered))]
-        known = layout_k, _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
-        layout.remembered[key] = known
-    made: Plan = known[1]
-    return made
+        made = _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
+        known = layout_k, made
+        _keep(layout.remembered, key, known, MOST_REMEMBERED)
+        _keep(layout.decided, kind, (layout_k, made.scheme), MOST_DECIDED)
+    found: Plan = known[1]
+    return found
+
+
+def _keep(remembered: dict[Hashable, Any], key: Hashable, value: Any, most: int) -> None:
+    """Keep a value, and let the oldest ones go."""
+    while len(remembered) >= most and key not in remembered:
+        del remembered[next(iter(remembered))]
+    remembered[key] = value
 
 
 def _content(array: Array) -> Hashable:

@@ -16,7 +16,8 @@ from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
 ANY_HEAD = 2**31 - 1
-LIST_THREADS, ORDER_THREADS = 128, 512
+LIST_THREADS, ORDER_THREADS = 128, 1024
+ORDERED_AT_ONCE = 4096  # rows whose costs are in shared memory
 ANY_TILE = 64, 64
 STAGES = 2  # the two buffers of `Shape.stage`
 
@@ -195,7 +196,7 @@ def _configure_lists(request: Request) -> Tiles | None:
 
 
 def _configure_order(request: Request) -> Tiles | None:
-    return Tiles(*(request.blocks or ANY_TILE), ORDER_THREADS, 4 * ORDER_THREADS)
+    return Tiles(*(request.blocks or ANY_TILE), ORDER_THREADS, 4 * ORDERED_AT_ONCE)
 
 
 FORWARD = KernelSpec(
