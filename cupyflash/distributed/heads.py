@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..expr.key_range import key_range
 from ..outputs import Targets
 from ..pieces.parts import problem_of_heads
-from ..problem.bound_exprs import trees
 from ..problem.call import Array, Call, Gradients
 from . import compute
 from .all_reduce import all_reduce
 from .compute import Rank
 from .messages import together
-from .partition.head_batches import head_batches, shares
+from .partition.head_batches import head_batches, sees_a_range, shares
 from .partition.intervals import Intervals
 from .partition.layouts import Layout
 from .row_exchange import RowExchange, Rows
@@ -72,12 +70,6 @@ class _Item(NamedTuple):
 def on_device(call: Call) -> bool:
     """Return whether a call's arrays are in the memory of a device."""
     return call.device is not None
-
-
-def _sees_a_range(call: Call) -> bool:
-    """Return whether the keys that a query sees are a range."""
-    allowed = trees(call).allowed
-    return allowed is None or key_range(allowed, call.problem) is not None
 
 
 class _Target(NamedTuple):
@@ -129,7 +121,7 @@ class Heads:
         self._turns = head_batches(rank.call, self._shares) if several else [self._shares]
         # Copies from peers take SMs in the end, if briefly: they wait for a work tile, not for all.
         # Of a mask that is a range, tiles that blocks prepare ahead are worth more.
-        self._beside = len(self._turns) > 1 and not (rank.copies and _sees_a_range(rank.call))
+        self._beside = len(self._turns) > 1 and not (rank.copies and sees_a_range(rank.call))
 
     def _rows(self, array: Array, grouped: int | None = None) -> _Item:
         return _Item(array, self._layout, self._heads_of_kv if grouped is None else grouped)

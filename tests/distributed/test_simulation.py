@@ -17,6 +17,7 @@ from cupyflash.arrays.unallocated import unallocated as fake_array
 from cupyflash.commands.explain import seconds
 from cupyflash.commands.main import main
 from cupyflash.distributed.partition import head_batches, model, simulation
+from cupyflash.distributed.partition.head_batches import shares
 from cupyflash.distributed.partition.model import H100, Machine, Model
 from cupyflash.distributed.partition.proofs import Proofs
 from cupyflash.problem import validate
@@ -200,6 +201,10 @@ def test_messages_and_partial_results_take_time(monkeypatch):
     memory = modelled(replace(nothing, memory=1e9))
     partial, part = 2 * 4 * 8 * 128 * 2**13, 2 * 8 * 128 * 2 * 2**13
     assert memory.seconds("rounds", 1) == pytest.approx((4 * partial + 3 * 2 * part) / 1e9)
+    # Rounds follow from what arrays hold that a mask reads; rows travel to their heads anyway.
+    documents = modelled(nothing, masks.segments(np.zeros(2**15, np.int32)))
+    assert documents.seconds("rounds", 1) == documents.seconds("gather", 1) == model.PLANNED
+    assert documents.seconds("heads", 4) < 1e-12
     # Own keys are two pieces, those of each round one, and a turn of heads is one, too.
     for machine, backward, piece in ((nothing, False, 1.0), (nothing, True, 10.0)):
         lost = modelled(replace(machine, piece=(1.0, 10.0)), backward=backward)
@@ -214,6 +219,20 @@ def test_messages_and_partial_results_take_time(monkeypatch):
         assert busy.seconds("heads", 4) == pytest.approx(expected)
     causal = modelled(FAST, masks.causal())  # the last of four ranks has 7 of 16 pairs
     assert causal.seconds("rounds", 1) == pytest.approx(7 / 16 * causal.one_rank, rel=0.01)
+
+
+def test_turns_of_tiles_that_take_different_times_are_longer():
+    def turns(mask):
+        x = fake_array((16, 2**16, 128), np.dtype(np.float16))
+        call = validate.call(x, x, x, Options(mask=mask))
+        made = head_batches.head_batches(call, shares(16, 2))
+        assert [[x for turn in made for x in turn[rank]] for rank in (0, 1)] == [
+            list(range(8)), list(range(8, 16))
+        ]  # fmt: skip
+        return [len(turn[0]) for turn in made]
+
+    assert turns(None) == turns(masks.causal()) == [1, 2, 4, 1]
+    assert turns(masks.causal() & masks.segments(np.arange(2**16) // 999)) == [2, 4, 2]
 
 
 def explained(mask, ranks, length, backward=False, **options):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from ...expr.key_range import key_range
 from ...pieces.heads import TILES
+from ...problem.bound_exprs import trees
 from ...problem.call import Call
 
 
@@ -14,10 +16,17 @@ def shares(heads_kv: int, size: int) -> list[range]:
     return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
+def sees_a_range(call: Call) -> bool:
+    """Return whether the keys that a query sees are a range: then similar tiles take turns."""
+    allowed = trees(call).allowed
+    return allowed is None or key_range(allowed, call.problem) is not None
+
+
 def head_batches(call: Call, of_ranks: list[range]) -> list[list[range]]:
     """Return the key-value heads that each rank computes in each turn, of those that it has.
 
-    The first and the last turn are as short as fills a GPU; each of those between has twice as many
+    The first and the last turn are as short as fills a GPU, with twice as many tiles if these take
+    very different times; each of those between has twice as many
     heads as the one before. Calls with a bias or a sink have one turn, and those on packed
     sequences.
     """
@@ -26,7 +35,7 @@ def head_batches(call: Call, of_ranks: list[range]) -> list[list[range]]:
         return [of_ranks]
     fewest = min(map(len, of_ranks))
     tiles = problem.batch * -(-min(problem.rows.known_q, problem.rows.known_k) // 128)
-    least = -(-TILES // max(tiles, 1))
+    least = -(-TILES * (1 if sees_a_range(call) else 2) // max(tiles, 1))
     ends: list[int] = []
     more = least
     while (end := sum(ends[-1:]) + more) + least <= fewest:
