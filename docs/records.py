@@ -126,6 +126,20 @@ def of_benchmarks() -> Table:
     return ["file", "suite", "machine", "commit", "rows"], rows
 
 
+def of_ranks() -> Table:
+    """Return the times of one GPU and of several, and the efficiency of these."""
+    rows = []
+    for record in records("ranks"):
+        for name, found in record["milliseconds"].items():
+            one, several, schemes = found["one GPU"], found["all GPUs"], found["schemes"]
+            shares = [a / record["ranks"] / b for a, b in zip(one, several, strict=True)]
+            pairs = (f"{x:.2f}" for x in one), (f"{x:.2f}" for x in several)
+            shown = *map(" / ".join, pairs), " / ".join(f"{x:.0%}" for x in shares)
+            where = f"{record['ranks']} × {record['card']}, commit {record['commit']}"
+            rows.append([name, *shown, " / ".join(dict.fromkeys(schemes)), where])
+    return ["mask", "one GPU, ms", "all, ms", "efficiency", "scheme", "GPUs"], rows
+
+
 class Cards(Directive):
     """``cards``: which capabilities were run, and which were only compiled for."""
 
@@ -153,6 +167,12 @@ class Benchmarks(Cards):
     """``benchmark-runs``: runs of the measured tables."""
 
     made = staticmethod(of_benchmarks)
+
+
+class Ranks(Cards):
+    """``rank-runs``: one sequence on one GPU and divided among several."""
+
+    made = staticmethod(of_ranks)
 
 
 class Peers(Directive):
@@ -195,4 +215,5 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_directive("cpu-runs", Cpus)
     app.add_directive("peer-runs", Peers)
     app.add_directive("benchmark-runs", Benchmarks)
+    app.add_directive("rank-runs", Ranks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -132,7 +132,7 @@ template <int KIND, typename Wide>
 __device__ __forceinline__ void extend_by_vectors(const char* row, int length, int first, int step,
                                                   Wide& low, Wide& high) {
   using T = typename Integer<KIND>::type;
-  constexpr int EACH = 16 / sizeof(T), AT_ONCE = 4;
+  constexpr int EACH = 16 / sizeof(T), AT_ONCE = 2;
   struct alignas(16) Vector16 {
     T x[EACH];
   };
@@ -161,8 +161,8 @@ __device__ __forceinline__ void extend_by_vectors(const char* row, int length, i
 // The extremes of each lane's row, given by address and length, at least 1. All lanes may have the
 // same row (often a tile's queries, for many tiles of keys) and share the work; else groups of 8
 // lanes read the row of one lane after the other together, so that neighbouring lanes load
-// neighbouring elements, 16 bytes at a time where rows are aligned. Short aligned rows are read by
-// the lanes that have them. All lanes of the warp call it together.
+// neighbouring elements, 16 bytes at a time where rows are aligned. All lanes of the warp call it
+// together.
 template <int KIND>
 __device__ __forceinline__ IntEnds row_extremes(const char* lane_row, int lane_length,
                                                 long long stride) {
@@ -177,19 +177,16 @@ __device__ __forceinline__ IntEnds row_extremes(const char* lane_row, int lane_l
   const bool same = !ptx::any_lane(address != first || lane_length != first_length);
   const bool whole = (address | static_cast<unsigned long long>(lane_length) * sizeof(T)) % 16 == 0;
   const bool by_vectors = !ptx::any_lane(!whole || stride != sizeof(T));
-  const bool is_short = lane_length * static_cast<int>(sizeof(T)) < 16 * TOGETHER;
-  const bool alone = by_vectors && !same && ptx::any_lane(is_short);
   const int lane = ptx::lane_index(), group = lane / TOGETHER * TOGETHER;
   IntEnds extremes{0, 0};
 #pragma unroll 1
-  for (int n = 0; n < (same || alone ? 1 : TOGETHER); ++n) {
+  for (int n = 0; n < (same ? 1 : TOGETHER); ++n) {
     Wide low = ~LEAST, high = LEAST;
-    const int reader = alone ? lane : group + n;
+    const int reader = same ? lane : group + n;
     const auto* const row = reinterpret_cast<const char*>(ptx::shuffle(address, reader));
     const int length = ptx::shuffle(lane_length, reader);
     if (by_vectors) {
-      extend_by_vectors<KIND>(row, length, alone ? 0 : lane - group, alone ? 1 : TOGETHER, low,
-                              high);
+      extend_by_vectors<KIND>(row, length, lane - group, TOGETHER, low, high);
     } else {
 #pragma unroll 1
       for (int from = lane - group; from < length; from += AT_ONCE * TOGETHER) {
@@ -207,15 +204,13 @@ __device__ __forceinline__ IntEnds row_extremes(const char* lane_row, int lane_l
         }
       }
     }
-    if (!alone) {
 #pragma unroll
-      for (int lanes = TOGETHER / 2; lanes > 0; lanes /= 2) {
-        const Wide least = ptx::shuffle_xor(low, lanes), most = ptx::shuffle_xor(high, lanes);
-        low = least < low ? least : low;
-        high = most > high ? most : high;
-      }
+    for (int lanes = TOGETHER / 2; lanes > 0; lanes /= 2) {
+      const Wide least = ptx::shuffle_xor(low, lanes), most = ptx::shuffle_xor(high, lanes);
+      low = least < low ? least : low;
+      high = most > high ? most : high;
     }
-    if (same || alone || lane == group + n) extremes = IntEnds{low, high};
+    if (same || lane == group + n) extremes = IntEnds{low, high};
   }
   return extremes;
 }

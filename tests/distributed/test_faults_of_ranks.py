@@ -159,7 +159,7 @@ DIFFERENT = {
     "heads": (with_arrays(lambda x: x[:1]), "k: (2, L, 8) of float32 on ranks 0, 2; (1, L, 8)"),
     "head size": (with_arrays(lambda x: x[..., :4]), "v: (2, L, 8) of float32 on ranks 0, 2; "),
     "batch": (with_arrays(lambda x: x[None]), "q: (2, L, 8) of float32 on ranks 0, 2; (1, 2, L"),
-    "scheme": (with_options(scheme="rounds"), "scheme: gather on ranks 0, 2; rounds on rank 1"),
+    "scheme": (with_options(scheme="gather"), "scheme: rounds on ranks 0, 2; gather on rank 1"),
 }
 
 

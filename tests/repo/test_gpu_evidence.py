@@ -135,7 +135,7 @@ def test_the_page_of_what_was_verified_has_every_record(monkeypatch):
     monkeypatch.syspath_prepend(str(gpu_machine.ROOT / "docs"))
     records = importlib.import_module("records")
     paths = list(gpu_machine.RECORDS.glob("*.json"))
-    kinds = "tests", "fuzz", "compiled", "changes"
+    kinds = "tests", "fuzz", "compiled", "changes", "ranks"
     assert sum(len(records.records(kind)) for kind in kinds) == len(paths)
     _, rows = records.cards()
     assert {row[0] for row in rows} == {records.capability(arch) for arch in SHARED_MEMORY}
@@ -151,6 +151,10 @@ def test_the_page_of_what_was_verified_has_every_record(monkeypatch):
         assert rows[-1][head.index("not ended")] == str(len(record["not_ended"]))
     _, rows = records.of_fuzz()
     assert [int(row[-1]) for row in rows] == [len(x["wrong"]) for x in records.records("fuzz")]
+    head, rows = records.of_ranks()
+    assert len(rows) == sum(len(x["milliseconds"]) for x in records.records("ranks"))
+    assert all(len(row) == len(head) for row in rows)
+    assert ":::{rank-runs}" in (gpu_machine.ROOT / "docs" / "howto" / "distributed.md").read_text()
     page = (gpu_machine.ROOT / "docs" / "verified.md").read_text()
     _, rows = records.of_cpus()
     assert len(rows) == len(list(records.OF_CPUS.glob("*.json"))) > 0
