@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from host_cupy import in_host
-from late_ranks import LENGTH, Device, Late, Replay, ReplayOfSpans, both, on_host
+from late_ranks import LENGTH, Device, Late, Replay, ReplayOfRows, ReplayOfSpans, both, on_host
 from placement import same_bits
 from ranks import blocks_of
 
@@ -102,7 +102,7 @@ def test_messages_that_are_copied_leave_the_device_to_pieces(
                     assert "copy" not in cupy.asked
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("copies", [False, True, "in place"])
 @pytest.mark.parametrize(("size", "kind"), [(2, "zigzag"), (2, "contiguous"), (3, "cyclic")])
 @pytest.mark.parametrize(("fewest", "least", "turns"), [(7, 1, 4), (7, 2, 3), (2, 1, 2), (1, 1, 1)])
 def test_rows_and_results_travel_while_heads_are_computed(
@@ -110,6 +110,7 @@ def test_rows_and_results_travel_while_heads_are_computed(
 ):
     """In turns, the first and the last of which are short; one rank has a head more."""
     heads_kv = size * fewest + 1
+    in_place, copies = copies == "in place", bool(copies)
     monkeypatch.setattr(of_heads, "TILES", 2 * least)  # of two entries with a tile each
     monkeypatch.setattr(heads, "on_device", lambda call: True)  # for those in host memory, too
     with blocks_of(4):
@@ -117,7 +118,9 @@ def test_rows_and_results_travel_while_heads_are_computed(
         for spy, own, expected in on_host(comms, kind, "heads", heads_kv, copies):
             cupy = install(Device(seed=spy.rank))
             monkeypatch.setattr(dispatch, "GPU", Late(cupy))
-            comm = (ReplayOfSpans if copies else Replay)(spy, cupy, copies)
+            replay = ReplayOfRows if in_place else ReplayOfSpans if copies else Replay
+            comm = replay(spy, cupy, copies)
+            monkeypatch.setattr(peers, "BLOCK", 1 if in_place else 1 << 30)
             layout = distributed.layout(comm, LENGTH, kind=kind)
             asked = []
             for again in range(3):

@@ -180,6 +180,47 @@ class ReplayOfSpans(Replay):
         return SimpleNamespace(host=np.frombuffer((ctypes.c_char * size).from_address(place), "u1"))
 
 
+class ReplayOfRows(ReplayOfSpans):
+    """One to which messages of a rank are one row of bytes, whatever their parts are."""
+
+    def exchange(self, sends, receives):
+        """Start to send and to receive."""
+        sent, comes = self._spy.messages[self._number % len(self._spy.messages)]
+        sent, comes = _rows_of(sent), _rows_of(comes)
+        self._spy.messages[self._number % len(self._spy.messages)] = sent, comes
+        assert [rank for rank, _ in sent] == list(dict.fromkeys(rank for rank, _ in sends))
+        return super().exchange(*(
+            [(rank, _Parts([x.host for other, x in each if other == rank])) for rank, _ in row]
+            for each, row in ((sends, sent), (receives, comes))
+        ))  # fmt: skip
+
+
+def _rows_of(messages):
+    """Return the messages of each rank as one."""
+    ranks = dict.fromkeys(rank for rank, _ in messages)
+    return [
+        (rank, np.concatenate([x.reshape(-1).view(np.uint8) for r, x in messages if r == rank]))
+        for rank in ranks
+    ]
+
+
+class _Parts:
+    """Arrays in a row, which are read and written when the device does so."""
+
+    def __init__(self, parts):
+        self.host, self._parts = self, parts
+
+    def copy(self):
+        return np.concatenate([np.ascontiguousarray(x).reshape(-1).view("u1") for x in self._parts])
+
+    def __setitem__(self, _, content):
+        begin = 0
+        for x in self._parts:
+            x[...] = content[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
+            begin += x.nbytes
+        assert begin == content.nbytes
+
+
 def both(arrays, comm, layout, scheme):
     q, k, v, do = arrays
     options = {"comm": comm, "layout": layout, "scheme": scheme, "mask": masks.causal()}
