@@ -113,7 +113,8 @@ def attention_cached(
     ArgumentError, ArgumentTypeError
         As in `cupyflash.attention_cached`, and if a tensor requires a gradient.
     """
-    if not torch.compiler.is_compiling() and type(q) in PLAIN and q.is_cpu:
+    traced = tensors.is_traced()
+    if not traced and type(q) in PLAIN and q.is_cpu:
         others = table, offsets_q, k_scale, v_scale, kv_dtype, score_mod, bias, sink, scale
         unusual = any(each is not None for each in others) or return_lse is not False
         made = None
@@ -126,7 +127,7 @@ def attention_cached(
     given = {"lengths": lengths, "table": table, "offsets_q": offsets_q}
     given |= {"k_scale": k_scale, "v_scale": v_scale}
     seen = None
-    if not torch.compiler.is_compiling():
+    if not traced:
         for read in () if score_mod is None else learned.tables_of(settings):
             tensors.refuse_gradients({"score_mod": read.owner}, _NO_GRADIENT)
         seen = _signature(settings, x, given, kv_dtype, shared, return_lse)

@@ -110,7 +110,7 @@ def by_rows(
 
     The settings are `by_rows`. The lse may be None if it is not wanted.
     """
-    if not torch.compiler.is_compiling():
+    if not tensors.is_traced():
         q, k, v = qkv.values()
         given = Operands(q, k, v, None, sink, None, None, *offsets)
         made = _again(settings, given, return_lse)

@@ -238,7 +238,7 @@ def run(
     if settings.seed is not None and isinstance(settings.seed, torch.Tensor):
         seed, settings = settings.seed, settings._replace(seed=None)
     x = Operands(q, k, v, bias, sink, mask, seed, offsets_q, offsets_k)
-    traced = torch.compiler.is_compiling()
+    traced = tensors.is_traced()
     if not traced:
         if type(settings.mask) is tuple or type(settings.score_mod) is list:
             settings = _without_recipes(settings)
@@ -308,6 +308,6 @@ def drawn_seed(dropout_p: float) -> torch.Tensor | int | None:
     if not dropout_p:
         return None
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
-    if torch.compiler.is_compiling() or tensors.is_transforming() or type(seed) is not torch.Tensor:
+    if tensors.is_traced() or tensors.is_transforming() or type(seed) is not torch.Tensor:
         return seed
     return int(seed)

@@ -13,7 +13,7 @@ from transformers import cache_utils
 
 from ..arrays.integers import integer
 from ..errors import ArgumentError
-from . import appended
+from . import appended, tensors
 
 _FEWEST = 64  # rows of the smallest room
 
@@ -67,7 +67,7 @@ class _Rooms:
 
     def _must_copy(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether rows may not be written in place, so that the library's own way is taken."""
-        if torch.compiler.is_compiling():
+        if tensors.is_traced():
             return True
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             return True  # what autograd has saved must stay as it is

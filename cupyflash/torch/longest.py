@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
+
+from . import tensors
 
 _MOST_KEYS = 128  # those of the widest tile whose result depends on no tile
 _STEP = 16  # so that few numbers have launches of their own
@@ -17,7 +18,7 @@ def known(most_q: Any, most_k: Any) -> tuple[int, int] | None:
     Where a sequence is longer, all results of the call are wrong, and a later call on the device
     raises the error.
     """
-    if torch.compiler.is_compiling():
+    if tensors.is_traced():
         return None
     if type(most_q) is not int or type(most_k) is not int:
         kinds = {type(most) for most in (most_q, most_k)}

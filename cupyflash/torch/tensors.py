@@ -147,8 +147,31 @@ def _layout(x: torch.Tensor) -> str:
     return f"got a tensor of layout {x.layout}; expected a dense one. Convert it with .to_dense()."
 
 
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+
+
+def _is_recorded() -> bool:
+    """Return whether `make_fx` records operators on tensors that have elements."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
+def is_traced() -> bool:
+    """Return whether calls become nodes of a graph, by `torch.compile` or by `make_fx`."""
+    return torch.compiler.is_compiling() or (_modes() > 0 and _is_recorded())
+
+
 def array_of(x: Any) -> Any:
-    """Return a tensor as an array in the same memory, and anything else unchanged."""
+    """Return a tensor as an array in the same memory, and anything else unchanged.
+
+    A graph that `make_fx` records would lack what is computed with the array.
+    """
+    if _modes() and isinstance(x, torch.Tensor) and _is_recorded():
+        raise ArgumentTypeError(
+            "got a tensor while make_fx records operators; expected none, because this function is "
+            "no operator of PyTorch, and the graph would lack it. Call it outside of the graph."
+        )
     if type(x) is not torch.Tensor:
         if not isinstance(x, torch.Tensor):
             return x

@@ -312,7 +312,7 @@ def _usual(
     The result is (B, L, H, D), contiguous. Between two layers, a model uses most of the CPU's
     caches. So this makes few objects and calls.
     """
-    if torch.compiler.is_compiling():
+    if tensors.is_traced():
         return None
     queries = query.shape[2]
     if queries == 1:
