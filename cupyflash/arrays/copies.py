@@ -113,15 +113,16 @@ def _launch(blocks: Sequence[_Blocks]) -> None:
     for row, x, end in zip(table, blocks, ends, strict=False):
         row["pitch_from"], row["pitch_to"] = x.pitch_from, x.pitch_to
         row["width"], row["end"] = x.width, end
-    table["end"][len(blocks) :] = ends[-1]
-    table["width"][len(blocks) :] = 1
+    number = len(blocks)  # `copy` may be kept, and must not keep the arrays
+    table["end"][number:] = ends[-1]
+    table["width"][number:] = 1
     grid = math.ceil(ends[-1] / (THREADS * UNITS))
     device = int(blocks[0].to.device.id)
 
     def copy(addresses: list[int]) -> None:
         told = table.copy()
-        told["from"][: len(blocks)] = addresses[::2]
-        told["to"][: len(blocks)] = addresses[1::2]
+        told["from"][:number] = addresses[::2]
+        told["to"][:number] = addresses[1::2]
         _kernel(device)((grid,), (THREADS,), (told.view(f"V{told.nbytes}"),), shared_mem=0)
 
     arrays = [array for x in blocks for array in (x.source, x.to)]

@@ -429,6 +429,18 @@ def beside(marked: Any, computes: bool = False) -> Iterator[None]:
         yield
 
 
+def join() -> None:
+    """Let the current stream wait for all that was asked for `beside` it."""
+    import cupy
+
+    here = cupy.cuda.runtime.getDevice()
+    for (device, _), side in _sides.streams.items():
+        if device == here:
+            made = cupy.cuda.Event(disable_timing=True)
+            made.record(side)
+            cupy.cuda.get_current_stream().wait_event(made)
+
+
 def wait_for_current_stream() -> None:
     """Return when everything that the current stream was asked for is done."""
     import cupy

@@ -50,7 +50,7 @@ class Rank:
     relays : bool
         Whether ranks pass on what comes from other nodes.
     copies : bool
-        Whether messages between devices take no SMs.
+        Whether messages between devices take SMs only where they arrive.
     """
 
     call: Call

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from . import compute
 from .agreement import Facts, agree, bias_facts, bias_is_shared, facts_of
 from .heads import Heads
 from .partition.layouts import Layout
-from .partition.schemes import BY_HEADS, Plan, check_scheme, plan
+from .partition.schemes import BY_HEADS, Decisions, Plan, check_scheme, plan
 from .recorded_call import RecordedCall, RecordingCommunicator
 from .sharded import Extremes, Lookups, placed, reads_parts
 from .transport.communication import Communicator, is_communicator
@@ -88,6 +89,17 @@ class Ranks:
                     f"of rank {self.comm.rank} of {self.comm.size}, made with the same comm."
                 )
         return self.layout, layout_k
+
+
+_decisions: WeakKeyDictionary[Any, Decisions] = WeakKeyDictionary()
+
+
+def decisions(comm: Communicator) -> Decisions:
+    """Return what the ranks of a communicator, and of no other one, agreed on that "auto" is."""
+    found = _decisions.get(comm)
+    if found is None:
+        found = _decisions[comm] = Decisions()
+    return found
 
 
 def _is_number(value: Any) -> bool:
@@ -205,12 +217,14 @@ class Distributed(Executor):
             call = self.call if self._bounded is None else self._bounded
             scheme, nodes = self._ranks.scheme, self.comm.nodes
             how = not self._reads_parts, self._copies, self._is_backward
-            known = self._plans[self._is_backward] = plan(call, *self.layouts, scheme, nodes, *how)
+            decided = decisions(self.comm)
+            known = plan(call, *self.layouts, scheme, nodes, *how, decided)
+            self._plans[self._is_backward] = known
         return known
 
     @property
     def _copies(self) -> bool:
-        """Whether messages take no SMs."""
+        """Whether messages take SMs only where what arrives is copied to its place."""
         return getattr(self.comm, "copies", False)
 
     def signature(
@@ -286,6 +300,7 @@ class Distributed(Executor):
         again: RecordedCall | None = recalled
         with self.running():
             made = self._agreed(prepare)
+            decisions(self.comm).keep(self.plan, *self.layouts)
             try:
                 with _recording(again, made.shown) as self._tape:
                     compute(made)

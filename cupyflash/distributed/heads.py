@@ -283,17 +283,25 @@ class Heads:
         back = {name: self._target(item, computed[name]) for name, item in targets.items()}
         leaving = [self._leaving(back, computed, turn) for turn in self._turns]
         marks = {n: place.mark() for n in range(1, len(self._turns), 2)}  # all memory is there
-        for n, turn in enumerate(self._turns):
-            with place.beside(marks[n], computes=True) if n in marks else nullcontext():
-                arriving[n].wait(timeout, "rows to the ranks of their heads")
-                compute_heads(turn[own])
-                if not n and several:  # the device is busy meanwhile
-                    with place.beside(begin):
-                        for each in arriving[1:]:
-                            each.post()
-                leaving[n].post()
-        for each in leaving:
+        try:
+            for n, turn in enumerate(self._turns):
+                with place.beside(marks[n], computes=True) if n in marks else nullcontext():
+                    arriving[n].wait(timeout, "rows to the ranks of their heads")
+                    compute_heads(turn[own])
+                    if not n and several:  # the device is busy meanwhile
+                        with place.beside(begin):
+                            for each in arriving[1:]:
+                                each.post()
+                    leaving[n].post()
+                if n not in marks:
+                    arriving[n].let_go()
+        except BaseException:
+            place.join()  # memory that the other stream uses is let go
+            raise
+        for came, each in zip(arriving, leaving, strict=True):
             each.wait(timeout, "results from the ranks of their heads")
+            came.let_go()
+            each.let_go()
         pairs = []
         for name, (item, parts) in back.items():
             rows = Rows(computed[name], self._held(item), item.layout.own)

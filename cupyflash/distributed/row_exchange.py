@@ -145,5 +145,12 @@ class RowExchange:
         self._transfer.wait(timeout, what)
         self._place.store_all([(copy, array) for array, copy in self._unpacked])
         self._transfer = None
+
+    def let_go(self) -> None:
+        """Let the memory of the messages go.
+
+        It was asked for on the caller's stream, which has to come behind `wait` before it may use
+        that memory again.
+        """
         for each in (self._sends, self._receives, self._packed, self._unpacked):
-            each.clear()  # their memory may be let go
+            each.clear()

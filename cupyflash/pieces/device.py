@@ -173,6 +173,11 @@ class Device:
         with cuda_device.current(self._device), device_arrays.beside(mark, computes):
             yield
 
+    def join(self) -> None:
+        """Let the current stream wait for those of its own."""
+        with cuda_device.current(self._device):
+            device_arrays.join()
+
     def __enter__(self) -> Self:
         return self
 

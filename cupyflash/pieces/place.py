@@ -81,6 +81,10 @@ class Place(Protocol):
         """
         ...
 
+    def join(self) -> None:
+        """Let what is asked for from here on wait for all that was asked for `beside` it."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None:
@@ -155,6 +159,9 @@ class Host:
 
     def mark(self) -> None:
         """Return None."""
+
+    def join(self) -> None:
+        """Return: nothing was asked for elsewhere."""
 
     def beside(
         self,

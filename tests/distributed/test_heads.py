@@ -13,7 +13,7 @@ from ranks import TIMEOUT, OverRanks, blocks_of
 import cupyflash
 from cupyflash import distributed, masks, scores
 from cupyflash.backends.cpu import Cpu
-from cupyflash.distributed import DistributedError
+from cupyflash.distributed import DistributedError, executor
 from cupyflash.distributed.partition import schemes
 from cupyflash.distributed.partition.head_batches import shares
 from cupyflash.distributed.partition.model import Model
@@ -253,3 +253,66 @@ def test_a_lost_message_ends_all(backward, scheme, monkeypatch):
         words += r"\(.*ranks of their heads"
     with pytest.raises(DistributedError, match=words):
         threads.run(work)
+
+
+@pytest.fixture
+def by_documents(monkeypatch):
+    """Let "auto" be by heads for one document, else in rounds; plans say what they are."""
+    planned = []
+
+    def cheapest(call, *_, **__):
+        return "rounds" if call.mask.structure[1][0].max() else "heads"
+
+    made = schemes.plan
+    monkeypatch.setattr(schemes, "cheapest", cheapest)
+    monkeypatch.setattr(executor, "plan", lambda *x: planned.append(found := made(*x)) or found)
+    return lambda: {planned.pop().scheme for _ in list(planned)}
+
+
+def test_ranks_decide_what_auto_is_when_they_have_agreed_on_a_call(by_documents):
+    (x,) = draw((2, LENGTHS[0], 8))
+    one, many = np.zeros(LENGTHS[0], int), np.arange(LENGTHS[0]) // 9
+    comms = distributed.Threads(2)
+    with blocks_of(4):
+        layouts = [distributed.layout(comm, LENGTHS[0]) for comm in comms.ranks]
+
+        def call(comm, ids, dtype=np.float32):
+            own = np.ascontiguousarray(layouts[comm.rank].take(x))
+            v = own.astype(dtype) if comm.rank else own
+            options = {"comm": comm, "layout": layouts[comm.rank], "mask": masks.segments(ids)}
+            return distributed.attention(own, own, v, **options)
+
+        def refused(comm):
+            with pytest.raises(DistributedError, match="expected one dtype"):
+                call(comm, one, np.float64)
+
+        comms.run(refused)
+        assert by_documents() == {"heads"}  # of a rank whose arrays are right
+        for ids in (many, one, many):  # the first of them decides
+            comms.run(lambda comm, ids=ids: call(comm, ids))
+            assert by_documents() == {"rounds"}
+        assert executor.decisions(comms.ranks[0]).schemes(layouts[0]) == ["rounds"]
+        comms = distributed.Threads(2)  # others decide anew
+        comms.run(lambda comm: call(comm, one))
+        assert by_documents() == {"heads"}
+
+
+def test_each_pair_of_layouts_has_its_own_scheme(by_documents):
+    (x,) = draw((2, LENGTHS[0], 8))
+    comms = distributed.Threads(2)
+    with blocks_of(4):
+
+        def work(comm):
+            layout = distributed.layout(comm, LENGTHS[0])
+            others = [layout, distributed.layout(comm, LENGTHS[0], kind="cyclic")]
+            q = np.ascontiguousarray(layout.take(x))
+            for documents in (LENGTHS[0], 9, 5):
+                mask = masks.segments(np.arange(LENGTHS[0]) // documents)
+                for layout_k in others if documents > 9 else [*others, *others]:
+                    k = np.ascontiguousarray(layout_k.take(x))
+                    options = {"comm": comm, "layout": layout, "layout_k": layout_k}
+                    distributed.attention(q, k, k, mask=mask, **options)
+            return executor.decisions(comm).schemes(layout)
+
+        assert comms.run(work) == [["heads", "heads"]] * 2
+    assert by_documents() == {"heads"}

@@ -5,6 +5,9 @@ One rank computes on the device. The messages of the others are those of a call 
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from host_cupy import in_host
@@ -12,7 +15,7 @@ from late_ranks import LENGTH, Device, Late, Replay, ReplayOfRows, ReplayOfSpans
 from placement import same_bits
 from ranks import blocks_of
 
-from cupyflash import dispatch, distributed
+from cupyflash import dispatch, distributed, masks
 from cupyflash.arrays import device_arrays
 from cupyflash.arrays import tape as tapes
 from cupyflash.distributed import heads
@@ -134,6 +137,54 @@ def test_rows_and_results_travel_while_heads_are_computed(
                 assert cupy.shares == [turns > 1 and not copies] * (2 * turns)
             ahead = ["exchange", "piece", *["exchange"] * (turns - 1), "exchange"]
             assert asked == 3 * [2 * (ahead + (turns - 1) * ["piece", "exchange"])]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_memory_of_messages_stays_until_the_stream_that_asked_for_it_waits(
+    copies, install, monkeypatch
+):
+    """Calls that are checked every time, whose kernels ask for memory; no tape holds arrays."""
+    ids = np.arange(LENGTH) // 40
+    monkeypatch.setattr(of_heads, "TILES", 1)
+    monkeypatch.setattr(heads, "on_device", lambda call: True)  # for those in host memory, too
+    with blocks_of(4):
+        mask = masks.causal() & masks.segments(ids)
+        made = on_host(distributed.Threads(2), "zigzag", "heads", 15, copies, mask)
+        for seed, (spy, own, expected) in enumerate(2 * made):
+            cupy = install(Device(seed))
+            cupy.burst = 25
+            monkeypatch.setattr(dispatch, "GPU", Late(cupy, (64, 192, 384, 1024, 4096)))
+            comm = (ReplayOfSpans if copies else Replay)(spy, cupy, copies)
+            layout = distributed.layout(comm, LENGTH, kind="zigzag")
+            there = masks.causal() & masks.segments(cupy.asarray(ids))
+            for _ in range(2):
+                results = both(list(map(cupy.asarray, own)), comm, layout, "heads", there)
+                cupy.run_all()
+                assert all(map(same_bits, map(in_host, results), expected)), seed
+
+
+def test_no_tape_holds_arrays(install, monkeypatch):
+    monkeypatch.setattr(heads, "on_device", lambda call: True)  # for those in host memory, too
+    with blocks_of(4):
+        spy, own, _ = on_host(distributed.Threads(2), "zigzag", "heads")[0]
+        cupy, owners = install(Device(0)), []
+        monkeypatch.setattr(dispatch, "GPU", Late(cupy))
+        ask = cupy.alloc
+        monkeypatch.setattr(cupy, "alloc", lambda size: _watched(ask(size), owners))
+        comm = Replay(spy, cupy)
+        layout = distributed.layout(comm, LENGTH, kind="zigzag")
+        for _ in range(2):
+            results = both(list(map(cupy.asarray, own)), comm, layout, "heads")
+            cupy.run_all()
+            del results
+            gc.collect()
+            assert len(owners) > 5
+            assert not [each for each in owners if each() is not None]
+
+
+def _watched(memory, owners):
+    owners.append(weakref.ref(memory.owner))
+    return memory
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from host_cupy import in_host, read_in_host
 from stream_cupy import StreamCupy
 
 from cupyflash import dispatch, distributed, masks
+from cupyflash.arrays import device_arrays
 from cupyflash.arrays import tape as tapes
 from cupyflash.backends.gpu import Gpu
 from cupyflash.problem.call import Gradients
@@ -19,10 +20,13 @@ LENGTH = 96
 
 
 class Late(Gpu):
-    """A back end that computes on the CPU, when the stream comes to it; its work is on tapes."""
+    """A back end that computes on the CPU, when the stream comes to it; its work is on tapes.
 
-    def __init__(self, cupy):
-        self.cupy, self.asked = cupy, cupy.asked
+    Kernels have memory of their own of some sizes.
+    """
+
+    def __init__(self, cupy, scratch=()):
+        self.cupy, self.asked, self.scratch = cupy, cupy.asked, scratch
 
     def forward_piece(self, call, partial, first, results=None):
         def work(own, *made):
@@ -54,7 +58,10 @@ class Late(Gpu):
         call = dataclasses.replace(call, q=None, k=None, v=None)  # so that it holds no memory
         if (written := tapes.current()) is not None:
             written.elementwise(work, *call_arrays, *arrays)
+        with tapes.paused():
+            scratch = [device_arrays.memory(size) for size in self.scratch]
         work(*call_arrays, *arrays)
+        del scratch
 
 
 class Device(StreamCupy):
@@ -221,15 +228,16 @@ class _Parts:
         assert begin == content.nbytes
 
 
-def both(arrays, comm, layout, scheme):
+def both(arrays, comm, layout, scheme, mask=None):
     q, k, v, do = arrays
-    options = {"comm": comm, "layout": layout, "scheme": scheme, "mask": masks.causal()}
+    mask = masks.causal() if mask is None else mask
+    options = {"comm": comm, "layout": layout, "scheme": scheme, "mask": mask}
     out, lse = distributed.attention(q, k, v, return_lse=True, **options)
     gradients = distributed.attention_backward(do, q, k, v, out, lse, **options)
     return out, lse, *gradients[:3]
 
 
-def on_host(comms, kind, scheme, heads_kv=2, copies=False):
+def on_host(comms, kind, scheme, heads_kv=2, copies=False, mask=None):
     """Return of each rank what it says to others, its arrays, and its results without a device."""
     rng = np.random.default_rng(0)
     sizes = (2 * heads_kv, 8), (heads_kv, 8), (heads_kv, 12), (2 * heads_kv, 12)
@@ -240,6 +248,6 @@ def on_host(comms, kind, scheme, heads_kv=2, copies=False):
         spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
         spy.copies = copies
         own = [np.ascontiguousarray(layout.take(x)) for x in whole]
-        return spy, own, both(own, spy, layout, scheme)
+        return spy, own, both(own, spy, layout, scheme, mask)
 
     return comms.run(of_rank)

@@ -59,7 +59,8 @@ class StreamCupy(HostCupy):
         self.queues = {0: deque()}
         self.turn = threading.RLock()  # of the threads that ask the device for something
         self.copies, self.pinned = [], pinned
-        self._free = []
+        self._free = {}  # of each stream, as CuPy's pool has it
+        self.burst = 1  # steps for which some streams are ahead of others
         self.current = 0
         module = self
 
@@ -154,27 +155,31 @@ class StreamCupy(HostCupy):
         return array
 
     def alloc(self, size):
-        assert self.current == 0, "memory of another stream"
-        fits = [held for held in self._free if held.size >= size]
+        free = self._free.setdefault(self.current, [])
+        fits = [held for held in free if held.size >= size]
         held = fits[-1] if fits else np.zeros(max(size, 1), np.uint8)
-        self._free[:] = [each for each in self._free if each is not held]
+        free[:] = [each for each in free if each is not held]
         held_part = held[:size]
         self._later(_fill_bytes, held_part)
         owner = Owner()
-        weakref.finalize(owner, self._free.append, held)
+        weakref.finalize(owner, free.append, held)
         return Owned(held_part, 0, self.device, owner)
 
     def run_until(self, reached):
         """Let streams take turns until the host waits no longer."""
         with self.turn:
+            ahead, steps = {}, 0
             while not reached():
+                if steps % self.burst == 0:
+                    ahead = {stream: self.rng.random() for stream in self.queues}
+                steps += 1
                 ready = [
-                    queue
-                    for queue in self.queues.values()
+                    stream
+                    for stream, queue in self.queues.items()
                     if queue and getattr(queue[0], "done", True)
                 ]
                 assert ready, "the host waits for what never happens"
-                work = ready[self.rng.integers(len(ready))].popleft()
+                work = self.queues[min(ready, key=lambda x: ahead.get(x, 1))].popleft()
                 if callable(work):
                     work()
 

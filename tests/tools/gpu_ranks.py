@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 import cupyflash
 from cupyflash import distributed, masks
+from cupyflash.distributed.executor import decisions
 
 HEADS, COLUMNS = 16, 128
 WAYS = "one GPU", "all GPUs"
@@ -85,7 +86,7 @@ def times(
             for each, work in zip(found[way], works[way], strict=True):
                 each.append(timed(work, wait, calls))
     medians = {way: [round(statistics.median(x), 4) for x in found[way]] for way in WAYS}
-    return medians, [scheme for _, scheme in layout.decided.values()]
+    return medians, [*decisions(comm).schemes(layout)]
 
 
 def main(arguments: list[str] | None = None) -> None:

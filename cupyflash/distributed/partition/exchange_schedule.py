@@ -71,7 +71,7 @@ def steps(
 ) -> list[Step]:
     """Return the steps of a rank: its own keys first, then a step for each round.
 
-    `copies` says whether messages take no SMs, so that they travel whatever is computed.
+    `copies` says whether copy engines move messages, so that they travel whatever is computed.
     """
     if scheme == "nodes":
         travel = _by_nodes(proofs, own, nodes)

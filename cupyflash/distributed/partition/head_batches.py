@@ -26,9 +26,8 @@ def head_batches(call: Call, of_ranks: list[range]) -> list[list[range]]:
     """Return the key-value heads that each rank computes in each turn, of those that it has.
 
     The first and the last turn are as short as fills a GPU, with twice as many tiles if these take
-    very different times; each of those between has twice as many
-    heads as the one before. Calls with a bias or a sink have one turn, and those on packed
-    sequences.
+    very different times; each of those between has twice as many heads as the one before, as long
+    as there are so many. Calls with a bias or a sink have one turn, and those on packed sequences.
     """
     problem = call.problem
     if call.bias is not None or call.sink is not None or not problem.rows.divisible:
@@ -41,7 +40,7 @@ def head_batches(call: Call, of_ranks: list[range]) -> list[list[range]]:
     while (end := sum(ends[-1:]) + more) + least <= fewest:
         ends.append(end)
         more *= 2
-    if ends and ends[-1] + least < fewest:
+    if ends and ends[-1] + 2 * least <= fewest:  # else what is left is the last turn
         ends.append(-least)
     return [
         [own[first:last] for own in of_ranks]

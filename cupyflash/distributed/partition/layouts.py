@@ -78,8 +78,6 @@ class Layout:
         What it costs under the mask for which it was made.
     remembered : dict
         What each call on this rank sends, receives and computes, as far as it is known.
-    decided : dict
-        Which scheme "auto" is for each kind of call.
     """
 
     length: int
@@ -89,7 +87,6 @@ class Layout:
     chunk: int
     price: Price | None = None
     remembered: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    decided: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ mask reads are compared by digests of what they hold.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from .proofs import Proofs
 BY_HEADS: tuple[Scheme, ...] = ("heads", "heads x rounds")
 ALIKE = 1.001  # a longer time by less is none
 MOST_REMEMBERED = 16  # calls of a layout whose plans it keeps
-MOST_DECIDED = 1024  # kinds of calls of a layout for which it keeps what "auto" is
+MOST_DECIDED = 1024  # kinds of calls of a communicator for which it keeps what "auto" is
 
 
 class Plan(NamedTuple):
@@ -38,11 +39,43 @@ class Plan(NamedTuple):
         those of its group, whose ranks count as one; none with "heads".
     group : int
         How many ranks in a row divide the heads among them; 1 if none do.
+    kind : hashable
+        For what "auto" is this scheme; None if another one was asked for.
     """
 
     scheme: Scheme
     steps: list[Step]
     group: int = 1
+    kind: Hashable = None
+
+
+class Decisions:
+    """Which scheme "auto" is on a communicator: that of the first call of its kind on its layouts.
+
+    Ranks keep it when they have agreed on a call, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, tuple[weakref.ref[Layout], weakref.ref[Layout], Scheme]] = {}
+
+    def of(self, kind: Hashable, layout: Layout, layout_k: Layout) -> Scheme | None:
+        """Return the scheme, or None if there is none yet."""
+        found = self._made.get((kind, id(layout), id(layout_k)))
+        if found is None or found[0]() is not layout or found[1]() is not layout_k:
+            return None
+        return found[2]
+
+    def keep(self, plan: Plan, layout: Layout, layout_k: Layout) -> None:
+        """Keep what a plan has decided, unless an earlier one has."""
+        if plan.kind is None or self.of(plan.kind, layout, layout_k) is not None:
+            return
+        refs = weakref.ref(layout), weakref.ref(layout_k)
+        key = plan.kind, id(layout), id(layout_k)
+        _keep(self._made, key, (*refs, plan.scheme), MOST_DECIDED)
+
+    def schemes(self, layout: Layout) -> list[Scheme]:
+        """Return those of a layout of queries, the first one first."""
+        return [scheme for of, _, scheme in self._made.values() if of() is layout]
 
 
 def check_scheme(scheme: object) -> None:
@@ -135,15 +168,15 @@ def plan(
     by_heads: bool = True,
     copies: bool = False,
     backward: bool = False,
+    decisions: Decisions | None = None,
 ) -> Plan:
     """Return the plan of this rank, whose peers are on these nodes.
 
     A layout remembers it. What the arrays hold that a mask reads is compared in every call, because
     their elements may have changed; with the scheme "heads" no plan depends on it. Which scheme
-    "auto" is, the first call of its kind decides: it stays when only such elements change, so that
-    no call waits for the device to compare them, and all ranks go on with the same one.
+    "auto" is may have been decided for its kind, with other such elements: `decisions` says so.
     `by_heads` says whether rows may travel to the ranks of their heads: divided look-ups do not.
-    `copies` says whether messages take no SMs.
+    `copies` says whether messages take SMs only where they arrive.
     """
     if scheme in BY_HEADS and not by_heads:
         raise ArgumentError(
@@ -164,19 +197,17 @@ def plan(
     bias = None if call.bias is None else call.bias.shape[-1:]
     how = scheme, tuple(nodes), copies, backward and scheme == "auto"
     kind = expr, facts, options, bias, problem.rows.of_queries.layout, how
-    if scheme == "auto":
-        decided = layout.decided.get(kind)
-        if decided is not None and decided[0] is layout_k:
-            scheme = decided[1]
+    of_auto = kind if scheme == "auto" else None
+    if of_auto and decisions is not None:
+        scheme = decisions.of(kind, layout, layout_k) or scheme
     if scheme == "heads":
-        return Plan(scheme, [], group_size(call, scheme, nodes))
-    key = kind, tuple(map(_content, arrays))
+        return Plan(scheme, [], group_size(call, scheme, nodes), of_auto)
+    key = kind, scheme, tuple(map(_content, arrays))
     known = layout.remembered.get(key)
     if known is None or known[0] is not layout_k:
         made = _made(call, layout, layout_k, scheme, nodes, by_heads, copies, backward)
-        known = layout_k, made
+        known = layout_k, made._replace(kind=of_auto)
         _keep(layout.remembered, key, known, MOST_REMEMBERED)
-        _keep(layout.decided, kind, (layout_k, made.scheme), MOST_DECIDED)
     found: Plan = known[1]
     return found
 

@@ -40,7 +40,7 @@ class Nccl:
     Attributes
     ----------
     copies : bool
-        Whether all messages are copied, so that kernels need not leave SMs to them.
+        Whether all messages are copied, so that kernels need not leave SMs to what sends them.
     """
 
     takes_device_arrays = True

@@ -1,4 +1,4 @@
-"""Messages between GPUs of one machine, moved by copy engines, so that no SM is taken for them.
+"""Messages between GPUs of one machine, moved by copy engines: the way takes no SMs.
 
 Each rank has a mailbox in the memory of its GPU: for each peer some slots, and two counters. The
 sender copies a chunk of a message to a slot, and counts it at the receiver. The receiver copies it
@@ -30,7 +30,7 @@ _ARRIVED, _TAKEN = 0, 128  # where the counters are
 _BOX = _COUNTERS + SLOTS * SLOT  # bytes for one peer
 Span = tuple[int, int, int]  # a rank, and the address and the number of bytes for it, or from it
 
-BLOCK = 64 * 2**10  # bytes in a row from which on rows of an array are sent from where they are
+BLOCK = 64 * 2**10  # bytes in a row from which on rows are sent from where they are, or received
 _RELEASE = 2**30  # added to counters when a communicator ends: everything waits for less
 _PATIENCE = 2.0  # seconds in which all that waits has to be over in the end
 _NAME = secrets.token_hex(16)  # of this process: numbers are those of containers
@@ -42,7 +42,7 @@ def _process() -> str:
 
 
 class _Stream:
-    """What a stream is asked for, by the driver: copies without SMs, and counters."""
+    """What a stream is asked for, by the driver: copies between GPUs and within one, counters."""
 
     def __init__(self) -> None:
         from cuda.bindings import driver
@@ -51,7 +51,7 @@ class _Stream:
         self._driver, self._place = driver, driver.CUdeviceptr
         attributes = driver.CUmemcpyAttributes()
         attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        # Else the driver takes SMs for copies within a device, and waits for them.
+        # Drivers that heed it take no SMs for copies within a device; that for CUDA 13.0 does not.
         attributes.flags = driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE.value
         self._attributes = [attributes]
 
