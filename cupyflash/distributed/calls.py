@@ -130,8 +130,8 @@ def attention(
         each rank. "heads x rounds": ranks of a node, or as many of them as there are heads for,
         divide the heads like that, and keys travel in rounds between such groups. "auto": the one
         that takes the least time by the model that `cupyflash.explain` uses, of H100s on the nodes
-        of `comm`; maybe not the same one in the backward. The first call of its kind on a layout
-        decides: what the arrays of a mask hold may change afterwards, the scheme stays.
+        of `comm`; maybe not the same one in the backward. The first call of its kind with these
+        layouts and this comm decides: what arrays of a mask hold may change later, it stays.
     check : bool
         Before anything is sent, ranks tell each other whether they are ready, and a digest of the
         call. False skips that in a loop that is known to be right.
