@@ -438,7 +438,7 @@ def join() -> None:
         if device == here:
             made = cupy.cuda.Event(disable_timing=True)
             made.record(side)
-            cupy.cuda.get_current_stream().wait_event(made)
+            wait_for(made)
 
 
 def wait_for_current_stream() -> None:

@@ -306,7 +306,7 @@ class Distributed(Executor):
                     compute(made)
             finally:
                 self._tape = None
-            if again is not None and again.is_alike(self.plan.scheme):
+            if again is not None and again.asks_the_same(self.plan.scheme):
                 again.keep(self.facts, made.shown)
         return made.shown
 

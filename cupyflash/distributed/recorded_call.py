@@ -91,14 +91,13 @@ class RecordedCall:
         self._check, self._timeout, self._running = check, timeout, running
         self._signature: Signature | None = None
         self._tape: Tape | None = None
-        self._any_plan = True  # none depends on what the arrays hold that a mask reads
+        self._mask_reads_arrays = _reads_arrays(options.mask)
         plain = type(check) is bool and (scheme is None or type(scheme) is str)
         plain &= type(timeout) in (int, float) and 0 < timeout < math.inf
         if not plain or not all(isinstance(x, Layout) for x in layouts):
             return
-        if options.bias is not None or (check and not _reads_no_arrays(options.mask)):
+        if options.bias is not None or (check and self._mask_reads_arrays):
             return  # what it holds is looked at in every call
-        self._any_plan = _reads_no_arrays(options.mask)
         if check and (options.sink is not None or is_device_array(options.seed)):
             return
         identities = tuple(map(id, self._owners))
@@ -156,13 +155,12 @@ class RecordedCall:
         self._tape = Tape(named, self._numbers(), launch_cache.reach)
         return self._tape
 
-    def is_alike(self, scheme: str) -> bool:
-        """Return whether the call asks for the same by a scheme, whatever its arrays hold.
+    def asks_the_same(self, scheme: str) -> bool:
+        """Return whether the device is asked for the same again, whatever the call's arrays hold.
 
-        Those that a mask reads may have other elements the next time. If rows travel by heads,
-        launches read them, and nothing else depends on them.
+        What a rank sends follows from the arrays that a mask reads, unless rows travel by heads.
         """
-        return self._any_plan or scheme == "heads"
+        return scheme == "heads" or not self._mask_reads_arrays
 
     def keep(self, facts: Facts, shown: Sequence[Any]) -> None:
         """Keep the tape of a call that was made, with what ranks agreed on and its results."""
@@ -176,8 +174,9 @@ class RecordedCall:
         launch_cache.keep_as(signature, kept, (), shown)
 
 
-def _reads_no_arrays(mask: Any) -> bool:
-    return mask is None or (isinstance(mask, Mask) and not mask.structure[1])
+def _reads_arrays(mask: Any) -> bool:
+    """Return whether a mask reads arrays, or is one."""
+    return mask is not None and not (isinstance(mask, Mask) and not mask.structure[1])
 
 
 class RecordingCommunicator:

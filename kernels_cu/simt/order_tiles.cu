@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int AT_ONCE = SHARED_BYTES / sizeof(int);  // costs in shared memory
+static_assert(AT_ONCE > 0 && SHARED_BYTES % sizeof(int) == 0, "SHARED_BYTES");
 
 // The cost of a row, of whose words `sharers` neighbouring lanes read one in turn. All lanes of the
 // warp call it together.

@@ -163,6 +163,35 @@ def test_memory_of_messages_stays_until_the_stream_that_asked_for_it_waits(
                 assert all(map(same_bits, map(in_host, results), expected)), seed
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_caller_waits_for_turns_on_the_other_stream_if_one_fails(seed, install, monkeypatch):
+    """Their memory is let go then."""
+    monkeypatch.setattr(of_heads, "TILES", 1)
+    monkeypatch.setattr(heads, "on_device", lambda call: True)  # for those in host memory, too
+    with blocks_of(4):
+        spy, own, _ = on_host(distributed.Threads(2), "zigzag", "heads", 14)[0]
+        cupy = install(Device(seed))
+        cupy.burst = 25
+        monkeypatch.setattr(dispatch, "GPU", Late(cupy))
+        compute, pieces, busy = dispatch.GPU.forward_piece, [], []
+
+        def third_fails(*arguments):
+            pieces.append(1)
+            if len(pieces) == 3:
+                raise MemoryError
+            compute(*arguments)
+
+        monkeypatch.setattr(dispatch.GPU, "forward_piece", third_fails)
+        comm = Replay(spy, cupy)
+        layout = distributed.layout(comm, LENGTH, kind="zigzag")
+        with pytest.raises(AssertionError, match="MemoryError"):
+            both(list(map(cupy.asarray, own)), comm, layout, "heads")
+        sides = [each.ptr for each in device_arrays._sides.streams.values()]
+        cupy.enqueue(lambda: busy.extend(len(cupy.queues[each]) for each in sides))
+        cupy.run_all()
+        assert busy == [0, 0]
+
+
 def test_no_tape_holds_arrays(install, monkeypatch):
     monkeypatch.setattr(heads, "on_device", lambda call: True)  # for those in host memory, too
     with blocks_of(4):

@@ -86,7 +86,7 @@ def times(
             for each, work in zip(found[way], works[way], strict=True):
                 each.append(timed(work, wait, calls))
     medians = {way: [round(statistics.median(x), 4) for x in found[way]] for way in WAYS}
-    return medians, [*decisions(comm).schemes(layout)]
+    return medians, decisions(comm).schemes(layout)
 
 
 def main(arguments: list[str] | None = None) -> None:

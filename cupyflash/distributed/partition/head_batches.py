@@ -17,7 +17,7 @@ def shares(heads_kv: int, size: int) -> list[range]:
 
 
 def sees_a_range(call: Call) -> bool:
-    """Return whether the keys that a query sees are a range: then similar tiles take turns."""
+    """Return whether the keys that a query sees are a range: neighbouring tiles are alike then."""
     allowed = trees(call).allowed
     return allowed is None or key_range(allowed, call.problem) is not None
 
