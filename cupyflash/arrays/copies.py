@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import device_arrays, tape
+from . import elementwise, tape
 
 Pair = tuple[Any, Any]
 
@@ -74,7 +74,7 @@ def copy_all(pairs: Sequence[Pair]) -> None:
     for source, to in pairs:
         blocks = _blocks(source, to)
         if blocks is None:
-            device_arrays.copy(source, to)
+            elementwise.copy(source, to)
         else:
             found += blocks
     while found:

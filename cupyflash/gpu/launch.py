@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import cuda_device, device_arrays, reports, tape
+from ..arrays import cuda_device, device_arrays, elementwise, reports, tape
 from ..errors import ArgumentError
 from ..expr.nodes import Expr
 from ..lazy import cached_property
@@ -164,11 +164,11 @@ class CompiledRecipe:
         if self.all_zero:
             for gradient in gradients:
                 if gradient is not None:
-                    device_arrays.fill(gradient, 0)
+                    elementwise.fill(gradient, 0)
             return
         taken = self._take_scratch(addresses, workspace)
         if self.adds_to_dq:
-            device_arrays.fill(gradients.dq, 0)
+            elementwise.fill(gradients.dq, 0)
         stream = self.queue.pointer()
         self.launches.start(addresses, stream)
         del held, taken
@@ -359,7 +359,7 @@ def backward(
         for n, each in enumerate(served):
             addresses[gradient_name(n)] = device_arrays.address(each.gradient)
             if made.all_zero:
-                device_arrays.fill(each.gradient, 0)
+                elementwise.fill(each.gradient, 0)
                 copies.append(each.gradient)  # the launches alone do not do this
         compiled.backward(addresses, gradients, workspace)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import cuda_device, device_arrays
+from ..arrays import cuda_device, device_arrays, elementwise
 from ..expr.nodes import Expr, convert
 from ..problem.bound_exprs import of_logit, slope_of
 from ..problem.call import Array, Call, Gradients
@@ -32,7 +32,7 @@ def reduce(
         found = device_arrays.empty(shape, number)
         keys = device_arrays.empty(shape, np.dtype(np.int64)) if form.by == "top" else None
         if form.along == "distance":  # no tile has some distances
-            device_arrays.fill(found, 0 if form.by == "sum" else -math.inf)
+            elementwise.fill(found, 0 if form.by == "sum" else -math.inf)
         made = reduction_route.of(call, cuda_device.of(device), form, lse, value, found)
         compiled = launch.compiled_recipe(made.recipe, device)
         addresses, copies = launch.read_in_place(call, made.recipe)
@@ -62,7 +62,7 @@ def backward(
         out = device_arrays.empty(queries, problem.dtype)
         dlse = device_arrays.empty(lse.shape, problem.accumulator)
         for array, value in ((v, 0), (out, 0), (dlse, 1)):
-            device_arrays.fill(array, value)
+            elementwise.fill(array, value)
         made, read = replace(call, v=v, problem=problem), (out, out, lse, dlse)
         gradients: Gradients = Gradients(dq, dk, dv)
         served = []

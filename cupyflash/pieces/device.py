@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays import copies, cuda_device, device_arrays
+from ..arrays import copies, cuda_device, device_arrays, elementwise
 from ..arrays.device_arrays import is_device_array
 from ..arrays.transfers import Transfers
 from ..backends.backend import Backend
@@ -115,20 +115,20 @@ class Device:
         if not is_device_array(owner):
             return np.zeros(owner.shape, dtype)
         made = self.empty(owner.shape, dtype)
-        device_arrays.fill(made, 0)
+        elementwise.fill(made, 0)
         return made
 
     def clear(self, array: Array) -> None:
         """Write 0 to an array."""
         if is_device_array(array):
-            device_arrays.fill(array, 0)
+            elementwise.fill(array, 0)
         else:
             array[...] = 0
 
     def add(self, computed: Array, to: Array) -> None:
         """Add an array in device memory to one in either memory."""
         if is_device_array(to):
-            device_arrays.add(computed, to)
+            elementwise.add(computed, to)
         else:
             self._transfers.download(computed, to, adds=True)
 
@@ -140,13 +140,13 @@ class Device:
                 to[...] = computed.astype(to.dtype, copy=False)
         elif is_device_array(to):
             with cuda_device.current(self._device):
-                device_arrays.copy(computed, to)
+                elementwise.copy(computed, to)
         else:
             rounded = computed
             if computed.dtype != to.dtype:
                 rounded = self.empty(computed.shape, to.dtype)
                 with cuda_device.current(self._device):
-                    device_arrays.convert(computed, rounded)
+                    elementwise.convert(computed, rounded)
             self._transfers.download(rounded, to)
 
     def store_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
@@ -157,10 +157,10 @@ class Device:
     def store_sum(self, summands: Sequence[Array], to: Array) -> None:
         """Write the sum of arrays in device memory to another one there, rounded."""
         first, *others = summands
-        while len(others) >= device_arrays.MOST_SUMMANDS:
-            device_arrays.add(others.pop(0), first)
+        while len(others) >= elementwise.MOST_SUMMANDS:
+            elementwise.add(others.pop(0), first)
         with cuda_device.current(self._device):
-            device_arrays.add_up(first, *others, to)
+            elementwise.add_up(first, *others, to)
 
     def mark(self) -> Any:
         """Return an event behind all that was asked for."""

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from host_cupy import HostCupy
 
-from cupyflash.arrays import copies, cuda_device, device_arrays, reports
+from cupyflash.arrays import copies, cuda_device, device_arrays, elementwise, reports
 from cupyflash.gpu import driver, tma
 from cupyflash.gpu import jit as compiler
 from cupyflash.problem import replay
@@ -17,8 +17,8 @@ REMEMBERED = (
     driver.queue,
     cuda_device.of,
     copies._kernel,
-    device_arrays._converter,
-    device_arrays._converter_of_rows,
+    elementwise._converter,
+    elementwise._converter_of_rows,
 )
 
 

@@ -16,7 +16,7 @@ from placement import same_bits
 from ranks import blocks_of
 
 from cupyflash import dispatch, distributed, masks
-from cupyflash.arrays import device_arrays
+from cupyflash.arrays import device_arrays, elementwise
 from cupyflash.arrays import tape as tapes
 from cupyflash.distributed import heads
 from cupyflash.distributed.messages import bytes_of
@@ -238,7 +238,7 @@ def test_rows_that_are_not_aligned_are_copied_by_the_driver(shape, part, is_rows
             source = cupy.asarray(whole)[part]
             cupy.run_all()
             cupy.asked.clear()
-            device_arrays.copy(source, to)
+            elementwise.copy(source, to)
             cupy.run_all()
             assert same_bits(to.host, whole[part].astype(dtype))
             assert ("copy" in cupy.asked) == by_driver
@@ -287,8 +287,8 @@ def test_rows_are_summed_several_elements_at_a_time(part, in_rows, dtype, instal
     wide, to = cupy.asarray(first)[part], cupy.ndarray(first.shape, dtype)[part]
     cupy.run_all()
     cupy.asked.clear()
-    device_arrays.add_up(wide, cupy.asarray(second[part].copy()), to)
-    device_arrays.add(cupy.asarray(second[part].copy()), wide)
+    elementwise.add_up(wide, cupy.asarray(second[part].copy()), to)
+    elementwise.add(cupy.asarray(second[part].copy()), wide)
     cupy.run_all()
     total = first[part] + second[part]
     assert same_bits(to.host, total.astype(dtype))
@@ -360,12 +360,12 @@ def test_a_tape_keeps_what_is_read_beside_until_its_messages_are_waited_for(inst
 
         def call(content=content, ranks=ranks, tape=tape):
             source, message = (device_arrays.empty((64,), np.float32) for _ in "12")
-            device_arrays.convert(content, source)
+            elementwise.convert(content, source)
             mark = device_arrays.mark()
             with device_arrays.beside(mark):
-                device_arrays.convert(source, message)
+                elementwise.convert(source, message)
                 transfer = RecordingCommunicator(ranks, tape).exchange([(1, bytes_of(message))], [])
-            device_arrays.fill(device_arrays.empty((64,), np.float32), 0)
+            elementwise.fill(device_arrays.empty((64,), np.float32), 0)
             transfer.wait(1, "a message")
 
         with tape.recording():

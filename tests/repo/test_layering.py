@@ -63,7 +63,7 @@ ORDER = [
 INSIDE = {
     "arrays": [
         ["cuda_device", "dtypes", "integers", "per_stream", "reports", "tape", "typed"],
-        ["device_arrays"],
+        ["device_arrays", "elementwise"],
         ["copies", "interop", "transfers", "unallocated"],
     ],
     "problem": [
@@ -171,6 +171,7 @@ USERS_OF_CUPY = [
     "cupyflash.arrays.copies",
     "cupyflash.arrays.cuda_device",
     "cupyflash.arrays.device_arrays",
+    "cupyflash.arrays.elementwise",
     "cupyflash.arrays.reports",
     "cupyflash.arrays.transfers",
     "cupyflash.distributed.transport.connect",

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ...arrays import device_arrays
+from ...arrays import device_arrays, elementwise
 from ...arrays.device_arrays import is_device_array
 from ...arrays.integers import integer
 from ...errors import ArgumentError, ArgumentTypeError, DistributedError
@@ -177,7 +177,7 @@ def _copy(message: Any) -> Array:
         return own
     with message.device:
         made: Array = device_arrays.empty(message.shape, message.dtype)
-        device_arrays.convert(message, made)
+        elementwise.convert(message, made)
         device_arrays.wait_for_current_stream()
     return made
 
@@ -198,6 +198,6 @@ class _Transfer:
                 self._comm.abort(wrong_size(self._comm.rank, rank, came.size, target.size, what))
                 self._comm.check()
             if is_device_array(target):
-                device_arrays.convert(came, target)
+                elementwise.convert(came, target)
             else:
                 target[...] = came
