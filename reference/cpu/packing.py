@@ -115,23 +115,35 @@ def load_pairs(source, row_size, rows, columns, itemsize, target):
     return nonfinite
 
 
-@intrinsic
-def _search_vectors(typingctx, source, row_size, rows, columns, like):
-    """Return 1 if one of the first columns, at most a vector, has NaN or infinity, else 0."""
+def _searcher(is_whole: bool) -> Callable[..., Any]:
+    """Make the function that searches some columns of rows: a whole vector, or a part of one."""
 
-    def codegen(context, builder, sig, args):
-        source, row_size, rows, columns, _ = args
-        emit = Emitter(builder, context.get_value_type(sig.args[4]))
-        mask, search = emit.first_lanes(columns), _Search(emit)
+    @intrinsic
+    def search(typingctx, source, row_size, rows, columns, like):
+        """Return 1 if one of the first columns, at most a vector, has NaN or infinity, else 0."""
 
-        def step(j, values):
-            place = builder.add(source, builder.mul(row_size, j))
-            value = emit.load_some(place, mask, emit.zero, emit.itemsize)
-            return [search.join(values[0], value)]
+        def codegen(context, builder, sig, args):
+            source, row_size, rows, columns, _ = args
+            emit = Emitter(builder, context.get_value_type(sig.args[4]))
+            mask, search = emit.first_lanes(columns), _Search(emit)
 
-        return search.end(*emit_loop(builder, rows, [search.begin], step))
+            def step(j, values):
+                place = builder.add(source, builder.mul(row_size, j))
+                if is_whole:
+                    value = emit.load(place)
+                else:
+                    value = emit.load_some(place, mask, emit.zero, emit.itemsize)
+                return [search.join(values[0], value)]
 
-    return types.int64(*[types.int64] * 4, like), codegen
+            return search.end(*emit_loop(builder, rows, [search.begin], step))
+
+        return types.int64(*[types.int64] * 4, like), codegen
+
+    function: Callable[..., Any] = search
+    return function
+
+
+_search_whole, _search_part = _searcher(True), _searcher(False)
 
 
 @helper
@@ -139,7 +151,11 @@ def has_nonfinite(source, row_size, rows, columns, itemsize, like):
     """Return whether any element of some rows is NaN or infinite, as 1 or 0."""
     found, lanes = 0, VECTOR_BYTES // itemsize
     for d in range(0, columns, lanes):
-        found |= _search_vectors(source + d * itemsize, row_size, rows, columns - d, like)
+        place = source + d * itemsize
+        if d + lanes <= columns:
+            found |= _search_whole(place, row_size, rows, lanes, like)
+        else:
+            found |= _search_part(place, row_size, rows, columns - d, like)
     return found
 
 
@@ -267,25 +283,38 @@ def store_columns(source, count, lanes, depth, itemsize, factors, target, row_si
 load_panel, store_panel = caller(load_columns, types.int64), caller(store_columns)
 
 
-@intrinsic
-def _store_vectors(typingctx, source, rows, columns, factor, target, row_size):
-    """Write vectors, a pair's size apart, as the first columns of rows; multiplied by a factor."""
+def _row_writer(is_whole: bool) -> Callable[..., Any]:
+    """Make the function that writes some columns of rows: a whole vector, or a part of one."""
 
-    def codegen(context, builder, sig, args):
-        source, rows, columns, factor, target, row_size = args
-        emit = Emitter(builder, context.get_value_type(sig.args[3]))
-        factors, mask = emit.splat(factor), emit.first_lanes(columns)
+    @intrinsic
+    def write(typingctx, source, rows, columns, factor, target, row_size):
+        """Write vectors, a pair's size apart, as the first columns of rows, times a factor."""
 
-        def step(j, values):
-            value = emit.load(builder.add(source, builder.mul(INT(2 * VECTOR_BYTES), j)))
-            place = builder.add(target, builder.mul(row_size, j))
-            emit.store_some(builder.fmul(value, factors), place, mask)
-            return []
+        def codegen(context, builder, sig, args):
+            source, rows, columns, factor, target, row_size = args
+            emit = Emitter(builder, context.get_value_type(sig.args[3]))
+            factors, mask = emit.splat(factor), emit.first_lanes(columns)
 
-        emit_loop(builder, rows, [], step)
-        return context.get_dummy_value()
+            def step(j, values):
+                value = emit.load(builder.add(source, builder.mul(INT(2 * VECTOR_BYTES), j)))
+                place = builder.add(target, builder.mul(row_size, j))
+                value = builder.fmul(value, factors)
+                if is_whole:
+                    emit.store(value, place)
+                else:
+                    emit.store_some(value, place, mask)
+                return []
 
-    return types.void(types.int64, types.int64, types.int64, factor, *[types.int64] * 2), codegen
+            emit_loop(builder, rows, [], step)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3, factor, *[types.int64] * 2), codegen
+
+    function: Callable[..., Any] = write
+    return function
+
+
+_write_whole, _write_part = _row_writer(True), _row_writer(False)
 
 
 @helper
@@ -293,5 +322,9 @@ def store_pairs(source, rows, columns, itemsize, factor, target, row_size):
     """Write rows that lie as pairs of vectors, multiplied by a factor, `row_size` bytes apart."""
     pair, lanes = pair_lanes(itemsize), VECTOR_BYTES // itemsize
     for d in range(0, columns, lanes):
-        place = source + (d // pair * pair * rows + d % pair) * itemsize
-        _store_vectors(place, rows, columns - d, factor, target + d * itemsize, row_size)
+        pairs = source + (d // pair * pair * rows + d % pair) * itemsize
+        place = target + d * itemsize
+        if d + lanes <= columns:
+            _write_whole(pairs, rows, lanes, factor, place, row_size)
+        else:
+            _write_part(pairs, rows, columns - d, factor, place, row_size)
