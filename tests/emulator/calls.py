@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash.arrays import cuda_device, device_arrays
+from cupyflash.arrays import cuda_device, device_arrays, elementwise
 from cupyflash.expr.nodes import LookupTable
 from cupyflash.gpu import (
     driver,
@@ -261,11 +261,14 @@ class Emulator:
                 memory=lambda size: Memory(poisoned((size,), np.uint8)),
                 memory_of=lambda array, begin: Memory(array[begin:]),
                 view=lambda shape, dtype, memory: memory.view(shape, dtype),
-                convert=lambda array, to: np.copyto(to, array, "unsafe"),
-                fill=lambda array, value: array.fill(value),
                 is_device_array=lambda array: isinstance(array, np.ndarray),
                 address=lambda array: array.ctypes.data,
                 to_device=np.ascontiguousarray,
+            ),
+            mock.patch.multiple(
+                elementwise,
+                convert=lambda array, to: np.copyto(to, array, "unsafe"),
+                fill=lambda array, value: array.fill(value),
             ),
         ):
             yield
