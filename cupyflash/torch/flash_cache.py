@@ -15,7 +15,7 @@ from ..problem.keywords import explained
 from ..problem.rotary import Rotary
 from ..problem.written_rows import WrittenTwiceError
 from . import tensors
-from .cached import rotated, write
+from .cached_calls import rotated, write
 from .flash_attn import Window, over_cache, sizes_of
 
 
@@ -64,7 +64,7 @@ def flash_attn_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@torch.compiler.disable(reason="calls over a cache are not operators of torch.compile")
+@torch.compiler.disable(reason="it rotates rows, which is no operator of torch.compile")
 @explained
 def flash_attn_with_kvcache(
     q: torch.Tensor,

@@ -83,9 +83,9 @@ def held(layer: Any) -> Held:
 
 
 def _is_one_of(layer: Any, kinds: tuple[Any, ...]) -> bool:
-    """Return whether a layer is of one of these kinds itself, or of `growing_cache`."""
+    """Return whether a layer is of one of these kinds itself, or of a cache of ours."""
     kind = type(layer)
-    return kind in kinds or (kind.__module__ == f"{__package__}.growing_cache")
+    return kind in kinds or kind.__module__ in _OURS
 
 
 def _numbers(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,3 +96,6 @@ def _numbers(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if layer.keys.numel():
         k, v = torch.cat([k, layer.keys], dim=2), torch.cat([v, layer.values], dim=2)
     return k, v
+
+
+_OURS = f"{__package__}.growing_cache", f"{__package__}.static_cache"

@@ -98,8 +98,8 @@ def _object(constant: Any) -> Any:
     return ctypes.cast(constant, ctypes.py_object).value
 
 
-def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse of a call, through which gradients flow."""
+def numbered(settings: Settings) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the tables and the numbers that stand for a call's mask, score changes and options."""
     changes = settings.score_mod
     if changes is None:
         changes = ()
@@ -115,7 +115,12 @@ def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tens
         *[_constant(change, inputs) for change in changes],
     )
     tables = [table for parts in inputs for table in parts.tables]
-    numbers = [number, *[value for parts in inputs for value in parts.integers]]
+    return tables, [number, *[value for parts in inputs for value in parts.integers]]
+
+
+def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse of a call, through which gradients flow."""
+    tables, numbers = numbered(settings)
     has_seed = settings.seed is not None
     seed = settings.seed if has_seed else 0
     if seed >= 2**63:  # integers of operators are signed
@@ -128,7 +133,7 @@ def _is_sequence(changes: Any) -> bool:
     return isinstance(changes, tuple) and not (changes and type(changes[0]) is str)
 
 
-def _settings(
+def settings_of(
     tables: Sequence[torch.Tensor],
     numbers: Sequence[int],
     dropout: float,
@@ -179,7 +184,7 @@ def _attention(
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x = Operands(q, k, v, bias, sink, mask, seed_tensor, offsets_q, offsets_k)
-    return compute.forward(_settings(tables, numbers, dropout, has_seed, seed), x, place=True)
+    return compute.forward(settings_of(tables, numbers, dropout, has_seed, seed), x, place=True)
 
 
 @_attention.register_fake
@@ -210,7 +215,7 @@ def _attention_backward(
     seed: int,
 ) -> list[torch.Tensor]:
     x = Operands(q, k, v, bias, sink, mask, seed_tensor, offsets_q, offsets_k)
-    settings = _settings(tables, numbers, dropout, has_seed, seed)
+    settings = settings_of(tables, numbers, dropout, has_seed, seed)
     return compute.backward(settings, x, (out, lse), do, dlse, wants_bias, place=True)
 
 
@@ -255,7 +260,7 @@ _attention_backward.register_autograd(_no_second)
 def _shapes(*rest: Any) -> Settings:
     """Return the options of a call, with tensors in place of arrays: they may be fake tensors."""
     tables, numbers, dropout, has_seed, seed = rest
-    return _settings(tables, numbers, dropout, has_seed, seed, lambda table: table)
+    return settings_of(tables, numbers, dropout, has_seed, seed, lambda table: table)
 
 
 @_attention.register_vmap

@@ -97,6 +97,13 @@ def has_traced(named: Iterable[torch.Tensor | None]) -> bool:
     return any(x is not None and type(x) not in PLAIN for x in named)
 
 
+def has_no_elements(x: Any) -> bool:
+    """Return whether PyTorch asks for shapes alone: a tensor is fake, or on the meta device."""
+    kind = type(x)
+    is_fake = kind is not torch.Tensor and isinstance(x, _traced())
+    return is_fake or bool(getattr(x, "is_meta", False))
+
+
 @functools.cache
 def _traced() -> tuple[type, ...]:
     from torch._subclasses.fake_tensor import FakeTensor

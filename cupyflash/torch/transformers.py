@@ -6,8 +6,6 @@ the same masks as for "sdpa": boolean tensors, or none for a causal mask without
 
 from __future__ import annotations
 
-import functools
-import sys
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +18,17 @@ from .functions import drawn_seed, run
 from .held import Held, held
 from .operands import Operands, Settings
 from .tensors import is_transforming
+from .transformers_mask import EAGER, attention_mask
 
-__all__ = ["Held", "attention_forward", "attention_mask", "growing_cache", "held", "register"]
+__all__ = [
+    "Held",
+    "attention_forward",
+    "attention_mask",
+    "growing_cache",
+    "held",
+    "register",
+    "static_cache",
+]
 
 
 def register(name: str = "cupy_attention") -> None:
@@ -59,107 +66,6 @@ def register(name: str = "cupy_attention") -> None:
     AttentionMaskInterface.register(name, attention_mask)
 
 
-def attention_mask(config: Any = None, **options: Any) -> torch.Tensor | None:
-    """Make the mask of a layer, as transformers calls it.
-
-    Parameters
-    ----------
-    config : transformers.PreTrainedConfig, optional
-        The configuration of the model.
-    **options : object
-        As ``transformers.masking_utils.sdpa_mask`` takes them.
-
-    Returns
-    -------
-    torch.Tensor or None
-        A bool tensor, shape (B, 1, Lq, Lk), True meaning attend; for models that add columns of
-        floats to it, a tensor of floats, which is added to the scores. It is None where a causal
-        mask with as many queries as keys, or a mask without hidden keys, needs none. Where a cache
-        has room for later keys, Lk leaves that room out.
-
-    Raises
-    ------
-    ArgumentError
-        The model computes attention by its own code, which would add this mask to its scores.
-    """
-    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
-
-    kind: Any = type(config)
-    _refuse_attention_of_its_own(kind)
-    if getattr(config, "model_type", None) in _ADD_TO_MASKS:
-        floats: torch.Tensor = eager_mask(**options)
-        return floats
-    # sdpa_mask does not look at the function: it would take a window for a causal mask.
-    if options.get("mask_function", causal_mask_function) is not causal_mask_function and (
-        options.get("local_size") is None
-    ):
-        options["allow_is_causal_skip"] = False
-    # Without a mask, the layers decide whether they are causal, and here they differ from the mask.
-    if not getattr(config, "is_causal", True):
-        options["allow_is_bidirectional_skip"] = False
-    if getattr(config, "use_bidirectional_attention", False):
-        options["allow_is_causal_skip"] = False
-    mask: torch.Tensor | None = sdpa_mask(**options)
-    if mask is None and options.get("allow_is_causal_skip", True):
-        queries = options["q_length"]
-        if 1 < queries < options["kv_length"]:
-            # A static cache that was empty. If some queries were left out later, nothing would tell
-            # whether the others are the first ones or the last ones, so a mask is needed.
-            needed = {"kv_length": queries, "attention_mask": None, "allow_is_causal_skip": False}
-            mask = sdpa_mask(**options | needed)
-    return mask
-
-
-_ADD_TO_MASKS = ("deepseek_v4",)
-
-
-@functools.cache
-def _refuse_attention_of_its_own(config: Any) -> None:
-    """Refuse models whose attention does not ask transformers' interface which one to use."""
-    from transformers import PreTrainedModel
-
-    every = _subclasses(PreTrainedModel)
-    for kind in config.__mro__:
-        models = [model for model in every if model.config_class is kind]
-        if models:
-            break
-    else:
-        return
-    if not any(map(_asks_the_interface, models)):
-        raise ArgumentError(
-            f"attn_implementation: got this one for a model with a {config.__name__}; expected "
-            '"eager", because transformers says of no class of this model that its attention can '
-            "be another one. Its own code may ignore this one, and add a bool mask to its scores. "
-            f"{_EAGER} A class of your own whose layers call transformers' AttentionInterface says "
-            "so by _supports_attention_backend = True."
-        )
-
-
-def _subclasses(kind: Any) -> list[Any]:
-    found: list[Any] = list(kind.__subclasses__())
-    return [*found, *(model for each in found for model in _subclasses(each))]
-
-
-def _asks_the_interface(model: Any) -> bool:
-    """Return whether a class of models says so, and its code has the interface or layers with it.
-
-    Falcon says that it supports sdpa, and calls sdpa by its own code.
-    """
-    if model._supports_attention_backend:
-        return True
-    modules = {each.__module__ for each in model.__mro__}
-    for module in [sys.modules[name] for name in modules if name in sys.modules]:
-        parts = [x.__module__ for x in vars(module).values() if isinstance(x, type)]
-        modules |= {name for name in parts if name.startswith(_CODE)}
-    return model._supports_sdpa and any(
-        hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS")
-        for name in modules - {"transformers.modeling_utils"}
-    )
-
-
-_CODE = "transformers.models.", "transformers_modules."  # where models are, and users' models
-
-
 def growing_cache(config: Any, rows: int = 0) -> Any:
     """Return a cache with room for later tokens, so that a step copies only its own rows.
 
@@ -191,6 +97,40 @@ def growing_cache(config: Any, rows: int = 0) -> Any:
     from .growing_cache import growing
 
     return growing(config, rows)
+
+
+def static_cache(config: Any, rows: int) -> Any:
+    """Return a cache with room for all tokens of a generation, which models compiled for it take.
+
+    On a GPU, ``model.generate`` then compiles the model's step, and replays it as a CUDA graph: the
+    host's time between two kernels, of which most of a small model's step consists, is spared.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        The configuration of the model.
+    rows : int
+        How many tokens a sequence will have at most, its prompt included.
+
+    Returns
+    -------
+    transformers.StaticCache
+        The library's own static cache, whose layers write keys and values by one kernel. Those of
+        a window are the library's.
+
+    Raises
+    ------
+    ArgumentError
+        `rows` is wrong.
+
+    Examples
+    --------
+    Generate with ``model.generate(tokens, cache=static_cache(model.config, 512))``; before
+    transformers 5.24, the argument is `past_key_values`. The attention may be any implementation.
+    """
+    from .static_cache import static
+
+    return static(config, rows)
 
 
 def attention_forward(
@@ -280,6 +220,8 @@ def attention_forward(
                 position_bias = position_bias[..., :held]
     if indices is not None:
         mask = _chosen(indices, mask, queries, key.shape[2])
+    elif position_bias is None and not dropout and _is_step(query, key, attention_mask):
+        return _step(query, key, value, attention_mask, softcap, s_aux, scaling), None
     bias = position_bias
     if attention_mask is not None and mask.dtype is not torch.bool:
         mask, bias = None, mask if bias is None else mask + bias
@@ -359,6 +301,36 @@ def _one_query(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
     return attention_cached(query, key, value, length)
 
 
+def _is_step(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a graph has one query of each entry, and a mask of the rows that a cache holds."""
+    if mask is None or query.shape[2] != 1 or torch.is_grad_enabled() or not tensors.is_traced():
+        return False
+    return mask.dtype is torch.bool and mask.shape == (query.shape[0], 1, 1, key.shape[2])
+
+
+def _step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Compute a step of generation as over a cache of which each entry holds the rows it sees.
+
+    A cache for graphs has the room of all tokens from the start: what is behind the last row that
+    an entry sees is not read. How many rows these are is the same in all layers, and so it is
+    computed once for them.
+    """
+    ends = torch.arange(1, mask.shape[3] + 1, device=mask.device, dtype=torch.int32)
+    lengths = torch.where(mask[:, 0, 0], ends, 1).amax(-1)
+    change = None if softcap is None else scores.softcap(float(softcap))
+    options: dict[str, Any] = {"mask": mask, "score_mod": change, "sink": s_aux, "scale": scaling}
+    out = attention_cached(query, key, value, lengths, **options)
+    return out.transpose(1, 2).contiguous()
+
+
 def _refuse_missing_queries(queries: int, keys: int) -> NoReturn:
     """Refuse layers without a mask that have more queries than keys.
 
@@ -378,7 +350,7 @@ def _chosen(indices: torch.Tensor, mask: Any, queries: int, keys: int) -> torch.
     if indices.ndim != 3 or indices.shape[1] != queries or indices.is_floating_point():
         raise ArgumentError(
             f"indices: got shape {tuple(indices.shape)}, {indices.dtype}; expected integers of "
-            f"shape (B, {queries}, n), the keys of each query. {_EAGER}"
+            f"shape (B, {queries}, n), the keys of each query. {EAGER}"
         )
     hidden = torch.ones(len(indices), queries, keys, dtype=torch.bool, device=indices.device)
     hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
@@ -418,7 +390,6 @@ _HARMLESS = frozenset({
     "use_cache",
     "write_index",
 })  # fmt: skip
-_EAGER = 'Load the model with attn_implementation="eager".'
 
 
 def _refuse_unknown(options: dict[str, Any], mask: torch.Tensor | None) -> None:
@@ -429,7 +400,7 @@ def _refuse_unknown(options: dict[str, Any], mask: torch.Tensor | None) -> None:
         if name == "output_attentions":
             raise ArgumentError(
                 "output_attentions: got True; expected False, because weights are never stored. "
-                f"{_EAGER}"
+                f"{EAGER}"
             )
         if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
             if mask is not None or len(value) <= 2:  # one sequence, or the mask has them all
@@ -441,5 +412,5 @@ def _refuse_unknown(options: dict[str, Any], mask: torch.Tensor | None) -> None:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise ArgumentError(
             f"{name}: got {type(value).__name__}{shape}; expected None, because this argument of "
-            f"the model may change its attention, and nothing here takes it. {_EAGER}"
+            f"the model may change its attention, and nothing here takes it. {EAGER}"
         )

@@ -14,13 +14,13 @@ import pytest
 from test_public_api import PARAMETERS, SUMMARY
 
 import cupyflash
-from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
+from cupyflash import ArgumentError, ArgumentTypeError, Rotary, lookup, masks, scores
 from cupyflash.problem.options import Options
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
 import cupyflash.torch  # noqa: E402 (after the skip)
-from cupyflash.torch import attention, attention_cached, attention_varlen  # noqa: E402 (after the skip)
+from cupyflash.torch import attention, attention_cached, attention_varlen, rope  # noqa: E402 (after the skip)
 from cupyflash.torch.tensors import array_of, empty_in_order_of  # noqa: E402 (after the skip)
 
 CAUSAL = masks.causal()
@@ -427,8 +427,12 @@ def test_meta_tensors_have_shapes():
     out, lse = attention(q, k, v, mask=CAUSAL, return_lse=True)
     assert out.device.type == "meta"
     assert (out.shape, lse.shape) == ((2, 4, 5, 4), (2, 4, 5))
+    lengths = torch.ones(2, dtype=torch.int32, device="meta")
+    out, lse = attention_cached(q, k, v, lengths, return_lse=True)
+    assert (out.shape, lse.shape) == ((2, 4, 5, 4), (2, 4, 5))
+    turns = Rotary(np.ones((4, 4)), np.ones((4, 4)))
     with pytest.raises(ArgumentTypeError, match="meta tensor"):
-        attention_cached(q, k, v, 3)
+        rope(q, torch.arange(5, device="meta"), turns)
 
 
 @pytest.mark.thorough("another process imports PyTorch; that cupyflash does not is quick")

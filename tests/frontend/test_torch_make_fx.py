@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from cupyflash import ArgumentTypeError, masks
+from cupyflash import ArgumentTypeError, Rotary, masks
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 import cupyflash.torch as ours  # noqa: E402
 from cupyflash.torch import attention  # noqa: E402
 
+HELD = torch.tensor([9, 16], dtype=torch.int32)
 ENDS = torch.tensor([0, 16, 32], dtype=torch.int32)
 RECORDED = {
     "attention": lambda q, k, v: attention(q, k, v, mask=masks.causal()),
@@ -25,6 +27,7 @@ RECORDED = {
     "packed": lambda q, k, v: ours.flash_attn_varlen_func(
         *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), ENDS, ENDS, 16, 16
     ),
+    "cached": lambda q, k, v: ours.attention_cached(q[:, :, :1], k, v, HELD),
     "gradients": lambda *qkv: _gradients(*qkv),
 }
 
@@ -53,11 +56,9 @@ def test_make_fx_records_operators(name):
 
 
 def test_make_fx_refuses_what_is_no_operator():
-    q, k, v = (torch.randn(2, 2, length, 8) for length in (1, 16, 16))
-    lengths = torch.tensor([9, 16], dtype=torch.int32)
-    for _ in range(3):
-        ours.attention_cached(q, k, v, lengths)
+    x, positions = torch.randn(2, 2, 16, 8), torch.arange(16)
+    turns = Rotary(np.ones((16, 4), np.float32), np.zeros((16, 4), np.float32))
     with pytest.raises(ArgumentTypeError, match="Call it outside of the graph"):
-        make_fx(lambda *x: ours.attention_cached(*x))(q, k, v, lengths)
+        make_fx(lambda x: ours.rope(x, positions, turns))(x)
     with FlopCounterMode(display=False):  # another mode, which is no recorder
-        ours.attention_cached(q, k, v, lengths)
+        torch.testing.assert_close(ours.rope(x, positions, turns), x)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
+from cupyflash import ArgumentError, ArgumentTypeError, Rotary, lookup, masks, scores
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
@@ -171,8 +171,11 @@ def test_fake_tensors_give_shapes_where_calls_are_operators():
         x = torch.ones(2, 4, 5, 8)
         assert own.attention(x, x, x).shape == x.shape
         lengths = torch.tensor([5, 5], dtype=torch.int32)
+        assert own.attention_cached(x, x, x, lengths).shape == x.shape
+        positions = torch.arange(5)
+    turns = Rotary(np.ones((8, 4)), np.ones((8, 4)))
     with pytest.raises(ArgumentTypeError, match="FakeTensor, which has no elements"):
-        own.attention_cached(x, x, x, lengths)
+        own.rope(x, positions, turns)
 
 
 def test_other_kinds_are_refused_with_remedies_that_work():

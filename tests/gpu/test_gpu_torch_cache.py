@@ -139,3 +139,55 @@ def test_codes_of_pytorchs_types_are_told_by_the_tensor():
     out = attention_cached(new, k, k, 5, k_scale=scale, v_scale=scale)
     assert bool(torch.isfinite(out).all())
     assert np.isfinite(float(scale.max()))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_step_over_a_cache_is_one_graph(mode):
+    def step(new, k, v, lengths):
+        append(new, 2 * new, k, v, lengths)
+        return attention_cached(new.repeat(1, 4, 1, 1), k, v, lengths)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    rooms = [torch.zeros(2, 2, 256, 64, device="cuda", dtype=torch.float16) for _ in "kv"]
+    others = [room.clone() for room in rooms]
+    for room in rooms:
+        torch._dynamo.mark_static_address(room)
+    compiled = torch.compile(step, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        for n in range(6):
+            new = draw(2, 2, 1, 64, dtype=torch.float16, seed=n)
+            lengths = torch.tensor([n + 1, n + 100], dtype=torch.int32, device="cuda")
+            torch.compiler.cudagraph_mark_step_begin()
+            found = compiled(new, *rooms, lengths).clone()
+            assert torch.equal(found, step(new, *others, lengths))
+            assert all(map(torch.equal, rooms, others))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_generation_over_a_static_cache_is_compiled():
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from cupyflash.torch import transformers as adapter
+
+    adapter.register()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=101, hidden_size=256, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to("cuda").eval()
+    tokens = torch.arange(24, device="cuda").reshape(2, 12) * 7 % 98 + 3
+    padded = torch.ones_like(tokens)
+    padded[0, :5] = 0
+    cache = adapter.static_cache(config, 64)
+    for mask in (None, padded):
+        options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
+        model.set_attn_implementation("sdpa")
+        wanted = model.generate(tokens, max_new_tokens=20, **options)
+        model.set_attn_implementation("cupy_attention")
+        cache.reset()
+        found = model.generate(tokens, max_new_tokens=20, past_key_values=cache, **options)
+        assert torch.equal(found, wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]  # its steps were compiled

@@ -161,6 +161,7 @@ LAZY |= {"matplotlib", "torch", "transformers", "jax", "mpi4py"}
 # For arrays of these libraries, whose users have imported them.
 ADAPTERS = {
     "cupyflash.torch.growing_cache": {"torch", "transformers"},
+    "cupyflash.torch.static_cache": {"torch", "transformers"},
     "cupyflash.torch": {"torch"},
     "cupyflash.jax": {"jax"},
 }

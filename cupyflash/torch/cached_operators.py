@@ -1,0 +1,205 @@
+"""Calls over a cache as PyTorch operators, for torch.compile and for make_fx.
+
+Masks and score changes are stored under a number, as in `operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, ArgumentTypeError
+from . import cached_calls, operators, tensors
+from .operands import Settings
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: int | torch.Tensor | Sequence[int],
+    *,
+    table: torch.Tensor | None,
+    offsets_q: torch.Tensor | Sequence[int] | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    kv_dtype: Any,
+    shared: int,
+    mask: Any,
+    score_mod: Any,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+) -> Any:
+    """Return what `cupyflash.torch.attention_cached` does, as a node of a graph."""
+    if type(return_lse) is not bool:
+        raise ArgumentTypeError(f"return_lse: got {return_lse!r}; expected True or False.")
+    dense = mask if isinstance(mask, torch.Tensor) else None
+    named = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "mask": dense, "table": table}
+    named |= {"k_scale": k_scale, "v_scale": v_scale}
+    tensors.check(named, ("q", "bias", "sink"))
+    tensors.refuse_gradients(named, cached_calls.NO_GRADIENT)
+    tables, numbers = operators.numbered(
+        Settings(mask=None if dense is not None else mask, score_mod=score_mod, scale=scale)
+    )
+    ends, length = _on_device(lengths, q)
+    out, lse = _attention(
+        q, k, v, bias, sink, dense, ends, table, _on_device(offsets_q, q)[0], k_scale, v_scale,
+        tables, numbers, length, _text(kv_dtype), shared, return_lse,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def append(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: int | torch.Tensor | Sequence[int],
+    *,
+    table: torch.Tensor | None,
+    offsets: torch.Tensor | Sequence[int] | None,
+    q: torch.Tensor | None,
+    rotary: Any,
+    positions: Any,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    kv_dtype: Any,
+    shared: int,
+) -> None:
+    """Do what `cupyflash.torch.append` does, as a node of a graph."""
+    if rotary is not None or q is not None or positions is not None:
+        raise ArgumentError(
+            "rotary, q, positions: got one of them in a graph; expected none, because rotations "
+            "are no operators of PyTorch. Rotate the rows by PyTorch's own operators before, or "
+            "decorate the function that calls append with torch.compiler.disable."
+        )
+    named = {"k_new": k_new, "v_new": v_new, "k": k, "v": v, "table": table}
+    tensors.check(named, ("k_new", "v_new"))
+    tensors.refuse_gradients(named, cached_calls.NO_GRADIENT)
+    ends, length = _on_device(lengths, k)
+    _append(
+        k_new, v_new, k, v, k_scale, v_scale, ends, table, _on_device(offsets, k)[0], length,
+        _text(kv_dtype), shared,
+    )  # fmt: skip
+
+
+def _on_device(given: Any, like: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """Return lengths or offsets as a tensor, or None and the one number that they are."""
+    if given is None:
+        return None, -1
+    if isinstance(given, torch.Tensor):
+        return given, -1
+    if isinstance(given, (list, tuple)):
+        return torch.tensor(given, dtype=torch.int64, device=like.device), -1
+    return None, given
+
+
+def _text(kv_dtype: Any) -> str:
+    """Return the names of codes as one text."""
+    names = cached_calls.names_of(kv_dtype)
+    return "" if names is None else names if isinstance(names, str) else ",".join(names)
+
+
+def _names(text: str) -> Any:
+    return (tuple(text.split(",")) if "," in text else text) or None
+
+
+@torch.library.custom_op("cupyflash::attention_cached", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    table: torch.Tensor | None,
+    offsets_q: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    tables: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    length: int,
+    kv_dtype: str,
+    shared: int,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = operators.settings_of(tables, numbers, 0.0, False, 0)
+    out, lse = cached_calls.attention(
+        q,
+        k,
+        v,
+        length if lengths is None else lengths,
+        table=table,
+        offsets_q=offsets_q,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_dtype=_names(kv_dtype),
+        shared=shared,
+        mask=settings.mask if mask is None else mask,
+        score_mod=settings.score_mod,
+        bias=bias,
+        sink=sink,
+        scale=settings.scale,
+        return_lse=True,
+    )
+    placed, no_lse = _empty(q, out.shape[-1], False)
+    if out.stride() == placed.stride():
+        placed = out
+    else:
+        placed.copy_(out)
+    return placed, lse if return_lse else no_lse
+
+
+@_attention.register_fake
+def _(q: torch.Tensor, _k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[Any, Any]:
+    *_, kv_dtype, _, return_lse = rest
+    names = _names(kv_dtype)
+    last = names[-1] if type(names) is tuple else names
+    return _empty(q, v.shape[-1] * (2 if last == "int4" else 1), return_lse)
+
+
+def _empty(q: torch.Tensor, columns: int, has_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised results; without `has_lse` the second one has no elements."""
+    out = tensors.empty_in_order_of(q, (*q.shape[:-1], columns))
+    rows = q.shape[:-1] if has_lse else (0,)
+    return out, q.new_empty(rows, dtype=tensors.lse_dtype(q))
+
+
+@torch.library.custom_op("cupyflash::append", mutates_args=("k", "v", "k_scale", "v_scale"))
+def _append(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    table: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    length: int,
+    kv_dtype: str,
+    shared: int,
+) -> None:
+    cached_calls.append(
+        k_new,
+        v_new,
+        k,
+        v,
+        length if lengths is None else lengths,
+        table=table,
+        offsets=offsets,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_dtype=_names(kv_dtype),
+        shared=shared,
+    )
+
+
+@_append.register_fake
+def _(*_: Any) -> None:
+    """Nothing is made."""
