@@ -60,6 +60,13 @@ class _Rooms:
             self._appended = appended.Appended(room_k, room_v) if is_for_gpu else None
         return all_k, all_v, first, all_k.shape[2]
 
+    def __copy__(self) -> Any:
+        """Return a layer with the same rows, of which neither writes to these rooms any more."""
+        self._rooms, self._appended, self._last = None, None, _Rooms._last
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def _hold(self, keys: torch.Tensor, values: torch.Tensor, first: int, end: int) -> None:
         """Hold keys and values, which are these rows of the rooms."""
         self.keys, self.values = keys, values

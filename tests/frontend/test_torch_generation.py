@@ -202,6 +202,31 @@ def test_a_step_copies_its_own_rows(window):
     torch.testing.assert_close(attention_cached(q, *found[:3]), wanted)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_copies_of_layers_go_on_alone(window):
+    """As those of the library do, where each step makes new tensors."""
+    rng = torch.Generator().manual_seed(0)
+    kinds = transformers.cache_utils
+    for begun in range(1, 9):
+        if window is None:
+            pair = [kinds.DynamicLayer(), GrowingLayer()]
+        else:
+            pair = [kinds.DynamicSlidingWindowLayer(window), GrowingSlidingLayer(window)]
+        first = drawn(2, begun, rng)
+        for layer in pair:
+            layer.update(*first)
+        both = [(layer, copy.copy(layer)) for layer in pair]
+        for _ in range(4):
+            for n in range(2):
+                new = drawn(2, 1, rng)
+                found = [layers[n].update(*new) for layers in both]
+                for a, b in zip(*found, strict=True):
+                    assert torch.equal(a, b)
+        for library, ours in zip(*both, strict=True):
+            assert torch.equal(library.keys, ours.keys)
+            assert torch.equal(library.values, ours.values)
+
+
 def test_rows_that_others_chose():
     """What stands in a layer's place may be any part of a room."""
     rng = torch.Generator().manual_seed(0)
