@@ -18,6 +18,7 @@ from .amx_rows import store_rows
 from .amx_softmax import turn_columns
 from .amx_variants import variants
 from .arguments import CHANGES, shape_of
+from .bias import forget_tiles
 from .bias_gradient import add_to_bias, bias_sums_of
 from .gradient_tile import apply_dscore, load_row_statistics
 from .jit import INT, INTS, TABLE, Kernel, helper, kernel, takes
@@ -193,6 +194,7 @@ def _make_dkdv(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel:
         dk_place, dv_place = first_address(scratch.dk), first_address(scratch.dv)
         p_across, ds_across = first_address(scratch.p_across), first_address(scratch.ds_across)
         most = scratch.q_pairs.shape[0] * 2 // (parts * DEPTH * columns)
+        forget_tiles(changes.score, scratch.score_ri)
         start()
         for place in range(runs[first], runs[last]):
             h_kv = work[place, 2]
@@ -380,6 +382,7 @@ def _make_dq(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel:
         columns, edges = rounded_up(shape.d, SIDE), scratch.edges
         most = scratch.q_pairs.shape[0] * 2 // (parts * DEPTH * columns)
         sums, turned = first_address(scratch.dq), first_address(scratch.k_turned)
+        forget_tiles(changes.score, scratch.score_ri)
         start()
         for item in range(first, last):
             place, h = item // shape.heads, item % shape.heads

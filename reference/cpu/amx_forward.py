@@ -31,6 +31,7 @@ from .amx_softmax import (
 )
 from .amx_variants import variants
 from .arguments import CHANGES, TileSizes, shape_of
+from .bias import forget_tiles
 from .jit import INT, INTS, TABLE, Kernel, helper, kernel, takes, vector, whole_rows
 from .memory import ROWS, aligned, first_address, load, prefetch_rows, row_address, store
 from .softmax import begin_maxima, finish_state, row_max
@@ -126,7 +127,7 @@ def tile_scratch(sizes: TileSizes, number: np.dtype[Any], parts: int) -> TileScr
         np.empty(keys, np.int64),
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
-        *make_registers(sizes.score, lanes, number),
+        *make_registers(sizes.score, lanes, number, keeps=True),
         *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
         *make_registers(sizes.tile, 1, np.dtype(np.float32)),
     )
@@ -209,6 +210,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
         one = sink.dtype.type(1)
         is_changed, prefetch = changes.score.code.shape[0], changes.pointers.prefetch
         q_size, k_size, v_size = q.row * SIZE, k.row * SIZE, v.row * SIZE
+        forget_tiles(changes.score, scratch.score_ri)
         start()
 
         for item in range(first, last):

@@ -118,7 +118,7 @@ def tile_gradient_scratch(
         *flags,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
-        *make_registers(sizes.score, lanes, number),
+        *make_registers(sizes.score, lanes, number, keeps=True),
         *make_registers(sizes.slope, lanes, number),
         *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
         *make_registers(sizes.tile, 1, np.dtype(np.float32)),

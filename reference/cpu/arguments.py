@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from numba import types
 from .jit import INT, INTS
 from .program import PROGRAM, Program
 from .structs import Struct
+from .tables import MAX_AXES
 from .tile_lists import TILE_LISTS, TileLists
 
 
@@ -104,11 +106,36 @@ class Registers(NamedTuple):
 
     int_registers: int
     float_registers: int
+    kept: int = 0  # tiles of a bias that a thread keeps, see `bias`
+    cells: int = 0  # numbers of each of them
 
 
 def registers_of(program: Program) -> Registers:
     """Return how many registers a program has."""
     return Registers(program.int_registers, program.float_registers)
+
+
+_MOST_KEPT = 16  # tiles, of which every one is looked at for each tile of scores
+_MOST_KEPT_BYTES = 2**20
+_FEWEST_USES = 8  # of each tile, by all threads
+
+
+def _kept_tiles(shape: Shape, program: Program, panel: int) -> tuple[int, int]:
+    """Return how many tiles a bias has, and their size, if they are few and entries share them."""
+    if not len(program.strided) or not len(shape.len_q):
+        return 0, 0
+    table = program.tables[program.strided[0]]
+    of_heads, strides = max(int(table[2]) - 2, 0), 5 + MAX_AXES
+    pairs = zip(table[5 : 5 + of_heads], table[strides : strides + of_heads], strict=True)
+    heads = math.prod(int(length) for length, step in pairs if step)
+    queries, keys = int(shape.len_q.max()), int(shape.len_k.max())
+    panels = -(-queries // shape.block_q) * -(-min(queries, shape.block_q) // panel)
+    tiles = heads * panels * -(-keys // shape.block_kv)
+    cells = min(keys, shape.block_kv) * (min(queries, panel) + 2 * shape.lanes_per_vector)
+    is_shared = len(shape.len_q) * shape.heads >= _FEWEST_USES * heads
+    if not is_shared or tiles > _MOST_KEPT or tiles * cells * shape.itemsize > _MOST_KEPT_BYTES:
+        return 0, 0
+    return tiles, cells
 
 
 class TileSizes(NamedTuple):
@@ -133,7 +160,8 @@ class TileSizes(NamedTuple):
 
 def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
     """Return the sizes of a call's tiles."""
-    programs = changes.score, changes.slope, changes.mask, changes.tile
+    programs = changes.slope, changes.mask, changes.tile
+    kept, cells = _kept_tiles(shape, changes.score, changes.panel)
     return TileSizes(
         shape.block_q,
         shape.block_kv,
@@ -146,6 +174,7 @@ def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
         bool(changes.may_mask),
         bool(changes.pointers.widen),
         len(changes.slope.code) > 0,
+        registers_of(changes.score)._replace(kept=kept, cells=cells),
         *map(registers_of, programs),
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from .accumulate import accumulate, add_columns
 from .arguments import CHANGES, shape_of
+from .bias import forget_tiles
 from .bias_gradient import add_to_bias, bias_sums_of
 from .gradient_tile import (
     apply_dscore,
@@ -126,6 +127,7 @@ def backward_dkdv(
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
     prefetch = changes.pointers.prefetch
+    forget_tiles(changes.score, scratch.score_ri)
     for place in range(runs[first], runs[last]):
         h_kv = work[place, 2]
         keys = members[work[place, 0]]
@@ -312,6 +314,7 @@ def backward_dq(
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dq_tile.dtype.type(0), dq_tile.dtype.type(1)
     edges, widen = scratch.edges, changes.pointers.widen
+    forget_tiles(changes.score, scratch.score_ri)
     for item in range(first, last):
         place = item // shape.heads
         h = item % shape.heads

@@ -11,6 +11,7 @@ from __future__ import annotations
 from numba import types
 
 from .arguments import CHANGES, shape_of
+from .bias import forget_tiles
 from .gradient_tile import (
     apply_dscore,
     gradient_scratch_of,
@@ -84,6 +85,7 @@ def backward_lookup(
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, widen, edges = q_panel.dtype.type(0), changes.pointers.widen, scratch.edges
+    forget_tiles(changes.score, scratch.score_ri)
     for part in range(first, last):
         for item in range(begin + (part - begin) % parts, end, parts):
             b, h = work[item, 0], work[item, 1]

@@ -2,6 +2,10 @@
 
 Where a query's elements lie side by side, squares of one vector's length are read row by row and
 turned, since tiles are kept as [key, query]. Other strides are followed element by element.
+
+A bias that batch entries share is turned for each of them. Where it has few tiles, a thread keeps
+them, turned, behind the registers of the program (`tile.make_registers`), as long as it is in one
+call of a kernel: between two of these, the bias may change.
 """
 
 from __future__ import annotations
@@ -14,13 +18,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import INT, TABLE, caller, helper, kernel, takes, vector
-from .memory import first_address
+from .jit import INT, TABLE, caller, helper, kernel, takes, vector, whole_rows
+from .memory import clear, first_address
 from .microkernel import VECTOR_BYTES
 from .program import PROGRAM
 from .tables import KINDS, first_element, load_as_float
 from .vectors import INT as WORD
-from .vectors import Emitter, emit_widened
+from .vectors import Emitter, emit_loop, emit_widened
 
 _STORED = {
     "float16": ir.IntType(16), "bfloat16": ir.IntType(16), "float32": ir.FloatType(),
@@ -85,16 +89,15 @@ _square16, _square_b16, _square32, _square64 = (_square_of(name) for name in _ST
 
 
 @helper
-def _add_squares(place, row, item, kind, ni, begin, end, lanes, s):
-    """Add elements that lie side by side for a query."""
-    like, itemsize = s.dtype.type(0), s.itemsize
+def _add_squares(place, row, item, kind, ni, begin, end, lanes, itemsize, tile, like):
+    """Add elements that lie side by side for a query to the tile at an address."""
     square, size = VECTOR_BYTES // itemsize, lanes * itemsize
     for i in range(0, ni, square):
         rows = ni - i
         for j in range(begin, end, square):
             keys = end - j
             source = place + i * row + j * item
-            target = first_address(s) + (j * lanes + i) * itemsize
+            target = tile + (j * lanes + i) * itemsize
             if kind == _FLOAT32:
                 _square32(source, row, rows, keys, target, size, like)
             elif kind == _BFLOAT16:
@@ -103,6 +106,68 @@ def _add_squares(place, row, item, kind, ni, begin, end, lanes, s):
                 _square16(source, row, rows, keys, target, size, like)
             else:
                 _square64(source, row, rows, keys, target, size, like)
+
+
+@intrinsic
+def _add_vectors(typingctx, source, keys, target, row_size, like):
+    """Add a vector of every key's row to one of the target's, in which -inf hides a pair."""
+
+    def codegen(context, builder, sig, args):
+        source, keys, target, row_size, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[4]))
+        minus_infinity = ir.Constant(emit.vector, [-math.inf] * emit.lanes)
+
+        def step(j, values):
+            offset = builder.mul(j, row_size)
+            value = emit.load(builder.add(source, offset))
+            place = builder.add(target, offset)
+            is_hidden = builder.fcmp_ordered("==", value, minus_infinity)
+            total = builder.fadd(emit.load(place), value)
+            emit.store(builder.select(is_hidden, minus_infinity, total), place)
+            return []
+
+        emit_loop(builder, keys, [], step)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, like), codegen
+
+
+# What says which tile a row of integers stands for: the address of its first element, its queries
+# and keys, and its lanes. The first row also has the row that the next tile takes.
+_PLACE, _SIZES, _LANES, _NEXT = range(4)
+TAG_WORDS = 4
+
+
+@helper
+def forget_tiles(program, ri):
+    """Begin a call of a kernel without tiles of the bias."""
+    first = program.int_registers + 1
+    for n in range(first, ri.shape[0]):
+        ri[n, _PLACE] = 0
+    if first < ri.shape[0]:
+        ri[first, _NEXT] = 0
+
+
+@helper
+def _kept_tile(program, ri, rf, place, row, item, kind, ni, begin, end, lanes):
+    """Return the address of a tile of the bias that is turned; it is turned if it is not there."""
+    like, first = rf.dtype.type(0), program.int_registers + 1
+    count, begins = ri.shape[0] - first, max(program.float_registers, 1)
+    size = (rf.shape[0] - begins) * rf.shape[1] // count * rf.itemsize
+    tiles = first_address(rf) + begins * rf.shape[1] * rf.itemsize
+    sizes = ((ni << 20) + begin << 20) + end
+    for n in range(count):
+        known = ri[first + n]
+        if known[_PLACE] == place and known[_SIZES] == sizes and known[_LANES] == lanes:
+            return tiles + n * size
+    n = ri[first, _NEXT]
+    ri[first, _NEXT] = (n + 1) % count
+    known = ri[first + n]
+    known[_PLACE], known[_SIZES], known[_LANES] = place, sizes, lanes
+    tile = tiles + n * size
+    clear(tile + begin * lanes * rf.itemsize, (end - begin) * lanes * rf.itemsize)
+    _add_squares(place, row, item, kind, ni, begin, end, lanes, rf.itemsize, tile, like)
+    return tile
 
 
 @helper
@@ -122,9 +187,11 @@ def _add_elements(place, row, item, kind, ni, begin, end, lanes, s):
                 scores[i] = hidden if bias == hidden else scores[i] + bias
 
 
-@takes(lambda number: (PROGRAM, TABLE, INT, INT, INT, INT, vector(number)))
+@takes(
+    lambda number: (PROGRAM, TABLE, whole_rows(number), INT, INT, INT, INT, vector(number))
+)  # fmt: skip
 @kernel
-def add_bias(program, ri, ni, begin, end, lanes, s):
+def add_bias(program, ri, rf, ni, begin, end, lanes, s):
     """Add a program's bias to the scores of some keys of a tile; -inf hides a pair.
 
     The registers `ri` are as in `first_element`.
@@ -132,11 +199,17 @@ def add_bias(program, ri, ni, begin, end, lanes, s):
     row, item, place = program.strided[2], program.strided[3], first_element(program, ri)
     kind = program.tables[program.strided[0], 1]
     size = 4 if kind == _FLOAT32 else 8 if kind == _FLOAT64 else 2
+    target, like = first_address(s), s.dtype.type(0)
     # Squares write whole vectors.
-    if item == size and row and lanes % (VECTOR_BYTES // s.itemsize) == 0:
-        _add_squares(place, row, item, kind, ni, begin, end, lanes, s)
-    else:
+    if item != size or row == 0 or lanes % (VECTOR_BYTES // s.itemsize):
         _add_elements(place, row, item, kind, ni, begin, end, lanes, s)
+    elif ri.shape[0] == program.int_registers + 1:
+        _add_squares(place, row, item, kind, ni, begin, end, lanes, s.itemsize, target, like)
+    else:
+        kept = _kept_tile(program, ri, rf, place, row, item, kind, ni, begin, end, lanes)
+        first = begin * lanes * s.itemsize
+        for x in range(first, first + ni * s.itemsize, VECTOR_BYTES):
+            _add_vectors(kept + x, end - begin, target + x, lanes * s.itemsize, like)
 
 
 run_bias = caller(add_bias)

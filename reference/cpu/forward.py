@@ -13,6 +13,7 @@ from numba import types
 
 from .accumulate import add_columns
 from .arguments import CHANGES, TileSizes, shape_of
+from .bias import forget_tiles
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
 from .memory import ROWS, aligned, first_address, prefetch_rows, row_address, store
 from .microkernel import multiply, padded, round_up
@@ -122,7 +123,7 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
         l,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
-        *make_registers(sizes.score, lanes, number),
+        *make_registers(sizes.score, lanes, number, keeps=True),
         *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
         *make_registers(sizes.tile, 1, np.dtype(np.float32)),
     )
@@ -152,6 +153,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
     s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
     symbols, edges = scratch.symbols, scratch.edges
     is_changed = changes.score.code.shape[0]
+    forget_tiles(changes.score, scratch.score_ri)
 
     for item in range(first, last):
         b = work[item // shape.heads, 0]

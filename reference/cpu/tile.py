@@ -10,7 +10,7 @@ from numba import types
 
 from . import philox
 from .arguments import CHANGES, Registers, shape_of
-from .bias import run_bias
+from .bias import TAG_WORDS, run_bias
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .memory import first_address
 from .program import NO_RESULT, PROGRAM, SYMBOLS, Program, run
@@ -26,11 +26,17 @@ _run = caller(run)
 
 
 def make_registers(
-    program: Program | Registers, lanes: int, number: np.dtype[Any]
+    program: Program | Registers, lanes: int, number: np.dtype[Any], keeps: bool = False
 ) -> tuple[Array, Array]:
-    """Return the registers of a program; the last row of integers is for addresses."""
-    ri = np.empty((program.int_registers + 1, lanes), np.int64)
-    rf = np.empty((max(program.float_registers, 1), lanes), number)
+    """Return the registers of a program; the last row of integers is for addresses.
+
+    With `keeps`, tiles of a bias that a thread keeps are behind them; see `bias`.
+    """
+    kept = cells = 0
+    if keeps and isinstance(program, Registers):
+        kept, cells = program.kept, program.cells
+    ri = np.empty((program.int_registers + 1 + kept, max(lanes, TAG_WORDS)), np.int64)
+    rf = np.empty((max(program.float_registers, 1) - (-kept * cells // lanes), lanes), number)
     return ri, rf
 
 
@@ -211,7 +217,7 @@ def score_by_program(
         for n in range(begin * lanes, end * lanes):
             changed[n] = s[n]
     if program.strided.shape[0]:
-        run_bias(bias, (program, ri, ni, begin, end, lanes, changed))
+        run_bias(bias, (program, ri, rf, ni, begin, end, lanes, changed))
 
 
 _score_by_program = caller(score_by_program)
