@@ -9,6 +9,7 @@ import numpy as np
 from numba import types
 
 from .jit import INT, INTS
+from .microkernel import round_up
 from .program import PROGRAM, Program
 from .structs import Struct
 from .tables import MAX_AXES
@@ -118,6 +119,7 @@ def registers_of(program: Program) -> Registers:
 _MOST_KEPT = 16  # tiles, of which every one is looked at for each tile of scores
 _MOST_KEPT_BYTES = 2**20
 _FEWEST_USES = 8  # of each tile, by all threads
+_STEP = 32  # queries and keys of tiles, so that calls of many lengths share scratch
 
 
 def _kept_tiles(shape: Shape, program: Program, panel: int) -> tuple[int, int]:
@@ -131,7 +133,8 @@ def _kept_tiles(shape: Shape, program: Program, panel: int) -> tuple[int, int]:
     queries, keys = int(shape.len_q.max()), int(shape.len_k.max())
     panels = -(-queries // shape.block_q) * -(-min(queries, shape.block_q) // panel)
     tiles = heads * panels * -(-keys // shape.block_kv)
-    cells = min(keys, shape.block_kv) * (min(queries, panel) + 2 * shape.lanes_per_vector)
+    lanes = min(round_up(queries, _STEP), panel) + _STEP  # the last square may be a part
+    cells = round_up(min(keys, shape.block_kv), _STEP) * lanes
     is_shared = len(shape.len_q) * shape.heads >= _FEWEST_USES * heads
     if not is_shared or tiles > _MOST_KEPT or tiles * cells * shape.itemsize > _MOST_KEPT_BYTES:
         return 0, 0

@@ -133,9 +133,9 @@ def _add_vectors(typingctx, source, keys, target, row_size, like):
 
 
 # What says which tile a row of integers stands for: the address of its first element, its queries
-# and keys, and its lanes. The first row also has the row that the next tile takes.
-_PLACE, _SIZES, _LANES, _NEXT = range(4)
-TAG_WORDS = 4
+# and lanes, and its keys. The first row also has the row that the next tile takes.
+_PLACE, _QUERIES, _BEGIN, _END, _NEXT = range(5)
+TAG_WORDS = 5
 
 
 @helper
@@ -150,20 +150,28 @@ def forget_tiles(program, ri):
 
 @helper
 def _kept_tile(program, ri, rf, place, row, item, kind, ni, begin, end, lanes):
-    """Return the address of a tile of the bias that is turned; it is turned if it is not there."""
+    """Return the address of a tile of the bias that is turned, from one of its keys to another.
+
+    Where entries see other keys of it, it has all that one of them has seen.
+    """
     like, first = rf.dtype.type(0), program.int_registers + 1
     count, begins = ri.shape[0] - first, max(program.float_registers, 1)
     size = (rf.shape[0] - begins) * rf.shape[1] // count * rf.itemsize
     tiles = first_address(rf) + begins * rf.shape[1] * rf.itemsize
-    sizes = ((ni << 20) + begin << 20) + end
-    for n in range(count):
-        known = ri[first + n]
-        if known[_PLACE] == place and known[_SIZES] == sizes and known[_LANES] == lanes:
+    queries = (ni << 32) + lanes
+    n = 0
+    while n < count and (ri[first + n, _PLACE] != place or ri[first + n, _QUERIES] != queries):
+        n += 1
+    if n < count:
+        known_begin, known_end = ri[first + n, _BEGIN], ri[first + n, _END]
+        if known_begin <= begin and end <= known_end:
             return tiles + n * size
-    n = ri[first, _NEXT]
-    ri[first, _NEXT] = (n + 1) % count
-    known = ri[first + n]
-    known[_PLACE], known[_SIZES], known[_LANES] = place, sizes, lanes
+        begin, end = min(begin, known_begin), max(end, known_end)
+    else:
+        n = ri[first, _NEXT]
+        ri[first, _NEXT] = (n + 1) % count
+    ri[first + n, _PLACE], ri[first + n, _QUERIES] = place, queries
+    ri[first + n, _BEGIN], ri[first + n, _END] = begin, end
     tile = tiles + n * size
     clear(tile + begin * lanes * rf.itemsize, (end - begin) * lanes * rf.itemsize)
     _add_squares(place, row, item, kind, ni, begin, end, lanes, rf.itemsize, tile, like)

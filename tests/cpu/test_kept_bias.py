@@ -59,7 +59,9 @@ def equal(found, wanted):
 def test_kept_tiles_change_no_bit(number, unit, lengths, kept, monkeypatch):
     monkeypatch.setenv(amx.VARIABLE, unit)
     q, k, v, do, bias = draw(number, 9, *lengths)
-    for options in ({}, {"mask": masks.causal()}):
+    ends = np.random.default_rng(1).integers(1, lengths[1] + 1, 9)  # entries see other keys
+    for mask in (None, masks.causal(), masks.lengths(ends), masks.window(5, 3)):
+        options = {"mask": mask}
         found = results(q, k, v, do, bias, **options)
         assert all(kept)
         kept.clear()
