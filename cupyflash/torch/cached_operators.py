@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentTypeError
 from . import cached_calls, operators, tensors
 from .operands import Settings
 
@@ -37,6 +38,10 @@ def attention(
     """Return what `cupyflash.torch.attention_cached` does, as a node of a graph."""
     if type(return_lse) is not bool:
         raise ArgumentTypeError(f"return_lse: got {return_lse!r}; expected True or False.")
+    q, k, v = tensors.to_autocast(q, k, v)
+    if isinstance(mask, np.ndarray):
+        mask = torch.as_tensor(mask, device=q.device)
+    table = None if table is None else _tensor("table", table, q)
     dense = mask if isinstance(mask, torch.Tensor) else None
     named = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "mask": dense, "table": table}
     named |= {"k_scale": k_scale, "v_scale": v_scale}
@@ -45,9 +50,10 @@ def attention(
     tables, numbers = operators.numbered(
         Settings(mask=None if dense is not None else mask, score_mod=score_mod, scale=scale)
     )
-    ends, length = _on_device(lengths, q)
+    ends, length = _lengths("lengths", lengths, q)
+    rows = None if offsets_q is None else _tensor("offsets_q", offsets_q, q)
     out, lse = _attention(
-        q, k, v, bias, sink, dense, ends, table, _on_device(offsets_q, q)[0], k_scale, v_scale,
+        q, k, v, bias, sink, dense, ends, table, rows, k_scale, v_scale,
         tables, numbers, length, _text(kv_dtype), shared, return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -69,43 +75,59 @@ def append(
     v_scale: torch.Tensor | None,
     kv_dtype: Any,
     shared: int,
-) -> None:
+) -> torch.Tensor | None:
     """Do what `cupyflash.torch.append` does, as a node of a graph."""
     if rotary is not None or q is not None or positions is not None:
-        raise ArgumentError(
-            "rotary, q, positions: got one of them in a graph; expected none, because rotations "
-            "are no operators of PyTorch. Rotate the rows by PyTorch's own operators before, or "
-            "decorate the function that calls append with torch.compiler.disable."
-        )
-    named = {"k_new": k_new, "v_new": v_new, "k": k, "v": v, "table": table}
+        return _rotated(
+            k_new, v_new, k, v, lengths, table=table, offsets=offsets, q=q, rotary=rotary,
+            positions=positions, k_scale=k_scale, v_scale=v_scale, kv_dtype=kv_dtype, shared=shared,
+        )  # fmt: skip
+    named = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
     tensors.check(named, ("k_new", "v_new"))
     tensors.refuse_gradients(named, cached_calls.NO_GRADIENT)
-    ends, length = _on_device(lengths, k)
+    ends, length = _lengths("lengths", lengths, k)
+    table = None if table is None else _tensor("table", table, k)
+    rows = None if offsets is None else _tensor("offsets", offsets, k)
     _append(
-        k_new, v_new, k, v, k_scale, v_scale, ends, table, _on_device(offsets, k)[0], length,
-        _text(kv_dtype), shared,
-    )  # fmt: skip
+        k_new, v_new, k, v, k_scale, v_scale, ends, table, rows, length, _text(kv_dtype), shared
+    )
+    return None
 
 
-def _on_device(given: Any, like: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """Return lengths or offsets as a tensor, or None and the one number that they are."""
-    if given is None:
-        return None, -1
+_rotated = torch.compiler.disable(
+    cached_calls.append, reason="rotations are not operators of torch.compile"
+)
+
+
+def _lengths(name: str, given: Any, like: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """Return lengths as a tensor; or None, and the one number that they are."""
+    if isinstance(given, int | torch.SymInt) and not isinstance(given, bool):
+        return None, given
+    return _tensor(name, given, like), -1
+
+
+def _tensor(name: str, given: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return numbers as a tensor beside another one."""
     if isinstance(given, torch.Tensor):
-        return given, -1
-    if isinstance(given, (list, tuple)):
-        return torch.tensor(given, dtype=torch.int64, device=like.device), -1
-    return None, given
+        return given
+    if not isinstance(given, list | tuple | np.ndarray):
+        raise ArgumentTypeError(
+            f"{name}: got {type(given).__name__}; expected a tensor or a sequence of integers."
+        )
+    return torch.as_tensor(given, device=like.device)
 
 
 def _text(kv_dtype: Any) -> str:
-    """Return the names of codes as one text."""
+    """Return the names of codes as one text; of a pair, one may be none."""
     names = cached_calls.names_of(kv_dtype)
-    return "" if names is None else names if isinstance(names, str) else ",".join(names)
+    if isinstance(names, tuple):
+        return ",".join(name or "" for name in names)
+    return names or ""
 
 
 def _names(text: str) -> Any:
-    return (tuple(text.split(",")) if "," in text else text) or None
+    names = tuple(name or None for name in text.split(","))
+    return names if len(names) > 1 else names[0]
 
 
 @torch.library.custom_op("cupyflash::attention_cached", mutates_args=())

@@ -44,8 +44,8 @@ class _Rooms:
             if end + count <= room_k.shape[2]:
                 known = self._appended
                 if known is None or count > 1 or not known.write(k, v, end + 1):
-                    _refuse_unlike(room_k, k)
-                    _refuse_unlike(room_v, v)
+                    refuse_unlike(room_k, k)
+                    refuse_unlike(room_v, v)
                     room_k.narrow(2, end, count).copy_(k)
                     room_v.narrow(2, end, count).copy_(v)
                 rows = end + count - first
@@ -88,7 +88,7 @@ def _is_unlike(held: torch.Tensor | None, x: torch.Tensor) -> bool:
     return held.numel() > 0
 
 
-def _refuse_unlike(held: torch.Tensor, new: torch.Tensor) -> None:
+def refuse_unlike(held: torch.Tensor, new: torch.Tensor) -> None:
     """Refuse rows of other entries or heads, which copies would repeat to fill a room."""
     if held.shape[:2] != new.shape[:2] or held.shape[3] != new.shape[3]:
         batch, heads, _, columns = held.shape
@@ -105,7 +105,7 @@ def _with(
     batch, heads, count, columns = new.shape
     before = held.shape[-2] if held.numel() else 0
     if before:
-        _refuse_unlike(held, new)
+        refuse_unlike(held, new)
     if before and room is not None:
         first = _row_of(held, room)
         end = first + before + count

@@ -12,22 +12,48 @@ from transformers import cache_utils
 
 from ..arrays.integers import integer
 from ..errors import ArgumentError
+from . import tensors
 from .cached import append
+from .growing_cache import refuse_unlike
 
 
 class StaticLayer(cache_utils.StaticLayer):
     """A layer with room for the keys of all tokens."""
 
+    counts = False  # whether it looks if there is room, for the other layers of the cache, too
+
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         """Hold new rows, and return the whole rooms."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        new, rooms = (key_states, value_states), (self.keys, self.values)
+        has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in new)
+        if has_gradient or not _are_alike(*new, *rooms):
             return super().update(key_states, value_states, *args, **kwargs)
+        for held, x in zip(rooms, new, strict=True):
+            refuse_unlike(held, x)
         self.cumulative_length.add_(key_states.shape[2])
+        if self.counts:
+            self._refuse_more()
         lengths = self.cumulative_length.repeat(key_states.shape[0])
         append(key_states, value_states, self.keys, self.values, lengths)
         return self.keys, self.values
+
+    def _refuse_more(self) -> None:
+        """Refuse more tokens than there is room for; on a GPU without waiting for it."""
+        words = (
+            f"rows: got {self.max_cache_len} for static_cache, and a sequence with more tokens; "
+            "expected as many as a sequence will have, with its prompt."
+        )
+        if self.cumulative_length.is_cpu and not tensors.is_traced():
+            if int(self.cumulative_length) > self.max_cache_len:
+                raise ArgumentError(words)
+        else:
+            torch._assert_async(self.cumulative_length <= self.max_cache_len, words)
+
+
+def _are_alike(first: torch.Tensor, *others: torch.Tensor) -> bool:
+    return all(x.dtype == first.dtype and x.device == first.device for x in others)
 
 
 def static(config: Any, rows: Any) -> cache_utils.StaticCache:
@@ -39,7 +65,14 @@ def static(config: Any, rows: Any) -> cache_utils.StaticCache:
             "prompt."
         )
     cache = cache_utils.StaticCache(config=config, max_cache_len=number)
-    for n, layer in enumerate(cache.layers):
-        if type(layer) is cache_utils.StaticLayer:
-            cache.layers[n] = StaticLayer(layer.max_cache_len)
+    own = [n for n, layer in enumerate(cache.layers) if type(layer) is cache_utils.StaticLayer]
+    if not own:
+        names = sorted({type(layer).__name__ for layer in cache.layers})
+        raise ArgumentError(
+            f"config: got one of a model whose layers are {', '.join(names)}; expected some with a "
+            "StaticLayer. Use transformers.StaticCache(config=config, max_cache_len=rows)."
+        )
+    for n in own:
+        cache.layers[n] = StaticLayer(cache.layers[n].max_cache_len)
+    cache.layers[own[0]].counts = True
     return cache

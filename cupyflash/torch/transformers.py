@@ -121,7 +121,8 @@ def static_cache(config: Any, rows: int) -> Any:
     Raises
     ------
     ArgumentError
-        `rows` is wrong.
+        No layer of the model holds keys of all tokens, `rows` is wrong, or, in a step on a CPU, a
+        sequence has more tokens. On a GPU and in graphs, PyTorch's assertion fails then.
 
     Examples
     --------
@@ -305,7 +306,10 @@ def _is_step(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) 
     """Whether a graph has one query of each entry, and a mask of the rows that a cache holds."""
     if mask is None or query.shape[2] != 1 or torch.is_grad_enabled() or not tensors.is_traced():
         return False
-    return mask.dtype is torch.bool and mask.shape == (query.shape[0], 1, 1, key.shape[2])
+    entries, keys = query.shape[0], key.shape[2]
+    if entries != key.shape[0] or not keys:
+        return False
+    return mask.dtype is torch.bool and mask.shape == (entries, 1, 1, keys)
 
 
 def _step(

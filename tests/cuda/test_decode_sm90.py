@@ -184,7 +184,11 @@ def test_blocks_take_units_of_many_tasks_in_turns():
     within_the_bound(q, k, lengths, *want)
     two = dataclasses.replace(HOPPER, multiprocessors=2)
     assert same(run(q, k, lengths, emulator=Emulator(two, randomly(3))), want)
-    assert not same(run(q, k, lengths, emulator=Emulator(two, REVERSE, read=without)), want)
+    try:
+        found = run(q, k, lengths, emulator=Emulator(two, REVERSE, read=without))
+    except Fault:  # or what one block writes another one reads too early
+        return
+    assert not same(found, want)
 
 
 def test_no_bit_depends_on_the_batch_or_the_capacity():

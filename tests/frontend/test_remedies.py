@@ -58,6 +58,10 @@ WITHOUT_CASE: dict[tuple[str, str], str] = {
     ("torch/varlen.py", "seqused_k=cu_seq_k"): NEWEST,
     ("torch/growing_cache.py", "transformers.DynamicCache(config=config)"): GROWING,
     (
+        "torch/static_cache.py",
+        "transformers.StaticCache(config=config, max_cache_len=rows)",
+    ): "test_torch_static_cache.py::test_models_without_layers_of_all_keys_are_refused",
+    (
         "torch/implementation.py",
         "torch.nn.attention.restore_flash_attention_impl()",
     ): "test_torch_newest_names.py::test_what_the_hook_refuses",

@@ -112,6 +112,63 @@ def test_fake_tensors_have_the_columns_of_codes():
     assert out.shape == q.shape
 
 
+def test_rows_that_are_rotated_break_the_graph():
+    turns = Rotary(np.ones((32, 8), np.float32), np.full((32, 8), 0.5, np.float32))
+
+    def step(new, k, v):
+        turned = append(new * 2, new, k, v, LENGTHS, q=new, rotary=turns)
+        return attention_cached(turned, k, v, LENGTHS)
+
+    rooms = [torch.zeros(2, 2, 32, 16) for _ in "kv"]
+    others = [torch.zeros(2, 2, 32, 16) for _ in "kv"]
+    new = draw(2, 2, 1, 16)
+    graph = torch.compile(step, backend="aot_eager")
+    torch.testing.assert_close(graph(new, *rooms), step(new, *others))
+    torch.testing.assert_close(rooms, others)
+
+
+def test_autocast_converts_in_graphs_too():
+    q, k, v = draw(2, 4, 1, 16), draw(2, 2, 32, 16), draw(2, 2, 32, 16)
+    function = compiled(lambda q, k, v: attention_cached(q, k, v, LENGTHS))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in ((q, k, v), (q, k, v.bfloat16())):
+            found = function(*given)
+            assert found.dtype is torch.bfloat16
+            assert torch.equal(found, attention_cached(*given, LENGTHS))
+
+
+@pytest.mark.parametrize("pair", [(None, "int8"), ("int8", None), ("int8", "int4")], ids=str)
+def test_keys_and_values_have_codes_of_their_own(pair):
+    q, rooms, scales = draw(2, 4, 1, 16), [], []
+    for name in pair:
+        columns = 8 if name == "int4" else 16
+        codes = torch.arange(2 * 2 * 32 * columns).reshape(2, 2, 32, columns) * 7 % 256
+        rooms.append(draw(2, 2, 32, 16) if name is None else codes.to(torch.uint8))
+        scales.append(None if name is None else torch.full((2, 2, 32, 1), 0.02))
+
+    def function(q, k, v, k_scale, v_scale):
+        options = {"k_scale": k_scale, "v_scale": v_scale, "kv_dtype": pair}
+        return attention_cached(q, k, v, LENGTHS, **options)
+
+    found = compiled(function)(q, *rooms, *scales)
+    torch.testing.assert_close(found, function(q, *rooms, *scales))
+
+
+def test_arrays_and_tuples_are_numbers_of_the_graph():
+    q, k, v, rows = draw(2, 4, 1, 16), draw(2, 2, 32, 16), draw(2, 2, 32, 16), draw(4, 3, 16)
+
+    def function(q, rows, k, v):
+        ends, seen = np.array([0, 1, 3]), np.ones((2, 1, 1, 32), bool)
+        seen[..., :4] = False
+        found = [attention_cached(rows, k, v, LENGTHS, offsets_q=ends, mask=seen)]
+        found += [attention_cached(q, k, v, n) for n in ((7, 8), [9, 4], np.array([9, 4]))]
+        pages = np.array([[0], [1]])
+        return [*found, attention_cached(q, k, v, LENGTHS, table=pages)]
+
+    found = compiled(function)(q, rows, k, v)
+    torch.testing.assert_close(found, function(q, rows, k, v))
+
+
 REFUSED = {
     "gradient": (
         lambda q, k: attention_cached(q, k, k, 3),
@@ -119,8 +176,11 @@ REFUSED = {
     ),
     "rotation": (
         lambda q, k: append(k[:, :, :1], k[:, :, :1], k, k.clone(), 3, rotary=TURNS),
-        "Rotate the rows by PyTorch's own operators",
+        "rotations are not operators of torch.compile",
     ),
+    "floats": (lambda q, k: attention_cached(q, k, k, [2.5, 3.5]), "lengths: .*float32"),
+    "no numbers": (lambda q, k: attention_cached(q, k, k, "3"), "lengths: got str"),
+    "offsets": (lambda q, k: attention_cached(q, k, k, 3, offsets_q=5), "offsets_q: got int"),
     "device": (lambda q, k: attention_cached(q, k.to("meta"), k, 3), "k: .*device meta"),
 }
 TURNS = Rotary(np.ones((32, 8)), np.zeros((32, 8)))

@@ -123,6 +123,45 @@ def test_models_that_are_not_compiled_and_rows_with_gradients():
     assert int(cache.layers[0].get_seq_length()) == 12
 
 
+def test_autocast_gives_rows_of_other_types():
+    """Rotated keys are float32 then, and values bfloat16: the library's own update takes them."""
+    torch.manual_seed(0)
+    adapter.register()
+    model = MODELS["llama"]().eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kinds = transformers.StaticCache(config=model.config, max_cache_len=32)
+        wanted = generated(model, "cupy_attention", cache=kinds)
+        cache = adapter.static_cache(model.config, 32)
+        assert torch.equal(generated(model, "cupy_attention", cache=cache), wanted)
+
+
+def test_more_tokens_than_rows_are_refused():
+    torch.manual_seed(0)
+    adapter.register()
+    model = MODELS["llama"]().eval()
+    for how, error in (({}, ArgumentError), (compiled(), RuntimeError)):
+        cache = adapter.static_cache(model.config, 16)
+        with pytest.raises(error, match="rows: got 16 for static_cache, and a sequence with more"):
+            generated(model, "cupy_attention", cache=cache, **how)
+        cache = adapter.static_cache(model.config, 19)  # the last token is in no cache
+        assert generated(model, "cupy_attention", cache=cache, **how).shape == (2, 20)
+
+
+def test_another_batch_has_a_cache_of_its_own():
+    cache = adapter.static_cache(transformers.LlamaConfig(**SIZES), 16)
+    cache.update(*torch.zeros(2, 2, 2, 5, 8), 0)
+    with pytest.raises(ArgumentError, match="Give other sequences a cache of their own"):
+        cache.update(*torch.zeros(2, 3, 2, 1, 8), 0)
+
+
+def test_models_without_layers_of_all_keys_are_refused():
+    config = transformers.MistralConfig(**SIZES, sliding_window=5)
+    with pytest.raises(ArgumentError, match="StaticCache") as caught:
+        adapter.static_cache(config, 16)
+    assert "transformers.StaticCache(config=config, max_cache_len=rows)" in str(caught.value)
+    transformers.StaticCache(config=config, max_cache_len=16)
+
+
 @pytest.mark.parametrize("rows", [0, -1, 2.5, None])
 def test_rooms_that_hold_no_token_are_refused(rows):
     with pytest.raises(ArgumentError, match=r"rows: got .*with its prompt"):
