@@ -41,7 +41,7 @@ def attention(
     q, k, v = tensors.to_autocast(q, k, v)
     if isinstance(mask, np.ndarray):
         mask = torch.as_tensor(mask, device=q.device)
-    table = None if table is None else _tensor("table", table, q)
+    table = _tensor("table", table, q)
     dense = mask if isinstance(mask, torch.Tensor) else None
     named = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "mask": dense, "table": table}
     named |= {"k_scale": k_scale, "v_scale": v_scale}
@@ -50,8 +50,8 @@ def attention(
     tables, numbers = operators.numbered(
         Settings(mask=None if dense is not None else mask, score_mod=score_mod, scale=scale)
     )
-    ends, length = _lengths("lengths", lengths, q)
-    rows = None if offsets_q is None else _tensor("offsets_q", offsets_q, q)
+    ends, length = _lengths(lengths, q)
+    rows = _tensor("offsets_q", offsets_q, q)
     out, lse = _attention(
         q, k, v, bias, sink, dense, ends, table, rows, k_scale, v_scale,
         tables, numbers, length, _text(kv_dtype), shared, return_lse,
@@ -65,32 +65,20 @@ def append(
     k: torch.Tensor,
     v: torch.Tensor,
     lengths: int | torch.Tensor | Sequence[int],
-    *,
-    table: torch.Tensor | None,
-    offsets: torch.Tensor | Sequence[int] | None,
-    q: torch.Tensor | None,
-    rotary: Any,
-    positions: Any,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    kv_dtype: Any,
-    shared: int,
+    **options: Any,
 ) -> torch.Tensor | None:
-    """Do what `cupyflash.torch.append` does, as a node of a graph."""
-    if rotary is not None or q is not None or positions is not None:
-        return _rotated(
-            k_new, v_new, k, v, lengths, table=table, offsets=offsets, q=q, rotary=rotary,
-            positions=positions, k_scale=k_scale, v_scale=v_scale, kv_dtype=kv_dtype, shared=shared,
-        )  # fmt: skip
+    """Do what `cupyflash.torch.append` does, as a node of a graph; rotations break it."""
+    if any(options[name] is not None for name in ("rotary", "q", "positions")):
+        return _rotated(k_new, v_new, k, v, lengths, **options)
     named = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
     tensors.check(named, ("k_new", "v_new"))
     tensors.refuse_gradients(named, cached_calls.NO_GRADIENT)
-    ends, length = _lengths("lengths", lengths, k)
-    table = None if table is None else _tensor("table", table, k)
-    rows = None if offsets is None else _tensor("offsets", offsets, k)
+    ends, length = _lengths(lengths, k)
+    table, offsets = (_tensor(name, options[name], k) for name in ("table", "offsets"))
     _append(
-        k_new, v_new, k, v, k_scale, v_scale, ends, table, rows, length, _text(kv_dtype), shared
-    )
+        k_new, v_new, k, v, options["k_scale"], options["v_scale"], ends, table, offsets, length,
+        _text(options["kv_dtype"]), options["shared"],
+    )  # fmt: skip
     return None
 
 
@@ -99,16 +87,16 @@ _rotated = torch.compiler.disable(
 )
 
 
-def _lengths(name: str, given: Any, like: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+def _lengths(given: Any, like: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """Return lengths as a tensor; or None, and the one number that they are."""
     if isinstance(given, int | torch.SymInt) and not isinstance(given, bool):
         return None, given
-    return _tensor(name, given, like), -1
+    return _tensor("lengths", given, like), -1
 
 
-def _tensor(name: str, given: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return numbers as a tensor beside another one."""
-    if isinstance(given, torch.Tensor):
+def _tensor(name: str, given: Any, like: torch.Tensor) -> torch.Tensor | None:
+    """Return numbers, if there are some, as a tensor beside another one."""
+    if given is None or isinstance(given, torch.Tensor):
         return given
     if not isinstance(given, list | tuple | np.ndarray):
         raise ArgumentTypeError(

@@ -20,7 +20,7 @@ from .growing_cache import refuse_unlike
 class StaticLayer(cache_utils.StaticLayer):
     """A layer with room for the keys of all tokens."""
 
-    counts = False  # whether it looks if there is room, for the other layers of the cache, too
+    checks_room = False  # one layer does, for the others of its cache, too
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         """Hold new rows, and return the whole rooms."""
@@ -32,24 +32,25 @@ class StaticLayer(cache_utils.StaticLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         for held, x in zip(rooms, new, strict=True):
             refuse_unlike(held, x)
-        self.cumulative_length.add_(key_states.shape[2])
-        if self.counts:
-            self._refuse_more()
+        count = key_states.shape[2]
+        if self.checks_room:
+            self._refuse_more(count)
+        self.cumulative_length.add_(count)
         lengths = self.cumulative_length.repeat(key_states.shape[0])
         append(key_states, value_states, self.keys, self.values, lengths)
         return self.keys, self.values
 
-    def _refuse_more(self) -> None:
-        """Refuse more tokens than there is room for; on a GPU without waiting for it."""
+    def _refuse_more(self, count: int) -> None:
+        """Refuse rows for which there is no room; on a GPU without waiting for it."""
         words = (
             f"rows: got {self.max_cache_len} for static_cache, and a sequence with more tokens; "
             "expected as many as a sequence will have, with its prompt."
         )
-        if self.cumulative_length.is_cpu and not tensors.is_traced():
-            if int(self.cumulative_length) > self.max_cache_len:
-                raise ArgumentError(words)
-        else:
-            torch._assert_async(self.cumulative_length <= self.max_cache_len, words)
+        has_room = self.cumulative_length <= self.max_cache_len - count
+        if has_room.is_cuda or tensors.is_traced():
+            torch._assert_async(has_room, words)
+        elif not has_room:
+            raise ArgumentError(words)
 
 
 def _are_alike(first: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -74,5 +75,5 @@ def static(config: Any, rows: Any) -> cache_utils.StaticCache:
         )
     for n in own:
         cache.layers[n] = StaticLayer(cache.layers[n].max_cache_len)
-    cache.layers[own[0]].counts = True
+    cache.layers[own[0]].checks_room = True
     return cache

@@ -103,7 +103,7 @@ def shape_of(number: types.Type) -> Struct:
 
 
 class Registers(NamedTuple):
-    """How many registers a program has."""
+    """How many registers a program has, and what lies behind them."""
 
     int_registers: int
     float_registers: int

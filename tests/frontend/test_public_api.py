@@ -284,11 +284,14 @@ def test_import_is_light(tmp_path):
 
 
 def test_import_is_quick(tmp_path):
-    """In units of NumPy's import: 2.5 alone, up to 4 or so beside other work."""
+    """In units of the import of NumPy, of which no machine changes much.
+
+    That of this thread alone: the threads of NumPy's BLAS take as much again where a core is free.
+    """
     program = (
-        "from time import process_time as now; begin = now(); import numpy; middle = now(); "
+        "from time import thread_time as now; begin = now(); import numpy; middle = now(); "
         "import cupyflash; cupyflash.masks, cupyflash.scores; "
         "print((now() - middle) / (middle - begin))"
     )
     # The best of some: other processes can only add to it.
-    assert any(in_a_fresh_process(program, tmp_path) < 5.5 for _ in range(5))
+    assert any(in_a_fresh_process(program, tmp_path) < 7 for _ in range(5))

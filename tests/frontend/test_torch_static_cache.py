@@ -10,23 +10,16 @@ WANTED = 'needs PyTorch and transformers: pip install ".[torch]" transformers'
 torch = pytest.importorskip("torch", reason=WANTED)
 transformers = pytest.importorskip("transformers", reason=WANTED)
 
+from test_torch_generation import SIZES, llama  # noqa: E402 (after the skip)
+
 from cupyflash.torch import attention_cached, cached_calls, held  # noqa: E402 (after the skip)
 from cupyflash.torch import transformers as adapter  # noqa: E402 (after the skip)
 from cupyflash.torch.static_cache import StaticLayer  # noqa: E402 (after the skip)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries, about each other
-SIZES = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 OF_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5}
 MODELS = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "llama": llama,
     "a soft cap, and windows": lambda: transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(**SIZES, **OF_GEMMA)
     ),
@@ -143,6 +136,8 @@ def test_more_tokens_than_rows_are_refused():
         cache = adapter.static_cache(model.config, 16)
         with pytest.raises(error, match="rows: got 16 for static_cache, and a sequence with more"):
             generated(model, "cupy_attention", cache=cache, **how)
+        if not how:  # nothing is written by a call that is refused
+            assert int(cache.get_seq_length()) == 16
         cache = adapter.static_cache(model.config, 19)  # the last token is in no cache
         assert generated(model, "cupy_attention", cache=cache, **how).shape == (2, 20)
 
