@@ -9,6 +9,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from . import tape
 from .cuda_device import current
 
@@ -92,6 +94,27 @@ def convert(array: Any, to: Any) -> None:
     if (written := tape.current()) is not None:
         written.elementwise(convert, array, to)
     _sum((array, to))
+
+
+_MOST_INDICES = 16  # that are kept
+
+
+@functools.lru_cache(_MOST_INDICES)
+def _indices(positions: tuple[range, ...], device: int) -> Any:  # noqa: ARG001, it is the current one
+    import cupy
+
+    return cupy.asarray(np.concatenate([*map(np.array, positions)]))
+
+
+def take(array: Any, positions: tuple[range, ...], to: Any) -> None:
+    """Write the elements at some positions of the last axis to an array on the current device."""
+    if (written := tape.current()) is not None:
+        written.elementwise(lambda x, y: take(x, positions, y), array, to)
+    import cupy
+
+    with tape.paused():
+        indices = _indices(positions, int(to.device.id))
+    cupy.take(array, indices, -1, to)
 
 
 _IN_DEVICE = 3  # cudaMemcpyKind

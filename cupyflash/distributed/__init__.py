@@ -7,7 +7,8 @@ those of the functions of the same name in ``cupyflash``, within rounding.
 
 from ..errors import DistributedError
 from .calls import attention, attention_backward, attention_vjp
-from .partition.layouts import Layout, Price, layout, prices
+from .partition.divisions import layout, prices
+from .partition.layouts import Layout, Price
 from .partition.simulation import Simulation
 from .sharded import sharded
 from .transport.communication import Communicator

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ..masks import Mask
 from ..outputs import Targets
 from ..pieces.compute import Partial, Sums, Total, parts_of
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
-from ..problem.call import Array, Call
+from ..problem.call import Array, Call, changed
+from ..scores import Score
 from .all_reduce import all_reduce
 from .messages import Memory, Packed, Several, joined
 from .partition.exchange_schedule import NOTHING, Step
 from .partition.fused_calls import Task
 from .partition.intervals import Intervals
+from .partition.local_lookups import Runs, local
 from .sharded import Lookups
 from .transport.communication import Exchanger, Transfer
 
@@ -51,6 +54,8 @@ class Rank:
         Whether ranks pass on what comes from other nodes.
     copies : bool
         Whether messages between devices take SMs only where they arrive.
+    taken : dict
+        The elements at some positions of the arrays that masks and scores read.
     """
 
     call: Call
@@ -63,6 +68,7 @@ class Rank:
     lookups: Lookups | None = None
     relays: bool = False
     copies: bool = False
+    taken: dict[Any, Array] = field(default_factory=dict)
 
     @property
     def keys_and_values(self) -> Several:
@@ -90,7 +96,26 @@ class Rank:
         k, v = (part(x, task.keys) for x in keys[:2])
         q = part(call.q, task.rows)
         made = call_of(call, piece, q, k, v, bias, task.plain, beside and not self.copies)
-        return made if self.lookups is None else self.lookups.of_piece(made, task, keys[2:])
+        if self.lookups is not None:
+            made = self.lookups.of_piece(made, task, keys[2:])
+        return self._local(made, task) if task.plain else made
+
+    def _local(self, piece: Call, task: Task) -> Call:
+        """Return the call of a plain task, whose mask and score read the elements of its rows."""
+
+        def take(array: Array, runs: Runs) -> Array:
+            key = id(array), runs
+            if key not in self.taken:
+                self.taken[key] = self.place.taken(array, runs)
+            return self.taken[key]
+
+        how = self.call.problem, task.positions, take
+        made: dict[str, Any] = {}
+        if piece.mask is not None:
+            made["mask"] = Mask(local(piece.mask.expr, *how))
+        if piece.score_mod is not None and not piece.score_mod.learned_tables:
+            made["score_mod"] = Score(local(piece.score_mod.expr, *how))
+        return changed(piece, **made)
 
 
 class _Relay:

@@ -306,8 +306,8 @@ class Distributed(Executor):
                     compute(made)
             finally:
                 self._tape = None
-            if again is not None and again.asks_the_same(self.plan.scheme):
-                again.keep(self.facts, made.shown)
+            if again is not None:
+                again.keep(self.facts, made.shown, self.plan.scheme)
         return made.shown
 
     def _agreed(self, prepare: Callable[[], Prepared]) -> Prepared:

@@ -3,7 +3,8 @@
 A call is made again from its tape if everything is alike that checks and plans depend on: shapes,
 strides, dtypes and alignments of its arrays, the structure and the numbers of its mask and scores,
 all other options, the layouts and the communicator. Ranks agree as ever, unless `check` is False:
-then a mask that reads arrays is among them, too, where rows travel by heads.
+then a mask that reads arrays is among them, too. What these hold decides what ranks send, unless
+rows travel by heads; so they are compared with what they held.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..arrays import cuda_device, device_arrays
+from ..arrays.contents import Contents
 from ..arrays.device_arrays import is_device_array
 from ..arrays.tape import Tape, paused
 from ..gpu import driver, launch_cache
@@ -29,12 +31,27 @@ from .transport.peers import spans
 
 
 class _Kept:
-    """A tape, and what it belongs to."""
+    """A tape, and what it belongs to.
+
+    Attributes
+    ----------
+    read : list of str
+        The names of arrays that have to hold what they held.
+    contents : Contents or None
+        What that is, if there are any.
+    """
 
     def __init__(
-        self, tape: Tape, owners: tuple[Any, ...], facts: Facts, names: Sequence[str]
+        self,
+        tape: Tape,
+        owners: tuple[Any, ...],
+        facts: Facts,
+        names: Sequence[str],
+        read: Mapping[str, Any],
     ) -> None:
         self.tape, self.names = tape, names
+        self.read = [name for name, array in read.items() if array.size]
+        self.contents = Contents([read[name] for name in self.read]) if self.read else None
         self._told = digest(facts), facts
         self._owners = tuple(map(weakref.ref, owners))
 
@@ -91,7 +108,7 @@ class RecordedCall:
         self._check, self._timeout, self._running = check, timeout, running
         self._signature: Signature | None = None
         self._tape: Tape | None = None
-        self._mask_reads_arrays = _reads_arrays(options.mask)
+        self._mask, self._mask_reads_arrays = options.mask, _reads_arrays(options.mask)
         plain = type(check) is bool and (scheme is None or type(scheme) is str)
         plain &= type(timeout) in (int, float) and 0 < timeout < math.inf
         if not plain or not all(isinstance(x, Layout) for x in layouts):
@@ -131,6 +148,12 @@ class RecordedCall:
             of_facts, facts = kept.told(self._numbers()["seed"])
             agree_on(self._comm, of_facts, facts, None, self._timeout)
         with cuda_device.current(queue.device):
+            contents: Contents | None = kept.contents
+            if contents is not None:
+                contents.compare([signature.arrays[name] for name in kept.read])
+                # Ranks have to know before they send; what sends nothing can be computed meanwhile.
+                if kept.tape.travels and not contents.are_same():
+                    return None
             given = [self._written.get(name) for name in self._names]
             made = tuple(
                 spec.empty() if array is None and spec is not None else array
@@ -139,6 +162,8 @@ class RecordedCall:
             arrays = signature.arrays | dict(zip(self._names, made, strict=True))
             exchange = getattr(self._comm, "exchange_spans", self._comm.exchange)
             kept.tape.play(device_arrays, arrays, self._numbers(), exchange, self._timeout)
+            if contents is not None and not kept.tape.travels and not contents.are_same():
+                return None
         return made
 
     def _numbers(self) -> dict[str, int]:
@@ -155,14 +180,23 @@ class RecordedCall:
         self._tape = Tape(named, self._numbers(), launch_cache.reach)
         return self._tape
 
-    def asks_the_same(self, scheme: str) -> bool:
-        """Return whether the device is asked for the same again, whatever the call's arrays hold.
+    def _decisive(self, scheme: str) -> dict[str, Any]:
+        """Return the arrays by which it was decided what to ask the device for, by their names.
 
         What a rank sends follows from the arrays that a mask reads, unless rows travel by heads.
         """
-        return scheme == "heads" or not self._mask_reads_arrays
+        if scheme == "heads" or not self._mask_reads_arrays:
+            return {}
+        assert self._signature is not None
+        mask = self._mask
+        of_mask = set(map(id, mask.structure[1])) if isinstance(mask, Mask) else None
+        return {
+            f"read {n}": array
+            for n, array in enumerate(self._signature.read)
+            if of_mask is None or id(array) in of_mask
+        }
 
-    def keep(self, facts: Facts, shown: Sequence[Any]) -> None:
+    def keep(self, facts: Facts, shown: Sequence[Any], scheme: str) -> None:
         """Keep the tape of a call that was made, with what ranks agreed on and its results."""
         tape, signature = self._tape, self._signature
         if tape is None or signature is None or tape.why is not None:
@@ -170,7 +204,9 @@ class RecordedCall:
         if self._check and not facts:
             return
         tape.finish()
-        kept = _Kept(tape, self._owners, facts, self._names)
+        queue = driver.queue(next(iter(signature.arrays.values())).data.device_id)
+        with cuda_device.current(queue.device):
+            kept = _Kept(tape, self._owners, facts, self._names, self._decisive(scheme))
         launch_cache.keep_as(signature, kept, (), shown)
 
 

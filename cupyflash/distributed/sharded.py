@@ -188,7 +188,9 @@ class Extremes:
 
     def _block(self, array: HeldArray) -> int:
         """Return the positions of a block; every run begins with a whole one."""
-        return math.gcd(self._layouts[array.axis].chunk, layouts.BLOCK)
+        layout = self._layouts[array.axis]
+        starts = (run.start for runs in layout.runs for run in runs)
+        return math.gcd(layout.chunk, layouts.BLOCK, *starts)
 
     def _own(self, array: HeldArray) -> Array:
         """Return the minima and the maxima of this rank's blocks, (2, ..., blocks)."""

@@ -5,12 +5,14 @@ A causal mask compares positions, so that it is the same for queries and keys th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .nodes import Expr, walk
 
 
-def unchanged(root: Expr, moved: Mapping[str, int]) -> bool:
+def unchanged(
+    root: Expr, moved: Mapping[str, int], moves_along: Callable[[Expr], bool] | None = None
+) -> bool:
     """Return whether a tree is proven to keep its value where symbols grow by some numbers.
 
     Parameters
@@ -20,9 +22,15 @@ def unchanged(root: Expr, moved: Mapping[str, int]) -> bool:
     moved : mapping of str to int
         How much larger each symbol is there: "i", "j", "len_q", "len_k". Others are as they are,
         and so are the heads and the leading axes.
+    moves_along : callable, optional
+        Says of a node that reads an array whether that has the same elements for the same positions
+        there.
     """
     grows: dict[Expr, int | None] = {}
     for node in walk(root):
+        if moves_along is not None and moves_along(node):
+            grows[node] = 0
+            continue
         grows[node] = _growth(node, [grows[arg] for arg in node.args], moved)
     return grows[root] == 0
 

@@ -110,6 +110,17 @@ class Device:
         """Return whether an array is in the memory of the device."""
         return is_device_array(array)
 
+    def taken(self, array: Array, positions: Sequence[range]) -> Array:
+        """Return the elements at some positions of the last axis of an array in device memory."""
+        if len(positions) == 1:
+            (only,) = positions
+            some: Array = array[..., only.start : only.stop]
+            return some
+        made = self.empty((*array.shape[:-1], sum(map(len, positions))), array.dtype)
+        with cuda_device.current(self._device):
+            elementwise.take(array, tuple(positions), made)
+        return made
+
     def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
         """Return zeros with the shape of an array, where that array is."""
         if not is_device_array(owner):

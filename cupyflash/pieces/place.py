@@ -40,6 +40,13 @@ class Place(Protocol):
         """Return whether an array is in the memory of this place."""
         ...
 
+    def taken(self, array: Array, positions: Sequence[range]) -> Array:
+        """Return the elements at some positions of the last axis of an array at this place.
+
+        It is a view if they are one range.
+        """
+        ...
+
     def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
         """Return zeros with the shape of an array, where that array lives."""
         ...
@@ -124,6 +131,11 @@ class Host:
     def has(self, array: Array) -> bool:  # noqa: ARG002, calls on the CPU have no others
         """Return True."""
         return True
+
+    def taken(self, array: Array, positions: Sequence[range]) -> Array:
+        """Return the elements at some positions of the last axis."""
+        parts = [array[..., x.start : x.stop] for x in positions]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
 
     def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
         """Return zeros with the shape of an array."""

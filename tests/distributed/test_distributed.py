@@ -60,7 +60,7 @@ def test_masks_see_the_positions_of_the_whole_sequence(mask):
     judge(p, OverRanks(3, "proofs", "zigzag", scheme="rounds"), 4)
 
 
-@pytest.mark.parametrize(("size", "kind"), list(zip([2, 5, 3, 4], KINDS, strict=True)))
+@pytest.mark.parametrize(("size", "kind"), list(zip([2, 5, 3, 4, 2], KINDS, strict=True)))
 def test_the_same_pairs_are_dropped(size, kind):
     rows, keys = 30, 41
     q, k, v = np.zeros((2, 3, rows, 4)), np.zeros((2, 1, keys, 4)), np.eye(keys)[None]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import blocks_of
 
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks
-from cupyflash.distributed.partition import layouts
+from cupyflash.distributed.partition import divisions
 from cupyflash.distributed.partition.intervals import Intervals
 from cupyflash.distributed.partition.layouts import KINDS
 
@@ -92,7 +92,7 @@ def test_prices_are_those_of_the_pairs(mask, kind):
     keys = [((weights[owners == r] > 0).any(axis=0) & (owners != r)).sum() * 4 for r in range(size)]
     assert price.imbalance == max(work) / np.mean(work)
     assert price.received == max(keys) / length
-    costs = [w + layouts.PAIRS_PER_KEY * k for w, k in zip(work, keys, strict=True)]
+    costs = [w + divisions.PAIRS_PER_KEY * k for w, k in zip(work, keys, strict=True)]
     assert price.cost == max(costs)
 
 

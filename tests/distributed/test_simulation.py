@@ -204,7 +204,7 @@ def test_messages_and_partial_results_take_time(monkeypatch):
     # Rounds follow from what arrays hold that a mask reads; rows travel to their heads anyway.
     documents = modelled(nothing, masks.segments(np.zeros(2**15, np.int32)))
     for scheme in ("rounds", "gather"):
-        assert documents.seconds(scheme, 1) == pytest.approx(model.PLANNED)
+        assert documents.seconds(scheme, 1) == pytest.approx(model.LOOKED_AT)
     assert documents.seconds("heads", 4) < 1e-12
     # Own keys are two pieces, those of each round one, and a turn of heads is one, too.
     for machine, backward, piece in ((nothing, False, 1.0), (nothing, True, 10.0)):

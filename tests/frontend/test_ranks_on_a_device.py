@@ -262,6 +262,37 @@ def test_what_a_mask_reads_may_change_and_rows_that_travel_by_heads_need_no_plan
             assert all(map(same_bits, ours, theirs.run(arrays, np.asarray)))
 
 
+@pytest.mark.parametrize("kind", ["zigzag", "documents"])
+def test_what_a_mask_reads_is_compared_with_what_it_was_where_ranks_send_by_it(kind, cupy, played):
+    """Where documents are whole, none is sent, and stale results are computed again."""
+    ids = np.arange(LENGTH) // 16
+    ids[50:] += 9
+    there = cupy.asarray(ids)
+
+    def options(place):
+        return {"mask": masks.causal() & masks.segments(ids if place is np.asarray else there)}
+
+    with blocks_of(4):
+        case = Case(2, kind, "rounds", options, check=False)
+        theirs = Case(2, kind, "rounds", options)
+        if kind == "documents":
+            for each in (case, theirs):
+                each.layouts = [
+                    distributed.layout(comm, LENGTH, kind=kind, mask=options(np.asarray)["mask"])
+                    for comm in each.comms.ranks
+                ]
+                assert each.layouts[0].price.received == 0
+        stale = 0
+        for n, moved in enumerate((0, 0, 16, 0, 16, 0)):
+            ids[:] = there.host[:] = np.roll(ids, moved)
+            arrays = draw(n)
+            ours = case.run(arrays, cupy.asarray)
+            if n % 2:
+                assert len(played) == stale + 4  # of two ranks, forward and backward
+            stale = len(played)
+            assert all(map(same_bits, ours, theirs.run(arrays, np.asarray)))
+
+
 @pytest.mark.parametrize(("size", "kind"), [(2, "zigzag"), (3, "cyclic")])
 def test_parts_of_look_ups_have_the_bits_of_numpy(size, kind, cupy, played):
     documents, distances = np.arange(LENGTH) // 19, np.arange(LENGTH, dtype=np.float32) % 7

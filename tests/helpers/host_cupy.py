@@ -267,6 +267,9 @@ class HostCupy(ModuleType):
             def record(self, stream):
                 pass
 
+            def synchronize(self):
+                pass
+
         class Stream:
             def __init__(self, non_blocking=False, priority=0):
                 self.ptr = 9000
@@ -285,8 +288,19 @@ class HostCupy(ModuleType):
             *summands, to = arrays
             to.host[...] = functools.reduce(np.add, [x.host for x in summands])
 
+        def compare(x, y, differs):
+            assert x.dtype.kind == "u"  # bits: NaN differs from itself
+            differs.host[0] |= (x.host != y.host).any()
+
         def kernel(inputs, output, body, name):
+            if name == "cupyflash_compare":
+                return compare
             return convert_rows if "rows" in name else convert
+
+        def take(array, indices, axis, to):
+            np.take(array.host, indices.host, axis, to.host)
+
+        self.take = take
 
         self.ElementwiseKernel = kernel
         self.RawModule = lambda **_: SimpleNamespace(get_function=Kernel)

@@ -12,7 +12,7 @@ from harness import small_tiles
 from placement import same_bits
 
 from cupyflash import distributed
-from cupyflash.distributed.partition import layouts
+from cupyflash.distributed.partition import divisions, layouts
 from cupyflash.problem.call import Gradients
 from cupyflash.testing import (
     Subject,
@@ -30,7 +30,10 @@ OF_CODES = {"q_scale", "k_scale", "v_scale", "qkv_dtype", "out_dtype"}
 @contextlib.contextmanager
 def blocks_of(block: int, chunks: int = 2) -> Iterator[None]:
     """Layouts of short blocks and of few chunks, so that short sequences have many of them."""
-    with mock.patch.multiple(layouts, BLOCK=block, CHUNKS=chunks):
+    with (
+        mock.patch.object(layouts, "BLOCK", block),
+        mock.patch.object(divisions, "CHUNKS", chunks),
+    ):
         yield
 
 

@@ -90,7 +90,9 @@ def steps(
         step = travel[n - 1] if n else NOTHING
         step = step._replace(keys=keys[n], pieces=pieces, forward=forward, backward=backward)
         made.append(step)
-    if len(made) > 1 and call.rows.divisible:
+    if len(made) == 1:  # all of it is computed at once where that can be
+        made[0] = made[0]._replace(forward=made[0].backward)
+    elif call.rows.divisible:
         # A sink belongs to the first piece of a whole run.
         own_pieces = proofs.cut_pieces(keys[0]) if call.sink is None else made[0].pieces
         early, later = divided(call, own_pieces, rows, own_keys)

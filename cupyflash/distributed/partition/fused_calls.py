@@ -2,21 +2,28 @@
 
 A rank has runs of positions one after the other in its arrays. Where the mask is the same if its
 rows and keys are counted from 0, several runs are one call, which is that of a rank alone. So with
-a zigzag layout, a causal mask is causal in the rank's own arrays.
+a zigzag layout, a causal mask is causal in the rank's own arrays, and documents that are whole are
+documents there. Arrays that the mask reads have the elements of these rows and keys then.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ...errors import ArgumentError
+from ...expr.evaluate import host
 from ...expr.interval import EMPTY, FULL
+from ...expr.nodes import Expr
 from ...expr.shift import unchanged
+from ...masks import Mask
 from ...pieces.schedule import Piece, classes
-from ...problem.call import Call, Problem
+from ...problem.call import Array, Call, Problem
 from .intervals import Intervals
+from .local_lookups import Runs, elements, local
 
 
 class Task(NamedTuple):
@@ -30,12 +37,15 @@ class Task(NamedTuple):
         The piece, or the first of several.
     plain : bool
         Whether masks and scores see the rows and keys of the call, counted from 0, and no others.
+    positions : tuple of 2 tuple of range
+        Of a plain task: those of its rows, and of its keys.
     """
 
     rows: range
     keys: range
     piece: Piece
     plain: bool
+    positions: tuple[Runs, Runs] = ((), ())
 
 
 def tasks(
@@ -43,8 +53,8 @@ def tasks(
 ) -> tuple[list[Task], list[Task]]:
     """Return the tasks of a step in the forward, and those in the backward.
 
-    In the forward, each has rows of one run: the first and the last piece are not the same ones for
-    all runs.
+    In the forward, each has rows of one run: where later steps have pieces, the first and the last
+    piece are not the same ones for all runs.
     """
     each = [Task(rows.rows(x.rows), keys.rows(x.keys), x, False) for x in pieces]
     if not call.rows.divisible or call.problem.dropout or call.problem.whole is not None:
@@ -102,12 +112,18 @@ def _one(call: Call, tasks: list[Task]) -> Task | None:
         {start for start, _ in firsts}
     ):
         return None
-    if not _is_plain(call, tasks, rows, keys):
+    positions = _runs(x.piece.rows for x in tasks), _runs(x.piece.keys for x in tasks)
+    if not _is_plain(call, tasks, rows, keys, positions):
         return None
     first = min(tasks, key=lambda task: (task.rows.start, task.keys.start))
     masked = any(task.piece.masked for task in tasks) or len(tasks) < _rectangles(tasks)
     begins = any(first for _, first in firsts)
-    return Task(rows, keys, first.piece._replace(masked=masked, first=begins), True)
+    return Task(rows, keys, first.piece._replace(masked=masked, first=begins), True, positions)
+
+
+def _runs(positions: Iterable[range]) -> Runs:
+    """Return some ranges, each once, in ascending order."""
+    return tuple(sorted(set(positions), key=lambda x: x.start))
 
 
 def _covered(ranges: list[tuple[int, int]]) -> range | None:
@@ -121,10 +137,21 @@ def _rectangles(tasks: list[Task]) -> int:
     return len({task.rows for task in tasks}) * len({task.keys for task in tasks})
 
 
-def _is_plain(call: Call, tasks: list[Task], rows: range, keys: range) -> bool:
+def _is_plain(
+    call: Call,
+    tasks: list[Task],
+    rows: range,
+    keys: range,
+    positions: tuple[Runs, Runs],
+) -> bool:
     """Return whether mask and scores are the same for all pairs if these are counted from 0."""
     whole = call.problem
     here = whole.sized(len(rows), len(keys))
+
+    def moves_along(node: Expr) -> bool:
+        return elements(node, whole, positions) is not None
+
+    learns = call.score_mod is not None and bool(call.score_mod.learned_tables)
     for task in tasks:
         moved = {
             "i": task.piece.rows.start - (task.rows.start - rows.start),
@@ -132,19 +159,27 @@ def _is_plain(call: Call, tasks: list[Task], rows: range, keys: range) -> bool:
             "len_q": whole.rows.known_q - here.rows.known_q,
             "len_k": whole.rows.known_k - here.rows.known_k,
         }
-        if call.score_mod is not None and not unchanged(call.score_mod.expr, moved):
+        if call.score_mod is not None and not unchanged(
+            call.score_mod.expr, moved, None if learns else moves_along
+        ):
             return False
         if task.piece.masked:
             assert call.mask is not None
-            if not unchanged(call.mask.expr, moved):
+            if not unchanged(call.mask.expr, moved, moves_along):
                 return False
     kinds = {(task.rows, task.keys): None if task.piece.masked else FULL for task in tasks}
     if not any(task.piece.masked for task in tasks):
         return len(kinds) == _rectangles(tasks)  # masks that hide rectangles only are rare
-    return all(
-        _class(call, here, _from(rows, x), _from(keys, y)) == kind
-        for x, y in itertools.product({x.rows for x in tasks}, {x.keys for x in tasks})
-        if (kind := kinds.get((x, y), EMPTY)) is not None
+    of_rows, of_keys = (list(dict.fromkeys(x)) for x in zip(*kinds, strict=True))
+    wanted = [[kinds.get((x, y), EMPTY) for y in of_keys] for x in of_rows]
+    if all(each is None for row in wanted for each in row):
+        return True
+    parts = [_from(rows, x) for x in of_rows], [_from(keys, x) for x in of_keys]
+    found = _classes(call, here, positions, parts)
+    return found is not None and all(
+        each is None or each == kind
+        for row, kinds_of_row in zip(wanted, found.tolist(), strict=True)
+        for each, kind in zip(row, kinds_of_row, strict=True)
     )
 
 
@@ -152,9 +187,23 @@ def _from(whole: range, part: range) -> range:
     return range(part.start - whole.start, part.stop - whole.start)
 
 
-def _class(call: Call, here: Problem, rows: range, keys: range) -> int | None:
-    """Return the class of some pairs of a call; None if it has no mask for these sizes."""
+def _classes(
+    call: Call,
+    here: Problem,
+    positions: tuple[Runs, Runs],
+    parts: tuple[list[range], list[range]],
+) -> Array | None:
+    """Return the classes of parts of a call's rows with parts of its keys, (rows, keys).
+
+    None if the call has no mask for these sizes.
+    """
+    assert call.mask is not None
+
+    def take(array: Array, runs: Runs) -> Array:
+        taken: Array = host(array)[..., np.concatenate([*map(np.array, runs)])]
+        return taken
+
     try:
-        return int(classes(call.mask, here, [rows], [keys])[0, 0])
+        return classes(Mask(local(call.mask.expr, call.problem, positions, take)), here, *parts)
     except ArgumentError:
         return None

@@ -11,9 +11,10 @@ import numpy as np
 from ...expr.interval import EMPTY
 from ...pieces.schedule import classes
 from ...problem.call import Array, Call
+from .divisions import cheapest_layout
 from .exchange_schedule import Scheme, ranks_of_a_node, rounds_of
 from .head_batches import shares
-from .layouts import BLOCK, Layout, cheapest_layout
+from .layouts import BLOCK, Layout
 from .model import Machine, Model
 from .proofs import Proofs
 from .schemes import BY_HEADS, candidates, cheapest, group_size
