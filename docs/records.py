@@ -140,6 +140,48 @@ def of_ranks() -> Table:
     return ["mask", "one GPU, ms", "all, ms", "efficiency", "scheme", "GPUs"], rows
 
 
+def of_steps(record: dict[str, Any]) -> Table:
+    """Return times of whole models by sdpa and by cupyflash; of a row that failed, its error."""
+    rows = []
+    for found in record["rows"].values():
+        if "new_tokens" in found:
+            continue
+        cells = []
+        for what in ("inference", "training step"):
+            times, speeds = (found.get(what, {}).get(x, {}) for x in ("ms", "speed"))
+            cells += [" / ".join(f"{x:.1f}" for x in times.values())]
+            cells += [" / ".join(f"{x:.2f}" for x in speeds.values())]
+        differs = found.get("loss_difference")
+        cells += [found.get("error", "") if differs is None else f"{differs:.0e}"]
+        rows.append([f"{found['model']}, {tuple(found['shape'])}", *cells])
+    ways = "sdpa / cupyflash, ms", "speed"
+    inference, step = ([f"{what}, {ways[0]}", ways[1]] for what in ("inference", "training step"))
+    return ["model", *inference, *step, "losses differ by"], rows
+
+
+def of_generation(record: dict[str, Any]) -> Table:
+    """Return times of generation by each way, its speed and equal tokens; also what failed."""
+    many = [found for found in record["rows"].values() if "new_tokens" in found]
+    ways = list(dict.fromkeys(way for x in many for way in x.get("first_seconds", ())))
+    rows = []
+    for found in many:
+        cells = []
+        for way in ways:
+            if way not in found.get("first_seconds", ()):
+                cells.append("–")
+                continue
+            made = found["generation"]
+            told = [f"{made['ms'][way]:.0f} ms"]
+            if way in made.get("speed", ()):
+                told += [f"{made['speed'][way]:.2f}", f"{found['equal_tokens'][way]:.0%}"]
+            cells.append(", ".join([*told, f"{found['first_seconds'][way]:.0f} s"]))
+        name = f"{found['model']}, {tuple(found['shape'])} + {found['new_tokens']}"
+        if "error" in found:
+            name += f" ({found['error']})"
+        rows.append([name, *cells])
+    return ["model", *ways], rows
+
+
 class Cards(Directive):
     """``cards``: which capabilities were run, and which were only compiled for."""
 
@@ -173,6 +215,37 @@ class Ranks(Cards):
     """``rank-runs``: one sequence on one GPU and divided among several."""
 
     made = staticmethod(of_ranks)
+
+
+class Steps(Directive):
+    """``transformers-steps``: whole models by sdpa and by cupyflash, for each run.
+
+    Its content stands for the table as long as there is no record.
+    """
+
+    has_content = True
+    made = staticmethod(of_steps)
+
+    def run(self) -> list[nodes.Node]:
+        """Return a table and a paragraph for each run."""
+        made: list[nodes.Node] = []
+        for record in records("transformers"):
+            head, rows = self.made(record)
+            if rows:
+                widths = [25] + [75 // (len(head) - 1)] * (len(head) - 1)
+                made += [filled(head, rows, widths), nodes.paragraph("", "")]
+                made[-1] += nodes.emphasis("", about(record))
+        if self.content and not made:
+            found = nodes.Element()
+            self.state.nested_parse(self.content, self.content_offset, found)
+            return list(found.children)
+        return made
+
+
+class Generation(Steps):
+    """``transformers-generation``: generation by sdpa and by cupyflash, with every cache."""
+
+    made = staticmethod(of_generation)
 
 
 class Peers(Directive):
@@ -216,4 +289,6 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_directive("peer-runs", Peers)
     app.add_directive("benchmark-runs", Benchmarks)
     app.add_directive("rank-runs", Ranks)
+    app.add_directive("transformers-steps", Steps)
+    app.add_directive("transformers-generation", Generation)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import math
+import sys
 import threading
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from fake_cupy import H200
 
-from cupyflash.arrays import copies
+from cupyflash.arrays import copies, cuda_device
 from cupyflash.expr.nodes import LOOKUPS, rebuild
 
 
@@ -381,6 +382,18 @@ class HostCupy(ModuleType):
                 module.device = self.before
 
         return Device
+
+
+@contextmanager
+def for_records(monkeypatch):
+    """Stand in for CuPy while a record says on which GPU it was made: one H200."""
+    cupy = HostCupy()
+    cupy.cuda.runtime.driverGetVersion = lambda: 13000
+    cupy.cuda.runtime.getDeviceCount = lambda: 1
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cuda_device.of.cache_clear()
+    yield
+    cuda_device.of.cache_clear()
 
 
 def copy_rows(to, pitch_to, source, pitch, width, count):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 
 import gpu_evidence
 import gpu_machine
+import host_cupy
 import pytest
 from cuda_specialisations import SHARED_MEMORY
-from host_cupy import HostCupy
-
-from cupyflash.arrays import cuda_device
 
 FILE = """
 import time
@@ -51,11 +48,6 @@ def short(name):
 @pytest.fixture
 def record(tmp_path, monkeypatch):
     """Run the tool, and return its exit status and its record."""
-    cupy = HostCupy()
-    cupy.cuda.runtime.driverGetVersion = lambda: 13000
-    cupy.cuda.runtime.getDeviceCount = lambda: 1
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    cuda_device.of.cache_clear()
 
     def record(*words):
         words = [str(x) for x in ("--commit", "0123abc", "--folder", tmp_path / "made", *words)]
@@ -64,8 +56,8 @@ def record(tmp_path, monkeypatch):
         assert path.name.endswith("_0123abc.json")
         return status, json.loads(path.read_text())
 
-    yield record
-    cuda_device.of.cache_clear()
+    with host_cupy.for_records(monkeypatch):
+        yield record
 
 
 def test_the_record_of_tests_names_what_failed(tmp_path, record):
@@ -135,7 +127,7 @@ def test_the_page_of_what_was_verified_has_every_record(monkeypatch):
     monkeypatch.syspath_prepend(str(gpu_machine.ROOT / "docs"))
     records = importlib.import_module("records")
     paths = list(gpu_machine.RECORDS.glob("*.json"))
-    kinds = "tests", "fuzz", "compiled", "changes", "ranks"
+    kinds = "tests", "fuzz", "compiled", "changes", "ranks", "transformers"
     assert sum(len(records.records(kind)) for kind in kinds) == len(paths)
     _, rows = records.cards()
     assert {row[0] for row in rows} == {records.capability(arch) for arch in SHARED_MEMORY}
@@ -155,6 +147,8 @@ def test_the_page_of_what_was_verified_has_every_record(monkeypatch):
     assert len(rows) == sum(len(x["milliseconds"]) for x in records.records("ranks"))
     assert all(len(row) == len(head) for row in rows)
     assert ":::{rank-runs}" in (gpu_machine.ROOT / "docs" / "howto" / "distributed.md").read_text()
+    page = (gpu_machine.ROOT / "docs" / "howto" / "pytorch.md").read_text()
+    assert all(f":::{{transformers-{x}}}" in page for x in ("steps", "generation"))
     page = (gpu_machine.ROOT / "docs" / "verified.md").read_text()
     _, rows = records.of_cpus()
     assert len(rows) == len(list(records.OF_CPUS.glob("*.json"))) > 0
