@@ -147,6 +147,10 @@ def test_the_page_of_what_was_verified_has_every_record(monkeypatch):
     assert len(rows) == sum(len(x["milliseconds"]) for x in records.records("ranks"))
     assert all(len(row) == len(head) for row in rows)
     assert ":::{rank-runs}" in (gpu_machine.ROOT / "docs" / "howto" / "distributed.md").read_text()
+    for record in records.records("transformers"):
+        tables = [records.of_steps(record), records.of_generation(record)]
+        assert sum(len(rows) for _, rows in tables) == len(record["rows"])
+        assert all(len(row) == len(head) for head, rows in tables for row in rows)
     page = (gpu_machine.ROOT / "docs" / "howto" / "pytorch.md").read_text()
     assert all(f":::{{transformers-{x}}}" in page for x in ("steps", "generation"))
     page = (gpu_machine.ROOT / "docs" / "verified.md").read_text()

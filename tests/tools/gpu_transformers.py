@@ -167,7 +167,7 @@ def steps(row: Row, rounds: int) -> dict[str, Any]:
     model = model_of(row)
     given = inputs(row, model.config)
 
-    def step(implementation: str, train: bool) -> float | torch.Tensor:
+    def step(implementation: str, train: bool) -> torch.Tensor:
         model.set_attn_implementation(implementation)
         model.train(train)
         model.zero_grad(set_to_none=True)
