@@ -126,6 +126,23 @@ def test_every_row_is_recorded_and_shown(tool, records, monkeypatch):
     assert "NVIDIA H200" in records.about(found)
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_models_have_their_full_sizes_and_take_their_inputs(name, monkeypatch):
+    monkeypatch.setattr(gpu_transformers, "DEVICE", "meta")  # shapes without numbers
+    row = ROWS[name]
+    model = gpu_transformers.model_of(row)
+    assert {(x.dtype, x.device.type) for x in model.parameters()} == {(torch.bfloat16, "meta")}
+    millions = sum(x.numel() for x in model.parameters()) / 1e6
+    assert 300 < millions < 500 if row.model == "Llama" else 80 < millions < 120
+    batch, length = row.shape
+    positions = getattr(model.config, "max_position_embeddings", length)
+    assert length + row.new <= positions
+    given = gpu_transformers.inputs(row, model.config)
+    assert all(len(x) == batch for x in given.values())
+    given.pop("attention_mask", None)  # whether it hides anything is a question to numbers
+    assert model(**given).loss.shape == ()
+
+
 def test_a_training_step_has_gradients_and_inference_has_none(tool):
     status, _ = tool.run("--only", "bert")
     assert status == 0
