@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -147,7 +148,7 @@ def over_ranks(comms, q, k, v, do, options, scheme="rounds"):
                           ((layout, q), (layout_k, k), (layout_k, v))]  # fmt: skip
                 out, lse, vjp = distributed.attention_vjp(
                     *arrays, comm=comm, layout=layout, layout_k=layout_k, return_lse=True,
-                    scheme=scheme, timeout=60, **own,
+                    scheme=scheme, **own,
                 )  # fmt: skip
                 gradients = vjp(cupy.asarray(layout.take(do)))
                 layout.put(out.get(), whole[0])
@@ -224,6 +225,57 @@ def test_relays_between_nodes_are_within_the_bound(gpus, kind, cupy):
     check(bounds_of_kind(BFLOAT16, kind), *first)
     again = over_ranks(comms, q, k, v, do, options, "nodes")
     assert same_bits(first[0], again[0])
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_whole_documents_have_the_bits_of_a_call_of_their_rank(gpus, cupy):
+    """With other documents in the same memory, a call is that of these."""
+    if cupy.cuda.runtime.getDeviceCount() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    comms = on_gpus(2) if gpus == 2 else [(comm, 0) for comm in distributed.Threads(2).ranks]
+    length = 3000
+    ends = np.cumsum(np.random.default_rng(5).integers(100, 500, 20))
+    documents = np.searchsorted(ends[ends < length], np.arange(length), side="right")
+    others = np.roll(documents, 250)
+    rng = np.random.default_rng(6)
+    whole = [rng.standard_normal((1, 2, length, 64)).astype(np.float32) for _ in range(4)]
+    by_hand = [masks.causal() & masks.segments(x) for x in (documents, others)]
+    found = [cupyflash.attention_vjp(*whole[:3], mask=mask) for mask in by_hand]
+    wanted = [(out, *vjp(whole[3])[:3]) for out, vjp in found]
+
+    def work(comm, device):
+        with cupy.cuda.Device(device):
+            layout = distributed.layout(comm, length, mask=by_hand[0])
+            assert (layout.kind, layout.price.received) == ("documents", 0)
+            there = cupy.asarray(documents)
+            own = [cupy.asarray(layout.take(x).astype(BFLOAT16)) for x in whole]
+            mine = masks.causal() & masks.segments(cupy.asarray(documents[layout.positions]))
+            options = {"mask": masks.causal() & masks.segments(there), "comm": comm}
+            options |= {"layout": layout, "check": False, "deterministic": True}
+            alone, of_alone = cupyflash.attention_vjp(*own[:3], mask=mine, deterministic=True)
+            alone = [alone, *of_alone(own[3])[:3]]
+            for n in (0, 0, 0, 1, 1, 0, 1):
+                there[...] = cupy.asarray((documents, others)[n])
+                out, vjp = distributed.attention_vjp(*own[:3], **options)
+                made = [out, *vjp(own[3])[:3]]
+                if not n:
+                    assert all(
+                        same_bits(x.get(), y.get()) for x, y in zip(made, alone, strict=True)
+                    )
+                for x, y in zip(made, wanted[n], strict=True):
+                    error = np.abs(x.get().astype(np.float32) - layout.take(y))
+                    assert error.max() <= 0.03 * np.abs(y).max()
+
+    def work_or_end(each):
+        try:
+            work(*each)
+        except BaseException as error:
+            each[0].abort(str(error))
+            raise
+
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(work_or_end, each) for each in comms]:
+            ended.result()
 
 
 DOCUMENTS = np.arange(KEYS) // 250
