@@ -18,7 +18,7 @@ from ranks import OF_CODES, OverRanks, blocks_of, judge, served
 from strategies import DTYPES, MASKS, problems
 
 import cupyflash
-from cupyflash import ArgumentTypeError, distributed, masks
+from cupyflash import ArgumentTypeError, distributed, masks, scores
 from cupyflash.distributed.partition.layouts import KINDS
 from cupyflash.problem.options import Options
 from cupyflash.testing import problem
@@ -58,6 +58,34 @@ def test_masks_see_the_positions_of_the_whole_sequence(mask):
         bias="float32", sink="float32", dlse=True, tiles=(8, 8), seed=len(mask),
     )  # fmt: skip
     judge(p, OverRanks(3, "proofs", "zigzag", scheme="rounds"), 4)
+
+
+@BY_DTYPE
+def test_documents_of_any_lengths_are_within_the_bound(dtype):
+    """Masks and scores read arrays with an element for each position, or for each eight."""
+    lists = st.lists(st.integers(1, 30), min_size=1, max_size=9)
+
+    @settings(max_examples=settings().max_examples // 4)
+    @given(lists, st.integers(1, 4), st.sampled_from(KINDS), st.sampled_from(SCHEMES),
+           st.booleans(), st.sampled_from([4, 8]), st.integers(0, 9))  # fmt: skip
+    def check(lengths, size, kind, scheme, causal, block, seed):
+        length, rng = sum(lengths), np.random.default_rng(seed)
+        ids = np.repeat(np.arange(len(lengths)), lengths)
+        mask = masks.segments(rng.permutation(len(lengths))[ids])
+        if causal:
+            mask &= masks.causal()
+        p = problem(dtype, (2, 3, length, 8), (2, 1, length, 8), sink="float32", tiles=(8, 8),
+                    dlse=True, dropout=0.3 * (seed == 0), seed=seed)  # fmt: skip
+        of_rows, of_keys = (
+            cupyflash.lookup(rng.standard_normal(n).astype(np.float32))
+            for n in (length, -(-length // 8))
+        )
+        change = scores.score(lambda s, b, h, i, j: s + of_rows[i] - 0.5 * of_keys[j // 8])
+        p.options.update(mask=mask, score_mod=change)
+        size, scheme = served(p, size, scheme)
+        judge(p, OverRanks(size, kind, "same", scheme=scheme), block)
+
+    check()
 
 
 @pytest.mark.parametrize(("size", "kind"), list(zip([2, 5, 3, 4, 2], KINDS, strict=True)))

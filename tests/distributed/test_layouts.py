@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import blocks_of
 
-from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks
+from cupyflash import ArgumentError, ArgumentTypeError, distributed, lookup, masks
 from cupyflash.distributed.partition import divisions
 from cupyflash.distributed.partition.intervals import Intervals
 from cupyflash.distributed.partition.layouts import KINDS
@@ -123,6 +123,87 @@ def test_the_cheapest_layout_is_chosen(name):
     found = distributed.prices(64, LENGTH, mask=mask)
     assert found[wanted] == made.price
     assert found[wanted].cost == min(price.cost for price in found.values())
+
+
+LENGTHS = [900, 77, 130, 512, 300, 45, 641, 128, 250, 17, 700, 300]
+
+
+def runs_of(lengths):
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_documents_stay_whole_and_are_dealt_nearly_as_well_as_can_be(size, causal):
+    mask = masks.segments(runs_of(LENGTHS))
+    if causal:
+        mask &= masks.causal()
+    length, ends = sum(LENGTHS), np.cumsum(LENGTHS)
+    made = distributed.layout(rank_of(size), length, mask=mask)
+    assert (made.kind, made.price.received) == ("documents", 0)
+    found = {end for runs in made.runs for run in runs for end in (run.start, run.stop)}
+    assert found <= {0, *ends}
+    if size > 2:
+        return  # there are too many ways to deal them
+    work, sizes = (np.array(LENGTHS, float) ** n for n in (2, 1))
+    shares = np.stack([work / work.sum(), sizes / length]) * size
+    best = np.inf
+    for number in range(size ** (len(LENGTHS) - 1)):
+        owners = number // size ** np.arange(len(LENGTHS)) % size
+        best = min(best, np.stack([np.bincount(owners, x, size) for x in shares]).max())
+    found = [sum(LENGTHS[np.searchsorted(ends, run.stop)] for run in runs) for runs in made.runs]
+    assert max(found) * size <= 1.06 * best * length
+    assert made.price.imbalance <= 1.06 * best
+
+
+def test_documents_that_are_too_long_for_a_rank_are_cut():
+    mask = masks.causal() & masks.segments(runs_of([6000, 500, 700, 300, 692]))
+    found = distributed.prices(2, 8192, mask=mask)["documents"]
+    assert found.imbalance < 1.1
+    assert 0 < found.received < 0.6
+    cut = distributed.layout(rank_of(2), 8192, mask=mask, kind="documents")
+    others = {0, 6000, 6500, 7200, 7500, 8192}
+    for runs in cut.runs:
+        for run in runs:
+            assert all(end in others or end % 512 == 0 for end in (run.start, run.stop))
+    assert abs(cut.runs[0].count - 4096) < 512
+
+
+def test_no_rank_gets_many_more_positions_than_others_for_the_sake_of_whole_documents():
+    mask = masks.causal() & masks.segments(runs_of([2000, *[100] * 40]))
+    made = distributed.layout(rank_of(2), 6000, mask=mask)
+    assert max(runs.count for runs in made.runs) <= 3000 * 9 / 8
+
+
+def test_sequences_are_documents_and_several_masks_have_those_of_all():
+    offsets = np.cumsum([0, *LENGTHS])
+    length = int(offsets[-1])
+    made = distributed.layout(rank_of(2), length, offsets_q=offsets, mask=masks.causal())
+    assert (made.kind, made.price.received) == ("documents", 0)
+    first = masks.segments(np.arange(4096) // 512)
+    other = masks.segments(np.arange(4096) // 768)
+    both = distributed.layout(rank_of(2), 4096, mask=[first, other], kind="documents")
+    whole = {0, 1536, 3072, 4096}  # where documents of both begin
+    ends = {end for runs in both.runs for run in runs for end in (run.start, run.stop)}
+    assert ends <= whole | set(range(0, 4096, 256))
+    assert distributed.prices(2, 4096, mask=[first, other])["documents"].received <= 0.5
+
+
+def test_without_documents_chunks_take_their_place():
+    for mask in (None, masks.causal(), masks.window(100, 0)):
+        made = distributed.layout(rank_of(3), 5000, mask=mask, kind="documents")
+        assert sum(runs.count for runs in made.runs) == 5000
+        assert made.price.imbalance < 1.2
+    assert distributed.layout(rank_of(3), 0, mask=masks.causal(), kind="documents").count == 0
+
+
+def test_masks_that_differ_between_heads_have_the_documents_of_all():
+    ids = np.stack([np.arange(2048) // 512, np.arange(2048) // 1024])
+    table = lookup(ids)
+    mask = masks.mask(lambda b, h, i, j: table[h, i] == table[h, j])
+    made = distributed.layout(rank_of(2), 2048, mask=mask, heads=2)
+    assert made.price.received == 0
+    assert [run for runs in made.runs for run in runs] == [range(1024), range(1024, 2048)]
 
 
 def test_keys_that_travel_count_as_pairs():

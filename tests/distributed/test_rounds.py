@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import blocks_of
 
-from cupyflash import distributed, masks, scores
+from cupyflash import distributed, lookup, masks, scores
 from cupyflash.distributed.partition import exchange_schedule, schemes
 from cupyflash.distributed.partition.layouts import KINDS
 from cupyflash.problem import validate
@@ -168,6 +168,35 @@ def test_runs_of_a_zigzag_layout_are_one_causal_call():
         assert shown(steps[0].later) == halves[1:]
     assert shown(first[1].forward) == shown(first[1].backward) == [(high, all_rows, False, True)]
     assert shown(second[1].forward) == [(all_rows, low, False, True)]
+
+
+@pytest.mark.parametrize("reads", ["mask", "score", "blocks", "both axes"])
+def test_a_rank_s_own_documents_are_one_call(reads):
+    """What a mask or score reads of each position, or of whole blocks of them, comes along."""
+    lengths = [24, 24, 8, 8, 16, 16]
+    ids = np.repeat(np.arange(6), lengths)
+    x = np.zeros((2, 96, 4), np.float32)
+    mask = masks.causal() & masks.segments(ids)
+    if reads == "both axes":
+        mask &= masks.dense(np.ones((96, 96), bool))
+    table = lookup(np.ones(96 if reads == "score" else 24, np.float32))
+    change = {
+        "score": lambda s, b, h, i, j: s * table[j],
+        "blocks": lambda s, b, h, i, j: s + table[i // 4],
+    }.get(reads)
+    more = {} if change is None else {"score_mod": scores.score(change)}
+    call = validate.call(x, x, x, Options(mask=mask, **more))
+    for comm in distributed.Threads(2).ranks:
+        layout = distributed.layout(comm, 96, mask=mask, kind="documents")
+        assert len(layout.own.ranges) > 1
+        (own,) = schemes.plan(call, layout, layout, "rounds", comm.nodes).steps
+        tasks = [(x.rows, x.keys, x.plain) for x in own.backward]
+        if reads == "both axes":
+            assert len(tasks) > 1
+        else:
+            assert tasks == [(range(48), range(48), True)]
+            assert own.backward[0].positions == (layout.own.ranges, layout.own.ranges)
+        assert own.forward == own.backward
 
 
 @pytest.mark.parametrize(

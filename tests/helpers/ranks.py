@@ -81,7 +81,7 @@ class OverRanks:
     size : int
         The number of ranks.
     kind, kind_k : str
-        The layouts of queries and of keys.
+        The layouts of queries and of keys; that of keys is "same" if it is that of queries.
     more : keywords
         Further arguments of every call, as scheme. With "nodes", every other rank begins a node.
     """
@@ -99,8 +99,12 @@ class OverRanks:
         """Return the layouts of queries and of keys."""
         heads = q.shape[-3] if q.ndim > 2 else 1
         lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        options = {"kind": self.kinds[0], "lead": lead, "heads": heads}
+        if self.kinds[1] == "same":
+            layout = distributed.layout(comm, q.shape[-2], mask=mask, **options)
+            return layout, layout
         layout_k = distributed.layout(comm, k.shape[-2], kind=self.kinds[1])
-        options = {"kind": self.kinds[0], "layout_k": layout_k, "lead": lead, "heads": heads}
+        options["layout_k"] = layout_k
         options |= dict(zip(("offsets_q", "offsets_k"), offsets, strict=False))
         if not all(q.shape[-2:] + lead):
             mask = None
@@ -108,7 +112,8 @@ class OverRanks:
 
     def merges(self, length: int) -> int:
         """Return how many runs of keys there are at most, each of which is a piece."""
-        made = distributed.layout(self.threads.ranks[0], length, kind=self.kinds[1])
+        kind = "cyclic" if self.kinds[1] == "same" else self.kinds[1]
+        made = distributed.layout(self.threads.ranks[0], length, kind=kind)
         return max(1, sum(len(runs.ranges) for runs in made.runs))
 
     def attention(

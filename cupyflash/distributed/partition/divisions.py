@@ -308,22 +308,25 @@ class _Asked:
         return cells.runs(owners, self.ranks), cells.price(owners, of_keys, self.ranks)
 
     def _by_documents(self) -> tuple[tuple[Intervals, ...], Price]:
-        """Divide whole documents, or such whose long ones are cut into chunks, if that is cheaper.
+        """Divide whole documents, or cut those that are too long for a rank, or all long ones.
 
-        Positions stay about even: the rest of a model takes time by them. Where there are no
-        documents, chunks take their place.
+        The cheapest is taken, if it leaves positions about even: the rest of a model takes time by
+        them. Where there are no documents, chunks take their place.
         """
-        begins = self._begins()
+        whole = documents.between(self.length, self._begins())
+        sizes = np.array([len(x) for x in whole], np.int64)
+        shares = documents.loads(sizes, self._cells(whole).work, self.ranks)
+        too_long = shares.max(axis=0) > 1
         made = []
-        for most in (max(self.length, 1), self.chunk):
-            if begins.size or most == self.chunk:
-                parts = documents.cut(self.length, begins, most)
-                cells = self._cells(parts)
-                sizes = np.array([len(x) for x in parts], np.int64)
-                owners = documents.deal(sizes, cells.work, self.ranks)
-                held = np.bincount(owners, sizes, self.ranks)
-                if most == self.chunk or held.max() * self.ranks <= (1 + UNEVEN) * self.length:
-                    made.append(self._dealt(cells, owners))
+        ways = [np.zeros_like(too_long), too_long, np.ones_like(too_long)]
+        for which in ways if too_long.any() else ways[::2]:
+            parts = documents.cut(whole, which, self.chunk)
+            cells = self._cells(parts)
+            sizes = np.array([len(x) for x in parts], np.int64)
+            owners = documents.deal(documents.loads(sizes, cells.work, self.ranks), self.ranks)
+            held = np.bincount(owners, sizes, self.ranks)
+            if which.all() or held.max() * self.ranks <= (1 + UNEVEN) * self.length:
+                made.append(self._dealt(cells, owners))
         return min(made, key=lambda x: x[1].cost)
 
     def _begins(self) -> Array:

@@ -7,7 +7,9 @@ of what would have to travel then.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from ...expr.bind import Dense, bind
 from ...expr.evaluate import evaluate
 from ...expr.nodes import walk
 from ...masks import Mask
+from ...pieces.schedule import chunks_of
 from ...problem.call import Array
 
 MOST_LOOKS = 2**24  # at pairs of neighbours
@@ -46,51 +49,63 @@ def starts(mask: Mask | None, sizes: Dense) -> Array:
     return after[~sees]
 
 
-def cut(length: int, begins: Array, most: int) -> list[range]:
-    """Return the documents of a sequence; those with more than `most` positions in such parts.
+def between(length: int, begins: Array) -> list[range]:
+    """Return the documents of a sequence, given where they begin.
 
-    Short ones are joined with what follows, so that there are no more than `MOST` of the others.
+    Short ones are joined with what follows, so that there are about `MOST` at most.
     """
     ends: list[int] = [0]
     for each in begins.tolist():
         if each - ends[-1] >= length / MOST:
             ends.append(each)
+    return [range(*x) for x in itertools.pairwise([*ends, length])]
+
+
+def cut(whole: Sequence[range], which: Array, size: int) -> list[range]:
+    """Return documents, some of which are cut into parts of so many positions."""
     made = []
-    for first, stop in zip(ends, [*ends[1:], length], strict=True):
-        made += [range(x, min(x + most, stop)) for x in range(first, stop, most)]
+    for each, is_cut in zip(whole, which.tolist(), strict=True):
+        made += chunks_of(each, size if is_cut else max(len(each), 1))
     return made
 
 
-def deal(sizes: Array, work: Array, ranks: int) -> Array:
+def loads(sizes: Array, work: Array, ranks: int) -> Array:
+    """Return the work and the positions of documents, (2, documents); 1 is a rank's share."""
+    made: Array = np.stack([work / max(work.sum(), 1.0), sizes / max(sizes.sum(), 1)]) * ranks
+    return made
+
+
+def deal(shares: Array, ranks: int) -> Array:
     """Return the rank of each document, so that all have about as many positions and as much work.
 
     Those with most work go first, each to the rank that is then the least loaded of all in what it
     has most of. Documents of the most loaded rank move, or change places, while that helps. Few
-    documents are dealt in other orders, too, as one more or less of them matters then.
+    documents are dealt in other orders, too, as one more or less of them matters then. `shares` are
+    what `loads` returns.
     """
-    loads = np.stack([work / max(work.sum(), 1.0), sizes / max(sizes.sum(), 1)]) * ranks
-    by_work = np.lexsort((-sizes, -work))
+    count = shares.shape[1]
+    by_work = np.lexsort((-shares[1], -shares[0]))
     rng = np.random.default_rng(0)  # all ranks deal alike
-    tries = [by_work, *(rng.permutation(by_work) for _ in range(TRIES if len(sizes) <= FEW else 0))]
-    found = [_dealt(order, loads, ranks) for order in tries]
+    tries = [by_work, *(rng.permutation(by_work) for _ in range(TRIES if count <= FEW else 0))]
+    found = [_dealt(order, shares, ranks) for order in tries]
     return min(found, key=lambda x: x[1])[0]
 
 
-def _dealt(order: Array, loads: Array, ranks: int) -> tuple[Array, float]:
+def _dealt(order: Array, shares: Array, ranks: int) -> tuple[Array, float]:
     """Return the rank of each document if they are dealt in an order, and the largest load."""
     owners = np.zeros(len(order), np.int64)
     held = np.zeros((2, ranks))
     for n in order:
-        rank = int(np.argmin((held + loads[:, n, None]).max(axis=0)))
+        rank = int(np.argmin((held + shares[:, n, None]).max(axis=0)))
         owners[n] = rank
-        held[:, rank] += loads[:, n]
+        held[:, rank] += shares[:, n]
     for _ in range(4 * len(order)):
-        if not _improve(owners, held, loads):
+        if not _improve(owners, held, shares):
             break
     return owners, float(held.max())
 
 
-def _improve(owners: Array, held: Array, loads: Array) -> bool:
+def _improve(owners: Array, held: Array, shares: Array) -> bool:
     """Move a document of the most loaded rank, or exchange it; return whether that helped."""
     most = held.max(axis=0)
     worst = int(np.argmax(most))
@@ -100,8 +115,8 @@ def _improve(owners: Array, held: Array, loads: Array) -> bool:
         if rank == worst:
             continue
         theirs = np.flatnonzero(owners == rank)
-        given = np.concatenate([np.zeros((2, 1)), loads[:, theirs]], axis=1)  # nothing, or one
-        moved = loads[:, mine][:, :, None] - given[:, None, :]
+        given = np.concatenate([np.zeros((2, 1)), shares[:, theirs]], axis=1)  # nothing, or one
+        moved = shares[:, mine][:, :, None] - given[:, None, :]
         after = np.maximum(
             (held[:, worst, None, None] - moved).max(axis=0),
             (held[:, rank, None, None] + moved).max(axis=0),
@@ -113,10 +128,10 @@ def _improve(owners: Array, held: Array, loads: Array) -> bool:
         return False
     rank, one, other = chosen
     owners[one] = rank
-    held[:, worst] -= loads[:, one]
-    held[:, rank] += loads[:, one]
+    held[:, worst] -= shares[:, one]
+    held[:, rank] += shares[:, one]
     for each in other.tolist():
         owners[each] = worst
-        held[:, rank] -= loads[:, each]
-        held[:, worst] += loads[:, each]
+        held[:, rank] -= shares[:, each]
+        held[:, worst] += shares[:, each]
     return True
