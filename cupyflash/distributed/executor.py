@@ -307,7 +307,8 @@ class Distributed(Executor):
             finally:
                 self._tape = None
             if again is not None:
-                again.keep(self.facts, made.shown, self.plan.scheme)
+                again.follows(self.plan.scheme)
+                again.keep(self.facts, made.shown)
         return made.shown
 
     def _agreed(self, prepare: Callable[[], Prepared]) -> Prepared:

@@ -107,6 +107,7 @@ class RecordedCall:
         self._owners = *layouts, comm
         self._check, self._timeout, self._running = check, timeout, running
         self._signature: Signature | None = None
+        self._decisive: dict[str, Any] = {}
         self._tape: Tape | None = None
         self._mask, self._mask_reads_arrays = options.mask, _reads_arrays(options.mask)
         plain = type(check) is bool and (scheme is None or type(scheme) is str)
@@ -180,23 +181,22 @@ class RecordedCall:
         self._tape = Tape(named, self._numbers(), launch_cache.reach)
         return self._tape
 
-    def _decisive(self, scheme: str) -> dict[str, Any]:
-        """Return the arrays by which it was decided what to ask the device for, by their names.
+    def follows(self, scheme: str) -> None:
+        """Note by which arrays it was decided what to ask the device for.
 
         What a rank sends follows from the arrays that a mask reads, unless rows travel by heads.
         """
-        if scheme == "heads" or not self._mask_reads_arrays:
-            return {}
-        assert self._signature is not None
+        if scheme == "heads" or not self._mask_reads_arrays or self._signature is None:
+            return
         mask = self._mask
         of_mask = set(map(id, mask.structure[1])) if isinstance(mask, Mask) else None
-        return {
+        self._decisive = {
             f"read {n}": array
             for n, array in enumerate(self._signature.read)
             if of_mask is None or id(array) in of_mask
         }
 
-    def keep(self, facts: Facts, shown: Sequence[Any], scheme: str) -> None:
+    def keep(self, facts: Facts, shown: Sequence[Any]) -> None:
         """Keep the tape of a call that was made, with what ranks agreed on and its results."""
         tape, signature = self._tape, self._signature
         if tape is None or signature is None or tape.why is not None:
@@ -206,7 +206,7 @@ class RecordedCall:
         tape.finish()
         queue = driver.queue(next(iter(signature.arrays.values())).data.device_id)
         with cuda_device.current(queue.device):
-            kept = _Kept(tape, self._owners, facts, self._names, self._decisive(scheme))
+            kept = _Kept(tape, self._owners, facts, self._names, self._decisive)
         launch_cache.keep_as(signature, kept, (), shown)
 
 

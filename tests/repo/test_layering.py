@@ -64,7 +64,7 @@ INSIDE = {
     "arrays": [
         ["cuda_device", "dtypes", "integers", "per_stream", "reports", "tape", "typed"],
         ["device_arrays", "elementwise"],
-        ["copies", "interop", "transfers", "unallocated"],
+        ["contents", "copies", "interop", "transfers", "unallocated"],
     ],
     "problem": [
         ["formats", "options", "reduction_form"],
@@ -102,9 +102,9 @@ INSIDE = {
         ["connect"],
     ],
     "distributed.partition": [
-        ["head_batches", "intervals"],
+        ["documents", "head_batches", "intervals", "local_lookups"],
         ["layouts"],
-        ["fused_calls", "proofs"],
+        ["divisions", "fused_calls", "proofs"],
         ["exchange_schedule"],
         ["model"],
         ["schemes"],
@@ -169,6 +169,7 @@ REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_na
 
 # CuPy stays behind these, and even they import it only when one of their functions is called.
 USERS_OF_CUPY = [
+    "cupyflash.arrays.contents",
     "cupyflash.arrays.copies",
     "cupyflash.arrays.cuda_device",
     "cupyflash.arrays.device_arrays",

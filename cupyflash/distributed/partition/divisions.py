@@ -149,7 +149,7 @@ def prices(
     >>> from cupyflash import distributed, masks
     >>> found = distributed.prices(4, 2**16, mask=masks.causal())
     >>> {kind: round(price.imbalance, 2) for kind, price in found.items()}
-    {'contiguous': 1.75, 'zigzag': 1.0, 'cyclic': 1.09, 'proofs': 1.0}
+    {'contiguous': 1.75, 'zigzag': 1.0, 'cyclic': 1.09, 'proofs': 1.0, 'documents': 1.0}
     """
     offsets = offsets_q, offsets_k
     asked = _Asked(_number(ranks, "ranks", 1), length, mask, None, offsets, lead, heads)
@@ -275,12 +275,12 @@ class _Asked:
             for each in self._masks:
                 found += _weights(classes(each, self._sizes, rows, of_keys), area)
             return _Cells(rows, key_sizes, found)
-        packed = self._sizes
+        sizes = self._sizes
         cells = [
-            Cells.of(x, starts) for x, starts in ((rows, packed.start_q), (of_keys, packed.start_k))
+            Cells.of(x, starts) for x, starts in ((rows, sizes.start_q), (of_keys, sizes.start_k))
         ]
         for each in self._masks:
-            at_rows, at_keys, kinds = pairs(each, packed, *cells)
+            at_rows, at_keys, kinds = pairs(each, sizes, *cells)
             area = cells[0].size[at_rows] * cells[1].size[at_keys]
             at = cells[0].chunk[at_rows], cells[1].chunk[at_keys]
             np.add.at(found, at, _weights(kinds, area))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ def starts(mask: Mask | None, sizes: Dense) -> Array:
         return none
     after = np.arange(1, length)
     lengths = {"len_q": length, "len_k": length, "start_q": 0, "start_k": 0}
-    symbols = {name: np.int64(value) for name, value in lengths.items()}
+    symbols: dict[str, Any] = {name: np.int64(value) for name, value in lengths.items()}
     symbols |= {"b": np.arange(entries)[:, None, None], "h": np.arange(heads)[:, None]}
     shape = entries, heads, len(after)
     sees = np.zeros(len(after), bool)
