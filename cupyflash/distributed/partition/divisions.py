@@ -256,11 +256,10 @@ class _Asked:
         heads = _number(heads, "heads", 1)
         several = mask if isinstance(mask, (list, tuple)) else [mask]
         self._masks = [validate.mask(each) for each in several]
-        self._sizes: Dense | Packed = (
-            Dense(tuple(lead), heads, self.length, len_k)
-            if offsets[0] is None and offsets[1] is None
-            else _packed(*offsets, self.length, len_k, heads)
-        )
+        self._dense = Dense(tuple(lead), heads, self.length, len_k)
+        self._sequences: Packed | None = None
+        if offsets[0] is not None or offsets[1] is not None:
+            self._sequences = _packed(*offsets, self.length, len_k, heads)
 
     def _cells(self, rows: list[range]) -> _Cells:
         """Return parts of queries and their pairs. Parts of keys are those of their layout, if any.
@@ -270,12 +269,12 @@ class _Asked:
         of_keys = rows if self._layout_k is None else self._layout_k.chunks[0]
         key_sizes = np.array([len(x) for x in of_keys], np.int64)
         found = np.zeros((len(rows), len(of_keys)))
-        if isinstance(self._sizes, Dense):
+        if self._sequences is None:
             area = np.array([len(x) for x in rows], np.int64)[:, None] * key_sizes
             for each in self._masks:
-                found += _weights(classes(each, self._sizes, rows, of_keys), area)
+                found += _weights(classes(each, self._dense, rows, of_keys), area)
             return _Cells(rows, key_sizes, found)
-        sizes = self._sizes
+        sizes = self._sequences
         cells = [
             Cells.of(x, starts) for x, starts in ((rows, sizes.start_q), (of_keys, sizes.start_k))
         ]
@@ -331,11 +330,10 @@ class _Asked:
 
     def _begins(self) -> Array:
         """Return where documents begin under all masks."""
-        if not isinstance(self._sizes, Dense):
-            begins = np.unique(self._sizes.start_q)
+        if self._sequences is not None:
+            begins = np.unique(self._sequences.start_q)
             return begins[(begins > 0) & (begins < self.length)]
-        sizes = self._sizes
-        found = [documents.starts(each, sizes) for each in self._masks]
+        found = [documents.starts(each, self._dense) for each in self._masks]
         return functools.reduce(np.intersect1d, found)
 
     def _owners(self, kind: Kind) -> Array:
