@@ -43,7 +43,7 @@ class Backend(Protocol):
         gradients: Gradients,
         deterministic: bool,
     ) -> None:
-        """Compute the gradients of a piece, of the accumulator's type, as `backward` does."""
+        """Compute the gradients of a piece, as `backward` does."""
         ...
 
     def backward(

@@ -18,7 +18,7 @@ from ..outputs import Targets
 from ..pieces.compute import Partial, Sums, Total, parts_of
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
-from ..problem.call import Array, Call, changed
+from ..problem.call import Array, Call, Gradients, changed
 from ..scores import Score
 from .all_reduce import all_reduce
 from .messages import Memory, Packed, Several, joined
@@ -296,6 +296,12 @@ def _has(rows: range, others: range) -> bool:
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
     """Write the gradients of what the rank holds."""
     call, place = rank.call, rank.place
+    alone = _only_task(rank, targets)
+    if alone is not None:  # nothing is summed, nor rounded later
+        with place:
+            _launch(rank, alone, rank.piece(alone, rank.own, False), targets, targets.gradients,
+                    deterministic)  # fmt: skip
+        return
     rows = [x.rows for step in rank.steps for x in (*step.backward, *step.later, *step.forward)]
     sums = Sums(call, place, targets.gradients, parts_of(rows))
     begins = rank.steps[0]
@@ -342,6 +348,20 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
             all_reduce(rank.comm, place, sums.dsink, rank.timeout)
         own.store(targets.gradients[1:3], [*(held or ()), *returned_last])
         sums.store()
+
+
+def _only_task(rank: Rank, targets: Targets) -> Task | None:
+    """Return the task that has all rows and keys of a rank, if nothing is added to its gradients.
+
+    Gradients of a bias and of a sink are sums over ranks.
+    """
+    call = rank.call
+    if len(rank.steps) > 1 or call.sink is not None or targets.gradients.dbias is not None:
+        return None
+    tasks = rank.steps[0].backward
+    whole = range(rank.rows.count), range(rank.keys.count)
+    made = [x for x in targets.gradients[:3] if rank.place.has(x) and x.flags.c_contiguous]
+    return tasks[0] if [(x.rows, x.keys) for x in tasks] == [whole] and len(made) == 3 else None
 
 
 class _Totals:
@@ -394,11 +414,7 @@ def _compute(
         return
     in_place = totals.in_place(at) if held is None and piece.keys else [None, None]
     computed = sums.empty(own, rows, *in_place)
-    statistics = [targets.rows.get(name) for name in ("lse", "dlse")]
-    lse, dlse = (None if x is None else part_of_statistic(x, rows) for x in statistics)
-    assert lse is not None
-    do, out = (part(targets.rows[name], rows) for name in ("do", "out"))
-    rank.place.backend.backward_piece(own, do, out, lse, dlse, computed, deterministic)
+    _launch(rank, task, own, targets, computed, deterministic)
     sums.add(computed, piece, rows, last)
     if not piece.keys:
         return
@@ -408,3 +424,15 @@ def _compute(
         totals.written(at)
     else:
         totals.add((computed.dk, computed.dv), at)
+
+
+def _launch(
+    rank: Rank, task: Task, own: Call, targets: Targets, gradients: Gradients, deterministic: bool
+) -> None:
+    """Compute the gradients of a task."""
+    rows = task.rows
+    statistics = [targets.rows.get(name) for name in ("lse", "dlse")]
+    lse, dlse = (None if x is None else part_of_statistic(x, rows) for x in statistics)
+    assert lse is not None
+    do, out = (part(targets.rows[name], rows) for name in ("do", "out"))
+    rank.place.backend.backward_piece(own, do, out, lse, dlse, gradients, deterministic)
