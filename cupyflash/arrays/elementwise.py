@@ -103,17 +103,19 @@ _MOST_INDICES = 16  # that are kept
 def _indices(positions: tuple[range, ...], device: int) -> Any:  # noqa: ARG001, it is the current one
     import cupy
 
-    return cupy.asarray(np.concatenate([*map(np.array, positions)]))
+    with tape.paused():
+        made = cupy.asarray(np.concatenate([*map(np.array, positions)]))
+        cupy.cuda.get_current_stream().synchronize()  # others may read it
+    return made
 
 
 def take(array: Any, positions: tuple[range, ...], to: Any) -> None:
     """Write the elements at some positions of the last axis to an array on the current device."""
-    if (written := tape.current()) is not None:
-        written.elementwise(lambda x, y: take(x, positions, y), array, to)
     import cupy
 
-    with tape.paused():
-        indices = _indices(positions, int(to.device.id))
+    indices = _indices(positions, int(to.device.id))
+    if (written := tape.current()) is not None:
+        written.elementwise(lambda x, y: cupy.take(x, indices, -1, y), array, to)
     cupy.take(array, indices, -1, to)
 
 

@@ -170,6 +170,7 @@ class _Exchange:
             self._room(senders, rank.keys_and_values, number_type)
             for senders in (before.sends, earlier.sends_far)
         )
+        self._is_needed = len(rank.steps) > 1  # by any rank: all have as many steps
         comes = self._keys, self._far_keys, self._gradients, self._far_gradients
         self._comes = [x for each in comes for x in each]
         self.travels = bool(self._sends or self._comes)
@@ -205,6 +206,8 @@ class _Exchange:
 
     def post(self) -> None:
         """Post the messages, packed."""
+        if not self._is_needed:
+            return
         mark, self._mark = self._mark, None
         with nullcontext() if mark is None else self._rank.place.beside(mark):
             if not self._is_packed:
@@ -216,6 +219,8 @@ class _Exchange:
     def wait(self) -> Several:
         """Return the keys and values of the step."""
         rank, relay = self._rank, self._relay
+        if not self._is_needed:
+            return rank.own
         assert self._transfer is not None
         self._transfer.wait(rank.timeout, self._what)
         self._transfer = None

@@ -187,10 +187,8 @@ class Extremes:
         return made
 
     def _block(self, array: HeldArray) -> int:
-        """Return the positions of a block; every run begins with a whole one."""
-        layout = self._layouts[array.axis]
-        starts = (run.start for runs in layout.runs for run in runs)
-        return math.gcd(layout.chunk, layouts.BLOCK, *starts)
+        """Return the positions of a block, of which runs of documents may have parts."""
+        return math.gcd(self._layouts[array.axis].chunk, layouts.BLOCK)
 
     def _own(self, array: HeldArray) -> Array:
         """Return the minima and the maxima of this rank's blocks, (2, ..., blocks)."""
@@ -207,11 +205,16 @@ class Extremes:
         """Return the minima and the maxima of all blocks."""
         layout, block = self._layouts[array.axis], self._block(array)
         lead, kind = (2, *array.shape[:-1]), _TYPES[array_type(array)]
+        least, most = _ENDS[array_type(array)]
         whole = np.empty((*lead, -(-layout.length // block)), kind)
+        whole[0], whole[1] = most, least
         for runs, facts in zip(layout.runs, told, strict=True):
             at = [x.start // block for x in runs.cut(block)]
             content = base64.b64decode(facts[f"_ends of look-up {n}"])
-            whole[..., at] = np.frombuffer(content, kind).reshape(*lead, len(at))
+            told_of = np.frombuffer(content, kind).reshape(*lead, len(at))
+            for join, own, ends in zip((np.minimum, np.maximum), told_of, whole, strict=True):
+                # The next run may begin in the same block.
+                join.at(np.moveaxis(ends, -1, 0), at, np.moveaxis(own, -1, 0))
         return whole
 
     def bounded(self, told: Sequence[Mapping[str, str]]) -> Call:
@@ -244,6 +247,11 @@ def _rebuilt(call: Call, replaced: Callable[[Expr, tuple[Expr, ...]], Expr | Non
 
 
 _TYPES: dict[str, Any] = {"bool": np.bool_, "int": np.int64, "float": np.float32}
+_ENDS: dict[str, tuple[Any, Any]] = {  # the least and the largest number
+    "bool": (False, True),
+    "int": (np.iinfo(np.int64).min, np.iinfo(np.int64).max),
+    "float": (-np.inf, np.inf),
+}
 
 
 class Lookups:

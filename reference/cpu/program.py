@@ -275,7 +275,7 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
     """One operation that reads an array."""
     table = program.tables[a]
     if op == Op.LOOKUP_INT:
-        places = ri[ri.shape[0] - 1]
+        places = ri[program.int_registers]
         find_places(table, program.operands, b, table[2], ri, n, places)
         if table[1] == 0:
             for l in range(n):
@@ -284,7 +284,7 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
             for l in range(n):
                 ri[to, l] = load_as_int(places[l], table[1])
     elif op == Op.LOOKUP_FLOAT:
-        places = ri[ri.shape[0] - 1]
+        places = ri[program.int_registers]
         find_places(table, program.operands, b, table[2], ri, n, places)
         if table[1] == 10:
             for l in range(n):
@@ -293,7 +293,7 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
             for l in range(n):
                 rf[to, l] = load_as_float(places[l], table[1])
     elif op == Op.CONTAINS_INT:
-        axes, places = table[2], ri[ri.shape[0] - 1]
+        axes, places = table[2], ri[program.int_registers]
         find_places(table, program.operands, b, axes - 1, ri, n, places)
         number = ri[program.operands[b + axes - 1]]
         for l in range(n):

@@ -28,9 +28,9 @@ _run = caller(run)
 def make_registers(
     program: Program | Registers, lanes: int, number: np.dtype[Any], keeps: bool = False
 ) -> tuple[Array, Array]:
-    """Return the registers of a program; the last row of integers is for addresses.
+    """Return the registers of a program; the row of integers behind them is for addresses.
 
-    With `keeps`, tiles of a bias that a thread keeps are behind them; see `bias`.
+    With `keeps`, tiles of a bias that a thread keeps follow; see `bias`.
     """
     kept = cells = 0
     if keeps and isinstance(program, Registers):

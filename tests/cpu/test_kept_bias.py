@@ -141,3 +141,18 @@ def test_tiles_that_are_used_seldom_or_are_many_are_not_kept(shape, entries, kep
     q, k = (rng.standard_normal((entries, 3, rows, 8)).astype(np.float32) for rows in shape[2:])
     attention(q, k, k, bias=rng.standard_normal(shape).astype(np.float32))
     assert not any(kept)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_programs_that_read_arrays_have_a_row_for_addresses_beside_kept_tiles(dtype):
+    """The addresses of a look-up lie in a row of their own, not among the tags of tiles."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((3, h, 70, 8)).astype(dtype) for h in (4, 2, 2))
+    bias, table = rng.standard_normal((2, 70, 70)).astype(dtype)
+    ids = np.arange(70) % 3
+    change = scores.score(lambda s, b, h, i, j: s + lookup(table)[i, j])
+    of_ids = lookup(ids)
+    mask = masks.mask(lambda b, h, i, j: of_ids[i] != of_ids[j])
+    out = attention(q, k, v, bias=bias, score_mod=change, mask=mask)
+    shown = np.where(ids[:, None] != ids, bias + table, -np.inf)
+    assert np.allclose(out, attention(q, k, v, bias=shown), rtol=1e-4, atol=1e-5)

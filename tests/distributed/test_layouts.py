@@ -106,7 +106,7 @@ LENGTH = 2**20
 CHEAPEST = {
     "causal": (masks.causal(), "zigzag"),
     "window": (masks.window(2**16, 0), "contiguous"),
-    "documents": (masks.causal() & masks.segments(documents(LENGTH, 64)), "proofs"),
+    "documents": (masks.causal() & masks.segments(documents(LENGTH, 64)), "documents"),
     "prefix or window": (
         masks.causal() & (masks.prefix(2**12) | masks.window(2**15, 0)),
         "contiguous",
@@ -195,6 +195,18 @@ def test_without_documents_chunks_take_their_place():
         assert sum(runs.count for runs in made.runs) == 5000
         assert made.price.imbalance < 1.2
     assert distributed.layout(rank_of(3), 0, mask=masks.causal(), kind="documents").count == 0
+
+
+@pytest.mark.parametrize("mask", [
+    masks.dilated(3) & masks.causal(),
+    masks.dense(np.random.default_rng(0).random((768, 768)) < 0.5),
+    masks.segments(np.arange(768) % 5),
+    masks.prefix(9) | masks.segments(np.arange(768) // 100),
+], ids=["dilated", "random", "interleaved", "prefix"])  # fmt: skip
+def test_masks_whose_neighbours_do_not_see_each_other_need_not_have_documents(mask):
+    assert distributed.layout(rank_of(2), 768, mask=mask).kind != "documents"
+    chosen = distributed.layout(rank_of(2), 768, mask=mask, kind="documents")
+    assert all(len(runs.ranges) <= 8 for runs in chosen.runs)
 
 
 def test_masks_that_differ_between_heads_have_the_documents_of_all():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import blocks_of
 
-from cupyflash import distributed, lookup, masks, scores
+from cupyflash import distributed, expr, lookup, masks, scores
 from cupyflash.distributed.partition import exchange_schedule, schemes
 from cupyflash.distributed.partition.layouts import KINDS
 from cupyflash.problem import validate
@@ -170,7 +170,7 @@ def test_runs_of_a_zigzag_layout_are_one_causal_call():
     assert shown(second[1].forward) == [(all_rows, low, False, True)]
 
 
-@pytest.mark.parametrize("reads", ["mask", "score", "blocks", "both axes"])
+@pytest.mark.parametrize("reads", ["mask", "score", "blocks", "both axes", "lengths", "learned"])
 def test_a_rank_s_own_documents_are_one_call(reads):
     """What a mask or score reads of each position, or of whole blocks of them, comes along."""
     lengths = [24, 24, 8, 8, 16, 16]
@@ -179,19 +179,28 @@ def test_a_rank_s_own_documents_are_one_call(reads):
     mask = masks.causal() & masks.segments(ids)
     if reads == "both axes":
         mask &= masks.dense(np.ones((96, 96), bool))
-    table = lookup(np.ones(96 if reads == "score" else 24, np.float32))
+    table = lookup(np.ones(96 if reads in ("score", "learned") else 24, np.float32))
+    learned = lookup(np.ones(96, np.float32), learned=True)
+    by_length = lookup(np.ones((2, 96), np.float32))
     change = {
         "score": lambda s, b, h, i, j: s * table[j],
         "blocks": lambda s, b, h, i, j: s + table[i // 4],
+        "lengths": lambda s, b, h, i, j: s + by_length[expr.len_k // 96, j],
+        "learned": lambda s, b, h, i, j: s * learned[j],
     }.get(reads)
     more = {} if change is None else {"score_mod": scores.score(change)}
     call = validate.call(x, x, x, Options(mask=mask, **more))
     for comm in distributed.Threads(2).ranks:
         layout = distributed.layout(comm, 96, mask=mask, kind="documents")
         assert len(layout.own.ranges) > 1
+        if reads == "learned":  # a plan that is remembered for other look-ups is none for these
+            alike = scores.score(lambda s, b, h, i, j: s * table[j])
+            other = validate.call(x, x, x, Options(mask=mask, score_mod=alike))
+            (before,) = schemes.plan(other, layout, layout, "rounds", comm.nodes).steps
+            assert len(before.backward) == 1
         (own,) = schemes.plan(call, layout, layout, "rounds", comm.nodes).steps
         tasks = [(x.rows, x.keys, x.plain) for x in own.backward]
-        if reads == "both axes":
+        if reads in ("both axes", "lengths", "learned"):
             assert len(tasks) > 1
         else:
             assert tasks == [(range(48), range(48), True)]

@@ -156,6 +156,34 @@ def test_segments_of_parts(size):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_])
+def test_runs_of_documents_may_have_parts_of_blocks(dtype):
+    """Ranks tell the ends of blocks of which each holds a part."""
+    lengths = [37, 60, 75, 23, 101, 44]
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    length = len(ids)
+    values = (np.random.default_rng(0).standard_normal(length) * 9).astype(dtype)
+    x = np.random.default_rng(1).standard_normal((2, length, 8)).astype(np.float32)
+
+    def options(documents, numbers):
+        kept = masks.mask(lambda b, h, i, j: numbers[j] >= numbers[i])
+        return {"mask": masks.segments(documents) & (masks.causal() | kept)}
+
+    whole, vjp = cupyflash.attention_vjp(x, x, x, **options(ids, cupyflash.lookup(values)))
+    expected = whole, *vjp(x)[:3]
+
+    def work(comm):
+        layout = distributed.layout(comm, length, mask=masks.segments(ids), kind="documents")
+        assert any(run.start % 128 for run in layout.own)
+        own = [distributed.sharded(layout.take(each, axis=-1)) for each in (ids, values)]
+        q = layout.take(x)
+        out, vjp = distributed.attention_vjp(q, q, q, comm=comm, layout=layout, **options(*own))
+        for ours, theirs in zip((out, *vjp(q)[:3]), expected, strict=True):
+            assert np.allclose(ours, layout.take(theirs), rtol=1e-4, atol=1e-5)
+
+    distributed.Threads(2).run(work)
+
+
 def test_elements_are_read_at_every_call():
     """Those that change may change which rank needs whose keys."""
     documents, sent = np.zeros(LENGTH, int), []

@@ -292,6 +292,8 @@ class _Asked:
 
     def cheapest(self, rank: int, kinds: Sequence[Kind]) -> Layout:
         """Return the cheapest layout of some kinds, as a rank sees it."""
+        if len(kinds) > 1 and not self._begins.size:
+            kinds = [kind for kind in kinds if kind != "documents"]  # there are none
         found = [(*self.divided(kind), kind) for kind in kinds]
         runs, price, chosen = min(found, key=lambda x: x[1].cost)
         return Layout(self.length, runs, rank, chosen, self.chunk, price)
@@ -312,7 +314,9 @@ class _Asked:
         The cheapest is taken, if it leaves positions about even: the rest of a model takes time by
         them. Where there are no documents, chunks take their place.
         """
-        whole = documents.between(self.length, self._begins())
+        if not self._begins.size:
+            return self._dealt(self._chunks, self._balanced())
+        whole = documents.between(self.length, self._begins)
         sizes = np.array([len(x) for x in whole], np.int64)
         shares = documents.loads(sizes, self._cells(whole).work, self.ranks)
         too_long = shares.max(axis=0) > 1
@@ -328,6 +332,7 @@ class _Asked:
                 made.append(self._dealt(cells, owners))
         return min(made, key=lambda x: x[1].cost)
 
+    @cached_property
     def _begins(self) -> Array:
         """Return where documents begin under all masks."""
         if self._sequences is not None:

@@ -1,8 +1,8 @@
 """Documents of a sequence: runs of positions that see nothing of each other under a mask.
 
 A document begins where a position and the one before it do not see each other. That takes one look
-at each position; whether such runs see each other elsewhere is left to the proofs, and to the price
-of what would have to travel then.
+at each position. At some of these, the mask's own proofs have to say that nothing before sees
+anything behind, or the other way round; so masks with gaps have no documents.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import numpy as np
 
 from ...expr.bind import Dense, bind
 from ...expr.evaluate import evaluate
+from ...expr.interval import EMPTY
 from ...expr.nodes import walk
 from ...masks import Mask
-from ...pieces.schedule import chunks_of
+from ...pieces.schedule import chunks_of, classes
 from ...problem.call import Array
 
 MOST_LOOKS = 2**24  # at pairs of neighbours
 MOST = 1024  # documents; shorter ones that follow each other count as one
+TRIED = 8  # beginnings that are proven
 FEW, TRIES = 64, 16  # so many documents are dealt in so many other orders, too
+PARTNERS = 8  # the least loaded ranks, to which documents of the most loaded one may go
 
 
 def starts(mask: Mask | None, sizes: Dense) -> Array:
@@ -47,7 +50,14 @@ def starts(mask: Mask | None, sizes: Dense) -> Array:
     for i, j in ((after, after - 1), (after - 1, after)):
         found = evaluate(allowed, symbols | {"i": i, "j": j})
         sees |= np.broadcast_to(found, shape).any(axis=(0, 1))
-    return after[~sees]
+    begins = after[~sees]
+    some = begins[np.linspace(0, len(begins) - 1, min(TRIED, len(begins))).astype(np.int64)]
+    for each in some.tolist():
+        halves = range(each), range(each, length)
+        found = classes(mask, sizes, halves, halves)
+        if found[0, 1] != EMPTY or found[1, 0] != EMPTY:
+            return none
+    return begins
 
 
 def between(length: int, begins: Array) -> list[range]:
@@ -112,7 +122,7 @@ def _improve(owners: Array, held: Array, shares: Array) -> bool:
     worst = int(np.argmax(most))
     mine = np.flatnonzero(owners == worst)
     best, chosen = most[worst] * (1 - 1e-9), None
-    for rank in np.argsort(most, kind="stable").tolist():
+    for rank in np.argsort(most, kind="stable")[:PARTNERS].tolist():
         if rank == worst:
             continue
         theirs = np.flatnonzero(owners == rank)

@@ -16,6 +16,7 @@ from ...expr.nodes import Expr, lookup_node, remade, walk
 from ...problem.call import Array, Problem
 
 AXES = {"i": "len_q", "j": "len_k"}
+OTHER_THERE = *AXES, *AXES.values(), "start_q", "start_k"  # symbols that have other values
 Runs = tuple[range, ...]
 Take = Callable[[Array, Runs], Array]  # an array, and which elements of its last axis are there
 
@@ -41,15 +42,15 @@ def _axis_of(node: Expr, problem: Problem) -> _Axis | None:
     block = 1
     if index.op == "floor_divide" and index.args[1].op == "constant":
         index, block = index.args[0], int(index.args[1].value)
-    if index.op != "symbol" or index.value not in AXES or any(map(_by_positions, others)):
+    if index.op != "symbol" or index.value not in AXES or any(map(_is_other, others)):
         return None
     known = {"i": problem.rows.known_q, "j": problem.rows.known_k}[index.value]
     is_whole = block > 0 and array.ndim and array.shape[-1] >= -(-known // block)
     return _Axis(str(index.value), block) if is_whole else None
 
 
-def _by_positions(node: Expr) -> bool:
-    return any(x.op == "symbol" and x.value in AXES for x in walk(node))
+def _is_other(node: Expr) -> bool:
+    return any(x.op == "symbol" and x.value in OTHER_THERE for x in walk(node))
 
 
 def _blocks(runs: Sequence[range], block: int) -> Runs | None:

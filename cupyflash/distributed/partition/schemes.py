@@ -193,7 +193,9 @@ def plan(
     problem = call.problem
     sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
     facts = problem.lead, problem.heads, problem.heads_kv, sizes, bool(problem.dropout)
-    options = None if call.score_mod is None else call.score_mod.structure[0], call.sink is None
+    change = call.score_mod
+    of_score = None if change is None else (change.structure[0], bool(change.learned_tables))
+    options = of_score, call.sink is None
     bias = None if call.bias is None else call.bias.shape[-1:]
     how = scheme, tuple(nodes), copies, backward and scheme == "auto"
     kind = expr, facts, options, bias, problem.rows.of_queries.layout, how

@@ -35,7 +35,8 @@ class Simulation:
     ranks, nodes : int
         Ranks, each of which has a GPU, and the machines that have them, as many each.
     layout : str
-        How positions are divided: "contiguous", "zigzag", "cyclic" or "proofs".
+        How positions are divided: "contiguous", "zigzag", "cyclic", "proofs" or
+        "documents".
     imbalance : float
         The pairs that the heaviest rank computes, divided by the mean of all ranks.
     scheme : str
