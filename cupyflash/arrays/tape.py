@@ -149,7 +149,7 @@ class Tape:
         self._marks: list[Any] = []
         self._spans: list[_Span] = []
         self._slots = len(self.names)
-        self._exchanges = 0
+        self.travels = False  # whether there are messages
         self.why: str | None = None  # it cannot be played
         for slot, array in enumerate(named.values()):
             if array.size:
@@ -291,7 +291,7 @@ class Tape:
 
     def _travels(self, begin: Callable[[_State], Any], slots: Sequence[int]) -> int:
         number = len(self._travelling)
-        self._exchanges += 1
+        self.travels = True
 
         def call(state: _State) -> None:
             state.transfers[number] = begin(state)
@@ -354,11 +354,6 @@ class Tape:
         self._used.clear()
         self._travelling.clear()
         self._marks.clear()
-
-    @property
-    def travels(self) -> bool:
-        """Whether messages travel."""
-        return self._exchanges > 0
 
     def play(
         self,

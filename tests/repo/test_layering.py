@@ -102,8 +102,8 @@ INSIDE = {
         ["connect"],
     ],
     "distributed.partition": [
-        ["documents", "head_batches", "intervals", "local_lookups"],
-        ["layouts"],
+        ["documents", "head_batches", "intervals"],
+        ["layouts", "local_lookups"],
         ["divisions", "fused_calls", "proofs"],
         ["exchange_schedule"],
         ["model"],

@@ -334,7 +334,7 @@ class _Asked:
 
     @cached_property
     def _begins(self) -> Array:
-        """Return where documents begin under all masks."""
+        """Where documents begin under all masks."""
         if self._sequences is not None:
             begins = np.unique(self._sequences.start_q)
             return begins[(begins > 0) & (begins < self.length)]

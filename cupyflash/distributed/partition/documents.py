@@ -138,11 +138,8 @@ def _improve(owners: Array, held: Array, shares: Array) -> bool:
     if chosen is None:
         return False
     rank, one, other = chosen
-    owners[one] = rank
-    held[:, worst] -= shares[:, one]
-    held[:, rank] += shares[:, one]
-    for each in other.tolist():
-        owners[each] = worst
-        held[:, rank] -= shares[:, each]
-        held[:, worst] += shares[:, each]
+    for each, before, to in ((one, worst, rank), *((x, rank, worst) for x in other.tolist())):
+        owners[each] = to
+        held[:, before] -= shares[:, each]
+        held[:, to] += shares[:, each]
     return True

@@ -7,13 +7,13 @@ each at its own or its block's.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ...expr.nodes import Expr, lookup_node, remade, walk
 from ...problem.call import Array, Problem
+from .intervals import Intervals
 
 AXES = {"i": "len_q", "j": "len_k"}
 OTHER_THERE = *AXES, *AXES.values(), "start_q", "start_k"  # symbols that have other values
@@ -61,14 +61,7 @@ def _blocks(runs: Sequence[range], block: int) -> Runs | None:
     ends = [run.stop for run in runs[:-1]]
     if any(x % block for x in (*(run.start for run in runs), *ends)):
         return None
-    blocks = [range(run.start // block, -(-run.stop // block)) for run in runs]
-    joined = [blocks[0]]
-    for one, other in itertools.pairwise(blocks):
-        if one.stop == other.start:
-            joined[-1] = range(joined[-1].start, other.stop)
-        else:
-            joined.append(other)
-    return tuple(joined)
+    return Intervals.of(range(run.start // block, -(-run.stop // block)) for run in runs).ranges
 
 
 def elements(node: Expr, problem: Problem, positions: tuple[Runs, Runs]) -> Runs | None:
