@@ -109,7 +109,10 @@ def _is_narrow(ranges: KeyRange) -> bool:
 
 
 def forward_stages(d: int, d_v: int, room: bool, one_tile: bool = False) -> tuple[int, int]:
-    """Return the stages of keys, and of values, and those of queries in forward_sm90.cu."""
+    """Return the stages of keys, and of values, and those of queries in forward_sm90.cu.
+
+    Of wide heads whose rows of keys are one tile, there are two of queries where they have room.
+    """
     if not room or max(d, d_v) > SMALL_HEAD:
         return KV_STAGES, 1
     return (KV_STAGES if one_tile else 2 * KV_STAGES), 2
@@ -120,8 +123,15 @@ def _forward_bytes(
 ) -> int:
     q, v = row_bytes(d), row_bytes(d_v)
     stages, queries = forward_stages(d, d_v, room, one_tile)
-    held = queries * block_q * q + stages * block_kv * (q + v)
-    return held + SCHEDULER_BYTES + STAGE_BYTES * (stages + queries)
+
+    def held(queries: int) -> int:
+        tiles = queries * block_q * q + stages * block_kv * (q + v)
+        return tiles + SCHEDULER_BYTES + STAGE_BYTES * (stages + queries)
+
+    two = held(2)
+    if room and one_tile and block_q >= 128 and two + block_q * v <= SHARED_MEMORY:
+        return two
+    return held(queries)
 
 
 def forward_bias_tiles(
