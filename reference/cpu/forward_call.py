@@ -106,9 +106,7 @@ class ForwardCall(PreparedCall):
             sizes=sizes,
         )
 
-    def placed(
-        self, tables: Sequence[Value], wants_lse: bool, by_team: bool
-    ) -> Placed | None:
+    def placed(self, tables: Sequence[Value], wants_lse: bool, by_team: bool) -> Placed | None:
         """Return what makes the call again at addresses: of q, k, v, out and lse, and of tables."""
         if self._has_sink or not self._visited.size or self._classes.size:
             return None

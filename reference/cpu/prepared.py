@@ -113,9 +113,9 @@ class PreparedCall:
             return None
         if not all(each.is_in_place for each in arrays.values()):
             return None
-        if any(workers_for(x.items, x.work) > 1 for x in steps):
-            if not team.IS_POSSIBLE if by_team else functions() is None:
-                return None
+        has_threads = team.IS_POSSIBLE if by_team else functions() is not None
+        if not has_threads and any(workers_for(x.items, x.work) > 1 for x in steps):
+            return None
         values = [Value(each.rows.address, name) for name, each in arrays.items()]
         values += tables
         if self._drops:

@@ -62,7 +62,7 @@ _WORD, _HALF = ir.IntType(64), ir.IntType(32)
 NEVER = -(2**63)
 DONE = 1  # what the function returns if it has computed the call
 READY = 2  # if it has told the kernel of the arrays; the block is taken
-OTHERS = 1  # in place of the address of a share, for a call that other threads than the team's share
+OTHERS = 1  # in place of the address of a share, for a call that the team never shares
 
 
 def _word(place: int) -> int:

@@ -342,7 +342,7 @@ def _together() -> Callable[..., int]:
 
 
 @functools.lru_cache(maxsize=12)
-def _spares(key: Hashable) -> list[Scratch]:  # noqa: ARG001, it tells lists apart
+def _spares(key: Hashable) -> list[Scratch]:
     """Return the scratch that no call uses, for calls of some sizes."""
     return []
 

@@ -1,7 +1,8 @@
 """The CPU's threads: work items are handed out in order to threads that are free.
 
 Kernels release the GIL, so Python's threads are enough, and any number of callers may share them.
-Every item is computed in the same way by any thread, so results do not depend on the threads.
+A short call of a kernel is one call of C instead, shared by the threads of `team`. Every item is
+computed in the same way by any thread, so results do not depend on the threads.
 
 A signal's handler may raise an exception in the main thread wherever Python code begins or a call
 returns, so no Python code can be sure to wait. What waits here for the threads is therefore one
@@ -243,9 +244,9 @@ def parallel(
         run(0, items)
         return
     is_others = workers > 1 and openmp.is_worth(workers)
-    if isinstance(run, Bound) and workers > 1 and work is not None and work <= AT_ONCE:
-        if not is_others and team.compute(run, items, workers, first):
-            return
+    may_team = workers > 1 and work is not None and work <= AT_ONCE and not is_others
+    if may_team and isinstance(run, Bound) and team.compute(run, items, workers, first):
+        return
     job = _Job(run, items, first, most, arrays)
     if workers == 1:
         job.work()
