@@ -283,9 +283,7 @@ def backward(
         scratch.pop(parts_of("dbias"), None)
     how: dict[str, Any] = {"plan": plan, "count_tiles": count_tiles, "by": slope}
     writer = Writer(call, target, arrays, slope=True, **how)
-    writer.request = replace(
-        writer.request, whole_heads=made.own_delta, wants_dbias=made.own_dbias
-    )
+    writer.request = replace(writer.request, whole_heads=made.own_delta, wants_dbias=made.own_dbias)
     writer.scratch.update(scratch)
     writer.told |= {
         "kind_dq": KINDS[dq.dtype.name],

@@ -1,4 +1,4 @@
-"""backward_sm80_dkdv_bias on the emulator: small heads that are one tile, and dbias beside them."""
+"""backward_sm80_dkdv_dbias on the emulator: small heads that are one tile, with dbias."""
 
 from __future__ import annotations
 
@@ -127,8 +127,7 @@ def test_without_the_gradient_of_the_bias():
 )
 @pytest.mark.parametrize("sizes", [(49, 49, 32, 32), (64, 30, 20, 9), (5, 64, 32, 16)])
 def test_gradients_within_the_bound(dtype, sizes):
-    len_q, len_k, d, d_v = sizes
-    options = {"scale": -0.3} if len_q == 5 else {}
+    options = {"scale": -0.3} if sizes[0] == 5 else {}
     call, do = window(9, 2, *sizes, dtype=dtype, **options)
     dlse = draw(do.shape[:-1], dtype=np.float32, seed=3)[0]
     made, launched = run(call, do, dlse=dlse)
@@ -149,9 +148,7 @@ def test_gradients_within_the_bound(dtype, sizes):
 def test_entries_alone_have_the_same_bits():
     call, do = window(6, 2)
     made, _ = run(call, do)
-    alone = validate.call(
-        *(x[3:4] for x in (call.q, call.k, call.v)), Options(bias=call.bias)
-    )
+    alone = validate.call(*(x[3:4] for x in (call.q, call.k, call.v)), Options(bias=call.bias))
     again, launched = run(alone, do[3:4])
     assert launched == [TILE]
     for name in GRADIENTS[:3]:

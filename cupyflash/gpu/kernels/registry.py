@@ -223,7 +223,7 @@ def makes_delta(request: Request) -> bool:
 
 
 def makes_dbias(request: Request) -> bool:
-    """Return whether the kernel of dk and dv computes the gradient of a bias, too, as `makes_delta`."""
+    """Return whether the kernel of dk and dv computes parts of dbias, too, as `makes_delta`."""
     return select("dkdv", request).spec.own_dbias
 
 

@@ -71,7 +71,7 @@ ROW_BYTES, DS_ROW_BYTES, BIAS_STORAGE_BYTES = 64, 128, 1008
 
 
 def bias_bytes() -> int:
-    """Bytes of backward_sm80_dkdv_bias.cu: two stages of q, k, v, do and out, dS, and little."""
+    """Bytes of backward_sm80_dkdv_dbias.cu: two stages of q, k, v, do and out, dS, and little."""
     return ROWS * (2 * 5 * ROW_BYTES + DS_ROW_BYTES) + BIAS_STORAGE_BYTES
 
 
@@ -108,7 +108,7 @@ def _bias_obstacle(request: Request) -> str | None:
 
 
 DKDV_BIAS = KernelSpec(
-    source="sm80/backward_sm80_dkdv_bias.cu",
+    source="sm80/backward_sm80_dkdv_dbias.cu",
     part="dkdv",
     computes="delta, dk, dv and parts of dbias",
     method=sm80.METHOD,

@@ -1,4 +1,4 @@
-// What backward_sm80_dkdv_bias.cu does with an entry: its shared memory, the bias in registers,
+// What backward_sm80_dkdv_dbias.cu does with an entry: its shared memory, the bias in registers,
 // products of rows of 64 bytes, and results.
 #pragma once
 #include "../common/bias_tile.cuh"
@@ -7,7 +7,7 @@
 #include "../warp/fragment_product.cuh"
 #include "../warp/fragment_tile.cuh"
 
-namespace dkdv_bias {
+namespace dkdv_dbias {
 
 using fragment::WARPS;
 
@@ -24,20 +24,7 @@ constexpr int K_COLUMNS = fragment::whole_columns(D) / 4;
 constexpr int V_COLUMNS = fragment::whole_columns(D_V) / 4;
 
 // What has a place in memory of its own for each entry.
-enum {
-  OF_Q,
-  OF_K,
-  OF_V,
-  OF_DO,
-  OF_OUT,
-  OF_LSE,
-  OF_DLSE,
-  OF_DELTA,
-  OF_DQ,
-  OF_DK,
-  OF_DV,
-  PLACES
-};
+enum { OF_Q, OF_K, OF_V, OF_DO, OF_OUT, OF_LSE, OF_DLSE, OF_DELTA, OF_DQ, OF_DK, OF_DV, PLACES };
 constexpr int AHEAD = 4;  // entries whose places are kept: three are in use
 
 // Where rows of an entry begin. Elements have 2 bytes or more, so that the last bit is free for
@@ -54,9 +41,7 @@ struct Place {
     if (aligned && operand.col == 1 && operand.row % STORED_VECTOR == 0) address |= 1;
   }
   __device__ __forceinline__ bool vectors() const { return (address & 1) != 0; }
-  __device__ __forceinline__ char* data() const {
-    return reinterpret_cast<char*>(address & ~1ull);
-  }
+  __device__ __forceinline__ char* data() const { return reinterpret_cast<char*>(address & ~1ull); }
   __device__ __forceinline__ memory::Rows rows(const Operand& operand) const {
     return {reinterpret_cast<const storage_t*>(data()), operand.row, operand.col, vectors()};
   }
@@ -335,8 +320,8 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], float scale
       for (int x = 0; x < 2; ++x) {
         float& score = s[r][2 * n + x];
         const float logit = fma(score, scale, of_word[x]);
-        score = ptx::exp2(
-            gradient_tile::at_most_zero(fma(logit, number::LOG2_E<float>, -offset[x])));
+        score =
+            ptx::exp2(gradient_tile::at_most_zero(fma(logit, number::LOG2_E<float>, -offset[x])));
       }
     }
   }
@@ -445,8 +430,7 @@ __device__ __forceinline__ void copy_result(const Operand& to, const Place& plac
     if (row >= 16 || warp_row + row >= valid) continue;
     const auto stored = *reinterpret_cast<const StoredVector*>(
         rows_smem + fragment::swizzled_offset<ROW>(row, piece));
-    storage_t* const target =
-        data + (warp_row + row) * to.row + STORED_VECTOR * piece * to.col;
+    storage_t* const target = data + (warp_row + row) * to.row + STORED_VECTOR * piece * to.col;
     if (vectors && STORED_VECTOR * (piece + 1) <= WIDTH) {
       *reinterpret_cast<StoredVector*>(target) = stored;
     } else {
@@ -460,8 +444,8 @@ __device__ __forceinline__ void copy_result(const Operand& to, const Place& plac
 
 // Stores a thread's sums of dS: a part of dbias.
 __device__ __forceinline__ void store_total(const Params& p, const bias_tile::BiasTile& tile,
-                                            const fragment_gradient::Corner& corner, int ni,
-                                            int nj, const float (&total)[2][COLUMNS]) {
+                                            const fragment_gradient::Corner& corner, int ni, int nj,
+                                            const float (&total)[2][COLUMNS]) {
   const long long base = tile.base(p);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -477,4 +461,4 @@ __device__ __forceinline__ void store_total(const Params& p, const bias_tile::Bi
   }
 }
 
-}  // namespace dkdv_bias
+}  // namespace dkdv_dbias

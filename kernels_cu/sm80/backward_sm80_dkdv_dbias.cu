@@ -18,15 +18,15 @@
 // entry are not finite, those values are left out of the products, and added one by one to dv and
 // dk.
 //
-// Grid: as many blocks as tiles of the bias, for each part. Shared memory: two stages of q, k, v, do
-// and out, dS, lse and delta, and little.
+// Grid: as many blocks as tiles of the bias, for each part. Shared memory: two stages of q, k, v,
+// do and out, dS, lse and delta, and little.
 #include "../common/params.cuh"
 #include "../ptx/grid.cuh"
-#include "dkdv_bias.cuh"
+#include "dkdv_dbias.cuh"
 
 namespace {
 
-using namespace dkdv_bias;
+using namespace dkdv_dbias;
 
 // Which of a block's entries is computed: the places of its rows are known two entries ahead.
 struct Entries {
