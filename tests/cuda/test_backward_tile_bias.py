@@ -218,3 +218,16 @@ def test_no_queries():
     made, _ = run(call, call.q)
     assert not made.dk.any()
     assert not made.dv.any()
+
+
+@emulated
+def test_a_workspace_has_room():
+    call, do = window(9, 1, 20, 30, 24, 16)
+    wanted, _ = run(call, do)
+    emulator = Emulator(ONE_TILE)
+    out, lse = np.empty(do.shape, do.dtype), np.empty(do.shape[:-1], np.float32)
+    emulator.forward(call, out, lse)
+    made = Gradients(*(np.empty_like(x) for x in (call.q, call.k, call.v, call.bias)))
+    size = emulator.workspace_size(call)
+    emulator.backward(call, do, out, lse, None, made, workspace=np.empty(size, np.uint8))
+    assert all(same_bits(x, y) for x, y in zip(made[:4], wanted[:4], strict=True))
