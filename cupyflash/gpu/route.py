@@ -258,8 +258,9 @@ def backward(
     if not problem.batch or not problem.heads:
         return KernelRoute(call, (), Recipe(all_zero=True))
     dq, dk, dv, dbias, dsink = gradients
-    alone = slope is None and not served  # nobody else reads delta, or other scores' derivatives
-    wants_dbias = gradients.dbias is not None and alone
+    # Nobody else reads delta, or other scores' derivatives, and gradients have the rows' type.
+    alone = slope is None and not served and all(x.dtype == call.q.dtype for x in (dq, dk, dv))
+    wants_dbias = dbias is not None and alone
     made = scratch_of_gradients(call, target, plan, deterministic, do, wants_dbias)
     scratch, atomic_dq, whole_dq = made.arrays, made.atomic_dq, made.whole_dq
     if dsink is not None and not dsink.flags.c_contiguous:

@@ -131,7 +131,7 @@ def with_own_dbias(made: GradientScratch, call: Call) -> GradientScratch:
     *lead, heads, _, _ = (1,) * (3 - call.bias.ndim) + call.bias.shape
     problem = call.problem
     planes = problem.batch // max(math.prod(lead), 1) * (problem.heads if heads == 1 else 1)
-    parts = max(1, min(planes // FEWEST_ENTRIES, ENOUGH_NUMBERS // max(heads, 1)))
+    parts = max(1, min(planes // FEWEST_ENTRIES, ENOUGH_SMALL_BLOCKS // max(heads, 1)))
     arrays = {name: x for name, x in made.arrays.items() if name != parts_of("dbias")}
     if parts > 1:
         arrays[parts_of("dbias")] = _dbias_parts(call, parts)

@@ -24,34 +24,39 @@ constexpr int K_COLUMNS = fragment::whole_columns(D) / 4;
 constexpr int V_COLUMNS = fragment::whole_columns(D_V) / 4;
 
 // What has a place in memory of its own for each entry.
-enum { OF_Q, OF_K, OF_V, OF_DO, OF_OUT, OF_LSE, OF_DLSE, OF_DELTA, OF_DQ, OF_DK, OF_DV, PLACES };
-constexpr int AHEAD = 4;  // entries whose places are kept: three are in use
+enum { OF_Q, OF_K, OF_V, OF_DO, OF_OUT, OF_DQ, OF_DK, OF_DV, OF_LSE, OF_DLSE, PLACES };
+constexpr int ARRAYS = OF_LSE;  // of rows of several elements
+constexpr int AHEAD = 4;        // entries whose places are kept: three are in use
 
-// Where rows of an entry begin. Elements have 2 bytes or more, so that the last bit is free for
-// whether 16-byte copies are possible.
+// Where rows of an entry begin.
 struct Place {
   unsigned long long address;
 
   Place() = default;
   __device__ __forceinline__ Place(const Operand& operand, long long bytes)
       : address(reinterpret_cast<unsigned long long>(operand.data) +
-                static_cast<unsigned long long>(bytes)) {
-    if (operand.data == nullptr) address = 0;
+                static_cast<unsigned long long>(bytes)) {}
+  // Whether copies of 16 bytes are possible.
+  __device__ __forceinline__ bool has_vectors(const Operand& operand) const {
     const bool aligned = address % sizeof(StoredVector) == 0;
-    if (aligned && operand.col == 1 && operand.row % STORED_VECTOR == 0) address |= 1;
+    return aligned && operand.col == 1 && operand.row % STORED_VECTOR == 0;
   }
-  __device__ __forceinline__ bool vectors() const { return (address & 1) != 0; }
-  __device__ __forceinline__ char* data() const { return reinterpret_cast<char*>(address & ~1ull); }
-  __device__ __forceinline__ memory::Rows rows(const Operand& operand) const {
-    return {reinterpret_cast<const storage_t*>(data()), operand.row, operand.col, vectors()};
+  __device__ __forceinline__ storage_t* data() const {
+    return reinterpret_cast<storage_t*>(address);
   }
-  __device__ __forceinline__ float* statistic() const { return reinterpret_cast<float*>(data()); }
+  __device__ __forceinline__ memory::Rows rows(const Operand& operand, bool vectors) const {
+    return {data(), operand.row, operand.col, vectors};
+  }
+  __device__ __forceinline__ const float* statistic() const {
+    return reinterpret_cast<const float*>(address);
+  }
 };
 
 struct Storage {
   bias_tile::BiasTile bias;  // the block's tile of it
   Place place[AHEAD][PLACES];
-  float lse[ROWS];  // times log2(e)
+  int vectors[AHEAD];  // whether all arrays of rows allow copies of 16 bytes
+  float lse[ROWS];     // times log2(e)
   float delta[ROWS];
   float largest[WARPS];
 };
@@ -68,28 +73,29 @@ __device__ __forceinline__ const Operand& operand_of(const Params& p, int what) 
       return p.d_out;
     case OF_OUT:
       return p.out;
-    case OF_LSE:
-      return p.lse;
-    case OF_DLSE:
-      return p.dlse;
-    case OF_DELTA:
-      return p.delta;
     case OF_DQ:
       return p.dq;
     case OF_DK:
       return p.dk;
-    default:
+    case OF_DV:
       return p.dv;
+    case OF_LSE:
+      return p.lse;
+    default:
+      return p.dlse;
   }
 }
 
-// Bytes of an element.
-__device__ __forceinline__ int bytes_of(const Params& p, int what) {
-  const bool of_statistic = what == OF_LSE || what == OF_DLSE || what == OF_DELTA;
-  const bool wide = (what == OF_DQ && p.kind_dq != number::STORAGE_KIND) ||
-                    (what == OF_DK && p.kind_dk != number::STORAGE_KIND) ||
-                    (what == OF_DV && p.kind_dv != number::STORAGE_KIND);
-  return of_statistic || wide ? sizeof(accum_t) : sizeof(storage_t);
+// Begins to copy an entry's rows.
+template <bool VECTORS>
+__device__ __forceinline__ void begin_entry(const Params& p, const Place* at, int ni, int nj,
+                                            char* stage_smem) {
+  using fragment::begin_rows;
+  begin_rows<ROWS, D, ROW>(stage_smem + Q_AT, at[OF_Q].rows(p.q, VECTORS), 0, ni);
+  begin_rows<ROWS, D, ROW>(stage_smem + K_AT, at[OF_K].rows(p.k, VECTORS), 0, nj);
+  begin_rows<ROWS, D_V, ROW>(stage_smem + V_AT, at[OF_V].rows(p.v, VECTORS), 0, nj);
+  begin_rows<ROWS, D_V, ROW>(stage_smem + DO_AT, at[OF_DO].rows(p.d_out, VECTORS), 0, ni);
+  begin_rows<ROWS, D_V, ROW>(stage_smem + OUT_AT, at[OF_OUT].rows(p.out, VECTORS), 0, ni);
 }
 
 static_assert(IS_16_BIT && !PACKED && !HAS_LISTS && !HAS_PARTS && WHOLE_DQ, "dense rows");
@@ -98,6 +104,34 @@ static_assert(D <= 32 && D_V <= 32, "rows of 64 bytes");
 static_assert(BLOCK_KV == ROWS && BLOCK_Q <= ROWS && BLOCK_Q % 8 == 0, "BLOCK_Q, BLOCK_KV");
 static_assert(THREADS == 128, "a warp for 16 rows");
 static_assert(SHARED_BYTES == 2 * STAGE_BYTES + DS_BYTES + sizeof(Storage), "SHARED_BYTES");
+
+// -- values that are not finite -------------------------------------------------------------------
+
+// A bias of -inf hides a pair: its weight is exp(-inf) = 0, and so is its dS, as long as the
+// scores, dP and delta are finite, as they are of elements below 2^60, and of all of float16 that
+// are finite. Entries with other elements take the EXACT way, on which hidden pairs are told from
+// those whose weight is 0.
+constexpr unsigned int LARGE = number::STORAGE_KIND == KIND_FLOAT16
+                                   ? fragment::LAST
+                                   : (256u - 187u) * 0x00800080u;  // carries from 2^60 on
+
+// Whether elements that this thread copied are large.
+template <int WIDTH>
+__device__ __forceinline__ bool has_large(const char* tile_smem) {
+  using Share = fragment::Pieces<ROWS, WIDTH>;
+  const Share share;
+  unsigned int carried = 0;
+#pragma unroll
+  for (int step = 0; step < Share::STEPS; ++step) {
+    if (!share.has(step)) continue;
+    const int row = share.row + step * Share::AT_ONCE;
+    const auto piece = *reinterpret_cast<const ptx::Bytes16*>(
+        tile_smem + fragment::swizzled_offset<ROW>(row, share.piece));
+#pragma unroll
+    for (int x = 0; x < 4; ++x) carried |= (piece.x[x] & fragment::EXPONENTS) + LARGE;
+  }
+  return (carried & fragment::SIGNS) != 0;
+}
 
 // -- the bias -------------------------------------------------------------------------------------
 
@@ -111,7 +145,7 @@ __device__ __forceinline__ bool is_hidden(unsigned int word, int half) {
   return (half == 0 ? word & 0xffffu : word >> 16) == HIDDEN;
 }
 
-// Loads it, for queries and keys beyond the last one any. Returns whether it hides a pair.
+// Loads it, and what hides the pairs of missing queries and keys. Returns whether it hides others.
 __device__ __forceinline__ bool load_bias(const Params& p, const bias_tile::BiasTile& tile,
                                           const fragment_gradient::Corner& corner, int ni, int nj,
                                           BiasWords& words) {
@@ -120,14 +154,17 @@ __device__ __forceinline__ bool load_bias(const Params& p, const bias_tile::Bias
   bool hides = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const long long key = tile::smaller(corner.row + 8 * r, nj - 1) * p.bias.col;
+    const int j = corner.row + 8 * r;
 #pragma unroll
     for (int n = 0; n < WORDS; ++n) {
-      unsigned int half[2] = {};
+      unsigned int half[2] = {HIDDEN, HIDDEN};
 #pragma unroll
-      for (int x = 0; x < 2 && ni > 0; ++x) {
-        half[x] = data[tile::smaller(corner.column + 8 * n + x, ni - 1) * p.bias.row + key];
-        hides = hides || half[x] == HIDDEN;
+      for (int x = 0; x < 2; ++x) {
+        const int i = corner.column + 8 * n + x;
+        if (i < ni && j < nj) {
+          half[x] = data[i * p.bias.row + j * p.bias.col];
+          hides = hides || half[x] == HIDDEN;
+        }
       }
       words[r][n] = half[0] | half[1] << 16;
     }
@@ -142,13 +179,13 @@ constexpr bool OWN_PIECES =
     fragment::Pieces<ROWS, D_V>::LANES == row_products::LANES && row_products::LANES == 4;
 static_assert(row_products::LANES == 4, "a row of 4 pieces");
 
-// Writes delta = rowsum(do * out) - dlse, in the order of backward_delta.cu, to shared memory, and
-// to global memory if others read it.
-__device__ __forceinline__ void write_delta(const Params& p, const Place* at, int ni,
+// Writes delta = rowsum(do * out) - dlse, in the order of backward_delta.cu. Returns whether the
+// rows of this thread are finite.
+__device__ __forceinline__ bool write_delta(const Params& p, const Place* at, int ni,
                                             const char* do_smem, const char* out_smem,
                                             float* delta_smem) {
   constexpr int LANES = row_products::LANES, AT_ONCE = THREADS / LANES;
-  const bool skip_zero_outputs = p.sink != nullptr;
+  bool finite = true;
   float value[ROWS / AT_ONCE] = {};
   const int lane = threadIdx.x % LANES;
 #pragma unroll
@@ -160,8 +197,7 @@ __device__ __forceinline__ void write_delta(const Params& p, const Place* at, in
     const auto b = *reinterpret_cast<const StoredVector*>(do_smem + offset);
 #pragma unroll
     for (int x = 0; x < STORED_VECTOR; ++x) {
-      const float element = number::widen(a.x[x]), gradient = number::widen(b.x[x]);
-      if (!skip_zero_outputs || element != 0.0f) value[n] += element * gradient;
+      value[n] += number::widen(a.x[x]) * number::widen(b.x[x]);
     }
   }
 #pragma unroll
@@ -173,12 +209,13 @@ __device__ __forceinline__ void write_delta(const Params& p, const Place* at, in
     const int row = threadIdx.x / LANES + n * AT_ONCE;
     if (lane != 0) continue;
     float delta = row < ni ? value[n] : 0.0f;
-    if (row < ni) {
-      if (p.dlse.data != nullptr) delta -= at[OF_DLSE].statistic()[row * p.dlse.row];
-      if (p.delta.data != nullptr) at[OF_DELTA].statistic()[row * p.delta.row] = delta;
+    if (row < ni && p.dlse.data != nullptr) {
+      delta -= at[OF_DLSE].statistic()[row * p.dlse.row];
     }
+    finite = finite && number::is_finite(delta);
     delta_smem[row] = delta;
   }
+  return finite;
 }
 
 // -- products -------------------------------------------------------------------------------------
@@ -270,24 +307,20 @@ __device__ __forceinline__ void multiply_all(float (&c)[2][N],
 }
 
 // c = a b for a warp's weights of all queries, and the queries' rows b of WIDTH columns.
-template <int WIDTH, int N>
+template <int WIDTH, bool EXACT, int N>
 __device__ __forceinline__ void multiply_words(float (&c)[2][N], unsigned int (&words)[2][WORDS],
-                                               const char* b_smem, bool has_nonfinite) {
+                                               const char* b_smem) {
   static_assert(N == fragment::whole_columns(WIDTH) / 4, "WIDTH");
-  const auto b = fragment::left_rows<ROW>(b_smem);
   matmul::clear(c);
-  if (has_nonfinite) {
-    multiply_all<true>(c, words, b);
-    add_nonfinite(c, words, b_smem);
-  } else {
-    multiply_all<false>(c, words, b);
-  }
+  multiply_all<EXACT>(c, words, fragment::left_rows<ROW>(b_smem));
+  if constexpr (EXACT) add_nonfinite(c, words, b_smem);
 }
 
 // dq = dS k, of the 16 queries of a warp. Where keys are not finite, weights of those that are seen
 // are not either, so that nothing is to be added.
+template <bool EXACT>
 __device__ __forceinline__ void multiply_ds(float (&dq)[2][K_COLUMNS], const char* ds_smem,
-                                            int warp, const char* k_smem, bool has_nonfinite) {
+                                            int warp, const char* k_smem) {
   auto a = fragment::right_rows<DS_ROW>(ds_smem);
   a.begin ^= warp * 32;
   const auto b = fragment::left_rows<ROW>(k_smem);
@@ -296,11 +329,7 @@ __device__ __forceinline__ void multiply_ds(float (&dq)[2][K_COLUMNS], const cha
   for (int k = 0; k < ROWS / 16; ++k) {
     unsigned int left[4];
     ptx::ldmatrix_x4_trans(left, a.at(16 * k, 0));
-    if (has_nonfinite) {
-      multiply_step<true>(dq, left, b, 16 * k);
-    } else {
-      multiply_step<false>(dq, left, b, 16 * k);
-    }
+    multiply_step<EXACT>(dq, left, b, 16 * k);
   }
 }
 
@@ -327,16 +356,13 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], float scale
   }
 }
 
-// Gives pairs that the bias hides, and those of keys from `keys` on, counted from the thread's
-// first, the weight that says so.
-__device__ __forceinline__ void mask_pairs(float (&s)[2][COLUMNS], bool hides,
-                                           const BiasWords& bias, int keys) {
+// Gives pairs that the bias hides the weight that says so.
+__device__ __forceinline__ void mask_pairs(float (&s)[2][COLUMNS], const BiasWords& bias) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const bool masked = 8 * r >= keys || (hides && is_hidden(bias[r][n / 2], n % 2));
-      if (masked) s[r][n] = matmul::masked_weight();
+      if (is_hidden(bias[r][n / 2], n % 2)) s[r][n] = matmul::masked_weight();
     }
   }
 }
@@ -384,45 +410,25 @@ __device__ __forceinline__ fragment_gradient::DsScale scale_for(const float* lar
 
 // -- results --------------------------------------------------------------------------------------
 
-// Puts a warp's rows of a result into shared memory that no other warp uses, or where a result has
-// the accumulator's type, into global memory, of which `valid` rows exist.
-template <int WIDTH, int N>
-__device__ __forceinline__ void put_result(const Operand& to, const Place& place, int kind,
-                                           const float (&result)[2][N], int warp_row, int valid,
-                                           char* rows_smem) {
-  const int lane_row = fragment::lane_row();
-  if (kind != number::STORAGE_KIND) {
-    float* const data = place.statistic();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = warp_row + 8 * r + lane_row;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const int column = fragment::result_column(fragment::Narrow{}, n / 2 * 2) + n % 2;
-        if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = result[r][n];
-      }
-    }
-    return;
-  }
+// Puts a warp's rows of a result into shared memory that no other warp uses.
+template <int N>
+__device__ __forceinline__ void put_result(const float (&result)[2][N], char* rows_smem) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-      const int at = fragment::swizzled_offset<ROW>(8 * r + lane_row, n / 2);
+      const int at = fragment::swizzled_offset<ROW>(8 * r + fragment::lane_row(), n / 2);
       *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
           number::narrow_pair(result[r][n], result[r][n + 1]);
     }
   }
 }
 
-// Copies those rows to global memory, by the warp's lanes.
-template <int WIDTH>
-__device__ __forceinline__ void copy_result(const Operand& to, const Place& place, int kind,
-                                            int warp_row, int valid, const char* rows_smem) {
-  if (kind != number::STORAGE_KIND) return;
+// Copies those rows to global memory, by the warp's lanes; `valid` rows of the tile exist.
+template <int WIDTH, bool VECTORS>
+__device__ __forceinline__ void copy_result(const Operand& to, const Place& place, int warp_row,
+                                            int valid, const char* rows_smem) {
   constexpr int PIECES = (WIDTH + STORED_VECTOR - 1) / STORED_VECTOR;
-  storage_t* const data = reinterpret_cast<storage_t*>(place.data());
-  const bool vectors = place.vectors();
 #pragma unroll
   for (int first = 0; first < 16 * PIECES; first += ptx::WARP_SIZE) {
     const int n = first + ptx::lane_index();
@@ -430,8 +436,9 @@ __device__ __forceinline__ void copy_result(const Operand& to, const Place& plac
     if (row >= 16 || warp_row + row >= valid) continue;
     const auto stored = *reinterpret_cast<const StoredVector*>(
         rows_smem + fragment::swizzled_offset<ROW>(row, piece));
-    storage_t* const target = data + (warp_row + row) * to.row + STORED_VECTOR * piece * to.col;
-    if (vectors && STORED_VECTOR * (piece + 1) <= WIDTH) {
+    storage_t* const target =
+        place.data() + (warp_row + row) * to.row + STORED_VECTOR * piece * to.col;
+    if (VECTORS && STORED_VECTOR * (piece + 1) <= WIDTH) {
       *reinterpret_cast<StoredVector*>(target) = stored;
     } else {
 #pragma unroll
@@ -440,6 +447,16 @@ __device__ __forceinline__ void copy_result(const Operand& to, const Place& plac
       }
     }
   }
+}
+
+// Copies all results of a warp.
+template <bool VECTORS>
+__device__ __forceinline__ void copy_results(const Params& p, const Place* at, int warp_row, int ni,
+                                             int nj, const char* dq_smem, const char* dk_smem,
+                                             const char* dv_smem) {
+  copy_result<D_V, VECTORS>(p.dv, at[OF_DV], warp_row, nj, dv_smem);
+  copy_result<D, VECTORS>(p.dk, at[OF_DK], warp_row, nj, dk_smem);
+  copy_result<D, VECTORS>(p.dq, at[OF_DQ], warp_row, ni, dq_smem);
 }
 
 // Stores a thread's sums of dS: a part of dbias.

@@ -66,8 +66,8 @@ DKDV = KernelSpec(
 
 # Queries of its tile, the fewest that a row allows: 7 x 7 positions of a window have the first.
 BIAS_QUERIES = 56, ROWS
-BIAS_WARPS, MOST_BIAS_RESIDENT = 4, 4
-ROW_BYTES, DS_ROW_BYTES, BIAS_STORAGE_BYTES = 64, 128, 1008
+BIAS_WARPS, MOST_BIAS_RESIDENT = 4, 3  # with more, registers spill
+ROW_BYTES, DS_ROW_BYTES, BIAS_STORAGE_BYTES = 64, 128, 992
 
 
 def bias_bytes() -> int:
@@ -91,12 +91,14 @@ def _bias_obstacle(request: Request) -> str | None:
     problem, call = request.problem, request.call
     if call is None or call.bias is None or not request.wants_dbias:
         return "no gradient of a bias is wanted"
-    if not call.q.shape[-2]:
-        return "there are no queries"
+    if not call.q.shape[-2] or not call.k.shape[-2]:
+        return "there are no queries or no keys"
     if problem.heads != problem.heads_kv:
         return "heads of queries share keys"
     if call.score_mod is not None or call.mask is not None or problem.dropout > 0:
         return "there is a score change, a mask or dropout"
+    if call.sink is not None:
+        return "there is a sink"
     if bias_tiles.kind(request) not in sm80.HALVES:
         return f"the bias is {call.bias.dtype}"
     if (1, 1, *call.bias.shape)[-2:] != (problem.len_q, problem.len_k):
@@ -116,7 +118,8 @@ DKDV_BIAS = KernelSpec(
     capability=sm80.CAPABILITY,
     tensor_cores=True,
     condition=f"a head has at most {ROWS} queries and keys, and nothing is shared by heads or "
-    "entries but a bias of 16 bits, whose gradient is wanted; no mask, score change or dropout",
+    "entries but a bias of 16 bits, whose gradient is wanted, and gradients of rows have their "
+    "type; no mask, score change, sink or dropout",
     longest=ROWS,
     obstacle=_bias_obstacle,
     configure=_configure_bias,
