@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from . import openmp
+from . import openmp, team
+from .calls import Bound
 from .float_modes import use_usual_modes
 from .thread_limits import num_threads
 
@@ -112,6 +113,7 @@ if hasattr(os, "register_at_fork"):
 
 
 SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take; Ctrl-C takes effect between chunks
+AT_ONCE = 0.1  # seconds of work, as estimated, that one call of C may do
 # To hand work to another thread takes about 25 us, in which the caller could have done as much.
 _WORTH_A_THREAD = 1e-4  # seconds of work
 _WORTH_A_CHUNK = 2.5e-4
@@ -240,12 +242,16 @@ def parallel(
     if workers == 1 and first == items:
         run(0, items)
         return
+    is_others = workers > 1 and openmp.is_worth(workers)
+    if isinstance(run, Bound) and workers > 1 and work is not None and work <= AT_ONCE:
+        if not is_others and team.compute(run, items, workers, first):
+            return
     job = _Job(run, items, first, most, arrays)
     if workers == 1:
         job.work()
         return
     try:
-        (openmp.share if openmp.is_worth(workers) else _share)(job, workers)
+        (openmp.share if is_others else _share)(job, workers)
     finally:
         error = job.error
         job.run = job.arrays = job.error = None  # a late helper may hold the job for a while
