@@ -259,7 +259,8 @@ def backward(
         return KernelRoute(call, (), Recipe(all_zero=True))
     dq, dk, dv, dbias, dsink = gradients
     # Nobody else reads delta, or other scores' derivatives, and gradients have the rows' type.
-    alone = slope is None and not served and all(x.dtype == call.q.dtype for x in (dq, dk, dv))
+    wide = any(x.dtype.name != problem.dtype.name for x in (dq, dk, dv))
+    alone = slope is None and not served and not wide
     wants_dbias = dbias is not None and alone
     made = scratch_of_gradients(call, target, plan, deterministic, do, wants_dbias)
     scratch, atomic_dq, whole_dq = made.arrays, made.atomic_dq, made.whole_dq
