@@ -72,9 +72,13 @@ def _without_full_mask(call: Call) -> Call:
     """Return a call without its mask if that is the causal one and each entry has one query.
 
     Such a query sees every key, and kernels without a mask know so before they have read lengths.
+    Where a decode kernel serves it, no bit depends on that. Those of many rows may have other tiles
+    without a mask, and keep it.
     """
     problem, mask = call.problem, call.mask
     if mask is None or problem.whole is not None or problem.rows.known_q != 1:
+        return call
+    if group_of(problem) > decode.MOST_CACHED_ROWS:
         return call
     return replace(call, mask=None) if mask.structure == masks.causal().structure else call
 

@@ -28,7 +28,7 @@ from cupyflash.gpu.kernels import (
     sm90_tangent,
 )
 from cupyflash.gpu.kernels.registry import SPECS
-from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
+from cupyflash.gpu.kernels.spec import RESERVED, KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import NONE, Specialisation
 from cupyflash.problem import cached, coded, codes, validate
 from cupyflash.problem.bound_exprs import added, trees
@@ -276,6 +276,10 @@ def cases() -> list[Case]:
     for cache in ("paged16", "cached few", "paged16 few", "paged few"):
         found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, cache))
     found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "cached whole"))
+    for n, (own, cache) in enumerate([
+        ((128, 128), "paged16 2 nodes"), ((64, 64), "cached 8 nodes"),
+    ]):  # fmt: skip
+        found.append(Case("decode_sm80", dtypes[1 + n], own, "plain", False, cache))
     found.append(Case("decode_simt", dtypes[0], (64, 64), "plain", False, "paged whole"))
     for n, (own, options, cache) in enumerate([
         ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
@@ -362,6 +366,10 @@ def runs_on(case: Case, arch: str) -> bool:
     if case.kernel == "decode_sm80" and case.cache.endswith(" whole"):
         sizes = decode.WHOLE_WARPS, 2, *case.sizes
         return sm80.decode_bytes(*sizes) <= SHARED_MEMORY[arch]
+    if case.cache.endswith(" nodes"):  # two blocks of four warps, or one of eight
+        sizes = decode.WHOLE_WARPS, 3, *case.sizes
+        has_room = sm80.decode_bytes(*sizes) + RESERVED <= SHARED_MEMORY[arch]
+        return has_room and capability(arch) >= decode.OVERLAPS
     return capability(arch) >= spec.capability
 
 
@@ -409,6 +417,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     whole = case.cache.endswith(" whole")
     if whole and spec is sm80.DECODE:
         tiles = sm80.whole_tiles(request)
+    if case.cache.endswith(" nodes"):
+        whole, tiles = True, sm80.nodes_tiles(request, int(case.cache.split()[1]))
     assert tiles is not None
     if case.cache.startswith("tiles") and spec.part == "bias":
         return bias_tiles.with_whole(tiles)
