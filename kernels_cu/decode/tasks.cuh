@@ -37,7 +37,8 @@ constexpr bool WHOLE_NODES = WHOLE && WHOLE_TASKS > 0;
 constexpr int TASK_WARPS = WHOLE_NODES ? WARPS / (WHOLE_NODES ? WHOLE_TASKS : 1) : WARPS;
 static_assert(!WHOLE || (!OF_BLOCKS && !PACKED && !SHARED), "WHOLE");
 static_assert(!WHOLE || (WHOLE_NODES ? TASK_WARPS * WHOLE_TASKS == WARPS && TASK_WARPS <= CHILDREN
-                                     : WARPS == CHILDREN), "WHOLE_TASKS");
+                                     : WARPS == CHILDREN),
+              "WHOLE_TASKS");
 // The warp's task among those of the block, and the warp among those of its task.
 __device__ __forceinline__ int task_of_warp() {
   return WHOLE_NODES ? static_cast<int>(threadIdx.x) / ptx::WARP_SIZE / TASK_WARPS : 0;

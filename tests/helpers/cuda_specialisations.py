@@ -28,7 +28,7 @@ from cupyflash.gpu.kernels import (
     sm90_tangent,
 )
 from cupyflash.gpu.kernels.registry import SPECS
-from cupyflash.gpu.kernels.spec import RESERVED, KernelSpec, Request, Tiles
+from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.specialisation import NONE, Specialisation
 from cupyflash.problem import cached, coded, codes, validate
 from cupyflash.problem.bound_exprs import added, trees
@@ -65,17 +65,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-
 # Of backward_sm90_dkdv: sizes, options, and whether packed.
 HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
-    ((128, 128), "plain", False),
-    ((64, 64), "causal", False),
-    ((96, 104), "everything", True),
-    ((256, 256), "segments", False),
-    ((128, 128), "causal", False),
-    ((192, 128), "alibi", True),
-]
-
+    ((128, 128), "plain", False), ((64, 64), "causal", False), ((96, 104), "everything", True),
+    ((256, 256), "segments", False), ((128, 128), "causal", False), ((192, 128), "alibi", True),
+]  # fmt: skip
 
 # Of forward_sm90 for short rows: sizes, options, queries and keys.
 SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
@@ -276,10 +270,8 @@ def cases() -> list[Case]:
     for cache in ("paged16", "cached few", "paged16 few", "paged few"):
         found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, cache))
     found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "cached whole"))
-    for n, (own, cache) in enumerate([
-        ((128, 128), "paged16 2 nodes"), ((64, 64), "cached 8 nodes"),
-    ]):  # fmt: skip
-        found.append(Case("decode_sm80", dtypes[1 + n], own, "plain", False, cache))
+    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "paged16 2 nodes"))
+    found.append(Case("decode_sm80", dtypes[2], (64, 64), "plain", False, "cached 8 nodes"))
     found.append(Case("decode_simt", dtypes[0], (64, 64), "plain", False, "paged whole"))
     for n, (own, options, cache) in enumerate([
         ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
@@ -366,10 +358,8 @@ def runs_on(case: Case, arch: str) -> bool:
     if case.kernel == "decode_sm80" and case.cache.endswith(" whole"):
         sizes = decode.WHOLE_WARPS, 2, *case.sizes
         return sm80.decode_bytes(*sizes) <= SHARED_MEMORY[arch]
-    if case.cache.endswith(" nodes"):  # two blocks of four warps, or one of eight
-        sizes = decode.WHOLE_WARPS, 3, *case.sizes
-        has_room = sm80.decode_bytes(*sizes) + RESERVED <= SHARED_MEMORY[arch]
-        return has_room and capability(arch) >= decode.OVERLAPS
+    if case.cache.endswith(" nodes"):
+        return SHARED_MEMORY[arch] == SHARED_MEMORY["sm_90"]
     return capability(arch) >= spec.capability
 
 
