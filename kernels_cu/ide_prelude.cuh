@@ -43,6 +43,7 @@ constexpr int NUM_FLOATS = 1;
 constexpr int NUM_TABLES = 1;
 constexpr int NUM_HEAD_CONSTANTS = 1;
 constexpr int MASK_STEPS = 1;
+constexpr int MASK_BLOCK = 64;
 constexpr int SCORE_STEPS = 1;
 constexpr int BIAS_KIND = 9;
 constexpr bool HAS_DROPOUT = true;

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
+from .block_range import BlockRange, block_range
 from .cuda_division import division
 from .cuda_functions import Functions, Generated
 from .distance import with_distances
@@ -191,10 +192,14 @@ def generate(
         parts.append(_function("bool mask_allows", "Site", allowed, body))
         mask_steps = sum(body.steps.values())
     if classes is not None:
-        body = _Body("float", parameters, rounded=_rounded(classes), bounds=True)
+        words = narrow(classes) if short and keys is None else {}
+        body = _Body("float", parameters, rounded=_rounded(classes), bounds=True, words=words)
         parts.append(_function("int tile_class", "TileBox", classes, body))
     if keys is not None:
         parts.append(_range_function(keys, parameters))
+    blocks = block_range(allowed) if short and keys is None and allowed is not None else None
+    if blocks is not None:
+        parts.append(_block_function(blocks, parameters))
     scores = {"score_mod": changed, "score_mod_derivative": slope, "score_tangent": tangent}
     scores["score_mod_curvature"] = curve
     roots = {name: root for name, root in scores.items() if root is not None}
@@ -218,6 +223,7 @@ def generate(
         has_range=keys is not None,
         has_edges=allowed is not None and has_edges(allowed),
         mask_steps=mask_steps,
+        mask_block=0 if blocks is None else blocks.size,
         score_steps=sum(scored.values()),
         score_reads=changed is not None and _reads_by_place(changed),
         num_given=len(given),
@@ -327,6 +333,20 @@ def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
     )
 
 
+def _block_function(blocks: BlockRange, parameters: _Parameters) -> str:
+    roots = [root for root in blocks[1:] if root is not None]
+    body = _Body("float", parameters, rounded=_rounded(*roots), words=narrow(*roots))
+    written = iter(body.write(*roots))
+    ends = [
+        other if root is None else next(written)
+        for root, other in zip(blocks[1:], ("", "0", "0x40000000"), strict=True)
+    ]
+    return (
+        "__device__ __forceinline__ BlockKeys mask_block(const Params& p, const Site& at) {\n"
+        f"{_lines(body)}  return BlockKeys{{{', '.join(ends)}}};\n}}\n"
+    )
+
+
 def _rounded(*roots: Expr) -> set[Expr]:
     """Return the floats on which an integer or a condition hangs."""
     found: set[Expr] = set()
@@ -410,7 +430,7 @@ class _Body:
         elif (special := division(node, self.parameters.divisors, self.words)) is not None:
             text = special[0]
         else:
-            text = (_BOUND if self.bounds else _INT)[node.op]
+            text = (_BOUND if self.bounds and node not in self.words else _INT)[node.op]
             if node not in self.words and node.op in _ARITHMETIC:
                 # C++ computes in the operands' type, whatever the type of the variable.
                 args = [

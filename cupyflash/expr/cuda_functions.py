@@ -24,6 +24,8 @@ class Functions:
     mask_steps, score_steps : int
         The approximate cost of the mask, and of the changed score with its slope, in
         multiplications.
+    mask_block : int
+        Keys of a block of which a query sees one range: see `block_range`; 0 if it may see others.
     score_reads : bool
         Whether changed scores depend on elements of an array at the query's or the key's position.
     num_given : int
@@ -41,6 +43,7 @@ class Functions:
     has_edges: bool = False
     mask_steps: int = 0
     score_steps: int = 0
+    mask_block: int = 0
     score_reads: bool = False
     num_given: int = 0
     has_tangent: bool = False

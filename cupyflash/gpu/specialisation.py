@@ -278,6 +278,11 @@ class Specialisation:
                 "functions.mask_steps",
             ),
             _number(
+                "MASK_BLOCK",
+                "Of blocks of so many keys a query sees one range; 0 if it may see others.",
+                "functions.mask_block",
+            ),
+            _number(
                 "SCORE_STEPS",
                 "The cost of the changed score and its derivative, in multiplications.",
                 "functions.score_steps",

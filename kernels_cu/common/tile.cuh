@@ -27,6 +27,13 @@ struct KeyRange {
   long long low, high;
 };
 
+// What a query sees of a block of MASK_BLOCK keys: whether any, and if so from the first key to the
+// last one, which may lie beyond the block.
+struct BlockKeys {
+  bool some;
+  int low, high;
+};
+
 // Values that score mods use and that are the same for all pairs of a head.
 struct HeadConstants {
   accum_t x[NUM_HEAD_CONSTANTS];
@@ -41,6 +48,7 @@ constexpr bool MAY_MASK = HAS_MASK || CHANGES_SCORES;
 // Generated from the expressions of masks and scores; each is defined if its flag is set.
 __device__ bool mask_allows(const Params& p, const Site& at);
 __device__ KeyRange mask_range(const Params& p, const Site& at);
+__device__ BlockKeys mask_block(const Params& p, const Site& at);  // at the block's first key
 __device__ int tile_class(const Params& p, const TileBox& at);
 __device__ HeadConstants score_head_constants(const Params& p, const Site& at);
 __device__ accum_t score_mod(const Params& p, const HeadConstants& constants, accum_t score,
