@@ -282,8 +282,11 @@ def backward(
         "kind_dv": KINDS[made_dv.dtype.name],
     }
     lead = writer.lead
+    one_sum = math.prod(call.q.shape[:-3]) == problem.batch and not call.rows.adjoin
+    if "dq_accum" in scratch and atomic_dq and made.key_parts == 1 and one_sum:
+        writer.add_marks()
     if not made.own_delta:
-        writer.add("delta", writer.extent(lead.sizes))
+        writer.add("delta", writer.extent(lead.sizes), reads=True)
     own = lead.own("dk", "dv")
     extent = writer.extent((*own, made.key_parts), of_keys=True)
     computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
@@ -299,7 +302,7 @@ def backward(
     )
     own = lead.own("dq")
     if "dq_accum" in scratch:
-        writer.add("dq_rows", writer.extent(own), {"own_size": own})
+        writer.add("dq_rows", writer.extent(own), {"own_size": own}, reads=True)
     elif not atomic_dq and not whole_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dsink is not None:

@@ -62,6 +62,7 @@ class Lists(NamedTuple):
     of_keys: bool
     shift: int
     ordered: bool = False
+    block_q: int = 0  # queries of a tile, if those that one block of keys alone sees are marked
 
     @property
     def word_count(self) -> int:
@@ -72,7 +73,12 @@ class Lists(NamedTuple):
     def array(self) -> ArraySpec:
         """Their memory."""
         orders = self.entries * self.heads * self.rows * self.ordered
-        return ArraySpec((2 * self.word_count + orders,), np.dtype(np.uint32))
+        return ArraySpec((2 * self.word_count + orders + self.single_words,), np.dtype(np.uint32))
+
+    @property
+    def single_words(self) -> int:
+        """Words of the marks of tiles of queries that one block of keys alone sees."""
+        return self.entries * self.heads * self.words if self.block_q else 0
 
     @property
     def table(self) -> Table:
@@ -89,6 +95,8 @@ class Lists(NamedTuple):
             WORD,
             self.heads * self.rows * RANK * (self.entries > 1),
             self.rows * RANK * (self.heads > 1),
+            (self.array.nbytes - 4 * self.single_words) * (self.block_q > 0),
+            self.block_q,
         )
         return Table(
             0, shape + (0,) * (MAX_AXES - len(shape)), strides + (0,) * (MAX_AXES - len(strides))
@@ -135,7 +143,8 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
         shift += 1
     words = _ceil(_ceil(along, 1 << shift), TILES)
     ordered = spec.deals and (not of_keys or SWITCH == "ordered")
-    found = Lists(entries, heads, each, across, words, of_keys, shift, ordered)
+    marks = tiles.block_q if spec.marks and not shift else 0
+    found = Lists(entries, heads, each, across, words, of_keys, shift, ordered, marks)
     return found if found.array.nbytes <= MOST_BYTES else None
 
 

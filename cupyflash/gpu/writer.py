@@ -231,6 +231,7 @@ class Writer:
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []
         self.scratch: dict[str, ArraySpec] = {}
+        self.marked: Lists | None = None
         problem = call.problem
         drop_below = scalars.drop_below(problem.dropout)
         self.told: dict[str, Any] = {
@@ -337,6 +338,7 @@ class Writer:
         before: str = "",
         after: str = "",
         lists: Lists | None = None,
+        reads: bool = False,
     ) -> None:
         """Add the kernel that serves a part of the call, after that of its lists, if it reads some.
 
@@ -345,17 +347,22 @@ class Writer:
         dq, and `parts` whether it computes parts of dk and dv. `blocks` are the queries and keys of
         a tile, if those of another kernel decide. `shared` and `team` are as in `Specialisation`.
         `choice` is the kernel if it has been selected; `before` and `after` are as in
-        `registry.reason`. `lists` are those that the kernel writes.
+        `registry.reason`. `lists` are those that the kernel writes. `reads` says whether it reads
+        the marks of `add_marks`, if there are any.
         """
         problem = self.call.problem
         request = self.request if blocks is None else replace(self.request, blocks=blocks)
         choice = choice or registry.select(part, request)
         spec, tiles = choice.spec, choice.tiles
         writes_lists = lists is not None
-        if lists is None:
+        if lists is None and reads:
+            lists = self.marked
+        elif lists is None:
             lists = tile_lists.of(self.call, self.classes, spec, tiles)
             if lists is not None:
-                self._add_lists((tiles.block_q, tiles.block_kv), lists)
+                if self.marked is None:
+                    lists = lists._replace(block_q=0)
+                    self._add_lists((tiles.block_q, tiles.block_kv), lists)
                 after += "; it reads which tiles the mask leaves from lists"
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
         assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
@@ -440,6 +447,18 @@ class Writer:
         launch = Launch(special, grid.size, template, tuple(slots), maps)
         why = partial(registry.reason, choice, request, before, after)
         self.steps.append(step_of(launch, self.scratch, why))
+
+    def add_marks(self) -> None:
+        """Add the kernels of lists for dk and dv, and what marks tiles of one block of keys."""
+        choice = registry.select("dkdv", self.request)
+        tiles = choice.tiles
+        lists = tile_lists.of(self.call, self.classes, choice.spec, tiles)
+        if lists is None or not lists.block_q:
+            return
+        blocks = tiles.block_q, tiles.block_kv
+        self._add_lists(blocks, lists)
+        self.add("singles", Extent(lists.single_words, 0, 1), blocks=blocks, lists=lists)
+        self.marked = lists
 
     def _add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
         """Add the kernels that write lists for a kernel with these tiles."""

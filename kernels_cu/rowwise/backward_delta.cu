@@ -10,6 +10,7 @@
 #include "../common/params.cuh"
 #include "../ptx/grid.cuh"
 #include "../common/row_products.cuh"
+#include "../common/single_tiles.cuh"
 
 namespace {
 
@@ -35,6 +36,15 @@ __device__ __forceinline__ void clear_sums(const Params& p, const layout::Entry&
   const long long count = p.dq_accum.head / 4;
   const long long each = layout::divide(count + p.blocks - 1, p.blocks).quotient;
   const long long end = count - block * each < each ? count : (block + 1) * each;
+  if constexpr (HAS_LISTS) {
+    // Tiles whose dq is stored have no sums; rows of a group lie together.
+    const int row = static_cast<int>(p.dq_accum.row), group = layout::GROUP_ROWS;
+    const int first = static_cast<int>(block * each) * 4 / (row * group) * group;
+    const int last = (static_cast<int>(end) * 4 + row * group - 1) / (row * group) * group;
+    const int rows = last < p.len_q ? last : static_cast<int>(p.len_q);
+    const unsigned int* const words = single_tiles::words_of(p, entry.b, h);
+    if (block * each >= end || single_tiles::are_single(p, words, first, rows)) return;
+  }
 #pragma unroll 4
   for (long long n = block * each + threadIdx.x; n < end; n += THREADS) sums[n] = Floats{};
 }

@@ -12,6 +12,7 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/grid.cuh"
 #include "../common/layout.cuh"
+#include "../common/single_tiles.cuh"
 
 namespace {
 
@@ -33,6 +34,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   ptx::launch_dependents();
   if (work.idle) return;
   const long long i0 = work.block * BLOCK_Q, length = work.entry.len_q;
+  const unsigned int* words = nullptr;
+  if constexpr (HAS_LISTS) {
+    words = single_tiles::words_of(p, work.entry.b, work.head);
+    const int end = static_cast<int>(i0 + BLOCK_Q < length ? i0 + BLOCK_Q : length);
+    if (single_tiles::are_single(p, words, static_cast<int>(i0), end)) return;
+  }
   const float* const sums = reinterpret_cast<const float*>(p.dq_accum.data) +
                             layout::grouped_offset(p.dq_accum, work.entry, work.head) +
                             i0 * p.dq_accum.row;
@@ -43,6 +50,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int n = threadIdx.x; n < BLOCK_Q * UNITS; n += THREADS) {
     const int unit = n / GROUP % UNITS, row = n / (GROUP * UNITS) * GROUP + n % GROUP;
     if (i0 + row >= length) continue;
+    if constexpr (HAS_LISTS) {
+      const int at = static_cast<int>(i0) + row;
+      if (single_tiles::are_single(p, words, at, at + 1)) continue;
+    }
     // The units of 16 columns of a group follow each other, then comes the next group. Four lanes
     // accumulated a row, four numbers each, which are adjacent or 32 apart.
     const bool adjacent = p.dq_accum.col == 1;

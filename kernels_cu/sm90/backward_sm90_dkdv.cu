@@ -346,7 +346,15 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // -- dq, and what is left of dv and dk
       const bool clears_keys = MASKS && !DEFER_DQ && has_nonfinite_keys;
       if (clears_keys && !ONE_CONSUMER) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
-      float* const dq_gmem = span.dq_of(p, first_query(tile));
+      float* dq_gmem = span.dq_of(p, first_query(tile));
+      int dq_rows = ni;
+      if constexpr (HAS_MARKS) {
+        if (span.is_single(tile)) {
+          dq_gmem = reinterpret_cast<float*>(
+              fragment_product::dq_row(p, span.dq, first_query(tile)));
+          dq_rows |= STORES_DQ;
+        }
+      }
       float dq[2][DQ_COLUMNS];
       const int dq_slab = SHARE_KEYS ? k_share.slab : ALTERNATE_DQ ? 0 : index;
       const warpgroup::SmemDesc stored_ds = ds_desc(ds_stage);
@@ -357,7 +365,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const auto add_dq = [&](int slab) {
         ptx::fence_accumulator(dq);
         if constexpr (IS_FLOAT16) matmul::scale(dq, DsScale{of_ds}.inverse());
-        write_dq(p, dq, dq_gmem, slab * warpgroup::SLAB_COLUMNS, k_share.begin, ni);
+        write_dq(p, dq, dq_gmem, slab * warpgroup::SLAB_COLUMNS, k_share.begin, dq_rows);
       };
       if constexpr (!DEFER_DQ) ptx::wgmma_fence();
       if constexpr (ATOMIC_DQ && !DQ_AFTER_DK) issue_dq(dq, stored_ds, dq_slab);
@@ -374,7 +382,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           accumulate_deferred_dq(0, ColumnShare<D>::SLABS, false);
         }
         deferred_gmem = dq_gmem;
-        deferred_rows = ni;
+        deferred_rows = dq_rows;
       } else if constexpr (ATOMIC_DQ && ONE_CONSUMER) {
         ptx::wgmma_wait<0>();  // dq takes the registers of P and dS
         ptx::fence_accumulator(dv);

@@ -6,6 +6,7 @@
 #include "../warp/fragment_tile.cuh"
 #include "../common/gradient_tile.cuh"
 #include "../common/layout.cuh"
+#include "../common/single_tiles.cuh"
 #include "bias_tiles.cuh"
 #include "warpgroup.cuh"
 
@@ -38,6 +39,10 @@ constexpr bool DEFER_DQ = HAS_WHOLE_TILES && !ONE_CONSUMER;
 
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
+
+// Whether lists may mark tiles of queries that no other block sees, whose dq is stored.
+constexpr bool HAS_MARKS = HAS_LISTS && ATOMIC_DQ && !WHOLE_DQ;
+constexpr int STORES_DQ = 256;  // in a number of queries: whether their dq is stored
 
 constexpr int STAGES = 2;  // of tiles of q and do, and of spans
 // Of dS. One consumer multiplies each before the next one is stored.
@@ -78,12 +83,19 @@ struct Span {
   long long h;
   memory::RowStatistic lse, delta;
   float* dq_accum;  // row 0; where WHOLE_DQ, of dq, whatever its type
+  char* dq;         // row 0, where HAS_MARKS
   warpgroup::TmaHead q, d_out;
   // Indices of tiles; from `whole` on rows are missing, or keys, if ONE_CONSUMER.
   int first, end, whole;
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
   unsigned int full[CONSUMER_WARPS];
+  unsigned int single[CONSUMER_WARPS];  // where HAS_MARKS: of which no other block has pairs
 
+  __device__ __forceinline__ bool is_single(TileRef tile) const {
+    if constexpr (!HAS_MARKS) return false;
+    const int n = index_of(tile) - first;
+    return (single[n / 32] >> n % 32 & 1) != 0;
+  }
   // Row `first` of what dq is added or stored to.
   __device__ __forceinline__ float* dq_of(const Params& p, long long first) const {
     if constexpr (WHOLE_DQ) {
@@ -113,6 +125,12 @@ struct Span {
     if (ptx::lane_index() == 0) {
       nonempty[threadIdx.x / ptx::WARP_SIZE] = warp_nonempty;
       full[threadIdx.x / ptx::WARP_SIZE] = warp_full;
+      if constexpr (HAS_MARKS) {
+        const int word = index / 32;
+        const bool known = single_tiles::are_known(p) && index < end;
+        single[threadIdx.x / ptx::WARP_SIZE] =
+            known ? single_tiles::words_of(p, entry.b, h)[word] : 0;
+      }
     }
   }
 
@@ -372,11 +390,15 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
                        memory::row_statistic(p.lse, entry, h),
                        memory::row_statistic(p.delta, entry, h),
                        dq_of(p, entry, h),
+                       HAS_MARKS ? p.dq.data + layout::offset(p.dq, entry, h, false) *
+                                                   fragment_product::dq_bytes(p)
+                                 : nullptr,
                        warpgroup::TmaHead(p.q, entry, h),
                        warpgroup::TmaHead(p.d_out, entry, h),
                        static_cast<int>(first),
                        HAS_MASK ? end : tiles,
                        ONE_CONSUMER && shared.nj < BLOCK_KV ? 0 : whole,
+                       {},
                        {},
                        {}};
     if (!HAS_PARTS || threadIdx.x == 0) span = made;

@@ -235,6 +235,15 @@ __device__ __forceinline__ void write_dq(const Params& p, const float (&dq)[2][C
                                          float* to_gmem, int column, int begin, int valid) {
   if constexpr (WHOLE_DQ) {
     store_dq(p, dq, reinterpret_cast<char*>(to_gmem), column, begin, valid);
+  } else if (backward_storage::HAS_MARKS && ptx::any_lane(valid >= backward_storage::STORES_DQ)) {
+    float sums[2][COLUMNS];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      sums[0][n] = 0.0f + dq[0][n];  // as if it was added to 0: no zero has a sign
+      sums[1][n] = 0.0f + dq[1][n];
+    }
+    store_dq(p, sums, reinterpret_cast<char*>(to_gmem), column, begin,
+             valid % backward_storage::STORES_DQ);
   } else {
     atomic_add_dq(dq, to_gmem, column, begin, valid);
   }

@@ -195,6 +195,10 @@ def _configure_lists(request: Request) -> Tiles | None:
     return Tiles(*(request.blocks or ANY_TILE), threads=LIST_THREADS, shared_memory=0)
 
 
+def _configure_singles(request: Request) -> Tiles | None:
+    return Tiles(*(request.blocks or ANY_TILE), 32, 0)
+
+
 def _configure_order(request: Request) -> Tiles | None:
     return Tiles(*(request.blocks or ANY_TILE), ORDER_THREADS, 4 * ORDERED_AT_ONCE)
 
@@ -290,6 +294,20 @@ ORDER_TILES = KernelSpec(
     condition="work tiles are dealt by their cost, and tiles of a mask are listed",
     chooses_tiles=True,
     configure=_configure_order,
+    grid=grid.by_blocks,
+    sizes=(),
+    operands=(),
+    overlaps=True,
+)
+SINGLE_TILES = KernelSpec(
+    source="simt/single_tiles.cu",
+    part="singles",
+    computes="which tiles of queries one block of keys alone sees",
+    method="compares bits",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
+    condition="tiles of a mask are listed, and the kernel of dk and dv adds dq to memory",
+    chooses_tiles=True,
+    configure=_configure_singles,
     grid=grid.by_blocks,
     sizes=(),
     operands=(),

@@ -358,6 +358,8 @@ class KernelSpec:
         that the first tile may be shorter.
     overlaps : bool
         Whether it waits for earlier launches itself, and so may begin while the last one ends.
+    marks : bool
+        Whether it stores the dq of tiles that lists of keys mark as those of one block of keys.
     lists : {"", "queries", "keys"}
         Whether it can read lists of tiles, and of what blocks its rows of tiles are.
     deals : bool
@@ -405,6 +407,7 @@ class KernelSpec:
     ends_with_queries: bool = False
     overlaps: bool = False
     lists: str = ""
+    marks: bool = False
     deals: bool = False
     most_listed: int = 0
     cost: Callable[[Request, Tiles], Cost | None] = _unknown
