@@ -59,6 +59,7 @@ constexpr bool RESUMES = false;
 constexpr bool K_SCALE_ROWS = false;
 constexpr bool V_SCALE_ROWS = false;
 constexpr bool HAS_LISTS = false;
+constexpr bool HAS_SINGLES = false;
 constexpr bool ALIGNED = false;
 constexpr bool SHARED = false;
 constexpr int TEAM = 1;

@@ -1,10 +1,10 @@
 """The keys of an aligned block that a query sees, as one range: masks of pixels of an image.
 
 A mask that divides keys' positions by constants has no single range of keys, but within a block of
-keys that begins at a multiple of all divisors each quotient is the same for all keys, and each
-remainder is the distance from a start. So what such a mask leaves of a block may be one range: the
-neighbours of a pixel are a range of each row of the image. A kernel computes its ends once for a
-row of pairs and a block of keys, with integers of 32 bits.
+keys that begins at a multiple of all divisors, and is no longer than any, each quotient is the same
+for all keys, and each remainder grows by one from key to key. So what such a mask leaves of a block
+may be one range: the neighbours of a pixel are a range of each row of the image. A kernel computes
+its ends once for a query and a block of keys, with integers of 32 bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .nodes import READS, Expr, as_expr, operation, rebuild, remade, walk
 from .width import narrow
 
-WHOLE = 2**20  # keys of a block of a mask that divides no position of a key
+WHOLE = 2**20  # keys of a block of a mask that divides no position of a key; larger than any tile
 _START = "start of block"
 
 
@@ -25,7 +25,7 @@ class BlockRange(NamedTuple):
     Attributes
     ----------
     size : int
-        Blocks begin at multiples of it.
+        Keys of a block, which begins at a multiple of it. What divides it is a size, too.
     some : Expr
         Whether the query sees any of them; of the position of the block's first key, as `j`.
     low, high : Expr or None
@@ -55,10 +55,10 @@ def block_range(mask: Expr) -> BlockRange | None:
         by = node.args[1]
         if by.op != "constant" or not 0 < by.value < WHOLE:
             return None
-        if node.op == "right_shift" and by.value > WHOLE.bit_length():
+        if node.op == "right_shift" and by.value >= WHOLE.bit_length():
             return None
         divisors.append(1 << by.value if node.op == "right_shift" else by.value)
-        of_start = operation(node.op, start, by)
+        of_start = operation(node.op, start, by)  # of all keys, or of the first one
         return args[0] - (start - of_start) if node.op == "remainder" else of_start
 
     solver = _Solver(remade(mask, within))
@@ -72,8 +72,9 @@ def block_range(mask: Expr) -> BlockRange | None:
     assert some is not None
     roots = [root for root in (some, low, high) if root is not None]
     words = narrow(*roots)
-    if any(node.type == "float" or (node.type == "int" and node not in words)
-           for node in walk(*roots)):
+    if any(
+        node.type == "float" or (node.type == "int" and node not in words) for node in walk(*roots)
+    ):
         return None
     return BlockRange(math.gcd(*divisors) if divisors else WHOLE, some, low, high)
 
@@ -83,11 +84,21 @@ def _is_key(node: Expr) -> bool:
 
 
 class _Solver:
-    """The ends of a conjunction, solved for the key."""
+    """The ends of a conjunction, solved for the key.
+
+    Attributes
+    ----------
+    some : Expr
+        The conditions that do not depend on the key.
+    low, high : Expr or None
+        The ends of the keys for which the others hold.
+    solved : bool
+        Whether a condition depends on the key, and all that do are comparisons of lines.
+    """
 
     def __init__(self, root: Expr) -> None:
         self.varies: set[Expr] = set()  # with j
-        self.lines: dict[Expr, tuple[int, Expr] | None] = {}  # sign * j + rest
+        self.lines: dict[Expr, tuple[int, Expr] | None] = {}  # (sign, rest): sign * j + rest
         for node in walk(root):
             if _is_key(node) or any(arg in self.varies for arg in node.args):
                 self.varies.add(node)
@@ -99,6 +110,7 @@ class _Solver:
         self.solved = root in self.varies and self._holds(root)
 
     def _line(self, node: Expr) -> tuple[int, Expr] | None:
+        """Return an integer as a line, or None if it is none."""
         if node not in self.varies:
             return 0, node
         if _is_key(node):
@@ -120,22 +132,20 @@ class _Solver:
             self.some = operation("logical_and", self.some, node)
             return True
         if node.op == "logical_and":
-            return all([self._holds(arg) for arg in node.args])
+            return all(self._holds(arg) for arg in node.args)
         if node.op not in ("less", "less_equal", "equal"):
             return False
         left, right = node.args
-        if node.op != "equal" and left.op == "absolute" and left in self.varies:
-            inner = left.args[0]
-            one = self._compared(node.op, self.lines.get(inner), self.lines.get(right))
-            line = self.lines.get(inner)
-            other = None if line is None else (-line[0], -line[1])
-            return one and self._compared(node.op, other, self.lines.get(right))
+        if node.op != "equal" and left.op == "absolute" and left in self.varies:  # both signs
+            line, bound = self.lines.get(left.args[0]), self.lines.get(right)
+            opposite = None if line is None else (-line[0], -line[1])
+            return self._compared(node.op, line, bound) and self._compared(node.op, opposite, bound)
         return self._compared(node.op, self.lines.get(left), self.lines.get(right))
 
     def _compared(
         self, op: str, left: tuple[int, Expr] | None, right: tuple[int, Expr] | None
     ) -> bool:
-        """Add left < right, <= or ==."""
+        """Add left < right, <= or ==; return whether that is possible."""
         if left is None or right is None:
             return False
         sign, rest = left[0] - right[0], right[1] - left[1]

@@ -14,9 +14,7 @@ may contract. Integers have 64 bits; those of a pair have 32 if `width` shows th
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,14 +191,14 @@ def generate(
         body = _site_body(allowed, "float", parameters, short)
         parts.append(_function("bool mask_allows", "Site", allowed, body))
         mask_steps = sum(body.steps.values())
+    blocks = block_range(allowed) if short and keys is None and allowed is not None else None
     if classes is not None:
-        words = narrow(classes) if short and keys is None else {}
+        # No list has the classes of such masks: they are asked about each tile in each head.
+        words = {} if blocks is None else narrow(classes)
         body = _Body("float", parameters, rounded=_rounded(classes), bounds=True, words=words)
-        _skip_searches(classes, body)
         parts.append(_function("int tile_class", "TileBox", classes, body))
     if keys is not None:
         parts.append(_range_function(keys, parameters))
-    blocks = block_range(allowed) if short and keys is None and allowed is not None else None
     if blocks is not None:
         parts.append(_block_function(blocks, parameters))
     scores = {"score_mod": changed, "score_mod_derivative": slope, "score_tangent": tangent}
@@ -256,31 +254,6 @@ def _function(name: str, site: str, root: Expr, body: _Body) -> str:
         f"__device__ __forceinline__ {name}(const Params& p, const {site}& at) {{\n"
         f"{comment}{_lines(body)}  return {result};\n}}\n"
     )
-
-
-def _skip_searches(classes: Expr, body: _Body) -> None:
-    """Write what proves tiles EMPTY without reading an array, if there is such a condition.
-
-    Where it holds for the tiles of all lanes, the class is known before arrays are read.
-    """
-    some, reads = classes.args[2].args[0] if classes.op == "where" else classes, set[Expr]()
-    if classes.op != "where" or classes.args[2].op != "where":
-        return
-    for node in walk(some):
-        if node.op in READS or any(arg in reads for arg in node.args):
-            reads.add(node)
-    conditions, left = [], [some]
-    while left:
-        node = left.pop()
-        if node.op == "logical_and":
-            left += node.args
-        else:
-            conditions.append(node)
-    cheap = [node for node in conditions if node not in reads]
-    if not reads or not cheap:
-        return
-    (found,) = body.write(functools.reduce(operator.and_, cheap))
-    body.lines.append(f"if (!ptx::any_lane({found})) return 0;")
 
 
 def _lines(body: _Body) -> str:
@@ -362,6 +335,7 @@ def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
 
 
 def _block_function(blocks: BlockRange, parameters: _Parameters) -> str:
+    """Return the code of what a query sees of a block: ends are integers of 32 bits."""
     roots = [root for root in blocks[1:] if root is not None]
     body = _Body("float", parameters, rounded=_rounded(*roots), words=narrow(*roots))
     written = iter(body.write(*roots))

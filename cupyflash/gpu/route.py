@@ -18,7 +18,7 @@ from ..arrays.dtypes import accumulator
 from ..arrays.unallocated import unallocated, unallocated_like
 from ..expr.nodes import Expr
 from ..problem import pack_gqa
-from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.call import Array, Call, Gradients, Plan, Problem, Results
 from ..problem.encoding import NUMBERS
 from ..problem.lookups import gradient_name
 from ..problem.tangents import TangentResults, Tangents
@@ -282,11 +282,10 @@ def backward(
         "kind_dv": KINDS[made_dv.dtype.name],
     }
     lead = writer.lead
-    one_sum = math.prod(call.q.shape[:-3]) == problem.batch and not call.rows.adjoin
-    if "dq_accum" in scratch and atomic_dq and made.key_parts == 1 and one_sum:
-        writer.add_marks()
+    if "dq_accum" in scratch and made.key_parts == 1 and _is_own(call.q, problem):
+        writer.add_singles(scratch["dq_accum"])
     if not made.own_delta:
-        writer.add("delta", writer.extent(lead.sizes), reads=True)
+        writer.add("delta", writer.extent(lead.sizes))
     own = lead.own("dk", "dv")
     extent = writer.extent((*own, made.key_parts), of_keys=True)
     computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
@@ -302,7 +301,7 @@ def backward(
     )
     own = lead.own("dq")
     if "dq_accum" in scratch:
-        writer.add("dq_rows", writer.extent(own), {"own_size": own}, reads=True)
+        writer.add("dq_rows", writer.extent(own), {"own_size": own})
     elif not atomic_dq and not whole_dq:
         writer.add("dq", writer.extent(own), {"own_size": own})
     if dsink is not None:
@@ -316,6 +315,11 @@ def backward(
     for n, each in enumerate(served):
         route = _with_lookup(route, target, rows, each, gradient_name(n))
     return offsets.read_first(route, call)
+
+
+def _is_own(x: Array, problem: Problem) -> bool:
+    """Whether no entries share an array."""
+    return math.prod(x.shape[:-3]) == problem.batch
 
 
 def scratch_of_gradients(
@@ -336,7 +340,7 @@ def scratch_of_gradients(
         if whole:
             whole = registry.stores_packed_dq(request_of(call, target, arrays, plan))
     else:  # what entries share has the sum of their dq
-        whole = whole and math.prod(call.q.shape[:-3]) == call.problem.batch
+        whole = whole and _is_own(call.q, call.problem)
     atomic_dq = not whole and registry.adds_dq(request, deterministic)
     made = scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
     shared = any(math.prod(x.shape[:-3]) != call.problem.batch for x in (call.k, call.v))

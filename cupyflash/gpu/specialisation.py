@@ -360,6 +360,12 @@ class Specialisation:
         "Whether another kernel found the classes of all tiles, which the last table lists.",
         "lists",
     )
+    singles: bool = _option(
+        "singles",
+        "HAS_SINGLES",
+        "Whether lists mark tiles of queries that one block of keys alone sees: dq is stored.",
+        "singles",
+    )
     aligned: bool = _option(
         "aligned",
         "ALIGNED",

@@ -38,6 +38,7 @@ from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
+_OF_SINGLES = "delta", "dkdv", "dq_rows"
 _LANES = 32  # of a warp: the distance in `dq_accum` of two numbers of one lane
 _OF_CODES = "forward_codes", "decode", "shared"  # parts of which codes change the kernel
 _RESULT = {
@@ -231,7 +232,7 @@ class Writer:
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []
         self.scratch: dict[str, ArraySpec] = {}
-        self.marked: Lists | None = None
+        self.singles: Lists | None = None  # lists of the dkdv kernel, if they mark tiles
         problem = call.problem
         drop_below = scalars.drop_below(problem.dropout)
         self.told: dict[str, Any] = {
@@ -338,7 +339,6 @@ class Writer:
         before: str = "",
         after: str = "",
         lists: Lists | None = None,
-        reads: bool = False,
     ) -> None:
         """Add the kernel that serves a part of the call, after that of its lists, if it reads some.
 
@@ -347,23 +347,22 @@ class Writer:
         dq, and `parts` whether it computes parts of dk and dv. `blocks` are the queries and keys of
         a tile, if those of another kernel decide. `shared` and `team` are as in `Specialisation`.
         `choice` is the kernel if it has been selected; `before` and `after` are as in
-        `registry.reason`. `lists` are those that the kernel writes. `reads` says whether it reads
-        the marks of `add_marks`, if there are any.
+        `registry.reason`. `lists` are those that the kernel writes.
         """
         problem = self.call.problem
         request = self.request if blocks is None else replace(self.request, blocks=blocks)
         choice = choice or registry.select(part, request)
         spec, tiles = choice.spec, choice.tiles
         writes_lists = lists is not None
-        if lists is None and reads:
-            lists = self.marked
-        elif lists is None:
-            lists = tile_lists.of(self.call, self.classes, spec, tiles)
-            if lists is not None:
-                if self.marked is None:
-                    lists = lists._replace(block_q=0)
-                    self._add_lists((tiles.block_q, tiles.block_kv), lists)
+        singles = self.singles if part in _OF_SINGLES else None
+        if lists is None:
+            lists = singles or tile_lists.of(self.call, self.classes, spec, tiles)
+            if lists is not None and spec.lists:
                 after += "; it reads which tiles the mask leaves from lists"
+                if singles is not None:
+                    after += ", and stores dq of those that one block of keys alone sees"
+                else:
+                    self._add_lists((tiles.block_q, tiles.block_kv), lists)
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
         assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
         grid = spec.grid(extent, tiles)
@@ -406,7 +405,8 @@ class Writer:
             **self.call.rows.flags,
             page_rows=_page_rows(self.call, spec),
             aligned=spec.aligned and strides.are_aligned(self.call),
-            lists=lists is not None and not writes_lists,
+            lists=lists is not None and spec.lists != "",
+            singles=singles is not None,
             dropout=spec.scores and problem.dropout > 0 and not writes_lists,
             count_tiles=spec.scores and "tiles_visited" in self.named and not writes_lists,
             functions=functions,
@@ -448,17 +448,19 @@ class Writer:
         why = partial(registry.reason, choice, request, before, after)
         self.steps.append(step_of(launch, self.scratch, why))
 
-    def add_marks(self) -> None:
-        """Add the kernels of lists for dk and dv, and what marks tiles of one block of keys."""
-        choice = registry.select("dkdv", self.request)
-        tiles = choice.tiles
-        lists = tile_lists.of(self.call, self.classes, choice.spec, tiles)
-        if lists is None or not lists.block_q:
-            return
-        blocks = tiles.block_q, tiles.block_kv
-        self._add_lists(blocks, lists)
-        self.add("singles", Extent(lists.single_words, 0, 1), blocks=blocks, lists=lists)
-        self.marked = lists
+    def add_singles(self, sums: ArraySpec) -> None:
+        """Add the kernels of lists that mark tiles of one block of keys, where this pays.
+
+        Kernels that are added afterwards store their dq, and leave it out of the sums.
+        """
+        spec, tiles, _ = registry.select("dkdv", self.request)
+        lists = tile_lists.of(self.call, self.classes, spec, tiles)
+        lists = tile_lists.with_singles(lists, self.classes, spec, tiles, sums)
+        if lists is not None:
+            blocks = tiles.block_q, tiles.block_kv
+            self._add_lists(blocks, lists)
+            self.add("singles", Extent(lists.single_words, 0, 1), blocks=blocks, lists=lists)
+            self.singles = lists
 
     def _add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
         """Add the kernels that write lists for a kernel with these tiles."""

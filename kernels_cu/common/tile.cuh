@@ -75,10 +75,23 @@ __device__ __forceinline__ TileBox describe_tile(const layout::Entry& entry, lon
                  j0 + nj - 1, entry.len_q, entry.len_k, entry.start_q, entry.start_k};
 }
 
+// Where HAS_LISTS, bits 0 and 1: whether the tile that begins with a query and a key is not EMPTY,
+// and is FULL.
+__device__ __forceinline__ unsigned int listed_bits(const Params& p, long long b, long long h,
+                                                    long long i, long long j) {
+  using namespace tile_lists;
+  const Table& lists = table(p);
+  const int of_query = static_cast<int>(i) / BLOCK_Q, of_key = static_cast<int>(j) / BLOCK_KV;
+  const bool of_keys = lists.shape[OF_KEYS] != 0;
+  const int tile = (of_keys ? of_query : of_key) >> static_cast<int>(lists.shape[SHIFT]);
+  const ClassWord word = words_of(p, b, h, of_keys ? of_key : of_query)[tile / TILES];
+  return (word.nonempty >> tile % TILES & 1) | (word.full >> tile % TILES & 1) << 1;
+}
+
 // EMPTY, PARTIAL or FULL. All threads of the block call it together and get the same answer.
 __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box) {
   if constexpr (HAS_LISTS) {
-    const unsigned int bits = tile_lists::bits_of(p, box.b, box.h, box.i_low, box.j_low);
+    const unsigned int bits = listed_bits(p, box.b, box.h, box.i_low, box.j_low);
     return bits == 0 ? EMPTY : bits == 1 ? PARTIAL : FULL;
   } else if constexpr (HAS_MASK) {
     return tile_class(p, box);

@@ -7,7 +7,8 @@
 // result does not depend on the order in which blocks run. With ATOMIC_DQ the kernel also
 // multiplies dS and the keys, and adds the product to float32 sums of dq, which are 0 at first, by
 // atomic additions in the order in which blocks run; backward_dq_rows.cu converts the sums. Where
-// WHOLE_DQ, a block has all keys of a head, and stores dq, which is whole after one product.
+// WHOLE_DQ, a block has all keys of a head, and stores dq, which is whole after one product. Where
+// HAS_SINGLES, it does so for tiles of queries of which it alone has keys that they see.
 //
 // A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
 // loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
@@ -348,10 +349,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if (clears_keys && !ONE_CONSUMER) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
       float* dq_gmem = span.dq_of(p, first_query(tile));
       int dq_rows = ni;
-      if constexpr (HAS_MARKS) {
+      if constexpr (HAS_SINGLES) {
         if (span.is_single(tile)) {
-          dq_gmem = reinterpret_cast<float*>(
-              fragment_product::dq_row(p, span.dq, first_query(tile)));
+          dq_gmem =
+              reinterpret_cast<float*>(fragment_product::dq_row(p, span.dq, first_query(tile)));
           dq_rows |= STORES_DQ;
         }
       }

@@ -229,21 +229,75 @@ __device__ __forceinline__ void store_dq(const Params& p, const float (&dq)[2][C
   }
 }
 
+// The lanes of a row have four words each, of which word n is their two columns of piece n of 8
+// columns; lane n gets the words of piece n. All lanes of the warp call it together.
+__device__ __forceinline__ void gather_piece(unsigned int (&words)[4]) {
+  const bool odd = ptx::lane_index() % 2 != 0, upper = ptx::lane_index() % 4 / 2 != 0;
+#pragma unroll
+  for (int n = 0; n < 4; n += 2) {
+    const unsigned int received = ptx::shuffle_xor(odd ? words[n] : words[n + 1], 1);
+    words[n] = odd ? received : words[n];
+    words[n + 1] = odd ? words[n + 1] : received;
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const unsigned int received = ptx::shuffle_xor(upper ? words[n] : words[n + 2], 2);
+    words[n] = upper ? received : words[n];
+    words[n + 2] = upper ? words[n + 2] : received;
+  }
+}
+
+// Where HAS_SINGLES: stores what backward_dq_rows.cu would make of sums of one summand, 16 bytes at
+// a time where rows are aligned.
+template <int COLUMNS>
+__device__ __forceinline__ void store_single_dq(const Params& p, const float (&dq)[2][COLUMNS],
+                                                char* row_gmem, int column, int begin, int valid) {
+  float sums[2][COLUMNS];
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+    sums[0][n] = 0.0f + dq[0][n];  // as if it was added to 0: no zero has a sign
+    sums[1][n] = 0.0f + dq[1][n];
+  }
+  constexpr int PIECES = 4, COLUMNS_OF_PIECE = sizeof(ptx::Bytes16) / sizeof(storage_t);
+  const bool vectors = p.kind_dq == number::STORAGE_KIND && p.dq.col == 1 &&
+                       p.dq.row % COLUMNS_OF_PIECE == 0 &&
+                       reinterpret_cast<unsigned long long>(row_gmem) % sizeof(ptx::Bytes16) == 0;
+  if (D % COLUMNS_OF_PIECE != 0 || !vectors) {
+    return store_dq(p, sums, row_gmem, column, begin, valid);
+  }
+  const int row =
+      threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16 + fragment::lane_row();
+  const float scale = static_cast<float>(p.scale);
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 2 * PIECES) {
+    const int first = column + 4 * n + ptx::lane_index() % PIECES * COLUMNS_OF_PIECE;
+    if (column + 4 * n < begin) continue;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      ptx::Bytes16 piece;
+#pragma unroll
+      for (int m = 0; m < PIECES; ++m) {
+        piece.x[m] =
+            number::narrow_pair(sums[r][n + 2 * m] * scale, sums[r][n + 2 * m + 1] * scale);
+      }
+      gather_piece(piece.x);
+      if (row + 8 * r >= valid || first >= D) continue;
+      ptx::store(
+          reinterpret_cast<storage_t*>(fragment_product::dq_row(p, row_gmem, row + 8 * r)) + first,
+          piece);
+    }
+  }
+}
+
 // Stores dq, or adds it to the sums.
 template <int COLUMNS>
 __device__ __forceinline__ void write_dq(const Params& p, const float (&dq)[2][COLUMNS],
                                          float* to_gmem, int column, int begin, int valid) {
   if constexpr (WHOLE_DQ) {
     store_dq(p, dq, reinterpret_cast<char*>(to_gmem), column, begin, valid);
-  } else if (backward_storage::HAS_MARKS && ptx::any_lane(valid >= backward_storage::STORES_DQ)) {
-    float sums[2][COLUMNS];
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      sums[0][n] = 0.0f + dq[0][n];  // as if it was added to 0: no zero has a sign
-      sums[1][n] = 0.0f + dq[1][n];
-    }
-    store_dq(p, sums, reinterpret_cast<char*>(to_gmem), column, begin,
-             valid % backward_storage::STORES_DQ);
+  } else if (HAS_SINGLES && ptx::any_lane(valid >= backward_storage::STORES_DQ)) {
+    store_single_dq(p, dq, reinterpret_cast<char*>(to_gmem), column, begin,
+                    valid % backward_storage::STORES_DQ);
   } else {
     atomic_add_dq(dq, to_gmem, column, begin, valid);
   }

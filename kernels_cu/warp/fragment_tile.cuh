@@ -111,12 +111,13 @@ __device__ constexpr int block_of(int columns) {
 }
 constexpr int SMALLEST_BLOCK = 32;  // for which to solve for the range takes less than its pairs
 
-// The mask bits of a thread's columns in a PARTIAL tile whose row of pairs, r, sees a range of each
-// block of keys.
+// The mask bits of a thread's columns in row r of a PARTIAL tile, where a query sees a range of
+// each block of keys.
 template <int COLUMNS>
 __device__ __forceinline__ unsigned int blocks_of_row(const Params& p, const TileBox& box,
                                                       const Pairs& pairs, int r) {
   constexpr int EACH = block_of(COLUMNS);
+  static_assert(BLOCK_KV % (4 * COLUMNS) == 0, "blocks begin where tiles and parts of them do");
   const int start = static_cast<int>(box.j_low) + fragment::warp_key();
   const int own = start + fragment::lane_column();  // the thread's first key
   unsigned int found = 0;
@@ -126,8 +127,10 @@ __device__ __forceinline__ unsigned int blocks_of_row(const Params& p, const Til
     at.j = start + n * EACH;
     const BlockKeys keys = mask_block(p, at);
     const int first = start + n * EACH, last = first + EACH - 1;
-    const int high = keys.some ? tile::smaller(keys.high, last) : first - 1;
-    const int low = tile::smaller(keys.low > first ? keys.low : first, last + 1);
+    // Ends far away are brought near, so that no difference leaves 32 bits.
+    const int high =
+        keys.some ? matmul::larger(first - 1, tile::smaller(keys.high, last)) : first - 1;
+    const int low = tile::smaller(matmul::larger(keys.low, first), last + 1);
     found |= columns_to(high - own) & ~columns_to(low - 1 - own);
   }
   return found;

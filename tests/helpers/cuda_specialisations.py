@@ -91,7 +91,14 @@ SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
     ((64, 64), "pair bias", 512, 512),
     ((128, 128), "causal", 64, 64),
 ]
-MORE_OPTIONS: dict[str, dict[str, Any]] = {"pair bias": {"bias": BIAS}}
+MORE_OPTIONS: dict[str, dict[str, Any]] = {
+    "pair bias": {"bias": BIAS},
+    "image": {
+        "mask": masks.mask(
+            lambda b, h, i, j: (abs(i // 64 - j // 64) <= 3) & (abs(i % 64 - j % 64) <= 3)
+        )
+    },
+}
 _OF_BIAS = "backward_bias", "backward_tangent_bias"
 _OF_SECOND = "backward_simt_tangent_dkdv", "backward_simt_tangent_dq"
 
@@ -107,6 +114,7 @@ class Case(NamedTuple):
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
     # Of gradients "parts", "whole dq", or "few keys" and more. "lists" if they are read or written,
+    # "singles" if tiles of one block of keys are marked in them,
     # "short" and the number of a row of `SHORT_ROWS`, or "tiles" and the type of a bias in them.
     cache: str = ""
 
@@ -326,6 +334,13 @@ def cases() -> list[Case]:
         ("backward_sm90_dkdv", BFLOAT16), ("forward_simt", dtypes[0]),
     ]:  # fmt: skip
         found.append(Case(kernel, dtype, (128, 128), "segments", False, "lists"))
+    for kernel, own in [("forward_sm90", (64, 64)), ("forward_sm80", (128, 128))]:
+        found.append(Case(kernel, BFLOAT16, own, "image", False))
+    for kernel, dtype in [
+        ("single_tiles", dtypes[0]), ("backward_delta", BFLOAT16),
+        ("backward_sm90_dkdv", BFLOAT16), ("backward_dq_rows", dtypes[2]),
+    ]:  # fmt: skip
+        found.append(Case(kernel, dtype, (128, 128), "segments", False, "singles"))
     for n, size in enumerate(((64, 64), (40, 72))):
         found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
     return found
@@ -421,7 +436,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
     resumes, parts = (case.cache == x for x in ("resumes", "parts"))
     whole_dq = case.cache.endswith("whole dq")
-    plain = "rows", "float8", "short", "tiles", "lists", "few keys"
+    plain = "rows", "float8", "short", "tiles", "lists", "singles", "few keys"
     held = "" if resumes or parts or whole_dq or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
@@ -456,7 +471,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         functions = generate(*given_trees, short=True, tangent=tangent, curve=curve).functions
     if not spec.slope:
         functions = dataclasses.replace(functions, has_dscore=False)
-    lists = case.cache == "lists"
+    lists, singles = case.cache in ("lists", "singles"), case.cache == "singles"
     if lists:  # the last table
         functions = dataclasses.replace(functions, num_tables=functions.num_tables + 1)
     blocks = (16, 64) if spec.part == "join" else None  # those of a decode kernel
@@ -483,6 +498,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         k_rows=case.cache.startswith("rows"),
         v_rows=case.cache.startswith("rows"),
         lists=lists and spec.lists != "",
+        singles=singles and spec.part != "singles",
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
         bias=case.cache.split()[1] if in_tiles else "",

@@ -6,7 +6,6 @@ Every kernel asserts that it agrees with this module about the bytes of shared m
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -301,10 +300,6 @@ def _configure_forward(request: Request) -> Tiles:
         return choose_forward_bias(problem.d, problem.d_v, registers, *kind, *lengths)
     if call.rows.adjoin and not request.has_cache:
         return _choose_packed(problem, registers)
-    trial = os.environ.get("CUPYFLASH_TRIAL_TILES")
-    if trial and call.mask is not None and problem.d == 64:
-        block_q, block_kv, resident = (int(x) for x in trial.split(","))
-        return forward_tiles(block_q, block_kv, problem.d, problem.d_v, True, resident)
     return choose_forward(problem.d, problem.d_v, registers, call.bias is not None, *lengths)
 
 
@@ -498,7 +493,7 @@ DKDV = KernelSpec(
     packed_dq=True,
     parts=True,
     lists="keys",
-    marks=True,
+    stores_single=True,
     deals=True,
     overlaps=True,
     cost=_cost_of_dkdv,
