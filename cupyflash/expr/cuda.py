@@ -21,8 +21,8 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .block_range import BlockRange, block_range
-from .cuda_division import division
-from .cuda_functions import Functions, Generated
+from .cuda_division import division, divisors_of
+from .cuda_functions import Functions, Generated, reads_by_place
 from .distance import with_distances
 from .edges import has_edges
 from .key_range import KeyRange
@@ -174,7 +174,7 @@ def generate(
         slope = None
     if curve is not None and curve.op == "constant" and curve.value == 0.0:
         curve = None
-    parameters = _Parameters(divisors=_divisors(allowed, changed, tangent))
+    parameters = _Parameters(divisors=divisors_of(allowed, changed, tangent))
     for root in (
         allowed,
         changed,
@@ -226,20 +226,13 @@ def generate(
         mask_steps=mask_steps,
         mask_block=0 if blocks is None else blocks.size,
         score_steps=sum(scored.values()),
-        score_reads=changed is not None and _reads_by_place(changed),
+        score_reads=changed is not None and reads_by_place(changed),
         num_given=len(given),
         has_tangent=tangent is not None,
         has_curve=curve is not None,
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))
-
-
-def _divisors(*roots: Expr | None) -> frozenset[Expr]:
-    """Return the constants other than 0 by which expressions divide integers."""
-    nodes = walk(*(root for root in roots if root is not None))
-    divided = (node.args[1] for node in nodes if node.op in ("floor_divide", "remainder"))
-    return frozenset(x for x in divided if x.op == "constant" and x.value != 0)
 
 
 def _site_body(root: Expr, float_type: str, parameters: _Parameters, short: bool) -> _Body:
@@ -307,18 +300,6 @@ def _with_given(root: Expr, given: list[Expr]) -> Expr:
     return rebuild(root, places.get)
 
 
-def _reads_by_place(root: Expr) -> bool:
-    moves: set[Expr] = set()  # with the query's or the key's position
-    for node in walk(root):
-        if node.op == "symbol" and node.value in ("i", "j"):
-            moves.add(node)
-        elif any(arg in moves for arg in node.args):
-            if node.op == "lookup":
-                return True
-            moves.add(node)
-    return False
-
-
 def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
     roots = [end for end in keys if end is not None]
     body = _Body("float", parameters, rounded=_rounded(*roots))
@@ -327,10 +308,9 @@ def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
     ends = [
         other if end is None else next(written) for end, other in zip(keys, unbounded, strict=True)
     ]
-    lines = "".join(f"  {line}\n" for line in body.lines)
     return (
         "__device__ __forceinline__ KeyRange mask_range(const Params& p, const Site& at) {\n"
-        f"{lines}  return KeyRange{{{', '.join(ends)}}};\n}}\n"
+        f"{_lines(body)}  return KeyRange{{{', '.join(ends)}}};\n}}\n"
     )
 
 

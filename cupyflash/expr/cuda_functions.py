@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .nodes import Expr, walk
+
 
 @dataclass(frozen=True)
 class Functions:
@@ -68,3 +70,16 @@ class Generated:
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
     arrays: tuple[Any, ...] = ()
+
+
+def reads_by_place(root: Expr) -> bool:
+    """Whether an expression reads an array at the query's or the key's position."""
+    moves: set[Expr] = set()  # with that position
+    for node in walk(root):
+        if node.op == "symbol" and node.value in ("i", "j"):
+            moves.add(node)
+        elif any(arg in moves for arg in node.args):
+            if node.op == "lookup":
+                return True
+            moves.add(node)
+    return False

@@ -22,7 +22,7 @@ from ..problem.call import Array, Call, Gradients, Plan, Problem, Results
 from ..problem.encoding import NUMBERS
 from ..problem.lookups import gradient_name
 from ..problem.tangents import TangentResults, Tangents
-from . import decode_route, offsets, rowwise
+from . import decode_route, offsets, rowwise, tile_lists
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .lookups import Served
@@ -283,7 +283,7 @@ def backward(
     }
     lead = writer.lead
     if "dq_accum" in scratch and made.key_parts == 1 and _is_own(call.q, problem):
-        writer.add_singles(scratch["dq_accum"])
+        _add_singles(writer, scratch["dq_accum"])
     if not made.own_delta:
         writer.add("delta", writer.extent(lead.sizes))
     own = lead.own("dk", "dv")
@@ -315,6 +315,21 @@ def backward(
     for n, each in enumerate(served):
         route = _with_lookup(route, target, rows, each, gradient_name(n))
     return offsets.read_first(route, call)
+
+
+def _add_singles(writer: Writer, sums: ArraySpec) -> None:
+    """Add the kernels of lists that mark tiles of queries of one block of keys, where this pays.
+
+    Kernels that are added afterwards store the dq of these, and leave it out of the sums.
+    """
+    spec, tiles, _ = registry.select("dkdv", writer.request)
+    lists = tile_lists.of(writer.call, writer.classes, spec, tiles)
+    lists = tile_lists.with_singles(lists, writer.classes, spec, tiles, sums)
+    if lists is not None:
+        blocks = tiles.block_q, tiles.block_kv
+        writer.add_lists(blocks, lists)
+        writer.add("singles", Extent(lists.single_words, 0, 1), blocks=blocks, lists=lists)
+        writer.singles = lists
 
 
 def _is_own(x: Array, problem: Problem) -> bool:

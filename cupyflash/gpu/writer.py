@@ -38,7 +38,7 @@ from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
-_OF_SINGLES = "delta", "dkdv", "dq_rows"
+_OF_SINGLES = "delta", "dkdv", "dq_rows"  # parts that `Writer.singles` are for
 _LANES = 32  # of a warp: the distance in `dq_accum` of two numbers of one lane
 _OF_CODES = "forward_codes", "decode", "shared"  # parts of which codes change the kernel
 _RESULT = {
@@ -232,7 +232,7 @@ class Writer:
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []
         self.scratch: dict[str, ArraySpec] = {}
-        self.singles: Lists | None = None  # lists of the dkdv kernel, if they mark tiles
+        self.singles: Lists | None = None  # lists that mark tiles, for kernels added after them
         problem = call.problem
         drop_below = scalars.drop_below(problem.dropout)
         self.told: dict[str, Any] = {
@@ -359,10 +359,10 @@ class Writer:
             lists = singles or tile_lists.of(self.call, self.classes, spec, tiles)
             if lists is not None and spec.lists:
                 after += "; it reads which tiles the mask leaves from lists"
-                if singles is not None:
-                    after += ", and stores dq of those that one block of keys alone sees"
+                if singles is None:
+                    self.add_lists((tiles.block_q, tiles.block_kv), lists)
                 else:
-                    self._add_lists((tiles.block_q, tiles.block_kv), lists)
+                    after += ", and stores dq of those that one block of keys alone sees"
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
         assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
         grid = spec.grid(extent, tiles)
@@ -448,21 +448,7 @@ class Writer:
         why = partial(registry.reason, choice, request, before, after)
         self.steps.append(step_of(launch, self.scratch, why))
 
-    def add_singles(self, sums: ArraySpec) -> None:
-        """Add the kernels of lists that mark tiles of one block of keys, where this pays.
-
-        Kernels that are added afterwards store their dq, and leave it out of the sums.
-        """
-        spec, tiles, _ = registry.select("dkdv", self.request)
-        lists = tile_lists.of(self.call, self.classes, spec, tiles)
-        lists = tile_lists.with_singles(lists, self.classes, spec, tiles, sums)
-        if lists is not None:
-            blocks = tiles.block_q, tiles.block_kv
-            self._add_lists(blocks, lists)
-            self.add("singles", Extent(lists.single_words, 0, 1), blocks=blocks, lists=lists)
-            self.singles = lists
-
-    def _add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
+    def add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
         """Add the kernels that write lists for a kernel with these tiles."""
         self.add("lists", Extent(lists.word_count, 0, 1), blocks=blocks, lists=lists)
         if lists.ordered:

@@ -74,11 +74,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const long long block = blockIdx.x % p.blocks, i0 = block * BLOCK_Q;
   layout::Entry entry = {};  // packed: rows are counted from the first of all sequences
   if constexpr (!PACKED) entry = layout::first_entry(p, head_of_batch / p.heads);
-  if constexpr (!HAS_SINGLES) {
+  const auto begin = [] {
     ptx::wait_for_grids();
     ptx::launch_dependents();
-    if (IS_16_BIT && p.dq_accum.data != nullptr) clear_sums(p, entry, h, block);
-  }
+  };
+  if constexpr (!HAS_SINGLES) begin();
+  if (!HAS_SINGLES && IS_16_BIT && p.dq_accum.data != nullptr) clear_sums(p, entry, h, block);
   const row_products::GlobalRows out(p.out,
                                      layout::offset(p.out, entry, h, false) + i0 * p.out.row);
   const row_products::GlobalRows d_out(p.d_out,
@@ -95,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                                     });
   if constexpr (HAS_SINGLES) {
     // Only now: do and out were written before the lists, and delta's last reader ended before.
-    ptx::wait_for_grids();
-    ptx::launch_dependents();
+    begin();
     clear_shared_tiles(p);
   }
 }

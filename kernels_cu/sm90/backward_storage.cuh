@@ -95,9 +95,12 @@ struct Span {
     const int n = index_of(tile) - first;
     return (single[n / 32] >> n % 32 & 1) != 0;
   }
-  // Row `first` of what dq is added or stored to.
-  __device__ __forceinline__ float* dq_of(const Params& p, long long first) const {
-    if constexpr (WHOLE_DQ) {
+  // Where a tile's dq is added or stored to.
+  __device__ __forceinline__ float* dq_of(const Params& p, TileRef tile) const {
+    const long long first = first_query(tile);
+    if (HAS_SINGLES && is_single(tile)) {
+      return reinterpret_cast<float*>(fragment_product::dq_row(p, dq, first));
+    } else if constexpr (WHOLE_DQ) {
       return reinterpret_cast<float*>(
           fragment_product::dq_row(p, reinterpret_cast<char*>(dq_accum), first));
     } else {

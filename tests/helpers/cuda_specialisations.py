@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
+from kernel_options import BFLOAT16, MORE_OPTIONS, OPTIONS
 
-from cupyflash import lookup, masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import SCORE
@@ -43,28 +41,6 @@ SHARED_MEMORY = {
     "sm_121": 101376,
 }  # fmt: skip
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-IDS = np.zeros(24, np.int32)
-SLOPES = np.ones(4, np.float32)
-BIAS = np.zeros((4, 24, 24), np.float16)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"mask": masks.causal()},
-    "segments": {"mask": masks.segments(IDS) & masks.window(4, 0)},
-    "softcap": {"score_mod": scores.softcap(30.0)},
-    "alibi": {"mask": masks.causal(), "score_mod": scores.alibi(SLOPES)},
-    "bias": {"bias": BIAS, "dropout": 0.1, "seed": 1},
-    "everything": {
-        "mask": masks.causal(),
-        "bias": BIAS,
-        "dropout": 0.1,
-        "seed": 1,
-        "score_mod": scores.score(
-            lambda s, b, h, i, j: 2.0 * tanh(s) - lookup(SLOPES)[h] * abs(i - j)
-        ),
-    },
-}
-
 
 # Of backward_sm90_dkdv: sizes, options, and whether packed.
 HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
@@ -91,14 +67,6 @@ SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
     ((64, 64), "pair bias", 512, 512),
     ((128, 128), "causal", 64, 64),
 ]
-MORE_OPTIONS: dict[str, dict[str, Any]] = {
-    "pair bias": {"bias": BIAS},
-    "image": {
-        "mask": masks.mask(
-            lambda b, h, i, j: (abs(i // 64 - j // 64) <= 3) & (abs(i % 64 - j % 64) <= 3)
-        )
-    },
-}
 _OF_BIAS = "backward_bias", "backward_tangent_bias"
 _OF_SECOND = "backward_simt_tangent_dkdv", "backward_simt_tangent_dq"
 
