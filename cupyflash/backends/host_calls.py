@@ -174,29 +174,31 @@ class Replayed:
         )  # fmt: skip
         return True
 
-    def place(self, wants_lse: bool) -> int:
+    def place(self, wants_lse: bool, by_team: bool) -> int:
         """Let `host_quick` make it again, which belongs to the caller.
+
+        Short calls are shared by the team of `reference.cpu`, or else by threads of OpenMP.
 
         Returns the bytes that are kept for it, or 0 if it cannot be.
         """
         from cupyflash.reference.cpu.addresses import address
 
-        placed = self._placed(wants_lse)
+        placed = self._placed(wants_lse, by_team)
         if placed is None:
             return 0
         own = None if wants_lse else self._call.empty_lse()
         self.quick = (
             placed.run, placed.block, placed.spares, placed.scratch, placed.threads,
-            placed.is_shared, 0 if own is None else address(own), placed.names, (placed, own),
+            placed.by_team, 0 if own is None else address(own), placed.names, (placed, own),
         )  # fmt: skip
         return int(placed.nbytes) + (0 if own is None else own.nbytes)
 
-    def _placed(self, wants_lse: bool) -> Any:
+    def _placed(self, wants_lse: bool, by_team: bool) -> Any:
         from cupyflash.reference.cpu.addresses import address
         from cupyflash.reference.cpu.placed import Value
 
         tables = [Value(address(row), name) for row, name in self._tables]
-        return self._call.placed(tables, wants_lse)
+        return self._call.placed(tables, wants_lse, by_team)
 
     def numbered(self, numbers: tuple[int, ...]) -> bool:
         """Let it be for some numbers of the mask; return whether it can."""
@@ -267,7 +269,7 @@ class ReplayedCache(Replayed):
         ]
         return None if scales[0] is scales[1] is None else scales
 
-    def _placed(self, wants_lse: bool) -> Any:  # noqa: ARG002, either way there is none
+    def _placed(self, wants_lse: bool, by_team: bool) -> Any:  # noqa: ARG002, there is none
         return None  # `host_recent` has those that can be
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:
@@ -329,7 +331,7 @@ class ReplayedGrowing(Replayed):
         self.serves_numbers = bool(numbers)
         self._has_usual_scale = _has_usual_scale(problem)
 
-    def _placed(self, wants_lse: bool) -> Any:
+    def _placed(self, wants_lse: bool, by_team: bool) -> Any:  # noqa: ARG002, one thread does it
         return self._call.placed_growing(FEWEST_KEYS - 1, wants_lse)
 
     def forward(self, seen: HostSignature, out: Any, lse: Any) -> bool:

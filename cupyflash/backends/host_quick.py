@@ -43,7 +43,7 @@ def again(q: Any, k: Any, v: Any, mask: Any, offsets: Sequence[Any] | None = Non
         return None
     quick, empty = found
     out = empty()
-    return out if quick.run((q, k, v, out, *seen[1]), False) else None
+    return out if quick.run((q, k, v, out, *seen[1])) else None
 
 
 def keep(
@@ -54,7 +54,7 @@ def keep(
         return  # of 16 bits, an environment variable is part of the signature
     seen = _seen(q, k, v, mask, offsets)
     entry = None if seen is None or host.written else replay.find(host)
-    quick = None if entry is None else Quick.of(entry, host.numbers, False)
+    quick = None if entry is None else Quick.of(entry, host.numbers, False, by_team=True)
     if seen is None or entry is None or quick is None or not _takes_arrays():
         return
     if quick.names != (*_ARRAYS, *(NUMBERS_OF_KEYS if seen[1] else ())):
@@ -134,32 +134,38 @@ class Quick:
         Those of the mask.
     names : tuple of str
         The order in which addresses are told, by the kernels' names.
+    wants_lse, by_team : bool
+        Whether lse is computed, and whether by our own threads (`reference.cpu.team`), or else by
+        another library's (`reference.cpu.openmp`).
     """
 
-    __slots__ = ("_entry", "_numbers", "_wants_lse", "names")
+    __slots__ = ("_by_team", "_entry", "_numbers", "_wants_lse", "names")
 
     def __init__(
-        self, entry: Entry, numbers: tuple[int, ...], names: tuple[str, ...], wants_lse: bool
-    ) -> None:
+        self, entry: Entry, numbers: tuple[int, ...], names: tuple[str, ...], wants_lse: bool,
+        by_team: bool,
+    ) -> None:  # fmt: skip
         self._entry, self._numbers, self.names = weakref.ref(entry), numbers, names
-        self._wants_lse = wants_lse
+        self._wants_lse, self._by_team = wants_lse, by_team
 
     @staticmethod
-    def of(entry: Entry, numbers: tuple[int, ...], wants_lse: bool) -> Quick | None:
+    def of(
+        entry: Entry, numbers: tuple[int, ...], wants_lse: bool, *, by_team: bool
+    ) -> Quick | None:
         """Return what makes calls of an entry again, if something does."""
         call = entry.compiled.take()
         if call is None:
             return None
-        is_placed = _place(entry, call, wants_lse)
-        made = Quick(entry, numbers, call.quick[7], wants_lse) if is_placed else None
+        is_placed = _place(entry, call, wants_lse, by_team)
+        made = Quick(entry, numbers, call.quick[7], wants_lse, by_team) if is_placed else None
         entry.compiled.free.append(call)
         return made
 
-    def run(self, told: Sequence[Any], may_share: bool) -> bool:
+    def run(self, told: Sequence[Any], may_share: bool = True) -> bool:
         """Compute a call; return whether it could be done.
 
         It is given addresses and numbers, or arrays instead of their addresses. `may_share` says
-        whether threads of PyTorch's may compute it.
+        whether other threads than the caller's may compute it.
         """
         entry = self._entry()
         if entry is None:
@@ -170,14 +176,19 @@ class Quick:
         except IndexError:
             return False
         quick = call.quick
-        if quick is None or (quick[4] and quick[4] != _num_threads()()):
-            quick = call.quick if _place(entry, call, self._wants_lse) else None
+        by_team = self._by_team
+        if (
+            quick is None
+            or quick[5] is (not by_team)
+            or (quick[4] and quick[4] != _num_threads()())
+        ):
+            quick = call.quick if _place(entry, call, self._wants_lse, by_team) else None
         if quick is None:
             free.append(call)
             return False
-        run, block, spares, new, _, is_shared, own, names, _ = quick
+        run, block, spares, new, _, shared_by_team, own, names, _ = quick
         if (
-            (is_shared and not may_share)
+            (shared_by_team is not None and not may_share)
             or names != self.names
             or (self._numbers and not call.numbered(self._numbers))
         ):
@@ -197,9 +208,9 @@ class Quick:
         return not failed
 
 
-def _place(entry: Entry, call: Replayed, wants_lse: bool) -> bool:
+def _place(entry: Entry, call: Replayed, wants_lse: bool, by_team: bool) -> bool:
     """Let a call of an entry be made again from addresses; return whether it can be."""
-    kept = call.place(wants_lse)
+    kept = call.place(wants_lse, by_team)
     _count(entry, kept)
     return kept > 0
 

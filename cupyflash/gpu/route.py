@@ -27,7 +27,14 @@ from .kernels import registry
 from .kernels.spec import Extent, Request
 from .lookups import Served
 from .params import KINDS
-from .workspace import ArraySpec, GradientScratch, parts_of, parts_of_bias, scratch_of
+from .workspace import (
+    ArraySpec,
+    GradientScratch,
+    parts_of,
+    parts_of_bias,
+    scratch_of,
+    with_own_dbias,
+)
 from .writer import KernelRoute, Launch, Recipe, Writer, request_of, step_of, with_names
 
 
@@ -251,7 +258,11 @@ def backward(
     if not problem.batch or not problem.heads:
         return KernelRoute(call, (), Recipe(all_zero=True))
     dq, dk, dv, dbias, dsink = gradients
-    made = scratch_of_gradients(call, target, plan, deterministic, do)
+    # Nobody else reads delta, or other scores' derivatives, and gradients have the rows' type.
+    wide = any(x.dtype.name != problem.dtype.name for x in (dq, dk, dv))
+    alone = slope is None and not served and not wide
+    wants_dbias = dbias is not None and alone
+    made = scratch_of_gradients(call, target, plan, deterministic, do, wants_dbias)
     scratch, atomic_dq, whole_dq = made.arrays, made.atomic_dq, made.whole_dq
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch[parts_of("dsink")] = ArraySpec(dsink.shape, problem.accumulator)
@@ -274,7 +285,7 @@ def backward(
         scratch.pop(parts_of("dbias"), None)
     how: dict[str, Any] = {"plan": plan, "count_tiles": count_tiles, "by": slope}
     writer = Writer(call, target, arrays, slope=True, **how)
-    writer.request = replace(writer.request, whole_heads=made.own_delta)
+    writer.request = replace(writer.request, whole_heads=made.own_delta, wants_dbias=made.own_dbias)
     writer.scratch.update(scratch)
     writer.told |= {
         "kind_dq": KINDS[dq.dtype.name],
@@ -291,10 +302,13 @@ def backward(
     computes = "dk, dv and, in any order, dq" if atomic_dq else "dk and dv"
     computes = "dk, dv and dq" if whole_dq else computes
     computes = f"delta, {computes}" if made.own_delta else computes
+    computes += " and parts of dbias" * made.own_dbias
     after = f"; one kernel computes {computes}"
     if made.key_parts > 1:
         after += f"; {made.key_parts} blocks share the queries of a block of keys"
-    fields = {"own_size": own, "tasks": made.key_parts}
+    fields: dict[str, Any] = {"own_size": own, "tasks": made.key_parts}
+    if dbias is not None and made.own_dbias:
+        extent, fields = _of_dbias(writer, dbias, made.bias_parts)
     parts = made.key_parts > 1
     writer.add(
         "dkdv", extent, fields, adds_dq=atomic_dq, stores_dq=whole_dq, parts=parts, after=after
@@ -308,7 +322,7 @@ def backward(
         made_dsink = scratch.get(parts_of("dsink"), dsink)
         kind = {"kind_dsink": KINDS[made_dsink.dtype.name]}
         writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
-    if dbias is not None:
+    if dbias is not None and not made.own_dbias:
         bias_gradient(writer, dbias, made.bias_parts)
     sums(writer, gradients)
     route, rows = writer.route(call, adds_dq=atomic_dq), (do, out, lse, dlse)
@@ -343,8 +357,12 @@ def scratch_of_gradients(
     plan: Plan | None = None,
     deterministic: bool = False,
     do: Array | None = None,
+    wants_dbias: bool = True,
 ) -> GradientScratch:
-    """Return the scratch memory of a backward; without `do`, of packed sequences of any lengths."""
+    """Return the scratch memory of a backward; without `do`, the most that one may need.
+
+    `wants_dbias` says whether blocks of keys may compute the gradient of a bias, too.
+    """
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
     request = Request(call.problem, target, blocks=blocks)
     whole = registry.has_all_keys(request)
@@ -359,10 +377,18 @@ def scratch_of_gradients(
     atomic_dq = not whole and registry.adds_dq(request, deterministic)
     made = scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
     shared = any(math.prod(x.shape[:-3]) != call.problem.batch for x in (call.k, call.v))
-    if not whole or shared or call.rows.adjoin or do is None:
+    if not whole or shared or call.rows.adjoin:
         return made
-    request = replace(request_of(call, target, arrays, plan), whole_heads=True)
-    return made._replace(own_delta=registry.makes_delta(request))
+    known = {name: x for name, x in arrays.items() if x[0] is not None}
+    wants_dbias = wants_dbias and call.bias is not None
+    request = request_of(call, target, known, plan)
+    request = replace(request, whole_heads=True, wants_dbias=wants_dbias)
+    if wants_dbias and registry.makes_dbias(request):
+        own = with_own_dbias(made, call)
+        if do is not None:
+            return own._replace(own_delta=True)
+        return max(made, own, key=lambda x: x.bias_parts)
+    return made if do is None else made._replace(own_delta=registry.makes_delta(request))
 
 
 def _with_lookup(
@@ -413,6 +439,13 @@ def scratch_of_lookup(call: Call, shape: tuple[int, ...]) -> ArraySpec | None:
 
 def bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") -> None:
     """Add the kernel of dbias, or of its tangent, whose blocks write parts if there are several."""
+    extent, fields = _of_dbias(writer, dbias, parts)
+    shared = f"; {parts} blocks share the scores of a tile" if parts > 1 else ""
+    writer.add(part, extent, fields, after=shared)
+
+
+def _of_dbias(writer: Writer, dbias: Any, parts: int) -> tuple[Extent, dict[str, Any]]:
+    """Return the extent of a launch whose blocks write parts of dbias, and its parameters."""
     heads, len_q, len_k = dbias.shape[-3:]
     own = writer.lead.own("dbias", rows=False)
     fields: dict[str, Any] = {
@@ -423,9 +456,7 @@ def bias_gradient(writer: Writer, dbias: Any, parts: int, part: str = "bias") ->
         "kind_dbias": KINDS[dbias.dtype.name],
         "tasks": parts,
     }
-    shared = f"; {parts} blocks share the scores of a tile" if parts > 1 else ""
-    extent = Extent(len_q, len_k, heads, math.prod(own) * parts)
-    writer.add(part, extent, fields, after=shared)
+    return Extent(len_q, len_k, heads, math.prod(own) * parts), fields
 
 
 def sums(writer: Writer, gradients: Gradients) -> None:

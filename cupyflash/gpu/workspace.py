@@ -15,6 +15,7 @@ TILE_Q, TILE_K = 64, 128  # about a tile of a kernel, for the number of parts
 # share such a tile, and rows of queries, for which a part pays.
 ENOUGH_BLOCKS, ENOUGH_SMALL_BLOCKS, ENOUGH_NUMBERS = 256, 384, 512
 FEWEST_TILES, FEWEST_ROWS = 8, 8192
+FEWEST_ENTRIES = 4  # with which a block of heads that are one tile has a part of dbias
 
 
 class ArraySpec(NamedTuple):
@@ -66,6 +67,8 @@ class GradientScratch(NamedTuple):
         Blocks that share a tile of the bias, likewise.
     own_delta : bool
         Whether blocks of keys compute delta, too.
+    own_dbias : bool
+        Whether they compute the parts of the gradient of the bias, too.
     """
 
     arrays: dict[str, ArraySpec]
@@ -74,6 +77,7 @@ class GradientScratch(NamedTuple):
     key_parts: int
     bias_parts: int
     own_delta: bool = False
+    own_dbias: bool = False
 
     def part(self, gradient: str) -> ArraySpec | None:
         """Return what kernels write of a gradient instead of it: a part, if there are parts."""
@@ -108,15 +112,36 @@ def scratch_of(
             shape = (*(key_parts,) * (key_parts > 1), *lead, *array.shape[-3:])
             scratch[parts_of(name)] = ArraySpec(shape, problem.accumulator)
     if bias_parts > 1:
-        assert call.bias is not None
-        shape = (bias_parts, *(1,) * (3 - call.bias.ndim), *call.bias.shape)
-        scratch[parts_of("dbias")] = ArraySpec(shape, problem.accumulator)
+        scratch[parts_of("dbias")] = _dbias_parts(call, bias_parts)
     if atomic_dq and problem.dtype != problem.accumulator:
         *lead_q, rows, columns = call.q.shape
         groups = problem.rows.row_groups(rows, GROUP_ROWS, problem.batch)
         sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
         scratch["dq_accum"] = ArraySpec((*lead_q, *sizes), problem.accumulator)
     return GradientScratch(scratch, atomic_dq, whole_dq, key_parts, bias_parts)
+
+
+def with_own_dbias(made: GradientScratch, call: Call) -> GradientScratch:
+    """Return the scratch memory where blocks of keys compute parts of the gradient of the bias.
+
+    The parts of a slice of the bias do not depend on how many slices there are. They have few
+    entries each, as a block computes all gradients of these.
+    """
+    assert call.bias is not None
+    *lead, heads, _, _ = (1,) * (3 - call.bias.ndim) + call.bias.shape
+    problem = call.problem
+    planes = problem.batch // max(math.prod(lead), 1) * (problem.heads if heads == 1 else 1)
+    parts = max(1, min(planes // FEWEST_ENTRIES, ENOUGH_SMALL_BLOCKS // max(heads, 1)))
+    arrays = {name: x for name, x in made.arrays.items() if name != parts_of("dbias")}
+    if parts > 1:
+        arrays[parts_of("dbias")] = _dbias_parts(call, parts)
+    return made._replace(arrays=arrays, bias_parts=parts, own_dbias=True)
+
+
+def _dbias_parts(call: Call, parts: int) -> ArraySpec:
+    assert call.bias is not None
+    shape = (parts, *(1,) * (3 - call.bias.ndim), *call.bias.shape)
+    return ArraySpec(shape, call.problem.accumulator)
 
 
 def parts_of(gradient: str) -> str:

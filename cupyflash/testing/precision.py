@@ -25,6 +25,9 @@ from cupyflash.arrays.dtypes import DTYPES
 SPLIT = 22 * 2.0**-23
 # Parts below the normal range are lost: of either operand's small part, or of a tiny operand.
 SPLIT_UNDERFLOW = 2.0**-125
+# Of a weight that is rounded to two numbers of bfloat16, the first of which is cut off: of a weight
+# from 2**e on, that leaves less than 2**(e - 7), and to round this errs by 2**(e - 16) at most.
+WEIGHT_UNIT = 2.0**-16
 
 # Before dS is rounded to float16, it is multiplied by a power of two that brings the largest dS
 # that shares this power to this number at least.
@@ -159,7 +162,8 @@ class Precision:
             float16, bfloat16, float32 or float64: the type of q, k, v and of the output.
         tensor_cores : bool
             For a 16-bit type: whether P and dS are rounded to it for a tensor core, whose
-            accumulator truncates. Tensor cores multiply float64 like other units.
+            accumulator truncates; otherwise they may be rounded to two numbers of bfloat16, as CPUs
+            with AMX do. Tensor cores multiply float64 like other units.
         precision : {None, "tf32x3"}
             As given to `cupyflash.attention`.
 
@@ -171,10 +175,13 @@ class Precision:
         output = Rounding.to(dtype)
         computed = dtypes.accumulator(np.dtype(dtype))
         sums = Rounding.to(computed)
+        narrow = np.dtype(dtype).itemsize == 2
         exact = Rounding(0.0, 0.0, sums.largest)
+        if narrow:
+            exact = Rounding(WEIGHT_UNIT, sums.underflow, sums.largest)
         if precision is not None:
             exact = Rounding(SPLIT, SPLIT_UNDERFLOW, sums.largest)
-        narrow = tensor_cores and np.dtype(dtype).itemsize == 2
+        narrow = narrow and tensor_cores
         scaled = narrow and np.dtype(dtype).name == "float16"
         return cls(
             unit=sums.unit,

@@ -305,7 +305,7 @@ class Signature(host_replay.HostSignature):
         if len(dict(places).values()) != len({place for _, place in places}):
             return nothing  # which one is read is not sure
         entry = replay.find(host)
-        quick = None if entry is None else Quick.of(entry, host.numbers, wants_lse)
+        quick = None if entry is None else Quick.of(entry, host.numbers, wants_lse, by_team=False)
         if quick is None:
             return nothing
         here = {place: name for name, place in places}

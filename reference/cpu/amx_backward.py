@@ -1,8 +1,8 @@
 """Tiled attention of 16-bit numbers, backward, in tiles of a matrix unit throughout.
 
 As `backward`, with dQ^T = K^T dS^T for a panel of queries, and dV = P dO and dK = dS Q for a block
-of them. Weights and gradients of scores are the sum of three numbers of bfloat16, so that nothing
-is rounded. Products with infinity and NaN are added apart.
+of them. Weights and gradients of scores are rounded to the sum of two numbers of bfloat16, as in
+`amx_forward`. Products with infinity and NaN are added apart.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ each: number n in the low half and number n + 16 in the high one, so that nothin
 shuffled. A (rows x 32) has one row of words for each row, B (32 x columns) one row of words for
 every two of its rows, and C (rows x columns) holds float32.
 
-A float32 is the sum of three numbers of bfloat16, its parts: A can have them, B cannot.
+A float32 is the sum of three numbers of bfloat16, its parts, or nearly that of two.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _OF_A, _OF_B, _TILES = 4, 6, 8
 _CONFIGURATION = bytes([1] + 15 * [0] + 8 * [ROW, 0] + 16 * [0] + 8 * [SIDE] + 8 * [0])
 
 _HIGH, _MAGNITUDE, _INFINITE, _NORMAL = 0xFFFF0000, 0x7FFFFFFF, 0x7F800000, 0x00800000
+_HALF = 0x8000  # of the last bit that is kept
 
 
 class TileEmitter(Emitter):
@@ -86,12 +87,22 @@ class TileEmitter(Emitter):
                 x = builder.select(self.is_nonfinite(bits), self.zero, x)
         raise AssertionError(count)
 
-    def packed(self, low: Any, high: Any, count: int, finite: bool = False) -> list[Any]:
-        """Return the words of every part of two vectors."""
+    def packed(
+        self, low: Any, high: Any, count: int, finite: bool = False, rounds: bool = False
+    ) -> list[Any]:
+        """Return the words of every part of two vectors.
+
+        The last part is cut off, or with `rounds` rounded to the nearest number, away from 0 if
+        there are two.
+        """
         builder, sixteen = self.builder, self.words(16)
+        both = [self.parts(x, count, finite) for x in (low, high)]
+        if rounds:
+            for parts in both:
+                parts[-1] = builder.add(parts[-1], self.words(_HALF))
         return [
             builder.or_(builder.and_(b, self.words(_HIGH)), builder.lshr(a, sixteen))
-            for a, b in zip(*(self.parts(x, count, finite) for x in (low, high)), strict=True)
+            for a, b in zip(*both, strict=True)
         ]
 
     def is_nonfinite(self, bits: Any) -> Any:

@@ -2,10 +2,14 @@
 
 As `forward.forward`, with scores S^T = K Q^T and outputs O^T = V^T P^T: queries are columns, so
 that maxima, sums and their rescaling are lane by lane. Rows of K are multiplied where they lie, if
-they are bfloat16; V is turned once for all queries of an item. Weights are the sum of three numbers
-of bfloat16, and numbers of float16 that of two, so that nothing is rounded. What tiles do not
-multiply as float32 would (subnormal queries and keys of bfloat16, infinite ones of float16; weights
-by infinity and NaN) is computed by itself. A subnormal value may count as 0; the bound allows that.
+they are bfloat16; V is turned once for all queries of an item. Weights are rounded to the sum of
+two numbers of bfloat16, by 2^-16 of them at most; numbers of float16 are the sum of two, which is
+exact. What tiles do not multiply as float32 would (subnormal queries and keys of bfloat16, infinite
+ones of float16; weights by infinity and NaN) is computed by itself. A subnormal value may count as
+0; the bound allows that.
+
+Scores, and then weights and their products, are computed by chunks of keys, which stay in the L1
+cache.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy as np
 from numba import types
 
 from .amx_code import MatrixUnit, helper_for, multiplier, session
-from .amx_memory import DEPTH, PARTS, ROW, SIDE, TILE, whole
+from .amx_memory import CHUNK, DEPTH, PARTS, ROW, SIDE, TILE, whole
 from .amx_pack import BFLOAT, SIZE, Packing
 from .amx_rows import store_rows
 from .amx_scores import score_mender, scores_filler
@@ -56,6 +60,7 @@ from .tile import (
 Array = np.ndarray[Any, Any]
 
 _FLOAT = 4  # bytes of a float32
+P_TILES = CHUNK * PARTS  # of 16 queries
 
 rounded = helper(whole)
 load_part = BFLOAT.load
@@ -67,7 +72,7 @@ class TileScratch(NamedTuple):
     q: Array  # queries as columns of B, in tiles (16 queries, step, part)
     k: Array  # the rows of keys that are not read in place
     v: Array  # values as columns of A, in tiles (16 columns, step, part)
-    p: Array  # weights as columns of B, in tiles (16 queries, step, part)
+    p: Array  # a chunk's weights as columns of B, in tiles (16 queries, step, part)
     s: Array  # scores (key, query)
     z: Array  # dropout factors
     acc: Array  # output before it is normalised, by panels of queries, (column, query)
@@ -106,8 +111,8 @@ def tile_scratch(sizes: TileSizes, number: np.dtype[Any], parts: int) -> TileScr
     cells = keys * panel
     q, k, v, p, s, z, acc, rows, m, m_new, l = aligned(
         (*(parts * count // 2 for count in (lanes * depth, keys * depth, columns * keys)),
-         PARTS * cells // 2, cells, cells if sizes.drops else 0, lanes * columns, SIDE * columns,
-         lanes, panel, lanes),
+         panel // SIDE * P_TILES * TILE // _FLOAT, cells, cells if sizes.drops else 0,
+         lanes * columns, SIDE * columns, lanes, panel, lanes),
         number,
     )  # fmt: skip
     return TileScratch(
@@ -169,8 +174,11 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
     pack_queries, pack_keys, pack_values = packing.queries, packing.keys, packing.turned
 
     @helper_for(unit.__name__, packing.name)
-    def multiply_nonfinite(s, lanes, n, begin, end, v, v_size, d_v, p, steps, acc):
-        """Add the products with infinity and NaN, which are 0 in the tiles, if pairs are seen."""
+    def multiply_nonfinite(s, lanes, n, begin, end, first, v, v_size, d_v, p, acc):
+        """Add the products with infinity and NaN, which are 0 in the tiles, if pairs are seen.
+
+        The weights in the tiles are those of keys from `first` on.
+        """
         for j in range(begin, end):
             for d in range(d_v):
                 value = load_number(v + j * v_size + d * SIZE)
@@ -178,20 +186,21 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                     for i in range(n):
                         if s[j * lanes + i] != -math.inf:
                             # A weight is 0 if its first part is.
-                            tile = p + (i // SIDE * steps + j // DEPTH) * PARTS * TILE
+                            tile = i // SIDE * P_TILES + (j - first) // DEPTH * PARTS
+                            tile = p + tile * TILE
                             place = tile + j % SIDE * ROW + i % SIDE * _FLOAT + j // SIDE % 2 * SIZE
                             acc[d * lanes + i] += load_part(place) * value
 
     @helper_for(unit.__name__, packing.name)
     def add_values(v, p, steps, first, last, lanes, columns, acc):
-        """Add what the steps of keys from `first` to `last` give to a panel's outputs."""
-        tile, size = parts * TILE, steps * TILE
+        """Add what a chunk's steps of keys, `first` to `last`, give to a panel's outputs."""
+        tile, size, beside = parts * TILE, steps * TILE, P_TILES * TILE
         for d in range(0, columns, 2 * SIDE):
             place = v + (d // SIDE * size + first * TILE) * parts
             for i in range(0, lanes, 2 * SIDE):
-                weights = p + (i // SIDE * size + first * TILE) * PARTS
+                weights = p + i // SIDE * beside
                 multiply_values(
-                    place, ROW, place + size * parts, ROW, tile, weights, weights + size * PARTS,
+                    place, ROW, place + size * parts, ROW, tile, weights, weights + beside,
                     PARTS * TILE, last - first, acc + (d * lanes + i) * _FLOAT, lanes * _FLOAT,
                     columns - d, lanes - i,
                 )  # fmt: skip
@@ -273,19 +282,22 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                     # Step 2: scores
                     begin_maxima(m, lanes, m_new)
                     panel = q_tiles + p0 // SIDE * depth_steps * parts * TILE
-                    fill_scores(
-                        k_place, k_size, in_place, k_copies, panel, begin_step * DEPTH, end, lanes,
-                        depth_steps, s_place,
-                    )  # fmt: skip
                     is_special = (special_q | special_k) != 0
                     is_plain = not is_changed and not is_special and shape.scale > 0
                     is_whole = edges[WHOLE_FIRST] == begin and edges[WHOLE_LAST] == end
                     factor = shape.scale
-                    if is_plain and is_whole:
-                        for x in range(0, row, ROW):
-                            place = s_place + begin * row + x
-                            find_maxima(place, row, end - begin, shape.scale, maxima + x)
-                    else:
+                    for c in range(begin_step // CHUNK * CHUNK, end_step, CHUNK):
+                        before, low = max(c, begin_step), max(c * DEPTH, begin)
+                        high = min((c + CHUNK) * DEPTH, end)
+                        fill_scores(
+                            k_place, k_size, in_place, k_copies, panel, before * DEPTH, high, lanes,
+                            depth_steps, s_place,
+                        )  # fmt: skip
+                        if is_plain and is_whole:
+                            for x in range(0, row, ROW):
+                                place = s_place + low * row + x
+                                find_maxima(place, row, high - low, shape.scale, maxima + x)
+                    if not (is_plain and is_whole):
                         factor = one
                         # The maxima of scores that stay as they are.
                         ignored = rows
@@ -330,32 +342,37 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                         words = scratch.words
                         dropout_factors(shape, changes, b, h, i0 + p0, n, j0, nj, lanes, z, words)
                         z_place = first_address(z)
-                    whole_steps, left = end // DEPTH - begin_step, end % DEPTH
-                    pairs = max(left - SIDE, 0)
-                    singles = min(left, SIDE) - pairs
-                    for x in range(0, row, ROW):
-                        offset = begin_step * DEPTH * row + x
-                        tile = x // ROW * steps + begin_step
-                        place, p = s_place + offset, p_tiles + tile * PARTS * TILE
-                        of_m, of_l = first_address(m) + x, first_address(l) + x
-                        if shape.drop_below:
-                            weigh_and_drop(
-                                place, row, z_place + offset, whole_steps, pairs, singles, factor,
-                                shape.log2_e, of_m, of_l, p,
-                            )  # fmt: skip
-                        else:
-                            weigh(
-                                place, row, z_place + offset, whole_steps, pairs, singles, factor,
-                                shape.log2_e, of_m, of_l, p,
-                            )  # fmt: skip
-                    # Step 7: accumulate p v
-                    add_values(
-                        v_tiles, p_tiles, steps, begin_step, end_step, lanes, columns, acc_place
-                    )
-                    if nonfinite:
-                        multiply_nonfinite(
-                            s, lanes, n, begin, end, v_place, v_size, shape.d_v, p_tiles, steps, acc
+                    of_m, of_l = first_address(m), first_address(l)
+                    # Chunks are those of all keys: a mask has the bits of its array.
+                    for c in range(begin_step // CHUNK * CHUNK, end_step, CHUNK):
+                        before, after = max(c, begin_step), min(c + CHUNK, end_step)
+                        whole_steps = min(after, end // DEPTH) - before
+                        left = end % DEPTH if after * DEPTH > end else 0
+                        pairs = max(left - SIDE, 0)
+                        singles = min(left, SIDE) - pairs
+                        for x in range(0, row, ROW):
+                            offset = before * DEPTH * row + x
+                            place, p = s_place + offset, p_tiles + x // ROW * P_TILES * TILE
+                            if shape.drop_below:
+                                weigh_and_drop(
+                                    place, row, z_place + offset, whole_steps, pairs, singles,
+                                    factor, shape.log2_e, of_m + x, of_l + x, p,
+                                )  # fmt: skip
+                            else:
+                                weigh(
+                                    place, row, z_place + offset, whole_steps, pairs, singles,
+                                    factor, shape.log2_e, of_m + x, of_l + x, p,
+                                )  # fmt: skip
+                        # Step 7: accumulate p v
+                        add_values(
+                            v_tiles, p_tiles, steps, before, after, lanes, columns, acc_place
                         )
+                        if nonfinite:
+                            low, high = max(before * DEPTH, begin), min(after * DEPTH, end)
+                            multiply_nonfinite(
+                                s, lanes, n, low, high, before * DEPTH, v_place, v_size, shape.d_v,
+                                p_tiles, acc,
+                            )  # fmt: skip
                 count += is_visited
 
             for p0 in range(0, ni, changes.panel):

@@ -38,7 +38,7 @@ def pack_gradients(
             ]
 
         def put(low: Any, high: Any, place: Any) -> None:
-            for n, words in enumerate(emit.packed(low, high, PARTS, finite=True)):
+            for n, words in enumerate(emit.packed(low, high, PARTS, finite=True, rounds=True)):
                 emit.store(words, builder.add(place, INT(n * TILE)))
 
         def row(j: Any, found: list[Any]) -> list[Any]:

@@ -121,7 +121,8 @@ def _weigher(drops: bool) -> Any:
                 return p, total
 
             def put(low: Any, high: Any, place: Any) -> None:
-                for n, packed in enumerate(emit.packed(low, high, PARTS, finite=True)):
+                parts = emit.packed(low, high, PARTS, finite=True, rounds=True)
+                for n, packed in enumerate(parts):
                     emit.store(packed, builder.add(place, INT(n * TILE)))
 
             def step(

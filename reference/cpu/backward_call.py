@@ -209,7 +209,12 @@ class BackwardCall(PreparedCall):
             self._dk.finish(dk)
             self._dv.finish(dv)
 
-    def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:  # noqa: ARG002
+    def placed(
+        self,
+        tables: Sequence[Value],
+        wants_lse: bool,  # noqa: ARG002
+        by_team: bool,
+    ) -> Placed | None:
         """Return what makes the call again at addresses, if there is no sink.
 
         They are those of do, q, k, v, out and lse, of the gradients, and of tables; the gradient of
@@ -224,9 +229,10 @@ class BackwardCall(PreparedCall):
             "lse": self._lse, "dq": self._dq, "dk": self._dk, "dv": self._dv,
         }  # fmt: skip
         if self._dbias is None:
-            return self._placed(self._steps, arrays, tables)
+            return self._placed(self._steps, arrays, tables, by_team=by_team)
         sums = self._dbias
-        return self._placed([*self._steps, sums.last_step], arrays, tables, [sums.sums.sums])
+        steps = [*self._steps, sums.last_step]
+        return self._placed(steps, arrays, tables, [sums.sums.sums], by_team=by_team)
 
     @own_arithmetic
     def _finish_sink(self, dsink: Array) -> None:

@@ -131,6 +131,7 @@ class Bound:
         # The kernel's address; those for a value and an error; the first and the last item.
         self._words = [pointer_of(compiled, number), 0, 0, 0, 0, *words]
         self._blocks: list[Any] = []  # that no thread uses
+        self.shares: list[Any] = []  # what threads share of a call, for `team`; no call uses them
         self._call: Any = None
         self._new_scratch = scratch
         # Made anew for a call of other sizes, so that a call that is kept holds none.
@@ -153,9 +154,13 @@ class Bound:
         block[begin : begin + len(own[0])] = own[0]
         status = self._call(block)
         if status:
-            raise RuntimeError(f"the CPU kernel {self._name} stopped with status {status}")
+            raise self.failed(status)
         self._blocks.append(block)
         spare.append(own)
+
+    def failed(self, status: int) -> RuntimeError:
+        """Return the error of a kernel that returned what is not 0."""
+        return RuntimeError(f"the CPU kernel {self._name} stopped with status {status}")
 
     def blocks(self, count: int) -> tuple[int, int, int, list[Any]]:
         """Return blocks of threads, for which scratch is to come, and what to know of them.

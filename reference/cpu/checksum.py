@@ -28,6 +28,7 @@ Array = np.ndarray[Any, Any]
 PLACE = 0x9E3779B97F4A7C15  # an odd number whose multiples are spread evenly
 WORD = 8  # bytes
 PIECE = 1 << 17  # bytes of a piece of work
+BYTES_PER_SECOND = 1e10  # that a thread reads
 SHORT = 1 << 20  # bytes that one thread sums sooner than several
 NUMBER = np.dtype(np.float32)  # the kernel computes in integers alone: it is compiled once
 UNROLLED = 4  # vectors of sums, so that additions do not wait for each other
@@ -145,10 +146,11 @@ def checksums(arrays: list[Array]) -> list[int]:
     pieces = np.concatenate(tables)
     sums = np.empty(len(pieces), np.int64)
     run = Bound(checksum, NUMBER, pieces, sums)
-    if sum(array.nbytes for array in arrays) < SHORT:
+    nbytes = sum(array.nbytes for array in arrays)
+    if nbytes < SHORT:
         run(0, len(pieces))
     else:
-        parallel(run, len(pieces), arrays)
+        parallel(run, len(pieces), arrays, nbytes / BYTES_PER_SECOND)
     ends = np.cumsum([0, *map(len, tables)])
     return [int(sums[a:b].sum()) for a, b in itertools.pairwise(ends)]
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import team
 from .arguments import Changes, KeyRanges, Shape
 from .cache import PackedCache, Scales, cache_of, products_of
 from .calls import Bound
@@ -25,10 +26,10 @@ from .merge import merge
 from .microkernel import round_up
 from .operands import Operand, Result
 from .prepared import Ends, PreparedCall, changes_of, sinks_of
-from .repeat import IS_POSSIBLE, NEVER, Repeat, repeat
+from .repeat import IS_POSSIBLE, NEVER, OTHERS, Repeat, repeat
 from .structs import Packed
 from .thread_limits import num_threads
-from .threads import parallel, workers_for
+from .threads import AT_ONCE, may_share, parallel, workers_for
 from .widen import kind_of
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
@@ -259,10 +260,16 @@ class DecodeCall(PreparedCall):
         words, held = kernel.words_of(0, 1)
         zeros, places = (planned.counters, planned.visited), planned.work.places
         held = held, planned, lse, self._cache.packed.held
-        share = None if items == 1 else lambda arrays: parallel(kernel, items, arrays, work)
+        share, shared = None, OTHERS
+        if items > 1:
+            share = lambda arrays: parallel(kernel, items, arrays, work)  # noqa: E731
+            if work <= AT_ONCE and items == workers_for(items, work):
+                shared, kept = team.shared(kernel, items, items, 1) or (OTHERS, None)
+                held = held, kept
         return repeat(
-            (q, k, v), out, lengths, capacity, zeros, places, words, held, grows, of_lengths, share
-        )
+            (q, k, v), out, lengths, capacity, zeros, places, words, held, grows, of_lengths,
+            share, shared, items > 1 or may_share(work),
+        )  # fmt: skip
 
 
 def _ends_of_lengths(plan: Schedule, ends: Callable[[Array], Ends], lengths: Array) -> Array:

@@ -106,12 +106,12 @@ class ForwardCall(PreparedCall):
             sizes=sizes,
         )
 
-    def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:
+    def placed(self, tables: Sequence[Value], wants_lse: bool, by_team: bool) -> Placed | None:
         """Return what makes the call again at addresses: of q, k, v, out and lse, and of tables."""
         if self._has_sink or not self._visited.size or self._classes.size:
             return None
         step = Step(self._kernel, self._visited.size, self._seconds)
-        return self._placed([step], self._arrays(wants_lse), tables)
+        return self._placed([step], self._arrays(wants_lse), tables, by_team=by_team)
 
     def grow(self, lengths: Array, ends: tuple[Array, Array] | None) -> None:
         """Set how many keys entries have, and the first and last key of each query."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from . import team
 from .amx_memory import PANEL as TILE_PANEL
 from .arguments import Changes, FunctionPointers, KeyRanges, Shape, shape_of
 from .layout import Array, Layout, Programs
@@ -21,7 +22,7 @@ from .operands import Operand, Result
 from .placed import OWN, Placed, Step, Value
 from .repeat import Repeat
 from .structs import Packed, form_for
-from .threads import SHORT, workers_for
+from .threads import AT_ONCE, workers_for
 from .tile_lists import lists_of, no_lists
 
 Ends = tuple[Array, Array]
@@ -81,11 +82,16 @@ class PreparedCall:
         """Return what makes the last call again at once, if there is something."""
         return None
 
-    def placed(self, tables: Sequence[Value], wants_lse: bool) -> Placed | None:  # noqa: ARG002
+    def placed(
+        self,
+        tables: Sequence[Value],  # noqa: ARG002
+        wants_lse: bool,  # noqa: ARG002
+        by_team: bool,  # noqa: ARG002
+    ) -> Placed | None:
         """Return what makes the call again at addresses, if something does.
 
         It is told those of its arrays by the kernels' names, without lse if that is not wanted, and
-        those of `tables`.
+        those of `tables`. It is shared by the team, or else by threads of OpenMP.
         """
         return None
 
@@ -100,13 +106,15 @@ class PreparedCall:
         tables: Sequence[Value],
         zeros: Sequence[Array] = (),
         held: object = None,
+        by_team: bool = True,
     ) -> Placed | None:
         """Return the same, if kernels reach all arrays in place, and the call is a short one."""
-        if sum(step.work for step in steps) > SHORT:
+        if sum(step.work for step in steps) > AT_ONCE:
             return None
         if not all(each.is_in_place for each in arrays.values()):
             return None
-        if any(workers_for(x.items, x.work) > 1 for x in steps) and functions() is None:
+        has_threads = team.IS_POSSIBLE if by_team else functions() is not None
+        if not has_threads and any(workers_for(x.items, x.work) > 1 for x in steps):
             return None
         values = [Value(each.rows.address, name) for name, each in arrays.items()]
         values += tables
@@ -114,7 +122,7 @@ class PreparedCall:
             values.append(Value(self.shape.place_of("seed"), "seed"))
         names = dict.fromkeys(value.name for value in values if value.name != OWN)
         names |= dict.fromkeys(step.last for step in steps if step.last is not None)
-        return Placed(steps, values, zeros, list(names), held)
+        return Placed(steps, values, zeros, list(names), held, by_team)
 
     def release(self) -> None:
         """Let go of the arrays that programs read: a later call brings its own."""

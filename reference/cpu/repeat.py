@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 
+from . import team
 from .addresses import HEADER, KNOWN, address
-from .c_function import TYPE
+from .c_function import TYPE, Emitter
 from .decode_tasks import LEAF, LOG_LEAF
 from .float_modes import compiled, emit_in_usual_modes
+from .thread_limits import num_threads
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +49,7 @@ class _Block(NamedTuple):
     # The address of a first and a last key for each length with so many leaves, `NEVER` for a
     # length that this call is not for; 0 without a mask. Then the addresses of where they belong.
     ends: int = 22
-    shared: int = 25  # 1 if the caller runs the kernel, by several threads
+    shared: int = 25  # what threads share of the kernel; 0 if the caller's runs it alone
     arrays: int = 26  # of q, k and v: dtype, flags, shape, strides
 
 
@@ -60,6 +62,7 @@ _WORD, _HALF = ir.IntType(64), ir.IntType(32)
 NEVER = -(2**63)
 DONE = 1  # what the function returns if it has computed the call
 READY = 2  # if it has told the kernel of the arrays; the block is taken
+OTHERS = 1  # in place of the address of a share, for a call that the team never shares
 
 
 def _word(place: int) -> int:
@@ -199,22 +202,17 @@ def _written(triple: str) -> ir.Module:
     with builder.if_then(has_ends):
         for n, place in enumerate(pair):
             emit.store(builder.load(place), known(_AT.ends + 1 + n))
-    with builder.if_then(builder.icmp_unsigned("!=", known(_AT.shared), _WORD(0))):
-        builder.ret(_HALF(READY))
+    share = known(_AT.shared)
+    with builder.if_then(builder.icmp_unsigned("!=", share, _WORD(0))):
+        _emit_shared(builder, share, taken)
     called, *values = (known(_AT.kernel + n) for n in range(1 + _ARGUMENTS))
     of_kernel = ir.FunctionType(_HALF, [_WORD] * _ARGUMENTS).as_pointer()
-    begin, end = (
-        builder.inttoptr(_WORD(_address_of(each)), ir.FunctionType(*types).as_pointer())
-        for each, types in (
-            ("SaveThread", (_WORD, [])),
-            ("RestoreThread", (ir.VoidType(), [_WORD])),
-        )
-    )
-    thread = builder.call(begin, [])
+    python = Emitter(builder).python
+    thread = python("PyEval_SaveThread", _WORD)
     status = emit_in_usual_modes(
         module, builder, lambda: builder.call(builder.inttoptr(called, of_kernel), values)
     )
-    builder.call(end, [thread])
+    python("PyEval_RestoreThread", ir.VoidType(), thread)
     builder.fence("seq_cst")
     builder.store(_WORD(0), taken)
     builder.ret(builder.add(status, _HALF(DONE)))
@@ -223,10 +221,24 @@ def _written(triple: str) -> ir.Module:
     return module
 
 
-def _address_of(name: str) -> int:
-    found = ctypes.cast(getattr(ctypes.pythonapi, f"PyEval_{name}"), ctypes.c_void_p).value
-    assert found is not None, "Python has this function"
-    return found
+def _emit_shared(builder: Any, share: Any, taken: Any) -> None:
+    """Emit what computes a call by the team, or returns `READY` if another call has that."""
+    emit = Emitter(builder)
+    if not team.IS_POSSIBLE:
+        builder.ret(_HALF(READY))
+        return
+    for is_other in (
+        lambda: builder.icmp_unsigned("==", share, _WORD(OTHERS)),
+        lambda: builder.not_(team.emit_take(emit)),
+    ):
+        with builder.if_then(is_other()):
+            builder.ret(_HALF(READY))
+    thread = emit.python("PyEval_SaveThread", _WORD)
+    failed = team.emit_region(emit, share)
+    emit.python("PyEval_RestoreThread", ir.VoidType(), thread)
+    builder.fence("seq_cst")
+    builder.store(_WORD(0), taken)
+    builder.ret(builder.add(builder.trunc(failed, _HALF), _HALF(DONE)))
 
 
 @functools.cache
@@ -277,6 +289,8 @@ def repeat(
     grows: bool,
     ends: tuple[Array, Array, Array] | None = None,
     share: Callable[[object], None] | None = None,
+    shared: int = OTHERS,
+    may_share: bool = False,
 ) -> Repeat:
     """Return a call that can be made again.
 
@@ -304,11 +318,14 @@ def repeat(
         Of int64: the first and the last key of the query for each length, (LEAF, 2), in which the
         first is `NEVER` for a length that the call is not for; and where the kernel reads both.
     share : callable, optional
-        Runs the kernel by several threads, in place of a call of it by C; gets what holds the
-        arrays.
+        Runs the kernel by several threads, where the team does not; gets what holds the arrays.
+    shared : int
+        The address of what the team's threads share otherwise.
+    may_share : bool
+        Whether it depends on the number of threads that it is made for.
     """
     block = (ctypes.c_int64 * _WORDS)()
-    block[_AT.kind], block[_AT.shared] = id(np.ndarray), int(share is not None)
+    block[_AT.kind], block[_AT.shared] = id(np.ndarray), 0 if share is None else shared
     block[_AT.grows] = -1 if grows else 0
     if ends is not None:
         block[_AT.ends : _AT.ends + 3] = [address(x) for x in ends]
@@ -328,19 +345,22 @@ def repeat(
         block[begin : begin + len(words)] = words
     dtypes = [array.dtype for array in arrays]
     kept = held, block, lengths, zeros, dtypes, ends
-    run = _function() if share is None else _shared(block, share)
+    run = _shared(block, share) if may_share else _function()
     return Repeat(run, ctypes.addressof(block), out.shape, out.dtype, kept)
 
 
-def _shared(block: Any, share: Callable[[object], None]) -> Callable[..., int]:
-    """Return the function for a call whose kernel several threads run."""
-    begin, taken = _function(), _AT.taken
+def _shared(block: Any, share: Callable[[object], None] | None) -> Callable[..., int]:
+    """Return the function for a call whose kernel several threads run, where there are several."""
+    begin, taken, threads = _function(), _AT.taken, num_threads()
 
     def run(place: int, *arrays: Any) -> int:
+        if num_threads() != threads:
+            return 0
         out = id(arrays[-1])
         try:
             status = begin(place, *arrays)  # a signal may come before the status is known
             if status == READY:
+                assert share is not None
                 share(arrays)
                 status = DONE
         finally:

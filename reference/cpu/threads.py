@@ -1,7 +1,8 @@
 """The CPU's threads: work items are handed out in order to threads that are free.
 
 Kernels release the GIL, so Python's threads are enough, and any number of callers may share them.
-Every item is computed in the same way by any thread, so results do not depend on the threads.
+A short call of a kernel is one call of C instead, shared by the threads of `team`. Every item is
+computed in the same way by any thread, so results do not depend on the threads.
 
 A signal's handler may raise an exception in the main thread wherever Python code begins or a call
 returns, so no Python code can be sure to wait. What waits here for the threads is therefore one
@@ -19,7 +20,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from . import openmp
+from . import openmp, team
+from .calls import Bound
 from .float_modes import use_usual_modes
 from .thread_limits import num_threads
 
@@ -112,6 +114,7 @@ if hasattr(os, "register_at_fork"):
 
 
 SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take; Ctrl-C takes effect between chunks
+AT_ONCE = 0.1  # seconds of work, as estimated, that one call of C may do
 # To hand work to another thread takes about 25 us, in which the caller could have done as much.
 _WORTH_A_THREAD = 1e-4  # seconds of work
 _WORTH_A_CHUNK = 2.5e-4
@@ -240,12 +243,16 @@ def parallel(
     if workers == 1 and first == items:
         run(0, items)
         return
+    is_others = workers > 1 and openmp.is_worth(workers)
+    may_team = workers > 1 and work is not None and work <= AT_ONCE and not is_others
+    if may_team and isinstance(run, Bound) and team.compute(run, items, workers, first):
+        return
     job = _Job(run, items, first, most, arrays)
     if workers == 1:
         job.work()
         return
     try:
-        (openmp.share if openmp.is_worth(workers) else _share)(job, workers)
+        (openmp.share if is_others else _share)(job, workers)
     finally:
         error = job.error
         job.run = job.arrays = job.error = None  # a late helper may hold the job for a while

@@ -226,7 +226,8 @@ def test_nothing_else_starts_threads_for_arrays():
     }
     # nccl.py watches messages of ranks; openmp.py has threads of another library work in between;
     # those of peers/run.py wait for processes.
-    assert users == {"threads.py", "nccl.py", "openmp.py", "run.py"}
+    # team.py's compute for `threads.parallel` in one call of C.
+    assert users == {"threads.py", "team.py", "nccl.py", "openmp.py", "run.py"}
 
 
 @CAN_SIGNAL

@@ -380,11 +380,13 @@ def work(_=None):
 def test_fork_after_use(tmp_path):
     program = WORK + textwrap.dedent("""
         expected = work()
+        threads.parallel(lambda first, last: None, 99)
         assert threads._pool.size
         child = os.fork()
         if not child:
             # Its own threads do the work: the parent's are not here.
             fresh = not threads._pool.size
+            threads.parallel(lambda first, last: None, 99)
             grandchild = os.fork() if work() == expected else -1
             if not grandchild:
                 os._exit(0 if work() == expected and fresh else 3)

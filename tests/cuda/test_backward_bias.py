@@ -238,7 +238,7 @@ def test_which_kernel_is_launched():
     assert kernel("sm_80", 600) == "backward_sm80_bias"
     assert kernel("sm_120", 600) == "backward_sm80_bias"
     assert kernel("sm_90", 600) == "backward_sm90_bias"
-    assert kernel("sm_90", 49, d=32) == "backward_sm80_bias"
+    assert kernel("sm_90", 49, d=32) == "backward_sm80_dkdv_dbias"
     assert kernel("sm_90", 600, lacks="NVRTC is old") == "backward_sm80_bias"
     assert kernel("sm_90", 600, Plan("backward_simt", 32, 32, "for a test")) == "backward_bias"
     assert kernel("sm_90", 600, d=257) == "backward_sm80_bias"
@@ -266,7 +266,7 @@ def test_hopper_has_tiles_for_every_head(monkeypatch, d):
         (np.zeros((4, 512, 512), HALF).swapaxes(-1, -2), 64, "backward_sm90_bias", 1),
         (np.zeros((4, 512, 512), np.float32), 64, "backward_sm90_bias", 0),
         (np.zeros((4, 512, 512), HALF), 128, "backward_sm90_bias", 0),
-        (np.zeros((4, 49, 49), HALF), 32, "backward_sm80_bias", 1),
+        (np.zeros((4, 49, 49), HALF), 48, "backward_sm80_bias", 1),
     ],
     ids=["16 bits", "any strides", "32 bits", "no room", "short rows"],
 )

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from forks import fork
 from other_path import OtherPathError, only_again
+from own_team import another_call_has_the_team, counted
 from placement import same_bits
 
 from cupyflash import ArgumentError, ArgumentTypeError, attention, attention_cached, masks
@@ -323,7 +324,10 @@ def test_several_threads_are_for_long_calls(shared, monkeypatch, dtype):
         expected = checked(q, k, v, room)
         warm(q, k, v, room)
         shared.clear()
-        with only_again():
+        with counted() as regions, only_again():
+            assert same_bits(attention_cached(q, k, v, room), expected)
+        assert (shared, regions) == ([], [len(items)])
+        with another_call_has_the_team(), only_again():
             assert same_bits(attention_cached(q, k, v, room), expected)
         assert shared == items
 
@@ -334,7 +338,7 @@ def test_several_threads_are_for_calls_that_take_long_on_a_slower_machine(shared
     arrays = drawn(room=1000)
     warm(*arrays, 1000)
     shared.clear()
-    with only_again():
+    with another_call_has_the_team(), only_again():
         attention_cached(*arrays, 1000)
     assert shared == [2]
 
@@ -348,7 +352,7 @@ def test_a_shared_call_that_was_interrupted_can_be_made_again(shared, monkeypatc
         raise KeyboardInterrupt
 
     with only_again():
-        with monkeypatch.context() as patch:
+        with another_call_has_the_team(), monkeypatch.context() as patch:
             patch.setattr(decode_launch, "parallel", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 attention_cached(*arrays, 10_000)
@@ -450,7 +454,8 @@ def test_an_interrupted_call_of_several_threads_lets_go_of_what_it_took(monkeypa
         monkeypatch.setattr(repeat, "_function", lambda: begin)
     expected = checked(q, k, v, 100)
     warm(q, k, v, 100)
-    with only_again():
+    others = another_call_has_the_team() if place == "in the kernel" else contextlib.nullcontext()
+    with others, only_again():
         for _ in range(2):
             interrupts.append(SignalError())
             with pytest.raises(SignalError):

@@ -185,8 +185,10 @@ def cases() -> list[Case]:
     for kernel, own in [
         ("backward_sm90_dkdv", (64, 64)), ("backward_sm90_dkdv", (128, 128)),
         ("backward_sm90_bias", (64, 64)), ("backward_sm80_bias", (32, 32)),
+        ("backward_sm80_dkdv_dbias", (32, 32)), ("backward_sm80_dkdv_dbias", (20, 9)),
     ]:  # fmt: skip
-        found.append(Case(kernel, BFLOAT16, own, "pair bias", False, "tiles bfloat16"))
+        which = "tiles bfloat16" + " whole dq" * kernel.endswith("_dbias")
+        found.append(Case(kernel, BFLOAT16, own, "pair bias", False, which))
     for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
         found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
     for n, (kernel, own, options) in enumerate([
@@ -293,8 +295,7 @@ def cases() -> list[Case]:
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes[n::2]]
     for size in (128, 96, 288):
         found += [Case("hadamard", dtype, (size, size), "plain", False) for dtype in dtypes]
-    for kernel in ("checksum", "offsets"):
-        found.append(Case(kernel, dtypes[0], sizes[0], "plain", False))
+    found += [Case(name, dtypes[0], sizes[0], "plain", False) for name in ("checksum", "offsets")]
     for kernel in ("append", "rope", "quantize"):
         found += [Case(kernel, dtype, sizes[0], "plain", False) for dtype in dtypes]
     for kernel, dtype in [
@@ -392,7 +393,7 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     if whole and spec is sm80.DECODE:
         tiles = sm80.whole_tiles(request)
     assert tiles is not None
-    if case.cache.startswith("tiles"):
+    if case.cache.startswith("tiles") and spec.part == "bias":
         return bias_tiles.with_whole(tiles)
     return dataclasses.replace(tiles, whole=whole)
 

@@ -21,6 +21,7 @@ HARDWARE = (
     "fp8",
     "shared",
     "tile",
+    "dbias",
 )  # suffixes of kernels for one kind of hardware, for what entries share, and for short rows
 
 _DEFINITION = re.compile(

@@ -59,6 +59,7 @@ WRITES = {
     "backward_simt_dq": ("dq",),
     "backward_sm80_dkdv": ("dk", "dv"),
     "backward_sm80_dkdv_tile": ("dq", "dk", "dv"),
+    "backward_sm80_dkdv_dbias": ("dq", "dk", "dv", "dbias"),
     "backward_sm80_dq": ("dq",),
     "backward_sm90_dkdv": ("dk", "dv"),
     "backward_dq_rows": ("dq",),

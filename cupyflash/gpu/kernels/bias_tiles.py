@@ -22,7 +22,7 @@ def obstacle(request: Request) -> str | None:
     assert bias is not None
     if bias.dtype.name not in KIND_NAMES:
         return f"it is {bias.dtype}"
-    why = _has_other_rows(request)
+    why = has_other_rows(request)
     if why is not None:
         return why
     if sizes(request)[-1] != call.k.shape[-2]:
@@ -30,7 +30,7 @@ def obstacle(request: Request) -> str | None:
     return tma.obstacle(_in_halves(request), device_arrays.address(bias), _sizes_in_halves(request))
 
 
-def _has_other_rows(request: Request) -> str | None:
+def has_other_rows(request: Request) -> str | None:
     """Return in words why places in a launch are not those of the bias, or None."""
     call = request.call
     assert call is not None
@@ -141,7 +141,7 @@ def in_block(request: Request, tiles: Tiles) -> Tiles | None:
         return None
     if max(request.problem.d, request.problem.d_v) > LARGEST_HEAD:
         return None  # whose warps have other columns
-    if kind(request) not in KIND_NAMES[:2] or _has_other_rows(request) is not None:
+    if kind(request) not in KIND_NAMES[:2] or has_other_rows(request) is not None:
         return None
     if not _is_shared(request):
         return None

@@ -47,7 +47,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "join": (rowwise.DECODE_COMBINE,),
     "delta": (rowwise.DELTA,),
     "sink": (rowwise.SINK,),
-    "dkdv": (sm80_tile.DKDV, sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),
+    "dkdv": (sm80_tile.DKDV_BIAS, sm80_tile.DKDV, sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),
     "dq": (sm80.DQ, sm80_f64.DQ, simt.DQ),
     "dq_rows": (rowwise.DQ_ROWS,),
     "bias": (sm90_bias.BIAS, sm80.BIAS, simt.BIAS),
@@ -221,6 +221,11 @@ def makes_delta(request: Request) -> bool:
     As for `stores_packed_dq`, the request has arrays.
     """
     return select("dkdv", request).spec.own_delta
+
+
+def makes_dbias(request: Request) -> bool:
+    """Return whether the kernel of dk and dv computes parts of dbias, too, as `makes_delta`."""
+    return select("dkdv", request).spec.own_dbias
 
 
 def shares_queries(request: Request) -> bool:

@@ -104,6 +104,8 @@ class Request:
     whole_heads : bool
         Whether a block of the kernel of dk and dv has all of a head, of which no other entry has a
         part.
+    wants_dbias : bool
+        Whether the gradient of a bias is wanted of a backward, and nothing else reads delta.
     """
 
     problem: Problem
@@ -115,6 +117,7 @@ class Request:
     params_bytes: int = 0
     blocks: tuple[int, int] | None = None
     whole_heads: bool = False
+    wants_dbias: bool = False
 
     @classmethod
     def of(cls, call: Call, device: Target) -> Request:
@@ -348,6 +351,8 @@ class KernelSpec:
         Whether it is to do so for packed sequences, too.
     own_delta : bool
         Whether it computes delta itself.
+    own_dbias : bool
+        Whether it computes the gradient of a bias, too, as parts of it.
     parts : bool
         Whether several blocks may share the queries of a block of keys.
     adjacent_dq : tuple of int
@@ -402,6 +407,7 @@ class KernelSpec:
     whole_dq: bool = False
     packed_dq: bool = False
     own_delta: bool = False
+    own_dbias: bool = False
     parts: bool = False
     adjacent_dq: tuple[int, int] = OLDEST_CAPABILITY
     ends_with_queries: bool = False
