@@ -348,7 +348,7 @@ def _add_singles(writer: Writer, sums: ArraySpec) -> None:
 
 def _is_own(x: Array, problem: Problem) -> bool:
     """Whether no entries share an array."""
-    return math.prod(x.shape[:-3]) == problem.batch
+    return bool(math.prod(x.shape[:-3]) == problem.batch)
 
 
 def scratch_of_gradients(

@@ -303,8 +303,7 @@ def cases() -> list[Case]:
         ("backward_sm90_dkdv", BFLOAT16), ("forward_simt", dtypes[0]),
     ]:  # fmt: skip
         found.append(Case(kernel, dtype, (128, 128), "segments", False, "lists"))
-    for kernel, own in [("forward_sm90", (64, 64)), ("forward_sm80", (128, 128))]:
-        found.append(Case(kernel, BFLOAT16, own, "image", False))
+    found.append(Case("forward_sm90", BFLOAT16, (64, 64), "image", False))
     for kernel, dtype in [
         ("single_tiles", dtypes[0]), ("backward_delta", BFLOAT16),
         ("backward_sm90_dkdv", BFLOAT16), ("backward_dq_rows", dtypes[2]),
