@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
-from .cuda_division import division
-from .cuda_functions import Functions, Generated
+from .block_range import BlockRange, block_range
+from .cuda_division import division, divisors_of
+from .cuda_functions import Functions, Generated, reads_by_place
 from .distance import with_distances
 from .edges import has_edges
 from .key_range import KeyRange
@@ -173,7 +174,7 @@ def generate(
         slope = None
     if curve is not None and curve.op == "constant" and curve.value == 0.0:
         curve = None
-    parameters = _Parameters(divisors=_divisors(allowed, changed, tangent))
+    parameters = _Parameters(divisors=divisors_of(allowed, changed, tangent))
     for root in (
         allowed,
         changed,
@@ -190,11 +191,16 @@ def generate(
         body = _site_body(allowed, "float", parameters, short)
         parts.append(_function("bool mask_allows", "Site", allowed, body))
         mask_steps = sum(body.steps.values())
+    blocks = block_range(allowed) if short and keys is None and allowed is not None else None
     if classes is not None:
-        body = _Body("float", parameters, rounded=_rounded(classes), bounds=True)
+        # No list has the classes of such masks: they are asked about each tile in each head.
+        words = {} if blocks is None else narrow(classes)
+        body = _Body("float", parameters, rounded=_rounded(classes), bounds=True, words=words)
         parts.append(_function("int tile_class", "TileBox", classes, body))
     if keys is not None:
         parts.append(_range_function(keys, parameters))
+    if blocks is not None:
+        parts.append(_block_function(blocks, parameters))
     scores = {"score_mod": changed, "score_mod_derivative": slope, "score_tangent": tangent}
     scores["score_mod_curvature"] = curve
     roots = {name: root for name, root in scores.items() if root is not None}
@@ -218,21 +224,15 @@ def generate(
         has_range=keys is not None,
         has_edges=allowed is not None and has_edges(allowed),
         mask_steps=mask_steps,
+        mask_block=0 if blocks is None else blocks.size,
         score_steps=sum(scored.values()),
-        score_reads=changed is not None and _reads_by_place(changed),
+        score_reads=changed is not None and reads_by_place(changed),
         num_given=len(given),
         has_tangent=tangent is not None,
         has_curve=curve is not None,
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))
-
-
-def _divisors(*roots: Expr | None) -> frozenset[Expr]:
-    """Return the constants other than 0 by which expressions divide integers."""
-    nodes = walk(*(root for root in roots if root is not None))
-    divided = (node.args[1] for node in nodes if node.op in ("floor_divide", "remainder"))
-    return frozenset(x for x in divided if x.op == "constant" and x.value != 0)
 
 
 def _site_body(root: Expr, float_type: str, parameters: _Parameters, short: bool) -> _Body:
@@ -300,18 +300,6 @@ def _with_given(root: Expr, given: list[Expr]) -> Expr:
     return rebuild(root, places.get)
 
 
-def _reads_by_place(root: Expr) -> bool:
-    moves: set[Expr] = set()  # with the query's or the key's position
-    for node in walk(root):
-        if node.op == "symbol" and node.value in ("i", "j"):
-            moves.add(node)
-        elif any(arg in moves for arg in node.args):
-            if node.op == "lookup":
-                return True
-            moves.add(node)
-    return False
-
-
 def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
     roots = [end for end in keys if end is not None]
     body = _Body("float", parameters, rounded=_rounded(*roots))
@@ -320,10 +308,24 @@ def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
     ends = [
         other if end is None else next(written) for end, other in zip(keys, unbounded, strict=True)
     ]
-    lines = "".join(f"  {line}\n" for line in body.lines)
     return (
         "__device__ __forceinline__ KeyRange mask_range(const Params& p, const Site& at) {\n"
-        f"{lines}  return KeyRange{{{', '.join(ends)}}};\n}}\n"
+        f"{_lines(body)}  return KeyRange{{{', '.join(ends)}}};\n}}\n"
+    )
+
+
+def _block_function(blocks: BlockRange, parameters: _Parameters) -> str:
+    """Return the code of what a query sees of a block: ends are integers of 32 bits."""
+    roots = [root for root in blocks[1:] if root is not None]
+    body = _Body("float", parameters, rounded=_rounded(*roots), words=narrow(*roots))
+    written = iter(body.write(*roots))
+    ends = [
+        other if root is None else next(written)
+        for root, other in zip(blocks[1:], ("", "0", "0x40000000"), strict=True)
+    ]
+    return (
+        "__device__ __forceinline__ BlockKeys mask_block(const Params& p, const Site& at) {\n"
+        f"{_lines(body)}  return BlockKeys{{{', '.join(ends)}}};\n}}\n"
     )
 
 
@@ -410,7 +412,7 @@ class _Body:
         elif (special := division(node, self.parameters.divisors, self.words)) is not None:
             text = special[0]
         else:
-            text = (_BOUND if self.bounds else _INT)[node.op]
+            text = (_BOUND if self.bounds and node not in self.words else _INT)[node.op]
             if node not in self.words and node.op in _ARITHMETIC:
                 # C++ computes in the operands' type, whatever the type of the variable.
                 args = [

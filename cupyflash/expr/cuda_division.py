@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from .nodes import Expr
+from .nodes import Expr, walk
 
 SHIFT, UNSIGNED = 1, 4  # approximate costs, in multiplications
+
+
+def divisors_of(*roots: Expr | None) -> frozenset[Expr]:
+    """Return the constants other than 0 by which expressions divide integers."""
+    nodes = walk(*(root for root in roots if root is not None))
+    divided = (node.args[1] for node in nodes if node.op in ("floor_divide", "remainder"))
+    return frozenset(x for x in divided if x.op == "constant" and x.value != 0)
 
 
 def division(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .nodes import Expr, walk
+
 
 @dataclass(frozen=True)
 class Functions:
@@ -24,6 +26,8 @@ class Functions:
     mask_steps, score_steps : int
         The approximate cost of the mask, and of the changed score with its slope, in
         multiplications.
+    mask_block : int
+        Keys of a block of which a query sees one range: see `block_range`; 0 if it may see others.
     score_reads : bool
         Whether changed scores depend on elements of an array at the query's or the key's position.
     num_given : int
@@ -41,6 +45,7 @@ class Functions:
     has_edges: bool = False
     mask_steps: int = 0
     score_steps: int = 0
+    mask_block: int = 0
     score_reads: bool = False
     num_given: int = 0
     has_tangent: bool = False
@@ -65,3 +70,16 @@ class Generated:
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
     arrays: tuple[Any, ...] = ()
+
+
+def reads_by_place(root: Expr) -> bool:
+    """Whether an expression reads an array at the query's or the key's position."""
+    moves: set[Expr] = set()  # with that position
+    for node in walk(root):
+        if node.op == "symbol" and node.value in ("i", "j"):
+            moves.add(node)
+        elif any(arg in moves for arg in node.args):
+            if node.op == "lookup":
+                return True
+            moves.add(node)
+    return False

@@ -18,11 +18,11 @@ from ..arrays.dtypes import accumulator
 from ..arrays.unallocated import unallocated, unallocated_like
 from ..expr.nodes import Expr
 from ..problem import pack_gqa
-from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.call import Array, Call, Gradients, Plan, Problem, Results
 from ..problem.encoding import NUMBERS
 from ..problem.lookups import gradient_name
 from ..problem.tangents import TangentResults, Tangents
-from . import decode_route, offsets, rowwise
+from . import decode_route, offsets, rowwise, tile_lists
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .lookups import Served
@@ -293,6 +293,8 @@ def backward(
         "kind_dv": KINDS[made_dv.dtype.name],
     }
     lead = writer.lead
+    if "dq_accum" in scratch and made.key_parts == 1 and _is_own(call.q, problem):
+        _add_singles(writer, scratch["dq_accum"])
     if not made.own_delta:
         writer.add("delta", writer.extent(lead.sizes))
     own = lead.own("dk", "dv")
@@ -329,6 +331,26 @@ def backward(
     return offsets.read_first(route, call)
 
 
+def _add_singles(writer: Writer, sums: ArraySpec) -> None:
+    """Add the kernels of lists that mark tiles of queries of one block of keys, where this pays.
+
+    Kernels that are added afterwards store the dq of these, and leave it out of the sums.
+    """
+    spec, tiles, _ = registry.select("dkdv", writer.request)
+    lists = tile_lists.of(writer.call, writer.classes, spec, tiles)
+    lists = tile_lists.with_singles(lists, writer.classes, spec, tiles, sums)
+    if lists is not None:
+        blocks = tiles.block_q, tiles.block_kv
+        writer.add_lists(blocks, lists)
+        writer.add("singles", Extent(lists.single_words, 0, 1), blocks=blocks, lists=lists)
+        writer.singles = lists
+
+
+def _is_own(x: Array, problem: Problem) -> bool:
+    """Whether no entries share an array."""
+    return bool(math.prod(x.shape[:-3]) == problem.batch)
+
+
 def scratch_of_gradients(
     call: Call,
     target: Target,
@@ -351,7 +373,7 @@ def scratch_of_gradients(
         if whole:
             whole = registry.stores_packed_dq(request_of(call, target, arrays, plan))
     else:  # what entries share has the sum of their dq
-        whole = whole and math.prod(call.q.shape[:-3]) == call.problem.batch
+        whole = whole and _is_own(call.q, call.problem)
     atomic_dq = not whole and registry.adds_dq(request, deterministic)
     made = scratch_of(call, atomic_dq, whole, registry.shares_queries(request))
     shared = any(math.prod(x.shape[:-3]) != call.problem.batch for x in (call.k, call.v))

@@ -285,6 +285,11 @@ class Specialisation:
                 "functions.mask_steps",
             ),
             _number(
+                "MASK_BLOCK",
+                "Of blocks of so many keys a query sees one range; 0 if it may see others.",
+                "functions.mask_block",
+            ),
+            _number(
                 "SCORE_STEPS",
                 "The cost of the changed score and its derivative, in multiplications.",
                 "functions.score_steps",
@@ -361,6 +366,12 @@ class Specialisation:
         "HAS_LISTS",
         "Whether another kernel found the classes of all tiles, which the last table lists.",
         "lists",
+    )
+    singles: bool = _option(
+        "singles",
+        "HAS_SINGLES",
+        "Whether lists mark tiles of queries that one block of keys alone sees: dq is stored.",
+        "singles",
     )
     aligned: bool = _option(
         "aligned",

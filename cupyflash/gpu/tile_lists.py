@@ -17,10 +17,11 @@ import numpy as np
 from ..arrays.cuda_device import Target
 from ..expr.edges import has_edges
 from ..expr.key_range import key_range
-from ..expr.nodes import Expr, walk
+from ..expr.nodes import READS, Expr, walk
 from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Call
 from .kernels import registry
+from .kernels.rowwise import RESULTS
 from .kernels.spec import KernelSpec, Request, Tiles
 from .params import MAX_AXES, Table
 from .workspace import ArraySpec
@@ -28,6 +29,10 @@ from .workspace import ArraySpec
 TILES = 32  # of a word
 RANK = 4  # bytes: the number of a row
 WORD = 2 * 4  # bytes: a bit for each tile that is not EMPTY, and one for each that is FULL
+MARKS = 4  # bytes: a bit for each tile of queries that one block of keys alone sees
+# Bytes of sums of dq from which it pays to store dq that needs none: several times Hopper's L2
+# cache, 50 MB. Sums that fit into it cost less than another kernel.
+LARGE_SUMS = 200 << 20
 MOST_BYTES = 64 << 20
 FEWEST_TILES = 16  # of a row, for which they pay
 MANY_TILES = 256  # of a row: they pay even if nobody shares them
@@ -52,6 +57,8 @@ class Lists(NamedTuple):
         2**shift neighbouring tiles count as one.
     ordered : bool
         Whether the order of rows, the longest first, lies behind them.
+    single_queries : int
+        Queries of a tile, if it is marked which of these one block of keys alone sees; 0 if not.
     """
 
     entries: int
@@ -62,6 +69,7 @@ class Lists(NamedTuple):
     of_keys: bool
     shift: int
     ordered: bool = False
+    single_queries: int = 0
 
     @property
     def word_count(self) -> int:
@@ -72,7 +80,12 @@ class Lists(NamedTuple):
     def array(self) -> ArraySpec:
         """Their memory."""
         orders = self.entries * self.heads * self.rows * self.ordered
-        return ArraySpec((2 * self.word_count + orders,), np.dtype(np.uint32))
+        return ArraySpec((2 * self.word_count + orders + self.single_words,), np.dtype(np.uint32))
+
+    @property
+    def single_words(self) -> int:
+        """The words of the marks, which lie behind all else."""
+        return self.entries * self.heads * self.words if self.single_queries else 0
 
     @property
     def table(self) -> Table:
@@ -89,6 +102,8 @@ class Lists(NamedTuple):
             WORD,
             self.heads * self.rows * RANK * (self.entries > 1),
             self.rows * RANK * (self.heads > 1),
+            self.array.nbytes - self.single_words * MARKS if self.single_queries else 0,
+            self.single_queries,
         )
         return Table(
             0, shape + (0,) * (MAX_AXES - len(shape)), strides + (0,) * (MAX_AXES - len(strides))
@@ -139,6 +154,22 @@ def of(call: Call, classes: Expr | None, spec: KernelSpec, tiles: Tiles) -> List
     return found if found.array.nbytes <= MOST_BYTES else None
 
 
+def with_singles(
+    lists: Lists | None, classes: Expr | None, spec: KernelSpec, tiles: Tiles, sums: ArraySpec
+) -> Lists | None:
+    """Return lists that mark tiles of queries that one block of keys alone sees, if these pay.
+
+    Their dq is stored where others are added to `sums`, which are set to 0 before, and read after.
+    """
+    if lists is None or classes is None or lists.shift or not spec.stores_single:
+        return None
+    # Masks without arrays rarely leave such tiles.
+    if sums.nbytes < LARGE_SUMS or not any(node.op in READS for node in walk(classes)):
+        return None
+    assert RESULTS.block_q % tiles.block_q == 0  # of the kernels before and after
+    return lists._replace(single_queries=tiles.block_q)
+
+
 def most_scratch(call: Call, target: Target) -> dict[str, ArraySpec]:
     """Return the lists of a backward, at least as large as those of the kernels that serve it."""
     made = trees(call)
@@ -157,6 +188,8 @@ def most_scratch(call: Call, target: Target) -> dict[str, ArraySpec]:
             for slope in (False, True):
                 tiles = configured(spec, Request(problem, target, call, slope=slope))
                 lists = None if tiles is None else of(call, classes, spec, tiles)
+                if lists is not None and tiles is not None and spec.stores_single:
+                    lists = lists._replace(single_queries=tiles.block_q)
                 if lists is not None and lists.array.nbytes > found.get(part, _NONE).nbytes:
                     found[part] = lists.array
     return found

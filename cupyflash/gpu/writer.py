@@ -38,6 +38,7 @@ from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
+_OF_SINGLES = "delta", "dkdv", "dq_rows"  # parts that `Writer.singles` are for
 _LANES = 32  # of a warp: the distance in `dq_accum` of two numbers of one lane
 _OF_CODES = "forward_codes", "decode", "shared"  # parts of which codes change the kernel
 _RESULT = {
@@ -231,6 +232,7 @@ class Writer:
         self.arrays, self.lead = self.request.arrays, self.request.lead
         self.steps: list[KernelStep] = []
         self.scratch: dict[str, ArraySpec] = {}
+        self.singles: Lists | None = None  # lists that mark tiles, for kernels added after them
         problem = call.problem
         drop_below = scalars.drop_below(problem.dropout)
         self.told: dict[str, Any] = {
@@ -352,11 +354,15 @@ class Writer:
         choice = choice or registry.select(part, request)
         spec, tiles = choice.spec, choice.tiles
         writes_lists = lists is not None
+        singles = self.singles if part in _OF_SINGLES else None
         if lists is None:
-            lists = tile_lists.of(self.call, self.classes, spec, tiles)
-            if lists is not None:
-                self._add_lists((tiles.block_q, tiles.block_kv), lists)
+            lists = singles or tile_lists.of(self.call, self.classes, spec, tiles)
+            if lists is not None and spec.lists:
                 after += "; it reads which tiles the mask leaves from lists"
+                if singles is None:
+                    self.add_lists((tiles.block_q, tiles.block_kv), lists)
+                else:
+                    after += ", and stores dq of those that one block of keys alone sees"
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
         assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
         grid = spec.grid(extent, tiles)
@@ -399,7 +405,8 @@ class Writer:
             **self.call.rows.flags,
             page_rows=_page_rows(self.call, spec),
             aligned=spec.aligned and strides.are_aligned(self.call),
-            lists=lists is not None and not writes_lists,
+            lists=lists is not None and spec.lists != "",
+            singles=singles is not None,
             dropout=spec.scores and problem.dropout > 0 and not writes_lists,
             count_tiles=spec.scores and "tiles_visited" in self.named and not writes_lists,
             functions=functions,
@@ -441,7 +448,7 @@ class Writer:
         why = partial(registry.reason, choice, request, before, after)
         self.steps.append(step_of(launch, self.scratch, why))
 
-    def _add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
+    def add_lists(self, blocks: tuple[int, int], lists: Lists) -> None:
         """Add the kernels that write lists for a kernel with these tiles."""
         self.add("lists", Extent(lists.word_count, 0, 1), blocks=blocks, lists=lists)
         if lists.ordered:

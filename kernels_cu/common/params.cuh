@@ -55,7 +55,7 @@ struct Params {
   Operand delta;
   // float32 sums of dq that several blocks add to, in groups of 8 rows: (lead..., H, rows, columns
   // in units of 16). col is the distance of a thread's elements, 32 or 1: the layouts are those of
-  // warp/fragment_product.cuh and sm90/warpgroup_gradient.cuh.
+  // warp/fragment_product.cuh and sm90/warpgroup_dq.cuh.
   Operand dq_accum;
   // float32 scales of codes, whose own strides count bytes; col is the distance of groups of
   // columns, 0 if there is one (cache_row.cuh). A cache has none of queries.

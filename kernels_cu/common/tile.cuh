@@ -27,6 +27,13 @@ struct KeyRange {
   long long low, high;
 };
 
+// What a query sees of a block of MASK_BLOCK keys: whether any, and if so from the first key to the
+// last one, which may lie beyond the block.
+struct BlockKeys {
+  bool some;
+  int low, high;
+};
+
 // Values that score mods use and that are the same for all pairs of a head.
 struct HeadConstants {
   accum_t x[NUM_HEAD_CONSTANTS];
@@ -41,6 +48,7 @@ constexpr bool MAY_MASK = HAS_MASK || CHANGES_SCORES;
 // Generated from the expressions of masks and scores; each is defined if its flag is set.
 __device__ bool mask_allows(const Params& p, const Site& at);
 __device__ KeyRange mask_range(const Params& p, const Site& at);
+__device__ BlockKeys mask_block(const Params& p, const Site& at);  // at the block's first key
 __device__ int tile_class(const Params& p, const TileBox& at);
 __device__ HeadConstants score_head_constants(const Params& p, const Site& at);
 __device__ accum_t score_mod(const Params& p, const HeadConstants& constants, accum_t score,
@@ -67,10 +75,23 @@ __device__ __forceinline__ TileBox describe_tile(const layout::Entry& entry, lon
                  j0 + nj - 1, entry.len_q, entry.len_k, entry.start_q, entry.start_k};
 }
 
+// Where HAS_LISTS, bits 0 and 1: whether the tile that begins with a query and a key is not EMPTY,
+// and is FULL.
+__device__ __forceinline__ unsigned int listed_bits(const Params& p, long long b, long long h,
+                                                    long long i, long long j) {
+  using namespace tile_lists;
+  const Table& lists = table(p);
+  const int of_query = static_cast<int>(i) / BLOCK_Q, of_key = static_cast<int>(j) / BLOCK_KV;
+  const bool of_keys = lists.shape[OF_KEYS] != 0;
+  const int tile = (of_keys ? of_query : of_key) >> static_cast<int>(lists.shape[SHIFT]);
+  const ClassWord word = words_of(p, b, h, of_keys ? of_key : of_query)[tile / TILES];
+  return (word.nonempty >> tile % TILES & 1) | (word.full >> tile % TILES & 1) << 1;
+}
+
 // EMPTY, PARTIAL or FULL. All threads of the block call it together and get the same answer.
 __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box) {
   if constexpr (HAS_LISTS) {
-    const unsigned int bits = tile_lists::bits_of(p, box.b, box.h, box.i_low, box.j_low);
+    const unsigned int bits = listed_bits(p, box.b, box.h, box.i_low, box.j_low);
     return bits == 0 ? EMPTY : bits == 1 ? PARTIAL : FULL;
   } else if constexpr (HAS_MASK) {
     return tile_class(p, box);

@@ -21,6 +21,10 @@ constexpr int ENTRIES = 0, HEADS = 1, ROWS = 2, WORDS = 3, OF_KEYS = 4, SHIFT = 
 // their entries and heads.
 constexpr int ORDERS = 6, ORDER_ENTRIES = 4, ORDER_HEADS = 5;
 constexpr int EACH = 7;  // neighbouring heads that share a list
+// Where HAS_SINGLES: where the words begin, in bytes, of which a bit says whether one block of keys
+// alone sees a tile of queries, and the queries of a tile. Its dq is whole after one product, and
+// needs no sum in memory. An entry's list has as many words as a row; single_tiles.cu writes them.
+constexpr int SINGLES = 6, SINGLE_QUERIES = 7;
 
 __device__ __forceinline__ const Table& table(const Params& p) { return p.tables[NUM_TABLES - 1]; }
 
@@ -46,15 +50,25 @@ __device__ __forceinline__ const int* order_of(const Params& p, long long b, lon
                                       list_of(lists, h) * lists.strides[ORDER_HEADS]);
 }
 
-// Bits 0 and 1: whether the tile that begins with a query and a key is not EMPTY, and is FULL.
-__device__ __forceinline__ unsigned int bits_of(const Params& p, long long b, long long h,
-                                                long long i, long long j) {
+// Where HAS_SINGLES: the words of an entry's head.
+__device__ __forceinline__ const unsigned int* singles_of(const Params& p, long long b,
+                                                          long long h) {
   const Table& lists = table(p);
-  const int of_query = static_cast<int>(i) / BLOCK_Q, of_key = static_cast<int>(j) / BLOCK_KV;
-  const bool of_keys = lists.shape[OF_KEYS] != 0;
-  const int tile = (of_keys ? of_query : of_key) >> static_cast<int>(lists.shape[SHIFT]);
-  const ClassWord word = words_of(p, b, h, of_keys ? of_key : of_query)[tile / TILES];
-  return (word.nonempty >> tile % TILES & 1) | (word.full >> tile % TILES & 1) << 1;
+  const int entry = lists.shape[ENTRIES] > 1 ? static_cast<int>(b) : 0;
+  const int list = entry * static_cast<int>(lists.shape[HEADS]) + list_of(lists, h);
+  return reinterpret_cast<const unsigned int*>(lists.data + lists.strides[SINGLES]) +
+         list * static_cast<int>(lists.shape[WORDS]);
+}
+
+__device__ __forceinline__ int single_queries(const Params& p) {
+  return static_cast<int>(table(p).strides[SINGLE_QUERIES]);
+}
+
+// Whether one block of keys alone sees the tile of a query.
+__device__ __forceinline__ bool is_single(const Params& p, const unsigned int* singles,
+                                          long long i) {
+  const int tile = static_cast<int>(i) / single_queries(p);
+  return (singles[tile / TILES] >> tile % TILES & 1) != 0;
 }
 
 }  // namespace tile_lists

@@ -12,6 +12,7 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/grid.cuh"
 #include "../common/layout.cuh"
+#include "../common/tile_lists.cuh"
 
 namespace {
 
@@ -33,6 +34,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   ptx::launch_dependents();
   if (work.idle) return;
   const long long i0 = work.block * BLOCK_Q, length = work.entry.len_q;
+  const unsigned int* singles = nullptr;
+  if constexpr (HAS_SINGLES) {  // tiles whose dq has been stored
+    singles = tile_lists::singles_of(p, work.entry.b, work.head);
+    bool stored = true;
+#pragma unroll 1
+    for (long long i = i0; i < i0 + BLOCK_Q && i < length; i += tile_lists::single_queries(p)) {
+      stored = stored && tile_lists::is_single(p, singles, i);
+    }
+    if (stored) return;
+  }
   const float* const sums = reinterpret_cast<const float*>(p.dq_accum.data) +
                             layout::grouped_offset(p.dq_accum, work.entry, work.head) +
                             i0 * p.dq_accum.row;
@@ -43,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int n = threadIdx.x; n < BLOCK_Q * UNITS; n += THREADS) {
     const int unit = n / GROUP % UNITS, row = n / (GROUP * UNITS) * GROUP + n % GROUP;
     if (i0 + row >= length) continue;
+    if (HAS_SINGLES && tile_lists::is_single(p, singles, i0 + row)) continue;
     // The units of 16 columns of a group follow each other, then comes the next group. Four lanes
     // accumulated a row, four numbers each, which are adjacent or 32 apart.
     const bool adjacent = p.dq_accum.col == 1;

@@ -7,7 +7,8 @@
 // result does not depend on the order in which blocks run. With ATOMIC_DQ the kernel also
 // multiplies dS and the keys, and adds the product to float32 sums of dq, which are 0 at first, by
 // atomic additions in the order in which blocks run; backward_dq_rows.cu converts the sums. Where
-// WHOLE_DQ, a block has all keys of a head, and stores dq, which is whole after one product.
+// WHOLE_DQ, a block has all keys of a head, or HAS_SINGLES, all that a tile sees, it stores that
+// dq.
 //
 // A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
 // loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
@@ -22,9 +23,8 @@
 // alternate, so that the other one runs ahead.
 //
 // The consumer is one body. Split into functions over structs of its registers, the same steps took
-// up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
-// single steps change the machine code of some types and heads. Changes, of backward_order.cuh too,
-// are measured by `cupyflash bench --pass backward --variant full`.
+// up to 3 % longer on an H100 for causal rows with heads of 128; functions or lambdas for steps
+// change the machine code of some types. `cupyflash bench --pass backward --variant full` measures.
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
 // backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed: that of
@@ -33,9 +33,8 @@
 #include "../common/params.cuh"
 #include "../ptx/grid.cuh"
 #include "backward_order.cuh"
-#include "backward_producer.cuh"
-#include "backward_storage.cuh"
 #include "ds_scale.cuh"
+#include "warpgroup_dq.cuh"
 #include "warpgroup_gradient.cuh"
 
 namespace {
@@ -44,8 +43,8 @@ using backward_producer::FUSE_SCORE_EXP;
 using backward_producer::STATISTICS_PROVE_FINITE;
 using fragment_gradient::DsScale;
 using warpgroup::make_smem_desc;
+using warpgroup_dq::write_dq;
 using warpgroup_gradient::ColumnShare;
-using warpgroup_gradient::write_dq;
 using namespace backward_order;
 
 // A consumer's queries of a tile, and the scores of a thread in each of its two rows.
@@ -78,8 +77,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   unsigned int tile_number = 0;  // the use of the pipelines
   unsigned long long visited = 0;
 
-  // The product for dq must not read non-finite keys. Where dq is deferred it reads a copy of the
-  // keys without them; otherwise they are set to 0 for this product, and loaded again.
+  // The product for dq must not read non-finite keys. Where dq is deferred it reads a copy without
+  // them; otherwise they are set to 0 for this product, and loaded again.
   unsigned int dq_keys = smem.k.address(0);
   bool has_nonfinite_keys = false;
 
@@ -346,7 +345,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // -- dq, and what is left of dv and dk
       const bool clears_keys = MASKS && !DEFER_DQ && has_nonfinite_keys;
       if (clears_keys && !ONE_CONSUMER) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
-      float* const dq_gmem = span.dq_of(p, first_query(tile));
+      float* const dq_gmem = span.dq_of(p, tile);
+      const int dq_rows = HAS_SINGLES && span.is_single(tile) ? ni + STORES_DQ : ni;
       float dq[2][DQ_COLUMNS];
       const int dq_slab = SHARE_KEYS ? k_share.slab : ALTERNATE_DQ ? 0 : index;
       const warpgroup::SmemDesc stored_ds = ds_desc(ds_stage);
@@ -357,7 +357,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const auto add_dq = [&](int slab) {
         ptx::fence_accumulator(dq);
         if constexpr (IS_FLOAT16) matmul::scale(dq, DsScale{of_ds}.inverse());
-        write_dq(p, dq, dq_gmem, slab * warpgroup::SLAB_COLUMNS, k_share.begin, ni);
+        write_dq(p, dq, dq_gmem, slab * warpgroup::SLAB_COLUMNS, k_share.begin, dq_rows);
       };
       if constexpr (!DEFER_DQ) ptx::wgmma_fence();
       if constexpr (ATOMIC_DQ && !DQ_AFTER_DK) issue_dq(dq, stored_ds, dq_slab);
@@ -374,7 +374,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           accumulate_deferred_dq(0, ColumnShare<D>::SLABS, false);
         }
         deferred_gmem = dq_gmem;
-        deferred_rows = ni;
+        deferred_rows = dq_rows;
       } else if constexpr (ATOMIC_DQ && ONE_CONSUMER) {
         ptx::wgmma_wait<0>();  // dq takes the registers of P and dS
         ptx::fence_accumulator(dv);
@@ -415,14 +415,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 #pragma unroll 1
     for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
          tile = next_tile(index_of(tile) + 1), ++tile_number) {
-      warpgroup_gradient::clear_dq(p, span, seen, index_of(tile));
+      warpgroup_dq::clear_dq(p, span, seen, index_of(tile));
       if (SPLIT_FULL_TILES && lanes_agree(class_of(tile) == FULL && index_of(tile) < whole)) {
         step(tile, warpgroup::Bool<false>());
       } else {
         step(tile, warpgroup::Bool<true>());
       }
     }
-    warpgroup_gradient::clear_dq(p, span, seen, span.end);
+    warpgroup_dq::clear_dq(p, span, seen, span.end);
     ptx::mbarrier_arrive(shared.span_pipeline.empty_barrier(n));
   }
 

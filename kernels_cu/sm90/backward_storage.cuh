@@ -39,6 +39,10 @@ constexpr bool DEFER_DQ = HAS_WHOLE_TILES && !ONE_CONSUMER;
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
+constexpr int STORES_DQ = 256;  // where HAS_SINGLES: added to a tile's queries whose dq is stored
+static_assert(!HAS_SINGLES || (HAS_LISTS && ATOMIC_DQ && !WHOLE_DQ && !HAS_PARTS && !PACKED),
+              "HAS_SINGLES");
+
 constexpr int STAGES = 2;  // of tiles of q and do, and of spans
 // Of dS. One consumer multiplies each before the next one is stored.
 constexpr int DS_STAGES = ONE_CONSUMER ? 1 : STAGES;
@@ -78,15 +82,25 @@ struct Span {
   long long h;
   memory::RowStatistic lse, delta;
   float* dq_accum;  // row 0; where WHOLE_DQ, of dq, whatever its type
+  char* dq;         // row 0, where HAS_SINGLES
   warpgroup::TmaHead q, d_out;
   // Indices of tiles; from `whole` on rows are missing, or keys, if ONE_CONSUMER.
   int first, end, whole;
   unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
   unsigned int full[CONSUMER_WARPS];
+  unsigned int single[CONSUMER_WARPS];  // where HAS_SINGLES: of which no other block has pairs
 
-  // Row `first` of what dq is added or stored to.
-  __device__ __forceinline__ float* dq_of(const Params& p, long long first) const {
-    if constexpr (WHOLE_DQ) {
+  // Whether the tile's dq is stored.
+  __device__ __forceinline__ bool is_single(TileRef tile) const {
+    const int n = index_of(tile) - first;
+    return (single[n / 32] >> n % 32 & 1) != 0;
+  }
+  // Where a tile's dq is added or stored to.
+  __device__ __forceinline__ float* dq_of(const Params& p, TileRef tile) const {
+    const long long first = first_query(tile);
+    if (HAS_SINGLES && is_single(tile)) {
+      return reinterpret_cast<float*>(fragment_product::dq_row(p, dq, first));
+    } else if constexpr (WHOLE_DQ) {
       return reinterpret_cast<float*>(
           fragment_product::dq_row(p, reinterpret_cast<char*>(dq_accum), first));
     } else {
@@ -106,6 +120,10 @@ struct Span {
     // warps.
     const int index = first + static_cast<int>(threadIdx.x);
     const TileRef tile = tile_ref(index < end ? index : end - 1, 0);
+    unsigned int warp_single = 0;
+    if constexpr (HAS_SINGLES) {
+      warp_single = tile_lists::singles_of(p, entry.b, h)[index_of(tile) / tile_lists::TILES];
+    }
     int tile_class = tile::classify_tile(p, box_of(tile, j0, nj));
     if (index >= end) tile_class = EMPTY;
     const unsigned int warp_nonempty = ptx::ballot(tile_class != EMPTY);
@@ -113,6 +131,7 @@ struct Span {
     if (ptx::lane_index() == 0) {
       nonempty[threadIdx.x / ptx::WARP_SIZE] = warp_nonempty;
       full[threadIdx.x / ptx::WARP_SIZE] = warp_full;
+      if constexpr (HAS_SINGLES) single[threadIdx.x / ptx::WARP_SIZE] = warp_single;
     }
   }
 
@@ -372,11 +391,15 @@ __device__ __forceinline__ void publish_span(const Params& p, SharedStorage& sha
                        memory::row_statistic(p.lse, entry, h),
                        memory::row_statistic(p.delta, entry, h),
                        dq_of(p, entry, h),
+                       HAS_SINGLES ? p.dq.data + layout::offset(p.dq, entry, h, false) *
+                                                     fragment_product::dq_bytes(p)
+                                   : nullptr,
                        warpgroup::TmaHead(p.q, entry, h),
                        warpgroup::TmaHead(p.d_out, entry, h),
                        static_cast<int>(first),
                        HAS_MASK ? end : tiles,
                        ONE_CONSUMER && shared.nj < BLOCK_KV ? 0 : whole,
+                       {},
                        {},
                        {}};
     if (!HAS_PARTS || threadIdx.x == 0) span = made;

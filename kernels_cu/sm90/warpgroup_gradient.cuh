@@ -1,6 +1,6 @@
 // One tile of the backward by warpgroups: a consumer's columns, probabilities and dS in registers,
-// dS in shared memory, sums of dq in global memory, non-finite operands, and the stores of dk and
-// dv. The twin of reference/cpu/gradient_tile.py for backward_sm90_dkdv.cu.
+// dS in shared memory, non-finite operands, and the stores of dk and dv; warpgroup_dq.cuh has those
+// of dq. The twin of reference/cpu/gradient_tile.py for backward_sm90_dkdv.cu.
 //
 // A tile of scores has keys as rows and queries as columns; a thread has two rows of it.
 #pragma once
@@ -180,76 +180,6 @@ __device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS
     const unsigned int from[4] = {words[0][n], words[1][n], words[0][n + 1], words[1][n + 1]};
     ptx::stmatrix_x4((tile_address + offset) ^ 16 * n, from);
   }
-}
-
-// -- sums of dq in global memory ------------------------------------------------------------------
-
-// Adds the columns from `column` on of a tile's 64 queries, except columns before `begin`. `valid`
-// queries exist.
-template <int COLUMNS>
-__device__ __forceinline__ void atomic_add_dq(const float (&dq)[2][COLUMNS], float* dq_accum_gmem,
-                                              int column, int begin, int valid) {
-  const int row = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16;
-  float* const lane_gmem = dq_accum_gmem + fragment_product::sum_offset<D>(row, column) +
-                           ptx::lane_index() * fragment_product::LANE_STEP;
-#pragma unroll
-  for (int n = 0; n < COLUMNS; n += 4) {
-    if (column + 4 * n >= fragment::whole_columns(D)) break;
-    if (column + 4 * n < begin) continue;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (row + 8 * r >= valid) break;
-      fragment_product::add_four(lane_gmem + r * fragment_product::GROUP_SIZE<D> + n / 4 * 128,
-                                 &dq[r][n]);
-    }
-  }
-}
-
-// -- whole rows of dq -----------------------------------------------------------------------------
-
-// Where WHOLE_DQ: stores the same columns of a tile's dq, times the scale, to rows of dq that begin
-// at row_gmem.
-template <int COLUMNS>
-__device__ __forceinline__ void store_dq(const Params& p, const float (&dq)[2][COLUMNS],
-                                         char* row_gmem, int column, int begin, int valid) {
-  const int row =
-      threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16 + fragment::lane_row();
-  const float scale = static_cast<float>(p.scale);
-#pragma unroll
-  for (int n = 0; n < COLUMNS; n += 2) {
-    const int first = column + 8 * (n / 2) + fragment::lane_column();
-    if (column + 4 * n >= D) break;
-    if (column + 4 * n < begin) continue;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (row + 8 * r >= valid) break;
-      fragment_product::store_pair(p, row_gmem, row + 8 * r, first, dq[r][n] * scale,
-                                   dq[r][n + 1] * scale);
-    }
-  }
-}
-
-// Stores dq, or adds it to the sums.
-template <int COLUMNS>
-__device__ __forceinline__ void write_dq(const Params& p, const float (&dq)[2][COLUMNS],
-                                         float* to_gmem, int column, int begin, int valid) {
-  if constexpr (WHOLE_DQ) {
-    store_dq(p, dq, reinterpret_cast<char*>(to_gmem), column, begin, valid);
-  } else {
-    atomic_add_dq(dq, to_gmem, column, begin, valid);
-  }
-}
-
-// Where WHOLE_DQ: sets to 0 the dq of queries of EMPTY tiles, which are those from `seen` up to
-// `end`. All consumer threads call it together.
-__device__ __forceinline__ void clear_dq(const Params& p, const backward_storage::Span& span,
-                                         int& seen, int end) {
-  if constexpr (!WHOLE_DQ || !HAS_MASK) return;
-  const long long rows = static_cast<long long>(end) * BLOCK_Q, len_q = span.entry.len_q;
-  fragment_product::clear_dq<CONSUMER_THREADS>(p, reinterpret_cast<char*>(span.dq_accum),
-                                               static_cast<long long>(seen) * BLOCK_Q,
-                                               rows < len_q ? rows : len_q);
-  seen = end + 1;
 }
 
 // -- non-finite operands --------------------------------------------------------------------------

@@ -102,6 +102,40 @@ __device__ __forceinline__ int distance(long long position, long long first) {
   return position - first < BLOCK_KV ? static_cast<int>(position - first) : BLOCK_KV;
 }
 
+__device__ constexpr int common_divisor(int a, int b) {
+  return b == 0 ? a : common_divisor(b, a % b);
+}
+// Keys of the blocks of which a query sees one range, of a thread with so many columns.
+__device__ constexpr int block_of(int columns) {
+  return MASK_BLOCK == 0 ? 0 : common_divisor(MASK_BLOCK, 4 * columns);
+}
+constexpr int SMALLEST_BLOCK = 32;  // for which to solve for the range takes less than its pairs
+
+// The mask bits of a thread's columns in row r of a PARTIAL tile, where a query sees a range of
+// each block of keys.
+template <int COLUMNS>
+__device__ __forceinline__ unsigned int blocks_of_row(const Params& p, const TileBox& box,
+                                                      const Pairs& pairs, int r) {
+  constexpr int EACH = block_of(COLUMNS);
+  static_assert(BLOCK_KV % (4 * COLUMNS) == 0, "blocks begin where tiles and parts of them do");
+  const int start = static_cast<int>(box.j_low) + fragment::warp_key();
+  const int own = start + fragment::lane_column();  // the thread's first key
+  unsigned int found = 0;
+#pragma unroll
+  for (int n = 0; n < 4 * COLUMNS / EACH; ++n) {
+    Site at = pairs.nearest<false>(box, r, 0);
+    at.j = start + n * EACH;
+    const BlockKeys keys = mask_block(p, at);
+    const int first = start + n * EACH, last = first + EACH - 1;
+    // Ends far away are brought near, so that no difference leaves 32 bits.
+    const int high =
+        keys.some ? matmul::larger(first - 1, tile::smaller(keys.high, last)) : first - 1;
+    const int low = tile::smaller(matmul::larger(keys.low, first), last + 1);
+    found |= columns_to(high - own) & ~columns_to(low - 1 - own);
+  }
+  return found;
+}
+
 // Evaluates the mask: bit n of mask[r] is set if the pair of element (r, n) exists and is not
 // masked. If the mask is a range of keys, the range is computed once a row, without a branch, so
 // that rows overlap; else mask_allows is instantiated for AT_ONCE columns. Returns whether any pair
@@ -134,7 +168,12 @@ __device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& bo
   }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) mask[r] = columns_to(high[r]) & ~columns_to(low[r] - 1);
-  if constexpr (HAS_MASK && !HAS_RANGE) {
+  if constexpr (HAS_MASK && !HAS_RANGE && block_of(COLUMNS) >= SMALLEST_BLOCK) {
+    if (tile_class == PARTIAL) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) mask[r] &= blocks_of_row<COLUMNS>(p, box, pairs, r);
+    }
+  } else if constexpr (HAS_MASK && !HAS_RANGE) {
     if (tile_class == PARTIAL) {
 #pragma unroll AT_ONCE
       for (int n = 0; n < COLUMNS; ++n) {

@@ -27,7 +27,7 @@ from .calls import Bound
 from .float_modes import compiled
 from .shares import OF, Scratch, Share, emit_begin, functions
 
-AWAKE = 2_000_000  # nanoseconds
+AWAKE = 300_000  # nanoseconds
 _POLLS = 16  # looks between two offers of the core to other threads
 _PATIENCE = 4096  # looks of the caller for helpers that have come, before it offers its core
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,10 +161,15 @@ def test_a_call_that_takes_long_can_be_interrupted_between_its_chunks(monkeypatc
     assert len(shares) == 1
 
 
-def run(program: str) -> str:
+def run(program: str, folder: Path) -> str:
     code = "import os, time, threading\nimport numpy as np\nimport cupyflash\n" + program
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -173,13 +179,13 @@ PROBLEM = "x = np.random.default_rng(0).standard_normal((3, 2, 8, 200, 64), np.f
 
 
 @pytest.mark.parametrize("pause", ["", "time.sleep(0.05)"], ids=["awake", "asleep"])
-def test_a_process_ends_while_helpers_wait(pause):
+def test_a_process_ends_while_helpers_wait(tmp_path, pause):
     program = f"print(sum(cupyflash.attention(*x).shape[0] for _ in range(3)))\n{pause}"
-    assert run(PROBLEM + program) == "6\n"
+    assert run(PROBLEM + program, tmp_path) == "6\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_has_helpers_of_its_own():
+def test_a_forked_child_has_helpers_of_its_own(tmp_path):
     program = """
 from cupyflash.reference.cpu import team
 import ctypes
@@ -194,4 +200,4 @@ if not child:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 assert np.array_equal(cupyflash.attention(*x), wanted)
 """
-    assert run(PROBLEM + program) == "0\n"
+    assert run(PROBLEM + program, tmp_path) == "0\n"

@@ -78,7 +78,9 @@ def test_what_may_begin_early_waits(spec):
         for written in ("records[", "cursor.next()", "begin_queries(", "p.k_new"):
             assert written not in before
         # It lets the next grid begin when it may read itself what the one before has read.
-        assert "ptx::launch_dependents();" in (before if spec.part == "join" else after)
+        assert "ptx::launch_dependents();" in (
+            before if spec.part in ("join", "singles") else after
+        )
 
 
 def test_who_begins_beside_shared_keys_waits_for_them_at_its_end():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 
 import ml_dtypes
@@ -235,6 +236,153 @@ def test_blocks_of_keys_begin_with_the_first_span_that_is_listed(heads, by_head,
     dk = found[1][0].astype(np.float32)
     assert np.abs(dk[:, :384]).max(-1).all()
     assert not dk[:, 384:].any()
+
+
+SINGLE_MASKS = {
+    "documents": MASKS["documents"],
+    "by head": MASKS["documents"] & masks.mask(lambda b, h, i, j: (h != 1) | (j < 64)),
+    "by entry": masks.chosen(
+        [[[[0, 1], [1, -1], [1, -1]]], [[[0, -1], [0, 2], [1, -1]]]], (128, 128)
+    ),
+}
+
+
+class Marking(Emulator):
+    """An emulator that keeps what the kernel of marks has read and written, as words."""
+
+    lists = words = None
+
+    def _launch(self, made, addresses):
+        super()._launch(made, addresses)
+        if made.special.spec.part == "singles":
+            begin, size = addresses["tiles of keys"], self.lists.array.nbytes
+            self.words = np.frombuffer(ctypes.string_at(begin, size), np.uint32)
+
+
+def backward_by(how, q, k, v, out, lse, mask, listed, monkeypatch):
+    """Return an emulator, and gradients for which dq of single tiles is stored or summed."""
+    listed("1")
+    monkeypatch.setattr(tile_lists, "LARGE_SUMS", {"summed": 2**60, "stored": 0}[how])
+    call = validate.call(q, k, v, Options(mask=mask))
+    do = np.random.default_rng(5).standard_normal(out.shape).astype(q.dtype)
+    made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
+    if q.shape[-1] == 40:  # rows that are not aligned
+        made = made._replace(dq=np.full((*q.shape[:-1], 41), np.nan, q.dtype)[..., :40])
+    emulator = Marking(Blocks(hopper=True), REVERSE)
+    find = tile_lists.with_singles
+
+    def with_singles(*arguments):
+        emulator.lists = find(*arguments)
+        return emulator.lists
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tile_lists, "with_singles", with_singles)
+        workspace = np.full(emulator.workspace_size(call), 0xFF, np.uint8)  # sums of NaN
+        emulator.backward(call, do, out, lse, None, made, workspace)
+    return emulator, made[:3]
+
+
+def marks_of(call, lists):
+    """Whether one block of keys alone sees a tile of queries, of each entry and head."""
+    len_q, len_k = call.problem.len_q, call.problem.len_k
+    block_kv, count = 128, -(-len_q // lists.single_queries)
+    i = np.arange(count) * lists.single_queries
+    j = np.arange(lists.rows)[:, None] * block_kv
+    ends = {
+        "i_low": i, "i_high": np.minimum(i + lists.single_queries, len_q) - 1,
+        "j_low": j, "j_high": np.minimum(j + block_kv, len_k) - 1, "len_q": len_q, "len_k": len_k,
+    }  # fmt: skip
+    for b, h in np.ndindex(lists.entries, lists.heads):
+        more = {"b": b, "h": h * lists.each}
+        symbols = {name: np.asarray(x) for name, x in (ends | more).items()}
+        classes = tile_classes(trees(call).classes, symbols, "gpu")
+        yield (np.broadcast_to(classes, (lists.rows, count)) != EMPTY).sum(0) == 1
+
+
+@emulated
+@mostly_thorough(
+    ("dtype", "d", "name"),
+    [
+        (BRAIN, 72, "documents"), (HALF, 24, "documents"), (BRAIN, 72, "by head"),
+        (HALF, 72, "by entry"), (HALF, 160, "documents"), (BRAIN, 40, "documents"),
+    ],
+    quick=[(BRAIN, 72, "by head"), (HALF, 24, "documents")],
+    why="other heads and lists",
+)  # fmt: skip
+def test_dq_of_tiles_that_one_block_of_keys_alone_sees_is_stored(
+    listed, monkeypatch, dtype, d, name
+):
+    q, k, v = draw(dtype, d)
+    mask = SINGLE_MASKS[name]
+    listed("1")
+    out, lse, _ = forward(q, k, v, Blocks(hopper=True), mask=mask)
+    summed, without = backward_by("summed", q, k, v, out, lse, mask, listed, monkeypatch)
+    stored, marked = backward_by("stored", q, k, v, out, lse, mask, listed, monkeypatch)
+    assert summed.words is None
+    lists = stored.lists
+    assert lists.heads == (4 if name == "by head" else 1)
+    assert lists.entries == (2 if name == "by entry" else 1)
+    for one, other in zip(without, marked, strict=True):
+        assert np.isfinite(one.astype(np.float32)).all()
+        assert same_bits(one, other)
+    if d <= 128:  # blocks of wide heads have fewer keys
+        call = validate.call(q, k, v, Options(mask=mask))
+        found = [sum(int(x) << n for n, x in enumerate(bits)) for bits in marks_of(call, lists)]
+        words = stored.words[-lists.single_words :]
+        assert words.tolist() == found
+        assert all(0 < x < 2**6 - 1 for x in found)
+
+
+@pytest.mark.thorough("a result in float32, which pieces of a call have")
+@emulated
+def test_stored_dq_of_a_piece_is_in_float32(listed, monkeypatch):
+    q, k, v = draw(BRAIN)
+    whole = validate.call(q, k, v, Options(mask=MASKS["documents"]))
+    piece = Piece(range(70, 330), range(40, 300), True, True)
+    arrays = part(q, piece.rows), part(k, piece.keys), part(v, piece.keys)
+    call, found = call_of(whole, piece, *arrays, None), []
+    out, lse = np.full(call.q.shape, np.nan, np.float32), np.zeros(call.q.shape[:-1], np.float32)
+    listed("1")
+    Emulator(Blocks(hopper=True), REVERSE).forward_piece(call, (out, lse), True)
+    for large in (2**60, 0):
+        monkeypatch.setattr(tile_lists, "LARGE_SUMS", large)
+        do = np.random.default_rng(5).standard_normal(out.shape).astype(BRAIN)
+        grads = Gradients(*(np.full(x.shape, np.nan, np.float32) for x in arrays))
+        emulator = Emulator(Blocks(hopper=True), REVERSE)
+        emulator.backward_piece(call, do, out.astype(BRAIN), lse, None, grads, True)
+        found.append(grads[:3])
+    for one, other in zip(*found, strict=True):
+        assert np.isfinite(one).all()
+        assert same_bits(one, other)
+
+
+def test_dq_is_stored_where_its_sums_outgrow_the_cache():
+    mask, large = masks.segments(np.arange(16384) // 64) & masks.causal(), (2, 16, 16384, 128)
+    made = route_of(mask, backward=True, shape=large)
+    steps = {step.part: step for step in made.steps}
+    assert list(steps) == ["lists", "singles", "delta", "dkdv", "dq_rows"]
+    assert [x for x, step in steps.items() if step.special.singles] == ["delta", "dkdv", "dq_rows"]
+    assert steps["singles"].grid == 8  # of 32 tiles of 64 queries
+    held = made.recipe.scratch["tiles of keys"]
+    assert held.shape == (128 * 8 * 2 + 8,)
+    assert tile_lists.most_scratch(made.call, H200)["dkdv"].nbytes >= held.nbytes
+    assert "stores dq of those that one block of keys alone sees" in steps["dkdv"].reason
+    smaller = route_of(mask, backward=True, shape=(1, 16, 16384, 128))
+    assert [step.part for step in smaller.steps] == ["delta", "lists", "dkdv", "dq_rows"]
+    assert not any(step.special.singles for step in smaller.steps)
+    assert smaller.recipe.scratch["tiles of keys"].shape == (128 * 8 * 2,)
+
+
+def test_other_calls_sum_dq():
+    large = 2, 16, 16384, 128
+    of_numbers = masks.mask(lambda b, h, i, j: (j <= i) & ((j < 9) | (i < j + 99)))
+    made = route_of(of_numbers, backward=True, shape=large)
+    assert [step.part for step in made.steps] == ["delta", "lists", "dkdv", "dq_rows"]
+    q, k = (np.empty((n, 16, 16384, 128), BRAIN) for n in (1, 2))
+    mask = masks.segments(np.arange(16384) // 64) & masks.causal()
+    call = validate.call(q, k, k, Options(mask=mask))
+    shared = route.of_gradients(call, H200)  # both entries add to the same sums
+    assert "singles" not in [step.part for step in shared.steps]
 
 
 def route_of(mask, backward=False, shape=(2, 16, 4096, 128), **options):

@@ -93,10 +93,10 @@ CORNERS = ("b", "h", "i_low", "i_high", "j_low", "j_high", "len_q", "len_k", "st
 
 
 def _structs() -> str:
-    """The declarations of Site and TileBox, as the kernels have them."""
+    """The declarations of Site, TileBox and BlockKeys, as the kernels have them."""
     text = source.flatten(("common/tile.cuh",))
     return "".join(
-        match[0] for name in ("Site", "TileBox", "HeadConstants")
+        match[0] for name in ("Site", "TileBox", "BlockKeys", "HeadConstants")
         for match in re.finditer(rf"^struct {name} \{{.*?^\}};\n", text, re.MULTILINE | re.DOTALL)
     )  # fmt: skip
 

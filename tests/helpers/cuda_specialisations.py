@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
+from kernel_options import BFLOAT16, MORE_OPTIONS, OPTIONS
 
-from cupyflash import lookup, masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import SCORE
@@ -43,28 +41,6 @@ SHARED_MEMORY = {
     "sm_121": 101376,
 }  # fmt: skip
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-IDS = np.zeros(24, np.int32)
-SLOPES = np.ones(4, np.float32)
-BIAS = np.zeros((4, 24, 24), np.float16)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"mask": masks.causal()},
-    "segments": {"mask": masks.segments(IDS) & masks.window(4, 0)},
-    "softcap": {"score_mod": scores.softcap(30.0)},
-    "alibi": {"mask": masks.causal(), "score_mod": scores.alibi(SLOPES)},
-    "bias": {"bias": BIAS, "dropout": 0.1, "seed": 1},
-    "everything": {
-        "mask": masks.causal(),
-        "bias": BIAS,
-        "dropout": 0.1,
-        "seed": 1,
-        "score_mod": scores.score(
-            lambda s, b, h, i, j: 2.0 * tanh(s) - lookup(SLOPES)[h] * abs(i - j)
-        ),
-    },
-}
-
 # Of backward_sm90_dkdv: sizes, options, and whether packed.
 HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
     ((128, 128), "plain", False), ((64, 64), "causal", False), ((96, 104), "everything", True),
@@ -85,7 +61,6 @@ SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
     ((64, 64), "pair bias", 512, 512),
     ((128, 128), "causal", 64, 64),
 ]
-MORE_OPTIONS: dict[str, dict[str, Any]] = {"pair bias": {"bias": BIAS}}
 _OF_BIAS = "backward_bias", "backward_tangent_bias"
 _OF_SECOND = "backward_simt_tangent_dkdv", "backward_simt_tangent_dq"
 
@@ -101,6 +76,7 @@ class Case(NamedTuple):
     # one may be "numbers", or "few" if it has so few leaves, or "whole" if a block has all of them.
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
     # Of gradients "parts", "whole dq", or "few keys" and more. "lists" if they are read or written,
+    # "singles" if tiles of one block of keys are marked in them,
     # "short" and the number of a row of `SHORT_ROWS`, or "tiles" and the type of a bias in them.
     cache: str = ""
 
@@ -323,6 +299,12 @@ def cases() -> list[Case]:
         ("backward_sm90_dkdv", BFLOAT16), ("forward_simt", dtypes[0]),
     ]:  # fmt: skip
         found.append(Case(kernel, dtype, (128, 128), "segments", False, "lists"))
+    found.append(Case("forward_sm90", BFLOAT16, (64, 64), "image", False))
+    for kernel, dtype in [
+        ("single_tiles", dtypes[0]), ("backward_delta", BFLOAT16),
+        ("backward_sm90_dkdv", BFLOAT16), ("backward_dq_rows", dtypes[2]),
+    ]:  # fmt: skip
+        found.append(Case(kernel, dtype, (128, 128), "segments", False, "singles"))
     for n, size in enumerate(((64, 64), (40, 72))):
         found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
     return found
@@ -422,7 +404,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
     resumes, parts = (case.cache == x for x in ("resumes", "parts"))
     whole_dq = case.cache.endswith("whole dq")
-    plain = "rows", "float8", "short", "tiles", "lists", "few keys"
+    plain = "rows", "float8", "short", "tiles", "lists", "singles", "few keys"
     held = "" if resumes or parts or whole_dq or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
@@ -457,7 +439,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         functions = generate(*given_trees, short=True, tangent=tangent, curve=curve).functions
     if not spec.slope:
         functions = dataclasses.replace(functions, has_dscore=False)
-    lists = case.cache == "lists"
+    lists, singles = case.cache in ("lists", "singles"), case.cache == "singles"
     if lists:  # the last table
         functions = dataclasses.replace(functions, num_tables=functions.num_tables + 1)
     blocks = (16, 64) if spec.part == "join" else None  # those of a decode kernel
@@ -484,6 +466,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         k_rows=case.cache.startswith("rows"),
         v_rows=case.cache.startswith("rows"),
         lists=lists and spec.lists != "",
+        singles=singles and spec.part != "singles",
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
         bias=case.cache.split()[1] if in_tiles else "",

@@ -57,6 +57,8 @@ def arithmetic(dtype: str, tensor_cores: bool = False) -> Arithmetic:
     if tensor_cores and dtype in ("float16", "bfloat16"):
         operand, operand_tiny, _ = STORED[dtype]
         return Arithmetic(unit, exp, tiny, largest, operand, operand_tiny, 8 * np.log(2), 2)
+    if dtype in ("float16", "bfloat16"):  # a CPU with AMX rounds weights to 16 bits
+        return Arithmetic(unit, exp, tiny, largest, 2.0**-16, tiny)
     return Arithmetic(unit, exp, tiny, largest)
 
 

@@ -98,6 +98,8 @@ simt/list_tiles.cu
     cuda/test_tile_lists.py: lists_have_the_classes_of_all_tiles_and_rows_in_order
 simt/order_tiles.cu
     cuda/test_tile_lists.py: lists_have_the_classes_of_all_tiles_and_rows_in_order
+simt/single_tiles.cu
+    cuda/test_tile_lists.py: dq_of_tiles_that_one_block_of_keys_alone_sees_is_stored 72-by
 simt/epilogue.cuh
     cuda/test_pieces.py: keys_join_the_result_before_them 0-simt 40
 sm80/decode_sm80.cu

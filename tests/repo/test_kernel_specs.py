@@ -253,7 +253,9 @@ OTHERS = {
     ),
     "bias": "bfloat16",
     "page_rows": 16,
-    "functions": Functions("", 4, 5, 6, True, True, True, True, True, 7, 8, True, 9, True, True),
+    "functions": Functions(
+        "", 4, 5, 6, True, True, True, True, True, 7, 8, 64, True, 9, True, True
+    ),
     "team": 2,
     "k_codes": FORMATS["int8"],
     "v_codes": FORMATS["int4"],

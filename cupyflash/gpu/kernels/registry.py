@@ -59,6 +59,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "sums": (rowwise.SUMS,),
     "lists": (simt.LIST_TILES,),
     "order": (simt.ORDER_TILES,),
+    "singles": (simt.SINGLE_TILES,),
     **{spec.part: (spec,) for spec in rowwise.OPERATIONS},
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}

@@ -21,7 +21,9 @@ ALL_ENTRIES = Tiles(block_q=1024, block_kv=0, threads=1024, shared_memory=0)  # 
 # instructions, where two rows of a lane take 150: so few warps are best, if an SM has enough that
 # wait for memory.
 DELTA_THREADS, WAITING_THREADS = (64, 128), 512
-FEW_ROWS = 32  # of a block where blocks of as many rows as results have are few
+# Rows of a block where blocks of as many rows as results have are few; there, sums of dq are small,
+# and no tile of queries is marked whose dq needs none (`tile_lists.with_singles`).
+FEW_ROWS = 32
 SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 # Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.

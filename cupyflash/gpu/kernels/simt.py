@@ -16,7 +16,7 @@ from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
 ANY_HEAD = 2**31 - 1
-LIST_THREADS, ORDER_THREADS = 128, 1024
+LIST_THREADS, ORDER_THREADS, SINGLE_THREADS = 128, 1024, 32
 ORDERED_AT_ONCE = 4096  # rows whose costs are in shared memory
 ANY_TILE = 64, 64
 STAGES = 2  # the two buffers of `Shape.stage`
@@ -195,6 +195,10 @@ def _configure_lists(request: Request) -> Tiles | None:
     return Tiles(*(request.blocks or ANY_TILE), threads=LIST_THREADS, shared_memory=0)
 
 
+def _configure_singles(request: Request) -> Tiles | None:
+    return Tiles(*(request.blocks or ANY_TILE), SINGLE_THREADS, shared_memory=0)
+
+
 def _configure_order(request: Request) -> Tiles | None:
     return Tiles(*(request.blocks or ANY_TILE), ORDER_THREADS, 4 * ORDERED_AT_ONCE)
 
@@ -291,6 +295,21 @@ ORDER_TILES = KernelSpec(
     chooses_tiles=True,
     configure=_configure_order,
     grid=grid.by_blocks,
+    sizes=(),
+    operands=(),
+    overlaps=True,
+)
+SINGLE_TILES = KernelSpec(
+    source="simt/single_tiles.cu",
+    part="singles",
+    computes="which tiles of queries one block of keys alone sees",
+    method="reads the lists",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
+    condition="dq of such tiles is stored, and the others' is summed in memory",
+    chooses_tiles=True,
+    configure=_configure_singles,
+    grid=grid.by_blocks,
+    scores=False,
     sizes=(),
     operands=(),
     overlaps=True,

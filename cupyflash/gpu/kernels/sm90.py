@@ -388,8 +388,8 @@ DKDV_TILES: dict[int, tuple[int, int]] = {128: (64, 128), 256: (64, 64)}
 # Keys of a block of one consumer, largest head that it has the registers for, and such blocks that
 # share an SM.
 FEW_KEYS_DKDV, FEW_KEYS_HEAD, FEW_KEYS_BLOCKS = 64, 128, 2
-DKDV_STORAGE_BYTES = 560  # in addition to operands, lse and delta
-DKDV_CONSUMER_BYTES = 128  # of these for each consumer
+DKDV_STORAGE_BYTES = 576  # in addition to operands, lse and delta
+DKDV_CONSUMER_BYTES = 160  # of these for each consumer
 _MAPS_BYTES = 7 * tma.BYTES  # of q, k, v, do, dk and dv, and what aligns them
 
 
@@ -493,6 +493,7 @@ DKDV = KernelSpec(
     packed_dq=True,
     parts=True,
     lists="keys",
+    stores_single=True,
     deals=True,
     overlaps=True,
     cost=_cost_of_dkdv,

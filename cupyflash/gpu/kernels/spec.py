@@ -366,6 +366,8 @@ class KernelSpec:
         that the first tile may be shorter.
     overlaps : bool
         Whether it waits for earlier launches itself, and so may begin while the last one ends.
+    stores_single : bool
+        Whether it can store the dq of tiles of queries that one block of keys alone sees.
     lists : {"", "queries", "keys"}
         Whether it can read lists of tiles, and of what blocks its rows of tiles are.
     deals : bool
@@ -414,6 +416,7 @@ class KernelSpec:
     ends_with_queries: bool = False
     overlaps: bool = False
     lists: str = ""
+    stores_single: bool = False
     deals: bool = False
     most_listed: int = 0
     cost: Callable[[Request, Tiles], Cost | None] = _unknown
