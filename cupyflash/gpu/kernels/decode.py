@@ -87,14 +87,14 @@ def are_whole(problem: Problem, block_q: int, device: Target, row: int) -> bool:
     return LEAF * leaves * row <= (WHOLE_BYTES if 2 * tasks > count else WHOLE_BYTES // 2)
 
 
-def warps_of_tasks(problem: Problem, block_q: int, device: Target) -> int:
+def warps_of_tasks(problem: Problem, block_q: int, device: Target, codes: bool) -> int:
     """Return how many warps each task is to have, a node of `NODE` keys for each; 0 if none.
 
     So it is where tasks, each with a warp for every node that there may be, are about as many as
-    fill all SMs at a time: no other kernel joins results then. This is about capacities, and no bit
-    depends on it.
+    fill all SMs at a time: no other kernel joins results then. It was not measured for a cache of
+    codes. This is about capacities, and no bit depends on it.
     """
-    if not problem.heads_kv or device.capability < OVERLAPS or problem.rows.shared:
+    if codes or not problem.heads_kv or device.capability < OVERLAPS or problem.rows.shared:
         return 0
     tasks, leaves = _tasks(problem, block_q), most_leaves(problem)
     nodes, room = -(-leaves * LEAF // NODE), WHOLE_WARPS * device.multiprocessors

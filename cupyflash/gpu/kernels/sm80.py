@@ -374,8 +374,8 @@ def nodes_tiles(request: Request, of_task: int) -> Tiles | None:
 
 def _configure_decode(request: Request) -> Tiles | None:
     problem = request.problem
-    of_task = decode.warps_of_tasks(problem, DECODE_ROWS, request.device)
-    if of_task and not request.has_codes:
+    of_task = decode.warps_of_tasks(problem, DECODE_ROWS, request.device, request.has_codes)
+    if of_task:
         tiles = nodes_tiles(request, of_task)
         if tiles is not None:
             return tiles
