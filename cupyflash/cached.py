@@ -252,7 +252,7 @@ def workspace_size_cached(
     Returns
     -------
     int
-        The number of bytes, which is 0 for NumPy arrays, and for small caches on a GPU.
+        The number of bytes, which is 0 for NumPy arrays, and where one kernel on a GPU does all.
 
     Raises
     ------

@@ -22,6 +22,7 @@ constexpr int THREADS = 256;
 constexpr int SHARED_BYTES = 65536;
 constexpr int RESIDENT_BLOCKS = 1;
 constexpr bool WHOLE = false;
+constexpr int WHOLE_TASKS = 0;
 constexpr bool ONE_TILE = false;
 constexpr int ROW_SHARERS = 1;
 constexpr int V_PARTS = 2;

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import masks
 from ..arrays.cuda_device import Target
 from ..problem.call import Array, Call
 from ..problem.rows import UNKNOWN
@@ -42,6 +44,7 @@ def forward(
     many. If the numbers of packed queries are on the device, both are launched, and each skips the
     entries of the other.
     """
+    call = _without_full_mask(call)
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     writer = Writer(call, target, arrays | {"out": (out, 3), "lse": (lse, 2)})
     if not wants_lse:
@@ -63,6 +66,21 @@ def forward(
         extent = writer.extent(writer.lead.sizes)._replace(differ=call.rows.differ)
         writer.add("forward", extent, choice=many, after=words if few is None else "")
     return writer.route(call, kernels.shared)
+
+
+def _without_full_mask(call: Call) -> Call:
+    """Return a call without its mask if that is the causal one and each entry has one query.
+
+    Such a query sees every key, and kernels without a mask know so before they have read lengths.
+    Where a decode kernel serves it, no bit depends on that. Those of many rows may have other tiles
+    without a mask, and keep it.
+    """
+    problem, mask = call.problem, call.mask
+    if mask is None or problem.whole is not None or problem.rows.known_q != 1:
+        return call
+    if group_of(problem) > decode.MOST_CACHED_ROWS:
+        return call
+    return replace(call, mask=None) if mask.structure == masks.causal().structure else call
 
 
 class Kernels(NamedTuple):
@@ -107,6 +125,7 @@ def _kernels(call: Call, request: Request, choice: Choice | None = None) -> Kern
 def scratch_of(call: Call, target: Target, kernels: Kernels | None = None) -> dict[str, ArraySpec]:
     """Return the scratch memory of a call with few queries, or over a cache."""
     if kernels is None:
+        call = _without_full_mask(call)
         arrays = {name: (getattr(call, name), 3) for name in "qkv"}
         kernels = _kernels(call, request_of(call, target, arrays))
     if kernels.few is None or kernels.few.tiles.whole:

@@ -170,6 +170,13 @@ class Specialisation:
                 "tiles.whole",
                 "whole",
             ),
+            _number(
+                "WHOLE_TASKS",
+                "Tasks of such a block whose nodes a warp each has, or 0.",
+                "tiles.whole_tasks",
+                "tasks",
+                TILES,
+            ),
             _is("ONE_TILE", "Whether the keys of every row are one tile.", "tiles.one_tile", "one"),
             _number(
                 "ROW_SHARERS",

@@ -70,7 +70,9 @@ class Cursor {
     return same;
   }
 
-  // The block's task, if it has a whole one.
+  // The level of the warp's units.
+  __device__ __forceinline__ int level() const { return level_; }
+  // The warp's task, if the block has whole ones.
   __device__ __forceinline__ const Task& own_task() const { return tasks_smem_.task[place_]; }
 
   __device__ __forceinline__ Leaf next() {
@@ -119,7 +121,9 @@ class Cursor {
     level_ = schedule.level;
     if constexpr (WHOLE) {
       begin_task(schedule.own_task());
-      const int units = own_task().units(p_, 0);
+      // Leaves if every warp has one at most, and else nodes.
+      if constexpr (WHOLE_NODES) level_ = own_task().units(p_, 0) > TASK_WARPS ? 1 : 0;
+      const int units = own_task().units(p_, level_);
       unit_ = index_ = tile::smaller(share_, units);
       end_ = units;
       if (unit_ < end_) begin_unit();

@@ -105,15 +105,16 @@ struct Results {
   }
 };
 
-// Joins the leaves that a block's warps hold, and writes the results of a task: a warp for each
-// row.
+// Joins the leaves, or nodes of a level, that a task's warps hold, and writes its results: a warp
+// for each row.
 __device__ __forceinline__ void write_rows(const Params& p, const Task& task, const Leaves& leaves,
-                                           accum_t scale) {
+                                           accum_t scale, int level = 0) {
   const accum_t c = fmin(scale * number::LOG2_E<accum_t>, number::largest());
-  const int low = task.first, high = matmul::larger(task.last - 1, low);
+  const int of_level = LOG_CHILDREN * level, low = task.first >> of_level;
+  const int high = matmul::larger(task.last - 1, task.first) >> of_level;
   const int lane = ptx::lane_index();
 #pragma unroll 1
-  for (int row = threadIdx.x / ptx::WARP_SIZE; row < task.rows; row += WARPS) {
+  for (int row = warp_of_task(); row < task.rows; row += TASK_WARPS) {
     // A node lies where its first leaf was.
     const auto place = [&](int leaf) { return leaves.row(matmul::larger(leaf - low, 0), row); };
 #pragma unroll 1

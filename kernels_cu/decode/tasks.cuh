@@ -31,8 +31,21 @@ constexpr int MOST_COUNTED = 1 << 30;  // units in all: more are too many anyway
 // Whether all tasks of an entry have equal units: no mask bounds their keys, and no entry its own
 // queries.
 constexpr bool EQUAL_TASKS = !HAS_RANGE && !PACKED;
-// A block has a task, whose leaves its warps take in turn (WHOLE).
-static_assert(!WHOLE || (WARPS == CHILDREN && !OF_BLOCKS && !PACKED && !SHARED), "WHOLE");
+// A block has a task, whose leaves its warps take in turn (WHOLE); or some tasks, whose nodes of
+// level 1 a warp each takes (WHOLE_TASKS of a block).
+constexpr bool WHOLE_NODES = WHOLE && WHOLE_TASKS > 0;
+constexpr int TASK_WARPS = WHOLE_NODES ? WARPS / (WHOLE_NODES ? WHOLE_TASKS : 1) : WARPS;
+static_assert(!WHOLE || (!OF_BLOCKS && !PACKED && !SHARED), "WHOLE");
+static_assert(!WHOLE || (WHOLE_NODES ? TASK_WARPS * WHOLE_TASKS == WARPS && TASK_WARPS <= CHILDREN
+                                     : WARPS == CHILDREN),
+              "WHOLE_TASKS");
+// The warp's task among those of the block, and the warp among those of its task.
+__device__ __forceinline__ int task_of_warp() {
+  return WHOLE_NODES ? static_cast<int>(threadIdx.x) / ptx::WARP_SIZE / TASK_WARPS : 0;
+}
+__device__ __forceinline__ int warp_of_task() {
+  return static_cast<int>(threadIdx.x) / ptx::WARP_SIZE % TASK_WARPS;
+}
 // Entries of which a lane remembers the lengths.
 constexpr int REMEMBERED = 4;
 
@@ -383,9 +396,18 @@ class Schedule {
     }
   }
 
-  // The block's task, if it has a whole one. All lanes of a warp call it together.
+  // The warp's task, if the block has whole ones; without rows where there is none. All lanes of a
+  // warp call it together.
   __device__ __forceinline__ Task own_task() const {
-    const int b = static_cast<int>(Division(blockIdx.x, tasks_).quotient);
+    int number = blockIdx.x;
+    bool exists = true;
+    if constexpr (WHOLE_NODES) {
+      const int last = static_cast<int>(p_.batch) * tasks_ - 1;
+      number = number * WHOLE_TASKS + task_of_warp();
+      exists = number <= last;
+      number = exists ? number : last;
+    }
+    const int b = static_cast<int>(Division(number, tasks_).quotient);
     int keys = 0;
     if (may_be_early()) {
       const Division at(b, each_);
@@ -393,7 +415,9 @@ class Schedule {
     } else {
       keys = keys_of_entry(b);
     }
-    return task_of(p_, blockIdx.x, keys);
+    Task task = task_of(p_, number, keys);
+    if (!exists) task.heads = task.rows = 0;
+    return task;
   }
 
  private:

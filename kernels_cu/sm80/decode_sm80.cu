@@ -78,6 +78,10 @@ struct EarlyStart {
 __device__ __forceinline__ decode::Leaves leaves_of(const Params& p, const decode::Task& task,
                                                     char* warps_smem) {
   if constexpr (!WHOLE) return decode::Leaves{};
+  if constexpr (decode::WHOLE_NODES) {
+    char* const own = warps_smem + decode::task_of_warp() * decode::TASK_WARPS * WARP_BYTES;
+    return {reinterpret_cast<accum_t*>(own), WARP_BYTES / static_cast<int>(sizeof(accum_t))};
+  }
   if (task.units(p, 0) <= decode::WARPS) {
     return {reinterpret_cast<accum_t*>(warps_smem), WARP_BYTES / static_cast<int>(sizeof(accum_t))};
   }
@@ -132,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   decode::Schedule schedule(p, reinterpret_cast<decode::ScheduleStorage*>(warps_smem));
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = reinterpret_cast<decode::WarpTasks*>(shared_smem)[warp];
-  decode::Cursor cursor(p, workspace, tasks_smem);
+  const int share = WHOLE ? decode::warp_of_task() : warp;
+  decode::Cursor cursor(p, workspace, tasks_smem, share, decode::TASK_WARPS);
   EarlyStart early{};
   decode_rows::LeafPlaces places{};
   bool guessed = false;
@@ -283,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
   if constexpr (WHOLE) {
     __syncthreads();  // the leaves of all warps
-    decode::write_rows(p, cursor.own_task(), leaves, logit_scale);
+    decode::write_rows(p, cursor.own_task(), leaves, logit_scale, cursor.level());
   }
   if constexpr (SHARED) ptx::wait_for_grids();  // for the next grid, which waits for this one
 }

@@ -18,13 +18,18 @@ constexpr int MAX_CONSUMERS = 3;
 // Small heads leave room for more stages, except with score changes: what these read should lie in
 // L1, from which shared memory takes its room; or a bias takes it.
 constexpr bool SMALL_HEADS = D <= 64 && D_V <= 64 && !CHANGES_SCORES;
-constexpr int KV_STAGES = SMALL_HEADS && !ONE_TILE ? 4 : 2, Q_STAGES = SMALL_HEADS ? 2 : 1;
+constexpr int KV_STAGES = SMALL_HEADS && !ONE_TILE ? 4 : 2;
 
 // Whether keys and values stay in their stage as long as a block's work tiles have the same ones.
 // Not where non-finite values are set to 0.
 constexpr bool KEEPS_KV = ONE_TILE && !CHECK_FINITE && !CHANGES_SCORES;
 
 constexpr int Q_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(V_COLUMNS);
+// Where a work tile is one tile of scores, its queries are needed as often as keys and values.
+constexpr int BYTES_OF_TWO =
+    BLOCK_Q * (2 * Q_ROW_BYTES + V_ROW_BYTES) + 2 * BLOCK_KV * (Q_ROW_BYTES + V_ROW_BYTES);
+constexpr int Q_STAGES =
+    SMALL_HEADS || (ONE_TILE && !CHANGES_SCORES && SHARED_BYTES > BYTES_OF_TWO) ? 2 : 1;
 using QTiles =  // of one consumer each
     warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, Q_ROW_BYTES, Q_STAGES * CONSUMERS>;
 using KTiles = warpgroup::SmemTile<BLOCK_KV, Q_ROW_BYTES, KV_STAGES>;

@@ -1,4 +1,4 @@
-"""Blocks of backward_delta: how many threads they have, of which no bit depends."""
+"""Blocks of backward_delta: how many threads and rows they have, on which no bit depends."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ H200 = Target(0, "NVIDIA H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
 
-def threads(q_shape, packed=False):
-    """Return the threads of a block of delta, on a GPU of 132 SMs."""
+def tiles(q_shape, packed=False):
+    """Return the tiles of delta, and those of the kernel that converts dq, on a GPU of 132 SMs."""
     q = np.broadcast_to(np.zeros((), BFLOAT16), q_shape)
     q = np.lib.stride_tricks.as_strided(
         q, q_shape, (0,) * (len(q_shape) - 2) + (2 * q_shape[-1], 2)
@@ -33,9 +33,12 @@ def threads(q_shape, packed=False):
         call = validate.varlen_call(q, q, q, ends, ends, True, Options())
     else:
         call = validate.call(q, q, q, Options())
-    first = route.of_gradients(call, H200).recipe.launches[0]
-    assert first.special.spec.name == "backward_delta"
-    return first.special.tiles.threads
+    found = {x.special.kernel: x.special.tiles for x in route.of_gradients(call, H200).steps}
+    return found["backward_delta"], found.get("backward_dq_rows")
+
+
+def threads(q_shape, packed=False):
+    return tiles(q_shape, packed)[0].threads
 
 
 def test_threads_are_few_where_blocks_are_many():
@@ -48,6 +51,21 @@ def test_threads_are_few_where_blocks_are_many():
     assert threads((fewest - 1, 1, 128, 16)) == 128
 
 
+def test_rows_are_few_where_blocks_are_few():
+    """Of delta, as many as a block loads at a time, or a half; 32 at least."""
+    for shape, rows in [
+        ((8, 8, 256, 160), (32, 32)),
+        ((1, 8, 4096, 128), (32, 32)),
+        ((1, 8, 4096, 64), (64, 32)),
+        ((1, 8, 4096, 32), (128, 32)),
+        ((2, 8, 4096, 128), (128, 128)),
+        ((1, 33, 1024, 128), (128, 128)),  # 512 threads for each SM
+        ((1, 32, 1024, 128), (32, 32)),
+    ]:
+        assert tuple(x.block_q for x in tiles(shape)) == rows, shape
+    assert [x.block_q for x in tiles((12, 256, 64), packed=True)] == [128, 128]
+
+
 @emulated
 @mostly_thorough(
     ("dtype", "d_v"),
@@ -56,7 +74,7 @@ def test_threads_are_few_where_blocks_are_many():
     why="other widths of a row, of which lanes have other pieces",
     ids=str,
 )
-def test_no_bit_depends_on_the_threads(dtype, d_v):
+def test_no_bit_depends_on_the_threads_and_rows(dtype, d_v):
     rng = np.random.default_rng(0)
     shapes = (2, 4, 150, 16), (2, 4, 30, 16), (2, 4, 30, d_v), (2, 4, 150, d_v)
     q, k, v, do = (rng.standard_normal(shape).astype(dtype) for shape in shapes)

@@ -171,3 +171,41 @@ def test_what_the_grid_ahead_writes_at_its_end_is_read(form, name, page):
     assert np.array_equal(held, LENGTHS)
     assert same_bits(got[0], want[0])
     assert same_bits(got[1], want[1])
+
+
+# Room for keys, heads of keys, and SMs that as many tasks of three entries fill.
+SIZES = {"1 node": (512, 5, 2), "2 nodes": (1024, 4, 3), "4 nodes": (2000, 2, 3), "8": (4096, 2, 6)}
+
+
+@mostly_thorough(
+    ("size", "name", "page"),
+    [(size, name, page) for size in SIZES for name in OPTIONS for page in (None, 16, 24)],
+    quick=[("2 nodes", "sink", 16), ("4 nodes", "window", None)],
+    why="other sizes, masks and scores, a build each",
+)
+def test_tasks_of_nodes_have_the_bits_of_two_kernels(size, name, page):
+    """In a block that has several of them, too; one of the tasks that blocks could have is none."""
+    room, heads, multiprocessors = SIZES[size]
+    if page == 24:
+        room = room // 24 * 24
+    dtype, nodes = FORMS["hopper"]
+    rng = np.random.default_rng(21)
+    lengths = np.array([room, 0, room // 2 + 5])
+    q, k, v = (
+        rng.standard_normal(shape).astype(dtype)
+        for shape in ((3, 2 * heads, 2, 24), (3, heads, room, 24), (3, heads, room, 24))
+    )
+    options = dict(OPTIONS[name])
+    if name == "sink":
+        options["sink"] = np.resize(options["sink"], 2 * heads)
+    k, v, table = hidden(k, lengths), hidden(v, lengths), None
+    if page:
+        (k, table), (v, _) = (in_pages(x, page, np.random.default_rng(3)) for x in (k, v))
+    arrays = nodes, 1, FORWARD, q, k, v, table, lengths
+    want = run(*arrays, **options)
+    assert want[2] == {"decode", "join"}
+    for schedule in (REVERSE, randomly(5)):
+        got = run(nodes, multiprocessors, schedule, *arrays[3:], **options)
+        assert got[2] == {"decode"}
+        assert same_bits(got[0], want[0])
+        assert same_bits(got[1], want[1])

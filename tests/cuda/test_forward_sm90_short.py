@@ -14,7 +14,7 @@ from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import route
 from cupyflash.gpu.kernels import grid, sm90
-from cupyflash.gpu.kernels.spec import RESERVED
+from cupyflash.gpu.kernels.spec import RESERVED, row_bytes
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
@@ -83,6 +83,24 @@ def test_values_that_are_not_finite(options):
     assert np.isfinite(out[0, 1, :, 5].astype(np.float32)).all() == hidden
     assert (out[2].astype(np.float32) == 0).all() == hidden
     assert np.isneginf(lse[2]).all() == hidden
+
+
+@emulated
+@mostly_thorough(
+    ("name", "d"),
+    [("causal", 128), ("plain", 128), ("causal", 80)],
+    quick=[("causal", 128)],
+    why="another mask and head, a build each",
+)
+def test_wide_heads_have_two_stages_of_queries(name, d):
+    """Where a work tile is one of scores, and a block has several work tiles."""
+    options = {"mask": masks.causal()} if name == "causal" else {}
+    q, k, v = draw(TYPES[1], (2, 4, 128, d), *[(2, 2, 128, d)] * 2)
+    tiles = sm90.forward_tiles(128, 128, d, d, True, 1, True)
+    rows = row_bytes(d)
+    assert tiles.shared_memory > 3 * 128 * rows + 4 * 128 * rows
+    out, lse, _ = run(q, k, v, multiprocessors=1, warpgroups=(128, 128, 1), **options)
+    within_the_bound(q, k, v, out, lse, **options)
 
 
 SHORT = np.array([0, 64, 64, 65, 100, 164]), np.array([0, 64, 66, 66, 100, 150])

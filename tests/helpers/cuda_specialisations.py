@@ -41,17 +41,11 @@ SHARED_MEMORY = {
     "sm_121": 101376,
 }  # fmt: skip
 
-
 # Of backward_sm90_dkdv: sizes, options, and whether packed.
 HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
-    ((128, 128), "plain", False),
-    ((64, 64), "causal", False),
-    ((96, 104), "everything", True),
-    ((256, 256), "segments", False),
-    ((128, 128), "causal", False),
-    ((192, 128), "alibi", True),
-]
-
+    ((128, 128), "plain", False), ((64, 64), "causal", False), ((96, 104), "everything", True),
+    ((256, 256), "segments", False), ((128, 128), "causal", False), ((192, 128), "alibi", True),
+]  # fmt: skip
 
 # Of forward_sm90 for short rows: sizes, options, queries and keys.
 SHORT_ROWS: list[tuple[tuple[int, int], str, int, int]] = [
@@ -252,6 +246,8 @@ def cases() -> list[Case]:
     for cache in ("paged16", "cached few", "paged16 few", "paged few"):
         found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, cache))
     found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "cached whole"))
+    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "paged16 2 nodes"))
+    found.append(Case("decode_sm80", dtypes[2], (64, 64), "plain", False, "cached 8 nodes"))
     found.append(Case("decode_simt", dtypes[0], (64, 64), "plain", False, "paged whole"))
     for n, (own, options, cache) in enumerate([
         ((128, 128), "plain", "cached"), ((128, 128), "causal", "paged"),
@@ -344,6 +340,8 @@ def runs_on(case: Case, arch: str) -> bool:
     if case.kernel == "decode_sm80" and case.cache.endswith(" whole"):
         sizes = decode.WHOLE_WARPS, 2, *case.sizes
         return sm80.decode_bytes(*sizes) <= SHARED_MEMORY[arch]
+    if case.cache.endswith(" nodes"):
+        return SHARED_MEMORY[arch] == SHARED_MEMORY["sm_90"]
     return capability(arch) >= spec.capability
 
 
@@ -391,6 +389,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     whole = case.cache.endswith(" whole")
     if whole and spec is sm80.DECODE:
         tiles = sm80.whole_tiles(request)
+    if case.cache.endswith(" nodes"):
+        whole, tiles = True, sm80.nodes_tiles(request, int(case.cache.split()[1]))
     assert tiles is not None
     if case.cache.startswith("tiles") and spec.part == "bias":
         return bias_tiles.with_whole(tiles)

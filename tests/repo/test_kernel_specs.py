@@ -246,6 +246,7 @@ OTHERS = {
         48,
         resident_blocks=3,
         whole=True,
+        whole_tasks=2,
         one_tile=True,
         row_sharers=2,
         v_parts=2,

@@ -87,6 +87,21 @@ def are_whole(problem: Problem, block_q: int, device: Target, row: int) -> bool:
     return LEAF * leaves * row <= (WHOLE_BYTES if 2 * tasks > count else WHOLE_BYTES // 2)
 
 
+def warps_of_tasks(problem: Problem, block_q: int, device: Target) -> int:
+    """Return how many warps each task is to have, a node of `NODE` keys for each; 0 if none.
+
+    So it is where tasks, each with a warp for every node that there may be, are about as many as
+    fill all SMs at a time: no other kernel joins results then. This is about capacities, and no bit
+    depends on it.
+    """
+    if not problem.heads_kv or device.capability < OVERLAPS or problem.rows.shared:
+        return 0
+    tasks, leaves = _tasks(problem, block_q), most_leaves(problem)
+    nodes, room = -(-leaves * LEAF // NODE), WHOLE_WARPS * device.multiprocessors
+    warps = next((n for n in (1, 2, 4, WHOLE_WARPS) if n >= nodes), 0)
+    return warps if tasks * warps <= room and 10 * tasks * nodes >= 9 * room else 0
+
+
 def most_leaves(problem: Problem) -> int:
     """Return the leaves of the longest entry that there may be."""
     return -(-int(np.max(problem.len_k, initial=0)) // LEAF)

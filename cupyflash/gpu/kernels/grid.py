@@ -85,7 +85,7 @@ def by_units(extent: Extent, tiles: Tiles) -> Grid:
     tasks = _by_rows(extent.queries, tiles.block_q // heads, extent)
     tasks = tasks._replace(work_tiles=tasks.work_tiles * -(-extent.group // heads))
     if tiles.whole:
-        return tasks._replace(size=tasks.work_tiles)
+        return tasks._replace(size=-(-tasks.work_tiles // max(tiles.whole_tasks, 1)))
     return tasks._replace(size=extent.multiprocessors * tiles.resident_blocks * (tasks.size > 0))
 
 

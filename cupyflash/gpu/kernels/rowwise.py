@@ -21,6 +21,9 @@ ALL_ENTRIES = Tiles(block_q=1024, block_kv=0, threads=1024, shared_memory=0)  # 
 # instructions, where two rows of a lane take 150: so few warps are best, if an SM has enough that
 # wait for memory.
 DELTA_THREADS, WAITING_THREADS = (64, 128), 512
+# Rows of a block where blocks of as many rows as results have are few; there, sums of dq are small,
+# and no tile of queries is marked whose dq needs none (`tile_lists.with_singles`).
+FEW_ROWS = 32
 SINK_THREADS = 512
 COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 # Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.
@@ -35,15 +38,36 @@ _HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
 
 
 def _configure_delta(request: Request) -> Tiles:
-    """Return tiles with few threads, if there are blocks enough. No bit depends on them."""
+    """Return tiles with few threads, if there are blocks enough. No bit depends on them.
+
+    If there are too few, tiles have few rows: all that a block's threads load at a time, or a half.
+    """
     problem = request.problem
     if problem.rows.adjoin:
         return RESULTS
+    if _are_few(request):
+        lanes = next((x for x in (4, 8, 16) if problem.d_v * problem.dtype.itemsize <= 16 * x), 32)
+        return replace(RESULTS, block_q=max(FEW_ROWS, 2 * RESULTS.threads // lanes))
     blocks = -(-int(np.max(problem.len_q, initial=0)) // RESULTS.block_q)
     blocks *= problem.batch * problem.heads
     wanted = WAITING_THREADS * request.device.multiprocessors
     threads = (x for x in DELTA_THREADS if blocks * x >= wanted)
     return replace(RESULTS, threads=next(threads, RESULTS.threads))
+
+
+def _are_few(request: Request) -> bool:
+    """Return whether blocks of `RESULTS` have too few threads to wait for memory."""
+    problem = request.problem
+    blocks = -(-int(np.max(problem.len_q, initial=0)) // RESULTS.block_q)
+    threads = blocks * problem.batch * problem.heads * RESULTS.threads
+    return threads < WAITING_THREADS * request.device.multiprocessors
+
+
+def _configure_dq_rows(request: Request) -> Tiles:
+    """Return tiles of few rows if blocks are few. No bit depends on them."""
+    if request.problem.rows.adjoin or not _are_few(request):
+        return RESULTS
+    return replace(RESULTS, block_q=FEW_ROWS)
 
 
 def _configure_sink(request: Request) -> Tiles | None:
@@ -142,7 +166,7 @@ DQ_ROWS = KernelSpec(
     heads=dict.fromkeys(HALVES, LARGEST_HEAD),
     capability=CAPABILITY,
     condition="sums of dq were added to memory",
-    configure=lambda request: RESULTS,
+    configure=_configure_dq_rows,
     grid=grid.by_queries,
     scores=False,
     sizes=("d",),

@@ -299,6 +299,7 @@ def _fit_bias(request: Request) -> Tiles | None:
 # Warps and stages of decode_sm80.cu, the most bytes in flight first, and those of a small block.
 DECODE_WARPS, SMALL_DECODE = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2)), (decode.FEW_WARPS, 3)
 DECODE_ROWS, DECODE_STAGE = 16, 8192
+MOST_IN_REGISTERS = 128  # columns of values of which a warp has a node in registers
 
 
 def decode_bytes(warps: int, stages: int, d: int, _: int) -> int:
@@ -358,8 +359,26 @@ def whole_tiles(request: Request) -> Tiles | None:
     return None
 
 
+def nodes_tiles(request: Request, of_task: int) -> Tiles | None:
+    """Return the tiles of decode_sm80.cu for tasks of so many warps, which have a node each."""
+    problem = request.problem
+    resident = 1 if of_task == decode.WHOLE_WARPS else 2
+    warps = decode.WHOLE_WARPS // resident
+    tiles = Tiles(
+        DECODE_ROWS, decode.LEAF, 32 * warps, decode_bytes(warps, 3, problem.d, problem.d_v),
+        resident, 3, beside=True, whole=True, whole_tasks=warps // of_task,
+    )  # fmt: skip
+    fits = problem.d_v <= MOST_IN_REGISTERS and tiles.share_memory(request.device.shared_memory)
+    return tiles if fits else None
+
+
 def _configure_decode(request: Request) -> Tiles | None:
     problem = request.problem
+    of_task = decode.warps_of_tasks(problem, DECODE_ROWS, request.device)
+    if of_task and not request.has_codes:
+        tiles = nodes_tiles(request, of_task)
+        if tiles is not None:
+            return tiles
     row = (problem.d + problem.d_v) * problem.dtype.itemsize  # also of codes, which take more work
     if decode.are_whole(problem, DECODE_ROWS, request.device, row):
         tiles = whole_tiles(request)

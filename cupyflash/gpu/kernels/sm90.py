@@ -109,7 +109,7 @@ def _is_narrow(ranges: KeyRange) -> bool:
 
 
 def forward_stages(d: int, d_v: int, room: bool, one_tile: bool = False) -> tuple[int, int]:
-    """Return the stages of keys, and of values, and those of queries in forward_sm90.cu."""
+    """Return the stages of keys, and of values, and least those of queries in forward_sm90.cu."""
     if not room or max(d, d_v) > SMALL_HEAD:
         return KV_STAGES, 1
     return (KV_STAGES if one_tile else 2 * KV_STAGES), 2
@@ -120,8 +120,11 @@ def _forward_bytes(
 ) -> int:
     q, v = row_bytes(d), row_bytes(d_v)
     stages, queries = forward_stages(d, d_v, room, one_tile)
-    held = queries * block_q * q + stages * block_kv * (q + v)
-    return held + SCHEDULER_BYTES + STAGE_BYTES * (stages + queries)
+    least, of_queries = stages * (block_kv * (q + v) + STAGE_BYTES), block_q * q + STAGE_BYTES
+    least += SCHEDULER_BYTES
+    # Where work tiles have one tile of scores, there are two stages of queries if they have room.
+    room = room and least + 2 * of_queries + block_q * v <= SHARED_MEMORY
+    return least + (2 if room and one_tile and block_q >= 128 else queries) * of_queries
 
 
 def forward_bias_tiles(
@@ -166,17 +169,14 @@ def forward_tiles(
     whole = least + block_q * row_bytes(d_v)
     shared = whole if room and whole <= SHARED_MEMORY else least
     stages, _ = forward_stages(d, d_v, room, one_tile)
-    threads = 2 * block_q + 128
-    return Tiles(block_q, block_kv, threads, shared, resident, stages, one_tile=one_tile)
+    return Tiles(block_q, block_kv, 2 * block_q + 128, shared, resident, stages, one_tile=one_tile)
 
 
 def results_have_room(tiles: Tiles, d: int, d_v: int) -> bool:
     """Whether tiles of forward_sm90.cu have room for results."""
     blocks = tiles.block_q, tiles.block_kv
-    if tiles.bias_stages:
-        least = _forward_bytes(*blocks, d, d_v, False, tiles.one_tile)
-        return tiles.shared_memory > least + tiles.bias_stages * tiles.bias_bytes
-    return tiles.shared_memory > _forward_bytes(*blocks, d, d_v, True, tiles.one_tile)
+    least = _forward_bytes(*blocks, d, d_v, not tiles.bias_stages, tiles.one_tile)
+    return tiles.shared_memory > least + tiles.bias_stages * tiles.bias_bytes
 
 
 def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:

@@ -47,6 +47,8 @@ class Tiles:
         Whether blocks of other grids are to share the SM, which needs all of its shared memory.
     whole : bool
         Whether a block has all keys of its rows, so that no other kernel joins its results.
+    whole_tasks : int
+        The tasks of such a block, if a warp has a node of 512 of their keys at a time; else 0.
     one_tile : bool
         Whether the keys of every row are one tile.
     row_sharers : int
@@ -67,6 +69,7 @@ class Tiles:
     stages: int | None = None
     beside: bool = False
     whole: bool = False
+    whole_tasks: int = 0
     one_tile: bool = False
     row_sharers: int = 1
     v_parts: int = 1
