@@ -213,6 +213,7 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
         )
     meter: measure.Meter = measure.Cpu() if kind == "cpu" else measure.Gpu()
     device, versions, clock = conditions(kind, contenders)
+    turns = "in turn" if kind == "gpu" else "in turn, each after calls that wake its threads"
     runs, seconds = options.runs or RUNS[kind], options.seconds or SECONDS[kind]
     limits: dict[str, Any] = {"runs": runs, "seconds": seconds}
     tasks: list[bench.TaskRow] = []
@@ -224,7 +225,7 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
             clock = f"of the host's time for {host.REPEATS} calls"
         elif name == "short" or (name == "models" and kind == "cpu"):
             clock += f" (of at most {tasks_module.CALLS} calls each, where these are short)"
-        method = f"Medians of at most {runs} runs {clock}, the contenders in turn."
+        method = f"Medians of at most {runs} runs {clock}, the contenders {turns}."
 
         def one(problem: Any) -> None:
             tasks.append(bench.run_task(meter, suite, problem, contenders, **limits))
@@ -233,7 +234,7 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
         problems = list(suite.cases(options.dtype or (), variants, getattr(options, "pass") or ()))
         replayed = " Calls are replayed as CUDA graphs." if options.graphs else ""
         method = (
-            f"Medians of at most {runs} runs {clock}, the contenders in turn; random normal data. "
+            f"Medians of at most {runs} runs {clock}, the contenders {turns}; random normal data. "
             "FLOPs: 4 D for each pair that attends (of a square causal mask half of all pairs), "
             f"the backward 2.5 times that.{replayed}"
         )

@@ -258,6 +258,20 @@ def test_a_call_waits_until_other_threads_have_stopped_spinning(monkeypatch):
     assert next(clock, None) is None
 
 
+@pytest.mark.parametrize(("each", "calls"), [(0.004, 6), (0.3, 2)])
+def test_threads_are_awake_when_a_call_is_timed(monkeypatch, each, calls):
+    """A call of 4 ms is made for 20 ms before it is timed; a long one once."""
+    now, made = [0.0], []
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+
+    def work():
+        made.append(now[0])
+        now[0] += each
+
+    assert measure.Cpu().seconds(work) == pytest.approx(each)
+    assert len(made) == calls
+
+
 def test_it_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(measure.time, "process_time", iter(range(10**9)).__next__)
     now = iter(range(10**9))
