@@ -53,6 +53,8 @@ class Replayed:
         Whether it can be made again for other numbers of the mask.
     quick : tuple or None
         What `Quick` needs to make it again from addresses alone, once that was asked for.
+    placed_bytes, scratch_bytes : int
+        Bytes that its entry counts for that, and for scratch that it made.
     """
 
     __slots__ = (
@@ -65,7 +67,9 @@ class Replayed:
         "_run",
         "_tables",
         "nbytes",
+        "placed_bytes",
         "quick",
+        "scratch_bytes",
         "serves_numbers",
     )
     grows = False  # whether it serves any number of keys
@@ -86,6 +90,7 @@ class Replayed:
         self.nbytes = call.nbytes
         self._tables: Any = tables
         self.quick: tuple[Any, ...] | None = None
+        self.placed_bytes = self.scratch_bytes = 0
 
     def bind(self, seen: HostSignature) -> bool:
         """Find each table's array among those of a signature; return whether all are there.

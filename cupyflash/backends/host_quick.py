@@ -198,6 +198,7 @@ class Quick:
             scratch = spares.pop()
         except IndexError:
             scratch = new()
+            call.scratch_bytes += scratch.nbytes
             _count(entry, scratch.nbytes)
         failed = run(block, scratch.address, own, *told)
         spares.append(scratch)
@@ -210,9 +211,17 @@ class Quick:
 
 def _place(entry: Entry, call: Replayed, wants_lse: bool, by_team: bool) -> bool:
     """Let a call of an entry be made again from addresses; return whether it can be."""
+    before = call.quick
     kept = call.place(wants_lse, by_team)
-    _count(entry, kept)
-    return kept > 0
+    if not kept:
+        return False
+    # What it had before is given back, and its scratch, if that was for other threads.
+    _count(entry, kept - call.placed_bytes)
+    call.placed_bytes = kept
+    if before is not None and call.quick is not None and before[2] is not call.quick[2]:
+        _count(entry, -call.scratch_bytes)
+        call.scratch_bytes = 0
+    return True
 
 
 def _count(entry: Entry, nbytes: int) -> None:

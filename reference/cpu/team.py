@@ -267,10 +267,20 @@ class _Team:
         ctypes.memset(self.block, 0, 8 * AT.words)
 
 
+_making = threading.RLock()
+
+
 @functools.cache
+def _made() -> _Team | None:
+    return _Team() if IS_POSSIBLE else None
+
+
 def of_process() -> _Team | None:
     """Return the team of this process, or None where there can be none."""
-    return _Team() if IS_POSSIBLE else None
+    if _made.cache_info().currsize:
+        return _made()
+    with _making:  # two threads at once would make two teams
+        return _made()
 
 
 def grow(size: int) -> None:
@@ -281,7 +291,9 @@ def grow(size: int) -> None:
 
 
 def _forget() -> None:
-    team = of_process() if of_process.cache_info().currsize else None
+    global _making
+    _making = threading.RLock()
+    team = _made() if _made.cache_info().currsize else None
     if team is not None:
         team.forget()
 
@@ -356,7 +368,10 @@ def compute(kernel: Bound, items: int, workers: int, chunk: int) -> bool:
     if team is None:
         return False
     team.grow(workers - 1)
-    share = kernel.shares.pop() if kernel.shares else None
+    try:
+        share = kernel.shares.pop()
+    except IndexError:
+        share = None
     if share is None or share.workers != workers:
         share = Share(kernel, workers)
     share.words[OF.items], share.words[OF.chunk] = items, chunk

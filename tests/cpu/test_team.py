@@ -184,6 +184,32 @@ def test_a_process_ends_while_helpers_wait(tmp_path, pause):
     assert run(PROBLEM + program, tmp_path) == "6\n"
 
 
+def test_threads_that_come_at_once_make_one_team(tmp_path):
+    program = """
+from cupyflash.reference.cpu import team
+barrier, made = threading.Barrier(4), []
+def ask():
+    barrier.wait()
+    made.append(team.of_process())
+several = [threading.Thread(target=ask) for _ in range(4)]
+for each in several: each.start()
+for each in several: each.join()
+print(len(made), len(set(map(id, made))))
+"""
+    assert run(program, tmp_path) == "4 1\n"
+
+
+def test_bytes_that_are_counted_do_not_grow_with_changes_of_threads(monkeypatch):
+    x, counted_bytes = problem(), []
+    for number in "2", "3", "2", "3", "2", "3":
+        monkeypatch.setenv("CUPYFLASH_NUM_THREADS", number)
+        for _ in range(3):
+            cupyflash.attention(*x)
+        (entry,) = replay._entries.values()
+        counted_bytes.append(entry.nbytes)
+    assert counted_bytes[2:4] == counted_bytes[4:]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_has_helpers_of_its_own(tmp_path):
     program = """

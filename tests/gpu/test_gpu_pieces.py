@@ -479,7 +479,7 @@ def test_packed_sequences_over_ranks_are_within_the_bound(scheme, shared, cupy, 
         with cupy.cuda.Device(device):
             layout = distributed.layout(comm, 1500, offsets_q=offsets)
             arrays = [cupy.asarray(layout.take(x)) for x in (q, k, v, do)]
-            given = {"comm": comm, "layout": layout, "scheme": scheme, "timeout": 60, **options}
+            given = {"comm": comm, "layout": layout, "scheme": scheme, "timeout": 300, **options}
             ends = cupy.asarray(offsets), cupy.asarray(offsets)
             out, lse, vjp = distributed.attention_varlen_vjp(
                 *arrays[:3], *ends, return_lse=True, **given
