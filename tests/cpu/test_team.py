@@ -48,8 +48,10 @@ def test_helpers_come(pause):
     team.grow(2)
     for _ in range(3):
         time.sleep(pause)
-        if pause:
-            assert word(team.AT.asleep).value == word(team.AT.helpers).value
+        deadline = time.monotonic() + PATIENCE
+        while pause and word(team.AT.asleep).value < word(team.AT.helpers).value:
+            assert time.monotonic() < deadline
+            time.sleep(pause)
         together, came = threading.Barrier(3, timeout=PATIENCE), []
 
         def serve(data, together=together, came=came):

@@ -294,7 +294,9 @@ def test_what_a_mask_reads_is_compared_with_what_it_was_where_ranks_send_by_it(k
             else:
                 assert len(played) == stale
             stale = len(played)
-            assert all(map(same_bits, ours, theirs.run(arrays, np.asarray)))
+            # Where no pair is seen, a gradient is 0 of either sign on CPUs with AMX.
+            expected = theirs.run(arrays, np.asarray)
+            assert all(same_bits(x + 0, y + 0) for x, y in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "zigzag"), (3, "cyclic")])
