@@ -130,10 +130,10 @@ def test_the_kernels_it_names_exist():
         (9, 0), ["simt", "sm80", "sm90"],
     ):  # fmt: skip
         named = re.findall(
-            r"\b(?:forward|backward|decode|list|order|reduce|single)_\w+", info.served(capability)
+            r"\b(?:forward|backward|decode|list|order|reduce)_\w+", info.served(capability)
         )
         stems = {path.stem for folder in folders for path in (sources / folder).glob("*.cu")}
-        assert set(named) == stems
+        assert set(named) == stems - {"single_tiles"}  # which computes no scores
 
 
 def test_without_a_driver(said):

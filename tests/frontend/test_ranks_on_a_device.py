@@ -81,6 +81,8 @@ class Cupy(HostCupy):
 
 @pytest.fixture
 def cupy(install, monkeypatch):
+    # By tiles, sums depend on where a piece of keys begins, which differs where less is proven.
+    monkeypatch.setenv("CUPYFLASH_AMX", "none")
     made = install(Cupy())
     monkeypatch.setattr(dispatch, "GPU", OnHost())
     return made
@@ -294,9 +296,7 @@ def test_what_a_mask_reads_is_compared_with_what_it_was_where_ranks_send_by_it(k
             else:
                 assert len(played) == stale
             stale = len(played)
-            # Where no pair is seen, a gradient is 0 of either sign on CPUs with AMX.
-            expected = theirs.run(arrays, np.asarray)
-            assert all(same_bits(x + 0, y + 0) for x, y in zip(ours, expected, strict=True))
+            assert all(map(same_bits, ours, theirs.run(arrays, np.asarray)))
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "zigzag"), (3, "cyclic")])
