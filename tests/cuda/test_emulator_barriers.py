@@ -136,6 +136,24 @@ def _everything(emulator):
         made = (np.empty_like(x) for x in (q, k, v, bias))
         emulator.backward(call, do, out, lse, None, Gradients(*made, None))
 
+    def run_windows(emulator, d, hides, infinite):
+        # Several entries of a block, which share a bias; with infinity beside hidden pairs.
+        q, k, v, do = (draw(9, 1, rows, d).astype(np.float16) for rows in (40, 33, 33, 40))
+        bias = draw(1, 40, 33).astype(np.float16)
+        if hides:
+            bias[0, 5, 7] = -np.inf
+        if infinite:
+            v[3, 0, 7] = np.inf
+        call = validate.call(q, k, v, Options(bias=bias))
+        out, lse = np.zeros_like(q), np.zeros((9, 1, 40), np.float32)
+        made = (np.empty_like(x) for x in (q, k, v, bias))
+        emulator.backward(call, do, out, lse, None, Gradients(*made, None))
+
+    windows = Blocks(64, 64, 128, one_tile=True, multiprocessors=9, bias_tiles=True)
+    for d in (8, 32):
+        for hides, infinite in ((False, False), (True, False), (True, True)):
+            run_windows(dataclasses.replace(emulator, blocks=windows), d, hides, infinite)
+
     # More tiles than are classified at once, the first ones EMPTY. Before the others: one small
     # kernel shows what they do not.
     q, k = draw(1, 40, 8).astype(np.float16), draw(1, 1100, 8).astype(np.float16)
