@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from .key_range import Line, is_key, line_of
 from .nodes import READS, Expr, as_expr, operation, rebuild, remade, walk
 from .width import narrow
 
@@ -50,7 +51,7 @@ def block_range(mask: Expr) -> BlockRange | None:
     start = Expr("symbol", (), "int", _START)
 
     def within(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        if node.op not in ("floor_divide", "remainder", "right_shift") or not _is_key(node.args[0]):
+        if node.op not in ("floor_divide", "remainder", "right_shift") or not is_key(node.args[0]):
             return None
         by = node.args[1]
         if by.op != "constant" or not 0 < by.value < WHOLE:
@@ -79,10 +80,6 @@ def block_range(mask: Expr) -> BlockRange | None:
     return BlockRange(math.gcd(*divisors) if divisors else WHOLE, some, low, high)
 
 
-def _is_key(node: Expr) -> bool:
-    return node.op == "symbol" and node.value == "j"
-
-
 class _Solver:
     """The ends of a conjunction, solved for the key.
 
@@ -98,33 +95,16 @@ class _Solver:
 
     def __init__(self, root: Expr) -> None:
         self.varies: set[Expr] = set()  # with j
-        self.lines: dict[Expr, tuple[int, Expr] | None] = {}  # (sign, rest): sign * j + rest
+        self.lines: dict[Expr, Line | None] = {}  # of integers
         for node in walk(root):
-            if _is_key(node) or any(arg in self.varies for arg in node.args):
+            if is_key(node) or any(arg in self.varies for arg in node.args):
                 self.varies.add(node)
             if node.type == "int":
-                self.lines[node] = self._line(node)
+                self.lines[node] = line_of(node, self.varies, self.lines)
         self.some: Expr = as_expr(True)
         self.low: Expr | None = None
         self.high: Expr | None = None
         self.solved = root in self.varies and self._holds(root)
-
-    def _line(self, node: Expr) -> tuple[int, Expr] | None:
-        """Return an integer as a line, or None if it is none."""
-        if node not in self.varies:
-            return 0, node
-        if _is_key(node):
-            return 1, as_expr(0)
-        lines = [self.lines.get(arg) for arg in node.args]
-        if node.op not in ("add", "subtract", "negative") or None in lines:
-            return None
-        (sign, rest), *others = [line for line in lines if line is not None]
-        if node.op == "negative":
-            return -sign, -rest
-        ((other_sign, other_rest),) = others
-        if node.op == "add":
-            return sign + other_sign, rest + other_rest
-        return sign - other_sign, rest - other_rest
 
     def _holds(self, node: Expr) -> bool:
         """Add a condition to those that must hold; return whether that is possible."""
@@ -142,9 +122,7 @@ class _Solver:
             return self._compared(node.op, line, bound) and self._compared(node.op, opposite, bound)
         return self._compared(node.op, self.lines.get(left), self.lines.get(right))
 
-    def _compared(
-        self, op: str, left: tuple[int, Expr] | None, right: tuple[int, Expr] | None
-    ) -> bool:
+    def _compared(self, op: str, left: Line | None, right: Line | None) -> bool:
         """Add left < right, <= or ==; return whether that is possible."""
         if left is None or right is None:
             return False

@@ -58,8 +58,33 @@ def is_range(mask: Expr) -> bool:
     return mask not in solver.varies or solver.ranges[mask] is not None
 
 
-def _is_key(node: Expr) -> bool:
+def is_key(node: Expr) -> bool:
+    """Whether an expression is the key's position."""
     return node.op == "symbol" and node.value == "j"
+
+
+Line = tuple[int, Expr]  # a sign, or 0, and a rest: sign * j + rest
+
+
+def line_of(node: Expr, varies: set[Expr], known: dict[Expr, Line | None]) -> Line | None:
+    """Return an integer as a line, or None if it is none.
+
+    `varies` are expressions that depend on the key, and `known` are the lines of smaller ones.
+    """
+    if node not in varies:
+        return 0, node
+    if is_key(node):
+        return 1, as_expr(0)
+    lines = [known.get(arg) for arg in node.args]
+    if node.op not in ("add", "subtract", "negative") or None in lines:
+        return None
+    (sign, rest), *others = [line for line in lines if line is not None]
+    if node.op == "negative":
+        return -sign, -rest
+    ((other_sign, other_rest),) = others
+    if node.op == "add":
+        return sign + other_sign, rest + other_rest
+    return sign - other_sign, rest - other_rest
 
 
 class _Solver:
@@ -67,32 +92,16 @@ class _Solver:
 
     def __init__(self, root: Expr) -> None:
         self.varies: set[Expr] = set()  # with j
-        self.lines: dict[Expr, tuple[int, Expr] | None] = {}  # of integers: sign * j + rest
+        self.lines: dict[Expr, Line | None] = {}  # of integers
         self.ranges: dict[Expr, KeyRange | None] = {}
         for node in walk(root):
-            if _is_key(node) or any(arg in self.varies for arg in node.args):
+            if is_key(node) or any(arg in self.varies for arg in node.args):
                 self.varies.add(node)
             if node.type == "int":
-                self.lines[node] = self._line(node)
+                self.lines[node] = line_of(node, self.varies, self.lines)
             if node.type == "bool" and node in self.varies:
                 self.ranges[node] = self._range(node)
         self.ranges.setdefault(root, None)
-
-    def _line(self, node: Expr) -> tuple[int, Expr] | None:
-        if node not in self.varies:
-            return 0, node
-        if _is_key(node):
-            return 1, as_expr(0)
-        lines = [self.lines.get(arg) for arg in node.args]
-        if node.op not in ("add", "subtract", "negative") or None in lines:
-            return None
-        (sign, rest), *others = [line for line in lines if line is not None]
-        if node.op == "negative":
-            return -sign, -rest
-        ((other_sign, other_rest),) = others
-        if node.op == "add":
-            return sign + other_sign, rest + other_rest
-        return sign - other_sign, rest - other_rest
 
     def _range(self, node: Expr) -> KeyRange | None:
         if node.op in ("less", "less_equal", "equal"):

@@ -175,13 +175,13 @@ class Precision:
         output = Rounding.to(dtype)
         computed = dtypes.accumulator(np.dtype(dtype))
         sums = Rounding.to(computed)
-        narrow = np.dtype(dtype).itemsize == 2
+        is_half = np.dtype(dtype).itemsize == 2
         exact = Rounding(0.0, 0.0, sums.largest)
-        if narrow:
+        if is_half:
             exact = Rounding(WEIGHT_UNIT, sums.underflow, sums.largest)
         if precision is not None:
             exact = Rounding(SPLIT, SPLIT_UNDERFLOW, sums.largest)
-        narrow = narrow and tensor_cores
+        narrow = tensor_cores and is_half
         scaled = narrow and np.dtype(dtype).name == "float16"
         return cls(
             unit=sums.unit,

@@ -212,7 +212,7 @@ class BackwardCall(PreparedCall):
     def placed(
         self,
         tables: Sequence[Value],
-        wants_lse: bool,  # noqa: ARG002
+        wants_lse: bool,  # noqa: ARG002, gradients have none
         by_team: bool,
     ) -> Placed | None:
         """Return what makes the call again at addresses, if there is no sink.

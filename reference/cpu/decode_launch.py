@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -262,7 +263,7 @@ class DecodeCall(PreparedCall):
         held = held, planned, lse, self._cache.packed.held
         share, shared = None, OTHERS
         if items > 1:
-            share = lambda arrays: parallel(kernel, items, arrays, work)  # noqa: E731
+            share = partial(_share, kernel, items, work)
             if work <= AT_ONCE and items == workers_for(items, work):
                 shared, kept = team.shared(kernel, items, items, 1) or (OTHERS, None)
                 held = held, kept
@@ -270,6 +271,11 @@ class DecodeCall(PreparedCall):
             (q, k, v), out, lengths, capacity, zeros, places, words, held, grows, of_lengths,
             share, shared, items > 1 or may_share(work),
         )  # fmt: skip
+
+
+def _share(kernel: Bound, items: int, work: float, arrays: object) -> None:
+    """Run a kernel by several threads; `arrays` hold what it reads and writes."""
+    parallel(kernel, items, arrays, work)
 
 
 def _ends_of_lengths(plan: Schedule, ends: Callable[[Array], Ends], lengths: Array) -> Array:

@@ -84,7 +84,7 @@ class PreparedCall:
 
     def placed(
         self,
-        tables: Sequence[Value],  # noqa: ARG002
+        tables: Sequence[Value],  # noqa: ARG002, of those that have something
         wants_lse: bool,  # noqa: ARG002
         by_team: bool,  # noqa: ARG002
     ) -> Placed | None:
