@@ -17,7 +17,7 @@ from stream_cupy import StreamCupy
 
 from cupyflash import distributed
 from cupyflash.distributed import DistributedError
-from cupyflash.distributed.transport import nccl, peers
+from cupyflash.distributed.transport import meeting, nccl, peers
 
 
 class Wait:
@@ -100,7 +100,7 @@ def cupy(install, monkeypatch):
 def connected(cupy, monkeypatch, size=2, apart=True):
     """Return what the ranks of one machine have of each other; each is a process if `apart`."""
     if apart:
-        monkeypatch.setattr(peers, "_process", threading.get_ident)
+        monkeypatch.setattr(meeting, "process", threading.get_ident)
     return distributed.Threads(size).run(lambda comm: peers.connect(comm, 0, 10))
 
 
@@ -280,7 +280,7 @@ def test_ranks_of_which_one_cannot_reach_the_other_have_no_boxes(cupy, monkeypat
 
 def test_ranks_on_other_machines_have_none(cupy, monkeypatch):
     cupy()
-    monkeypatch.setattr(peers, "_process", threading.get_ident)
+    monkeypatch.setattr(meeting, "process", threading.get_ident)
     made = distributed.Threads(4, 2).run(lambda comm: peers.connect(comm, 0, 10))
     assert [[rank in own for rank in range(4)] for own in made] == [
         [False, True, False, False], [True, False, False, False],
@@ -339,7 +339,7 @@ def gpus(cupy, monkeypatch):
         module = cupy(seed)
         module.cuda.nccl = Nccl(module)
         monkeypatch.setitem(sys.modules, "cupy.cuda", module.cuda)
-        monkeypatch.setattr(peers, "_process", threading.get_ident)
+        monkeypatch.setattr(meeting, "process", threading.get_ident)
         threads = distributed.Threads(size, nodes)
         return module, threads.run(
             lambda comm: distributed.communicator(comm, device=0, copies=copies(comm.rank))
@@ -408,3 +408,47 @@ def test_a_rank_that_gives_up_lets_nothing_wait(gpus):
     assert sorted(module.cuda.nccl.ended) == [0, 1]
     with pytest.raises(DistributedError, match="rank 1 gave up"):
         comms[0].exchange([], [(1, module.ndarray((40,), np.uint8))])
+
+
+def test_ranks_of_one_process_begin_messages_together(gpus, monkeypatch):
+    """Neither goes on, and asks the driver for what may wait, before both have begun."""
+    module, comms = gpus(2, 1, copies=lambda rank: False)
+    for comm in comms:
+        comm._mates = frozenset({1 - comm.rank})
+    events, event = [], module.cuda.nccl.groupEnd
+    monkeypatch.setattr(module.cuda.nccl, "groupEnd", lambda: (event(), events.append("begun")))
+    arrays = [module.ndarray((40,), np.uint8) for _ in range(4)]
+
+    def first():
+        comms[0].exchange([(1, arrays[0])], [(1, arrays[1])])
+        events.append("on")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert not events
+    comms[0].exchange([], [(1, arrays[1][:0])])  # nothing travels, and nobody is met
+    comms[1].exchange([(0, arrays[2])], [(0, arrays[3])])
+    thread.join(10)
+    assert not thread.is_alive()
+    assert events[:3] == ["begun"] * 3
+    module.run_all()
+
+
+def test_a_rank_that_does_not_come_to_a_message_is_named(gpus):
+    module, comms = gpus(3, 1, copies=lambda rank: False)
+    comms[0]._mates, comms[0]._timeout = frozenset({1, 2}), 0.2
+    array = module.ndarray((40,), np.uint8)
+    with pytest.raises(DistributedError, match=r"rank 0 timed out after 0\.2 s .* rank 2 \("):
+        comms[0].exchange([(2, array)], [])
+    with pytest.raises(DistributedError, match="rank 2"):
+        comms[2].exchange([], [(0, array)])
+
+
+def test_a_rank_that_gave_up_is_not_met(gpus):
+    module, comms = gpus(2, 1, copies=lambda rank: False)
+    comms[0]._mates = frozenset({1})
+    comms[1].abort("rank 1 gave up")
+    with pytest.raises(DistributedError, match="rank 1 gave up"):
+        comms[0].exchange([(1, module.ndarray((40,), np.uint8))], [])

@@ -1,8 +1,9 @@
 """Ranks that have a GPU each: arrays of the device travel from GPU to GPU, all else on the host.
 
 They are copied between GPUs of a machine that are connected, and else travel by NCCL. Messages are
-ordered by events, and the host waits for none of them. A thread looks whether they arrive in time
-and whether another rank gave up, and then ends what is under way.
+ordered by events, and the host waits for none of them; ranks that are threads of one process begin
+theirs together. A thread looks whether they arrive in time and whether another rank gave up, and
+then ends what is under way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from ...arrays.cuda_device import current, quick_stream
 from ...arrays.device_arrays import is_device_array
 from ...errors import DistributedError
+from . import meeting
 from .communication import Communicator, Message, Transfer
 from .faults import absent
 from .peers import Peers, Span, connect, spans
@@ -23,6 +25,7 @@ from .peers import Peers, Span, connect, spans
 _PAUSE = 2e-3  # seconds between two looks at what is under way
 _IDLE = 1.0  # seconds without anything under way, after which the thread ends
 _ID = 60.0  # seconds in which all ranks have to begin
+_TIMEOUT = 300.0  # seconds in which the ranks of a process come to a message, if none were told
 
 
 class Nccl:
@@ -58,6 +61,11 @@ class Nccl:
             self._comm = nccl.NcclCommunicator(self.size, unique, self.rank)
             self._cuda = cupy.cuda
             self._stream = quick_stream()
+        self._timeout = _TIMEOUT
+        processes = ranks.tell(str(meeting.process()).encode(), _ID)
+        mates = [x for x in range(self.size) if processes[x] == processes[self.rank]]
+        self._mates = frozenset(mates) - {self.rank}  # the other ranks of this process
+        self._meeting = meeting.meeting(unique)
         self._peers: Peers | None = connect(ranks, device, _ID, copies)
         others = (rank for rank in range(self.size) if rank != self.rank)
         self.copies = self._peers is not None and all(rank in self._peers for rank in others)
@@ -84,6 +92,7 @@ class Nccl:
 
     def tell(self, message: bytes, timeout: float) -> list[bytes]:
         """Return the messages of all ranks."""
+        self._timeout = timeout
         with self._speaking:
             return self._host.tell(message, timeout)
 
@@ -125,6 +134,8 @@ class Nccl:
         comm, nccl, stream = self._comm, self._nccl, self._stream
         assert comm is not None
         stream.wait_event(begin)
+        mates = sorted({rank for rank, _, size in (*sends, *receives) if size} & self._mates)
+        self._meet(mates)
         nccl.groupStart()
         try:
             for rank, place, size in sends:
@@ -135,7 +146,18 @@ class Nccl:
                     comm.recv(place, size, nccl.NCCL_UINT8, rank, stream.ptr)
         finally:
             nccl.groupEnd()
+        self._meet(mates)
         return self._event(stream)
+
+    def _meet(self, mates: list[int]) -> None:
+        """Wait until other ranks of this process are here, too."""
+        if not mates:
+            return
+        missing = self._meeting.meet(self.rank, mates, self._timeout, self.check)
+        if missing:
+            what = "the ranks of a process begin messages together"
+            self.abort(absent(self.rank, missing, self._timeout, what))
+            self.check()
 
     def let_wait(self, arrived: Any) -> None:
         """Let what the current stream is asked for from here on wait for messages."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ...arrays.cuda_device import current, quick_stream
 from ...arrays.device_arrays import address
+from . import meeting
 from .communication import Communicator, Message
 
 SLOT = 16 * 2**20  # bytes of a slot: long enough for the link's full rate
@@ -33,12 +33,6 @@ Span = tuple[int, int, int]  # a rank, and the address and the number of bytes f
 BLOCK = 64 * 2**10  # bytes in a row from which on rows are sent from where they are, or received
 _RELEASE = 2**30  # added to counters when a communicator ends: everything waits for less
 _PATIENCE = 2.0  # seconds in which all that waits has to be over in the end
-_NAME = secrets.token_hex(16)  # of this process: numbers are those of containers
-
-
-def _process() -> str:
-    """Return a name that no other process has."""
-    return _NAME
 
 
 class _Stream:
@@ -293,7 +287,7 @@ def _reaches(device: int, own: int, there: int) -> bool:
 
 def _offer(device: int, peers: int) -> tuple[int, dict[str, Any]]:
     """Return the address of this rank's boxes, 0 if it has none, and what others need to know."""
-    offer: dict[str, Any] = {"process": _process(), "device": device}
+    offer: dict[str, Any] = {"process": meeting.process(), "device": device}
     place = 0
     try:
         import cupy
@@ -327,7 +321,7 @@ def _opened(offer: dict[str, Any], device: int) -> int:
     Ranks of one process do not copy to each other: what one asks of the driver may wait for its
     device, and meanwhile keep the other one from sending what that device waits for.
     """
-    if "place" not in offer or offer["process"] == _process():
+    if "place" not in offer or offer["process"] == meeting.process():
         return 0
     import cupy
 
