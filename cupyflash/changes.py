@@ -1,12 +1,13 @@
 """Notices changes of arrays that a function of gradients keeps, between its call and that before.
 
-Short arrays are copied, and of others, a sum over their bits is kept: it costs a hundredth of a
-backward. Arrays in device memory would have to be waited for, so here they are compared only with
+Short arrays are copied, and of others, a sum over their bits is kept. A backward that is made again
+finds those of q, k, v and out itself, while they are in the caches. Arrays in device memory would have to be waited for, so here they are compared only with
 the environment variable ``CUPYFLASH_DEBUG=1``. Otherwise `gpu.checksum_launches` does it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from .problem.options import Options
 
 SHORT = 1 << 14  # bytes of an array that is copied
 RESULTS = "out", "lse"
+SUMMED = "q", "k", "v", "out"  # a backward can sum their words itself
 
 
 def looks_at(array: Any) -> bool:
@@ -40,18 +42,58 @@ class Snapshot:
         The call that knows the names that users have for them, where these are others.
     """
 
-    __slots__ = ("_named", "_request", "_seen")
+    __slots__ = ("_keeps_sums", "_named", "_request", "_seen", "_sums")
 
     def __init__(self, named: Mapping[str, Array], request: Executor | None = None) -> None:
         self._request = request
-        self._named = {name: array for name, array in named.items() if looks_at(array)}
-        self._seen = _contents(self._named.values())
+        watched = {name: array for name, array in named.items() if looks_at(array)}
+        # What a backward may sum comes last.
+        self._named = dict(sorted(watched.items(), key=lambda item: item[0] in SUMMED))
+        self._keeps_sums = not any(map(is_device_array, watched.values()))
+        self._sums: list[Any] = []  # of longer arrays; no thread uses them
+        self._seen = self._contents(len(self._named))
 
     def changed(self) -> list[str]:
         """Return the names of arrays whose bits are not what they were."""
-        now = _contents(self._named.values())
+        now = self._contents(len(self._named))
         pairs = zip(self._named, self._seen, now, strict=True)
         return [name for name, a, b in pairs if a is not None and b is not None and a != b]
+
+    def is_unchanged_apart_from_summed(self) -> bool:
+        """Return whether all but `SUMMED` are as they were, and the sums of these are known."""
+        count = sum(name not in SUMMED for name in self._named)
+        seen = self._seen[:count]
+        return all(type(x) is int for x in self._seen[count:]) and self._contents(count) == seen
+
+    def has(self, sums: Mapping[str, int]) -> bool:
+        """Return whether arrays had these sums of their bits."""
+        seen = dict(zip(self._named, self._seen, strict=True))
+        return all(seen.get(name) == x for name, x in sums.items())
+
+    def _contents(self, count: int) -> list[Any]:
+        """Return what tells whether the bits of the first arrays have changed.
+
+        It is None for an array in device memory while a graph is being captured.
+        """
+        arrays: list[Any] = [*map(cached.readable, itertools.islice(self._named.values(), count))]
+        sums = iter(self._sums_of([x for x in arrays if x is not None and x.nbytes > SHORT]))
+        return [
+            None if x is None else x.tobytes() if x.nbytes <= SHORT else next(sums) for x in arrays
+        ]
+
+    def _sums_of(self, arrays: list[Array]) -> list[int]:
+        if not arrays:
+            return []
+        try:
+            sums = self._sums.pop()
+        except IndexError:
+            sums = None
+        if sums is None or not sums.begins_with(arrays):
+            sums = checksums(arrays)
+        found: list[int] = sums.of_first(len(arrays))
+        if self._keeps_sums:
+            self._sums.append(sums)
+        return found
 
     def check(self) -> list[str]:
         """Return which of `RESULTS` have changed; refuse changes of what a call read."""
@@ -70,6 +112,7 @@ class Snapshot:
     def replace(self, arrays: Mapping[str, Array]) -> None:
         """Take other arrays with the same contents in place of some."""
         self._named |= {name: x for name, x in arrays.items() if name in self._named}
+        self._sums.clear()
 
 
 def refused(names: Iterable[str]) -> ArgumentError:
@@ -171,23 +214,3 @@ def refuse_reported(array: Any) -> None:
             "because gradients are computed from it. The gradients of that call are NaN. Write "
             "x = x + y instead of x += y, or pass copies to the forward call."
         )
-
-
-def _contents(arrays: Iterable[Array]) -> list[Any]:
-    """Return for each array what tells whether its bits have changed; None if it is not known."""
-    found: list[Any] = []
-    longer: dict[int, Array] = {}
-    for array in arrays:
-        held: Any = cached.readable(array)
-        if held is None:
-            found.append(None)  # a graph is being captured
-        elif held.nbytes <= SHORT:
-            found.append(held.tobytes())
-        else:
-            longer[len(found)] = held
-            found.append(0)
-    if longer:
-        sums = checksums(list(longer.values()))
-        for n, number in zip(longer, sums, strict=True):
-            found[n] = number
-    return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from . import cpu_lookups, cpu_programs, cpu_reductions, cpu_tiles
 from .backend import output_shape
 from .cpu_ranges import OtherNumbers
 from .host_calls import Replayed, ReplayedCache, ReplayedGrowing
+
+if TYPE_CHECKING:
+    from cupyflash.reference.cpu.checksum import Checksums
 
 
 @functools.cache
@@ -369,8 +372,8 @@ class Cpu:
         return out, lse
 
 
-def checksums(arrays: list[Array]) -> list[int]:
-    """Return a number for each array in host memory that tells whether its bits have changed."""
-    from cupyflash.reference.cpu import checksum
+def checksums(arrays: Sequence[Array]) -> Checksums:
+    """Return what tells whether the bits of arrays in host memory have changed."""
+    from cupyflash.reference.cpu.checksum import Checksums
 
-    return checksum.checksums(arrays)
+    return Checksums(arrays)

@@ -165,7 +165,20 @@ class Replayed:
         )  # fmt: skip
         return True
 
-    def backward(self, seen: HostSignature, gradients: Gradients) -> bool:
+    @property
+    def sums_inputs(self) -> bool:
+        """Whether `backward` can sum the words of q, k, v and out."""
+        return bool(self._call.sums_inputs)
+
+    @property
+    def found(self) -> dict[str, int]:
+        """What it found when it did so last: see `reference.cpu.checksum`."""
+        found: dict[str, int] = self._call.found
+        return found
+
+    def backward(
+        self, seen: HostSignature, gradients: Gradients, *, sums_inputs: bool = False
+    ) -> bool:
         """Compute gradients for the arrays of a signature; return whether it could be done."""
         if self._of_mask is not None and not self._of_mask(self._call, seen.numbers):
             return False
@@ -175,7 +188,7 @@ class Replayed:
             of_lookups = [[arrays[n] for n in self._order]]
         self._run(
             named["d_out"], named["q"], named["k"], named["v"], named["out"], named["lse"],
-            named["dlse"], named.get("sink"), *gradients, *of_lookups,
+            named["dlse"], named.get("sink"), *gradients, *of_lookups, sums_inputs=sums_inputs,
         )  # fmt: skip
         return True
 

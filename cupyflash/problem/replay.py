@@ -199,6 +199,13 @@ class Signature(ABC):
         """Compute the gradients of a call likewise."""
         del grads_out, workspace
 
+    def backward_of_unchanged(self, before: Any) -> Any:
+        """Compute them likewise, if arrays are as a `changes.Snapshot` has seen them.
+
+        Only a call that finds that out itself does so.
+        """
+        del before
+
     def backward_tangent(
         self, grads_out: Gradients | None, results: tuple[Any, Any], workspace: Any
     ) -> Any:

@@ -5,7 +5,6 @@ Memory grows with L, never with L squared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,9 +16,12 @@ from .arguments import tile_sizes
 from .backward import backward_dkdv, backward_dq
 from .backward_delta import BLOCK, backward_delta
 from .backward_lookup_call import LookupSums, Read
-from .backward_work import bias_parts, is_one_pass_faster, key_blocks
+from .backward_work import Runs, is_one_pass_faster, key_blocks, whole_heads
 from .bias_gradient import no_bias_sums, sum_bias_parts
+from .bias_totals import BiasTotals
 from .calls import Bound
+from .chain import Chain
+from .checksum import head_checksums, is_whole
 from .float_modes import own_arithmetic
 from .gradient_tile import gradient_scratch
 from .jit import prepare
@@ -31,7 +33,6 @@ from .operands import Operand, Result
 from .packing import size_of_pairs
 from .placed import Placed, Step, Value
 from .prepared import (
-    BYTES_PER_SECOND,
     PreparedCall,
     changes_of,
     packed_shape,
@@ -39,10 +40,12 @@ from .prepared import (
     sinks_of,
 )
 from .structs import Packed
-from .sums import store
+from .sums import summed_to
 from .thread_limits import num_threads
 from .threads import parallel
 from .widen import kind_of
+
+CACHED = 1 << 20  # bytes that a core's cache keeps between two kernels of a chain
 
 
 class BackwardCall(PreparedCall):
@@ -88,7 +91,8 @@ class BackwardCall(PreparedCall):
             return
         kind = kind_of(q.dtype)
         self._tiles = by_tiles(problem.accumulator, kind)
-        kernels = [backward_delta, self._tiles.dkdv if self._tiles else backward_dkdv]
+        dkdv = self._tiles.dkdv if self._tiles else backward_dkdv
+        kernels = [backward_delta, dkdv, head_checksums]
         if dbias is not None:
             kernels.append(sum_bias_parts)
         called = called_kernels(problem, programs, True, kind)
@@ -147,7 +151,17 @@ class BackwardCall(PreparedCall):
         self.nbytes += scratch.nbytes
         if self._dbias is not None:
             self.nbytes += self._dbias.nbytes
+        self.sums_inputs = self._one_pass and not problem.packed and all(
+            operand.is_in_place and is_whole(x, layout.batch * count, x.shape[-2], x.shape[-1])
+            for operand, x, count in (
+                (self._q, q, problem.heads), (self._k, k, problem.heads_kv),
+                (self._v, v, problem.heads_kv), (self._out, out, problem.heads),
+            )
+        )  # fmt: skip
+        self._in_one_pass: list[tuple[int, Runs, tuple[Bound, Bound]]] = []
         self._steps = self._made_steps()
+        self._summing_steps: list[Step] = []
+        self._found: list[Array] = []
         self._dlookups: LookupSums | None = None
         if reads:
             rows = [x.rows for x in (self._q, self._k, self._v, self._do, self._lse)]
@@ -167,8 +181,9 @@ class BackwardCall(PreparedCall):
         self, do: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
         dlse: Array | None, sink: Array | None, dq: Array, dk: Array, dv: Array,
         dbias: Array | None, dsink: Array | None, dlookups: Sequence[Array] = (),
+        sums_inputs: bool = False,
     ) -> None:  # fmt: skip
-        """Write every gradient."""
+        """Write every gradient; with `sums_inputs`, sum the words of what was read, too."""
         if self._is_empty:
             for gradient in (dq, dk, dv, dbias, dsink, *dlookups):
                 if gradient is not None:
@@ -194,7 +209,7 @@ class BackwardCall(PreparedCall):
             self._dbias.clear()
         if self._dlookups is not None:
             self._dlookups.clear()
-        for step in self._steps:
+        for step in self._summing() if sums_inputs else self._steps:
             parallel(step.kernel, step.items, arrays, step.work)
         if dsink is not None:
             self._finish_sink(dsink)
@@ -208,6 +223,12 @@ class BackwardCall(PreparedCall):
         else:
             self._dk.finish(dk)
             self._dv.finish(dv)
+
+    @property
+    def found(self) -> dict[str, int]:
+        """The sums of the arrays that the last call has read, as `checksum.checksums` has them."""
+        totals = sum(x.sum(axis=0) for x in self._found)
+        return dict(zip(("q", "k", "v", "out"), map(int, totals), strict=True))
 
     def placed(
         self,
@@ -234,6 +255,28 @@ class BackwardCall(PreparedCall):
         steps = [*self._steps, sums.last_step]
         return self._placed(steps, arrays, tables, [sums.sums.sums], by_team=by_team)
 
+    def _chain(self, runs: Runs, *kernels: Bound) -> Chain:
+        """Return kernels that take turns after as many items as the caches hold."""
+        shape, problem = self._layout.shape, self._layout.problem
+        columns = self._layout.itemsize * 2 * (problem.d + problem.d_v)
+        numbers = shape.heads * int(shape.len_q.sum()) + problem.heads_kv * int(shape.len_k.sum())
+        of_item = max(1, columns * numbers // max(1, len(runs.starts) - 1))
+        return Chain(*kernels, every=max(1, CACHED // of_item))
+
+    def _summing(self) -> list[Step]:
+        """Return the steps of a call that sums the words of q, k, v and out, too."""
+        if not self._summing_steps:
+            number, (_, members, _) = self._layout.number, self._groups
+            steps = list(self._steps)
+            for n, runs, kernels in self._in_one_pass:
+                found = np.zeros((len(runs.starts) - 1, 4), np.int64)
+                arrays = [x.rows for x in (self._q, self._k, self._v, self._out)]
+                sums = Bound(head_checksums, number, *runs, members, self.shape, *arrays, found)
+                steps[n] = steps[n]._replace(kernel=self._chain(runs, *kernels, sums))
+                self._found.append(found)
+            self._summing_steps = steps
+        return self._summing_steps
+
     @own_arithmetic
     def _finish_sink(self, dsink: Array) -> None:
         sums = self._dsinks.reshape(self._layout.batch, self._layout.problem.heads)
@@ -253,14 +296,18 @@ class BackwardCall(PreparedCall):
         steps: list[Step] = []
         work = self._seconds
 
-        def add(bound: Bound, items: int, share: float) -> None:
-            """Add a kernel that takes this share of the five products' time."""
+        def add(bound: Bound | Chain, items: int, share: float) -> None:
+            """Add what takes this share of the five products' time."""
             steps.append(Step(bound, items, work * share))
 
-        add(
-            Bound(
+        _, members, starts = self._groups
+
+        def delta(runs: Runs) -> Bound:
+            return Bound(
                 backward_delta,
                 number,
+                *runs,
+                members,
                 self.shape,
                 pointers.widen,
                 pointers.prefetch,
@@ -275,10 +322,11 @@ class BackwardCall(PreparedCall):
                     aligned((BLOCK * problem.d_v, BLOCK * problem.d_v, BLOCK), number)
                 ),
                 sizes=problem.d_v,
-            ),
-            self._dsinks.size,
-            0.02,
-        )
+            )
+
+        if not self._one_pass:
+            runs = whole_heads(layout, starts)
+            add(delta(runs), len(runs.rows), 0.02)
         tiles = self._tiles
         changes = changes_of(
             layout, self._programs, pointers, self._ranges, tiles is not None, keeps_classes=True
@@ -286,7 +334,6 @@ class BackwardCall(PreparedCall):
         self._classes = changes.lists.classes
         self.nbytes += self._classes.nbytes
         block_q, block_kv = layout.block_q, layout.block_kv
-        _, members, starts = self._groups
         counts = -(-layout.len_k[members[starts]] // block_kv)
         sizes = tile_sizes(shape, changes)
 
@@ -304,38 +351,41 @@ class BackwardCall(PreparedCall):
         of_panel = (*in_columns, *pairs(panel, columns, columns_v), in_columns[0])
         counts_dkdv = (*of_panel, *pairs(block_kv, columns, columns_v))
         self._visited = []
+        # In one pass, who computes a head's gradients computes its delta before.
         lists = list(key_blocks(layout, starts, counts, self._parts, self._one_pass))
         bias_sums = no_bias_sums(number) if self._dbias is None else self._dbias.sums
         for runs in lists:
             visited = np.zeros(len(runs.rows), np.int64)
             self._visited.append(visited)
-            add(
-                Bound(
-                    tiles.dkdv if tiles else backward_dkdv,
-                    number,
-                    *runs,
-                    members,
-                    self.shape,
-                    changes,
-                    self._q.rows,
-                    self._k.rows,
-                    self._v.rows,
-                    self._do.rows,
-                    self._lse.rows,
-                    self._delta,
-                    int(self._one_pass),
-                    self._dq_sums,
-                    self._dq.rows,
-                    self._dk.rows,
-                    self._dv.rows,
-                    bias_sums,
-                    visited,
-                    scratch=lambda: scratch_of(*counts_dkdv),
-                    sizes=sizes,
-                ),
-                len(runs.starts) - 1,
-                1 / len(lists),
+            dkdv = Bound(
+                tiles.dkdv if tiles else backward_dkdv,
+                number,
+                *runs,
+                members,
+                self.shape,
+                changes,
+                self._q.rows,
+                self._k.rows,
+                self._v.rows,
+                self._do.rows,
+                self._lse.rows,
+                self._delta,
+                int(self._one_pass),
+                self._dq_sums,
+                self._dq.rows,
+                self._dk.rows,
+                self._dv.rows,
+                bias_sums,
+                visited,
+                scratch=lambda: scratch_of(*counts_dkdv),
+                sizes=sizes,
             )
+            kernel: Bound | Chain = dkdv
+            if self._one_pass:
+                both = delta(runs), dkdv
+                kernel = self._chain(runs, *both)
+                self._in_one_pass.append((len(steps), runs, both))
+            add(kernel, len(runs.starts) - 1, 1 / len(lists))
         if not self._one_pass:
             dq_kernel = tiles.dq if tiles else backward_dq
             prepare([(dq_kernel, number)])
@@ -365,61 +415,6 @@ class BackwardCall(PreparedCall):
                 0.6,
             )
         return steps
-
-
-class BiasTotals:
-    """The gradient of a bias: sums of parts of the work, which are added up in their order."""
-
-    def __init__(
-        self, layout: Layout, kv_lead: tuple[int, ...], groups: tuple[Array, Array], dbias: Array
-    ) -> None:
-        shape = (1,) * (3 - dbias.ndim) + dbias.shape
-        entries, axes = math.prod(shape[:-3]), shape[-3:]
-        made = bias_parts(layout, kv_lead, groups, shape)
-        self.parts, self.sums = made.parts, made.sums
-        self._whole = np.empty((entries, *axes), layout.number)
-        self._items = entries * axes[0] * made.columns
-        self._add_up = Bound(
-            sum_bias_parts,
-            layout.number,
-            made.columns,
-            made.starts,
-            made.slots,
-            layout.block_q,
-            made.sums,
-            self._whole,
-        )
-        self.nbytes = made.sums.sums.nbytes + self._whole.nbytes
-
-    @property
-    def last_step(self) -> Step:
-        """What adds up the sums, to an address of the gradient."""
-        work = self.nbytes / BYTES_PER_SECOND
-        return Step(self._add_up, self._items, work, "dbias")
-
-    def clear(self) -> None:
-        """Begin with 0."""
-        self.sums.sums[...] = 0
-
-    def finish(self, dbias: Array) -> None:
-        """Write the gradient, rounded to its type."""
-        step = self.last_step
-        parallel(step.kernel, step.items, self, step.work)
-        store(self._whole.reshape(dbias.shape), dbias)
-
-
-def summed_to(array: Array, shape: tuple[int, ...]) -> Array:
-    """Sum an array over the axes along which `shape` was broadcast to it."""
-    if array.shape == shape:
-        return array
-    extra = array.ndim - len(shape)
-    axes = tuple(range(extra)) + tuple(
-        axis + extra
-        for axis, (own, want) in enumerate(zip(array.shape[extra:], shape, strict=True))
-        if own != want
-    )
-    total: Array = array.sum(axis=axes, dtype=array.dtype, keepdims=True).reshape(shape)
-    return total
 
 
 class _Typed(Problem, Protocol):

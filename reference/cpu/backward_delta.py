@@ -1,4 +1,4 @@
-"""delta = rowsum(do * out) - dlse, and the gradient of the sink; runs before the backward kernels.
+"""delta = rowsum(do * out) - dlse, and the gradient of the sink: what gradients of scores need.
 
 FlashAttention-2 (Dao 2023), Algorithm 2, line 4.
 """
@@ -12,7 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .arguments import shape_of
-from .jit import INT, helper, kernel, takes, vector
+from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
 from .memory import ROWS, first_address, load, prefetch_rows, row_address, store
 from .microkernel import VECTOR_BYTES
 from .vectors import INT as WORD
@@ -51,14 +51,17 @@ def _add_products(typingctx, a, b, a_row, b_row, rows, columns, skips, sums, lik
 
 @takes(
     lambda number: (
-        INT, INT, shape_of(number), INT, INT, ROWS, ROWS, ROWS, ROWS, vector(number), ROWS,
-        *(vector(number),) * 4,
+        INT, INT, INTS, TABLE, INTS, shape_of(number), INT, INT, ROWS, ROWS, ROWS, ROWS,
+        vector(number), ROWS, *(vector(number),) * 4,
     )
 )  # fmt: skip
 @kernel
 def backward_delta(
     first,
     last,
+    runs,
+    work,
+    members,
     shape,
     widen,
     prefetch,
@@ -73,45 +76,54 @@ def backward_delta(
     out_wide,
     sums,
 ):
-    """Compute delta of batch entry and head ``n = b * heads + h`` from `first` to `last`.
+    """Compute delta of the query heads of some work items from `first` to `last`.
 
-    ``dsink[n]`` receives that entry's part of the sink's gradient. `widen` and `prefetch` are the
-    addresses of `widen_rows` and `load_ahead`; `do_wide` and `out_wide` have memory for `BLOCK`
-    rows, `sums` for as many numbers.
+    Items are those of `backward.backward_dkdv`; of rows of work for one head of keys, the one with
+    its first block counts. ``dsink[b * heads + h]`` receives the part of the sink's gradient of
+    batch entry b and head h. `widen` and `prefetch` are the addresses of `widen_rows` and
+    `load_ahead`; `do_wide` and `out_wide` have memory for `BLOCK` rows, `sums` for as many numbers.
     """
     itemsize, columns = shape.itemsize, shape.d_v
     one, square = sink.dtype.type(1), VECTOR_BYTES // itemsize
-    for item in range(first, last):
-        b, h = item // shape.heads, item % shape.heads
-        if item + 1 < last:
+    for place in range(runs[first], runs[last]):
+        if work[place, 3] != 0:
+            continue
+        h_kv = work[place, 2]
+        if place + 1 < runs[last]:
             # Short heads come and go faster than what they read from memory.
-            next_b, next_h = (item + 1) // shape.heads, (item + 1) % shape.heads
+            next_b, next_h = members[work[place + 1, 0]], work[place + 1, 2] * shape.group
             ahead = min(shape.len_q[next_b], shape.block_kv)
             prefetch_rows(prefetch, do, next_b, next_h, 0, ahead, columns)
             prefetch_rows(prefetch, out, next_b, next_h, 0, ahead, columns)
-        # If there is a sink, outputs of 0 are left out: an empty row adds nothing to the sink's
-        # gradient, whatever its do contains.
-        skips = np.int64(sink[h] != -math.inf)
-        for begin in range(0, shape.len_q[b], BLOCK):
-            count = min(BLOCK, shape.len_q[b] - begin)
-            do_row, do_size = find_rows_at(widen, do, b, h, begin, count, columns, columns, do_wide)
-            out_row, out_size = find_rows_at(
-                widen, out, b, h, begin, count, columns, columns, out_wide
-            )
-            do_size, out_size = do_size * itemsize, out_size * itemsize
-            for i in range(count):
-                sums[i] = 0
-            for i in range(0, count, square):
-                for d in range(0, columns, square):
-                    _add_products(
-                        out_row + i * out_size + d * itemsize, do_row + i * do_size + d * itemsize,
-                        out_size, do_size, count - i, columns - d, skips,
-                        first_address(sums) + i * itemsize, one,
-                    )  # fmt: skip
-            for i in range(count):
-                value = sums[i] - load(row_address(dlse, b, h, begin + i), one)
-                store(row_address(delta, b, h, begin + i), value)
-        dsink[item] = backward_sink(shape, lse, sink, delta, b, h)
+        for member in range(work[place, 0], work[place, 1]):
+            b = members[member]
+            for h in range(h_kv * shape.group, (h_kv + 1) * shape.group):
+                # If there is a sink, outputs of 0 are left out: an empty row adds nothing to the
+                # sink's gradient, whatever its do contains.
+                skips = np.int64(sink[h] != -math.inf)
+                for begin in range(0, shape.len_q[b], BLOCK):
+                    count = min(BLOCK, shape.len_q[b] - begin)
+                    do_row, do_size = find_rows_at(
+                        widen, do, b, h, begin, count, columns, columns, do_wide
+                    )
+                    out_row, out_size = find_rows_at(
+                        widen, out, b, h, begin, count, columns, columns, out_wide
+                    )
+                    do_size, out_size = do_size * itemsize, out_size * itemsize
+                    for i in range(count):
+                        sums[i] = 0
+                    for i in range(0, count, square):
+                        for d in range(0, columns, square):
+                            _add_products(
+                                out_row + i * out_size + d * itemsize,
+                                do_row + i * do_size + d * itemsize,
+                                out_size, do_size, count - i, columns - d, skips,
+                                first_address(sums) + i * itemsize, one,
+                            )  # fmt: skip
+                    for i in range(count):
+                        value = sums[i] - load(row_address(dlse, b, h, begin + i), one)
+                        store(row_address(delta, b, h, begin + i), value)
+                dsink[b * shape.heads + h] = backward_sink(shape, lse, sink, delta, b, h)
 
 
 @helper

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from .arguments import registers_of, tile_sizes
-from .backward_call import BiasTotals, summed_to
 from .backward_tangent import backward_tangent_dkdv, backward_tangent_dq
 from .backward_tangent_delta import backward_tangent_delta, backward_tangent_sink
 from .backward_work import is_one_pass_faster, key_blocks
 from .bias_gradient import no_bias_sums, sum_bias_parts
+from .bias_totals import BiasTotals
 from .calls import Bound
 from .float_modes import own_arithmetic
 from .forward_tangent_call import ForwardTangentCall
@@ -24,6 +24,7 @@ from .packing import size_of_pairs
 from .prepared import PreparedCall, changes_of, packed_shape, seconds
 from .program import Program
 from .structs import Packed
+from .sums import summed_to
 from .tangent_tile import Moving, tile_scratch
 from .thread_limits import num_threads
 from .threads import parallel

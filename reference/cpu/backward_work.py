@@ -72,6 +72,19 @@ def key_blocks(
         yield Runs(np.append(items, len(here)), np.ascontiguousarray(rows[here], np.int64))
 
 
+def whole_heads(layout: Layout, starts: Array) -> Runs:
+    """Return one item for each head of keys, with all queries that see it; there are no blocks.
+
+    Group g of batch entries that share keys begins with member ``starts[g]``.
+    """
+    heads = layout.problem.heads_kv
+    group, head = np.divmod(np.arange(len(starts) * heads, dtype=np.int64), max(heads, 1))
+    ends = np.append(starts[1:], layout.batch)
+    none = np.zeros_like(head)
+    rows = np.stack([starts[group], ends[group], head, none, none], axis=1)
+    return Runs(np.arange(len(head) + 1), np.ascontiguousarray(rows, np.int64))
+
+
 # More parts keep more threads busy, and take more memory.
 _MOST_PARTS, _MOST_BYTES = 64, 2**26
 

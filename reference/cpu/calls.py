@@ -168,7 +168,9 @@ class Bound:
         That is the address of a function that takes a block, how many words of it scratch takes,
         and where these begin.
         """
-        own = len(self.scratch()[0])
+        # As `_in_words` has them.
+        arrays = [form for form in self._own_forms if isinstance(form, ArrayForm)]
+        own = len(self._own_forms) + sum(4 + 2 * form.ndim for form in arrays)
         blocks = [self._new_block(own) for _ in range(count)]
         caller = ctypes.cast(self._call, ctypes.c_void_p).value or 0
         return caller, own, len(self._words), blocks

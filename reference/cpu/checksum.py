@@ -1,5 +1,7 @@
 """Numbers that tell whether arrays have changed: sums over their words, in which places count.
 
+A backward computes those of q, k, v and out itself, head by head, just before it reads the head.
+
 A word w of eight bytes at place n adds x + low * high, where x = w xor n * PLACE, and low and high
 are its halves. Sums are taken modulo 2**64, so their order is free. The products see what plain
 sums do not: two elements that changed places, or an even number of changed signs.
@@ -8,6 +10,8 @@ sums do not: two elements that changed places, or an even number of changed sign
 from __future__ import annotations
 
 import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +21,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .addresses import address
+from .arguments import shape_of
 from .calls import Bound
-from .jit import INTS, TABLE, helper, kernel, prepare, takes
-from .memory import load
+from .jit import INT, INTS, TABLE, helper, kernel, prepare, takes
+from .memory import ROWS, load, row_address
 from .threads import parallel
 from .vectors import HOST
 
@@ -136,23 +141,86 @@ def checksum(first, last, pieces, sums):
         sums[item] = total
 
 
-def checksums(arrays: list[Array]) -> list[int]:
-    """Return a number for each array, which depends on its elements' bits and their order.
+@helper
+def _sum_of_head(rows, b, h, count, columns):
+    """Return the sum over the words of a head; all heads are one after the other in memory."""
+    place = row_address(rows, b, h, 0)
+    words = count * columns * rows.itemsize // WORD
+    return sum_of_words(place, words, (place - rows.address) // WORD)
+
+
+@takes(lambda number: (INT, INT, INTS, TABLE, INTS, shape_of(number), *(ROWS,) * 4, TABLE))
+@kernel
+def head_checksums(first, last, runs, work, members, shape, q, k, v, out, sums):
+    """Sum the words of the heads of some work items from `first` to `last`.
+
+    Items are those of `backward.backward_dkdv`; of rows of work for one head of keys, the one with
+    its first block counts. ``sums[item]`` receives what the item adds for q, k, v and out, whose
+    heads are whole words.
+    """
+    for item in range(first, last):
+        of_q, of_k, of_v, of_out = 0, 0, 0, 0
+        for place in range(runs[item], runs[item + 1]):
+            if work[place, 3] != 0:
+                continue
+            h_kv, keys = work[place, 2], members[work[place, 0]]
+            for member in range(work[place, 0], work[place, 1]):
+                b = members[member]
+                for h in range(h_kv * shape.group, (h_kv + 1) * shape.group):
+                    of_q += _sum_of_head(q, b, h, shape.len_q[b], shape.d)
+                    of_out += _sum_of_head(out, b, h, shape.len_q[b], shape.d_v)
+            of_k += _sum_of_head(k, keys, h_kv, shape.len_k[keys], shape.d)
+            of_v += _sum_of_head(v, keys, h_kv, shape.len_k[keys], shape.d_v)
+        sums[item, 0], sums[item, 1] = of_q, of_k
+        sums[item, 2], sums[item, 3] = of_v, of_out
+
+
+def is_whole(array: Array, heads: int, rows: int, columns: int) -> bool:
+    """Return whether an array has so many heads of its own, in a row, of whole words each."""
+    of_head = rows * columns * array.itemsize
+    return array.flags.c_contiguous and array.nbytes == heads * of_head and not of_head % WORD
+
+
+class Checksums:
+    """A number for each of some arrays, which depends on its elements' bits and their order.
 
     Arrays may have any type and strides. Axes along which an array repeats its elements count once.
+
+    Parameters
+    ----------
+    arrays : sequence of array
+        The arrays, which are read each time.
     """
-    prepare([(checksum, NUMBER)])
-    tables = [_pieces(array) for array in arrays]
-    pieces = np.concatenate(tables)
-    sums = np.empty(len(pieces), np.int64)
-    run = Bound(checksum, NUMBER, pieces, sums)
-    nbytes = sum(array.nbytes for array in arrays)
-    if nbytes < SHORT:
-        run(0, len(pieces))
-    else:
-        parallel(run, len(pieces), arrays, nbytes / BYTES_PER_SECOND)
-    ends = np.cumsum([0, *map(len, tables)])
-    return [int(sums[a:b].sum()) for a, b in itertools.pairwise(ends)]
+
+    __slots__ = ("_arrays", "_nbytes", "_pieces", "_run", "_sums")
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        prepare([(checksum, NUMBER)])
+        tables = [_pieces(array) for array in arrays]
+        self._arrays = arrays
+        self._pieces = [0, *itertools.accumulate(map(len, tables))]
+        self._nbytes = [0, *itertools.accumulate(array.nbytes for array in arrays)]
+        self._sums = np.empty(self._pieces[-1], np.int64)
+        self._run = Bound(checksum, NUMBER, np.concatenate(tables), self._sums)
+
+    def begins_with(self, arrays: Sequence[Array]) -> bool:
+        """Return whether these are its first arrays."""
+        return len(arrays) <= len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
+
+    def of_first(self, count: int) -> list[int]:
+        """Return the numbers of the first arrays; one thread at a time asks for them."""
+        last, nbytes = self._pieces[count], self._nbytes[count]
+        if nbytes < SHORT:
+            self._run(0, last)
+        else:
+            parallel(self._run, last, self._arrays, nbytes / BYTES_PER_SECOND)
+        pairs = itertools.pairwise(self._pieces[: count + 1])
+        return [int(self._sums[a:b].sum()) for a, b in pairs]
+
+
+def checksums(arrays: Sequence[Array]) -> list[int]:
+    """Return a number for each array: see `Checksums`."""
+    return Checksums(arrays).of_first(len(arrays))
 
 
 def _pieces(array: Array) -> Array:

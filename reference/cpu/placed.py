@@ -21,6 +21,7 @@ from . import openmp, team
 from .addresses import HEADER
 from .c_function import STATUS, WORD, Emitter, builtin
 from .calls import Bound
+from .chain import Chain
 from .repeat import ALIGNED, DATA, FLAGS, IS_POSSIBLE
 from .shares import OF, Scratch, Share, emit_begin, functions, spares_of
 from .thread_limits import num_threads
@@ -65,7 +66,7 @@ class Step(NamedTuple):
         The name of the address of its last argument, an array, if that differs from call to call.
     """
 
-    kernel: Bound
+    kernel: Bound | Chain
     items: int
     work: float
     last: str | None = None
@@ -153,6 +154,7 @@ class Placed:
             chunk = step.items if count == 1 else chunks(step.items, count, step.work)[0]
             share.words[OF.items], share.words[OF.chunk] = step.items, chunk
             if step.last is not None:
+                assert isinstance(step.kernel, Bound)
                 last = 8 * step.kernel.place_of_last
                 of_blocks = map(ctypes.addressof, share.blocks)
                 rows += [(place + last, number[step.last], 0, 1) for place in of_blocks]

@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from .c_function import STATUS, WORD, Emitter
 from .calls import FIRST, Bound
+from .chain import Chain
 from .float_modes import compiled
 from .structs import Packed
 
@@ -54,7 +55,7 @@ class Scratch:
 
     __slots__ = ("_held", "address", "nbytes")
 
-    def __init__(self, steps: Sequence[tuple[Bound, int]]) -> None:
+    def __init__(self, steps: Sequence[tuple[Bound | Chain, int]]) -> None:
         words: list[int] = []
         held: list[object] = []
         for kernel, workers in steps:
@@ -85,7 +86,7 @@ class Spares(list[Scratch]):
 _spares: weakref.WeakValueDictionary[Hashable, Spares] = weakref.WeakValueDictionary()
 
 
-def spares_of(steps: Sequence[tuple[Bound, int]]) -> Spares:
+def spares_of(steps: Sequence[tuple[Bound | Chain, int]]) -> Spares:
     """Return the list of scratch for kernels, and how many threads share each."""
     key = tuple((kernel.scratch_key, workers) for kernel, workers in steps)
     found = _spares.get(key)
@@ -113,7 +114,7 @@ class Share:
 
     __slots__ = ("address", "blocks", "own", "spares", "words", "workers")
 
-    def __init__(self, kernel: Bound, workers: int) -> None:
+    def __init__(self, kernel: Bound | Chain, workers: int) -> None:
         caller, self.own, begin, self.blocks = kernel.blocks(workers)
         nothing = [0] * (OF.blocks - OF.scratch)
         of_blocks = [ctypes.addressof(block) for block in self.blocks]

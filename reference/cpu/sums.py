@@ -29,3 +29,17 @@ def looked_up(table: Array, codes: Array, scale: Array) -> Array:
     numbers: Array = table[codes]
     numbers *= scale
     return numbers
+
+
+def summed_to(array: Array, shape: tuple[int, ...]) -> Array:
+    """Sum an array over the axes along which `shape` was broadcast to it."""
+    if array.shape == shape:
+        return array
+    extra = array.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        axis + extra
+        for axis, (own, want) in enumerate(zip(array.shape[extra:], shape, strict=True))
+        if own != want
+    )
+    total: Array = array.sum(axis=axes, dtype=array.dtype, keepdims=True).reshape(shape)
+    return total

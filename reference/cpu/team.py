@@ -24,6 +24,7 @@ from llvmlite import ir
 
 from .c_function import STATUS, WORD, Emitter, builtin
 from .calls import Bound
+from .chain import Chain
 from .float_modes import compiled
 from .shares import OF, Scratch, Share, emit_begin, functions
 
@@ -359,7 +360,7 @@ def _spares(key: Hashable) -> list[Scratch]:
     return []
 
 
-def compute(kernel: Bound, items: int, workers: int, chunk: int) -> bool:
+def compute(kernel: Bound | Chain, items: int, workers: int, chunk: int) -> bool:
     """Compute a kernel's items by this thread and the team's; return whether it could be done.
 
     No signal interrupts it.
@@ -389,7 +390,9 @@ def compute(kernel: Bound, items: int, workers: int, chunk: int) -> bool:
     return status == DONE
 
 
-def shared(kernel: Bound, items: int, workers: int, chunk: int) -> tuple[int, object] | None:
+def shared(
+    kernel: Bound | Chain, items: int, workers: int, chunk: int
+) -> tuple[int, object] | None:
     """Return the address of a share with scratch of its own, and what holds both.
 
     None if there is no team.

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 
 from . import openmp, team
 from .calls import Bound
+from .chain import Chain
 from .float_modes import use_usual_modes
 from .thread_limits import num_threads
 
@@ -245,7 +246,7 @@ def parallel(
         return
     is_others = workers > 1 and openmp.is_worth(workers)
     may_team = workers > 1 and work is not None and work <= AT_ONCE and not is_others
-    if may_team and isinstance(run, Bound) and team.compute(run, items, workers, first):
+    if may_team and isinstance(run, Bound | Chain) and team.compute(run, items, workers, first):
         return
     job = _Job(run, items, first, most, arrays)
     if workers == 1:

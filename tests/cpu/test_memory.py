@@ -202,8 +202,11 @@ def test_a_vjp_keeps_its_inputs_and_results_only(return_lse):
     out, vjp = result[0], result[-1]
     kept = kept_arrays(vjp)
     assert {id(x) for x in (q, k, v, out)} < {id(x) for x in kept}
-    assert len(kept) == 5
-    assert sum(x.nbytes for x in kept) == sum(x.nbytes for x in (q, k, v, out)) + 2 * 4 * 37 * 4
+    floats = [x for x in kept if x.dtype == q.dtype]
+    assert len(floats) == 5
+    assert sum(x.nbytes for x in floats) == sum(x.nbytes for x in (q, k, v, out)) + 2 * 4 * 37 * 4
+    # Where their pieces lie that are summed, and the sums.
+    assert sum(x.nbytes for x in kept) < 1.01 * sum(x.nbytes for x in floats)
 
 
 def test_a_vjp_lets_go_with_itself():

@@ -197,3 +197,66 @@ def test_a_snapshot_tells_short_arrays_bit_by_bit():
     assert seen.changed() == []
     x[1, 2] = -0.0
     assert seen.changed() == ["x"]
+
+
+# The shape of queries, and heads of keys.
+SHAPES = {
+    "heads": ((3, 4, 40, 32), 4),
+    "groups": ((2, 4, 300, 16), 2),
+    "one query": ((9, 2, 1, 512), 2),
+}
+
+
+def are_same(gradients, wanted) -> bool:
+    return all(map(same_bits, gradients[:4], wanted[:4]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_backward_that_sums_its_inputs_finds_one_changed_bit(shape, dtype, name, monkeypatch):
+    """It is made again, and looks at q, k, v and out itself."""
+    (batch, heads, rows, columns), heads_kv = SHAPES[shape]
+    sizes = {"q": (heads, rows), "k": (heads_kv, 300), "v": (heads_kv, 300)}
+    arrays = {x: draw(batch, *sizes[x], columns, seed=n).astype(dtype) for n, x in enumerate("qkv")}
+    bias, do = draw(heads, rows, 300), draw(batch, heads, rows, columns, seed=5).astype(dtype)
+    looked, has = [], changes.Snapshot.has
+    monkeypatch.setattr(
+        changes.Snapshot, "has", lambda self, sums: looked.append(sums) or has(self, sums)
+    )
+    out, vjp = cupyflash.attention_vjp(*arrays.values(), bias=bias)
+    wanted = vjp(do)
+    for count in range(1, 4):
+        assert are_same(vjp(do), wanted)
+        assert len(looked) == count
+    words = arrays[name].reshape(-1).view(f"u{dtype().itemsize}")
+    for place in (0, words.size // 2 + 1, words.size - 1):
+        words[place] ^= 1
+        with pytest.raises(ArgumentError, match=f"forward call: {name};"):
+            vjp(do)
+        words[place] ^= 1
+        assert are_same(vjp(do), wanted)
+    out.reshape(-1)[-1] += 1  # as it was computed
+    for _ in range(2):
+        assert are_same(vjp(do), wanted)
+    bias[0, 0, 7] += 1
+    with pytest.raises(ArgumentError, match="forward call: bias;"):
+        vjp(do)
+
+
+def test_threads_that_share_a_function_of_gradients_see_no_changes():
+    q, k, v, do = draw(4, 2, 4, 200, 16)
+    bias = draw(4, 200, 200)
+    _, vjp = cupyflash.attention_vjp(q, k, v, bias=bias)
+    wanted = vjp(do)
+    found: list[Any] = []
+
+    def work() -> None:
+        found.extend(are_same(vjp(do), wanted) for _ in range(20))
+
+    several = [threading.Thread(target=work) for _ in range(4)]
+    for each in several:
+        each.start()
+    for each in several:
+        each.join()
+    assert found == [True] * 80

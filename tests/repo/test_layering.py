@@ -96,7 +96,7 @@ INSIDE = {
         ["calls", "varlen"],
     ],
     "distributed.transport": [
-        ["communication", "faults"],
+        ["communication", "faults", "meeting"],
         ["peers"],
         ["mpi", "nccl", "threads"],
         ["connect"],
