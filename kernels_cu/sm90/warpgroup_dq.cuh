@@ -33,11 +33,11 @@ __device__ __forceinline__ void atomic_add_dq(const float (&dq)[2][COLUMNS], flo
 
 // -- whole rows of dq -----------------------------------------------------------------------------
 
-// Where WHOLE_DQ: stores the same columns of a tile's dq, times the scale, to rows of dq that begin
-// at row_gmem.
+// Stores the same columns of a tile's dq, times the scale, to rows of dq that begin at row_gmem,
+// two at a time.
 template <int COLUMNS>
-__device__ __forceinline__ void store_dq(const Params& p, const float (&dq)[2][COLUMNS],
-                                         char* row_gmem, int column, int begin, int valid) {
+__device__ __forceinline__ void store_pairs(const Params& p, const float (&dq)[2][COLUMNS],
+                                            char* row_gmem, int column, int begin, int valid) {
   const int row =
       threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16 + fragment::lane_row();
   const float scale = static_cast<float>(p.scale);
@@ -73,23 +73,17 @@ __device__ __forceinline__ void gather_piece(unsigned int (&words)[4]) {
   }
 }
 
-// Where HAS_SINGLES: stores what backward_dq_rows.cu would make of sums of one summand, 16 bytes at
-// a time where rows are aligned.
+// Stores the same, 16 bytes at a time where rows are aligned: a warp's instruction that stores
+// pairs writes half a sector of each of 8 rows. All lanes of the warp call it together.
 template <int COLUMNS>
-__device__ __forceinline__ void store_single_dq(const Params& p, const float (&dq)[2][COLUMNS],
-                                                char* row_gmem, int column, int begin, int valid) {
-  float sums[2][COLUMNS];
-#pragma unroll
-  for (int n = 0; n < COLUMNS; ++n) {
-    sums[0][n] = 0.0f + dq[0][n];  // as if it was added to 0: no zero has a sign
-    sums[1][n] = 0.0f + dq[1][n];
-  }
+__device__ __forceinline__ void store_dq(const Params& p, const float (&dq)[2][COLUMNS],
+                                         char* row_gmem, int column, int begin, int valid) {
   constexpr int PIECES = 4, COLUMNS_OF_PIECE = sizeof(ptx::Bytes16) / sizeof(storage_t);
   const bool vectors = p.kind_dq == number::STORAGE_KIND && p.dq.col == 1 &&
                        p.dq.row % COLUMNS_OF_PIECE == 0 &&
                        reinterpret_cast<unsigned long long>(row_gmem) % sizeof(ptx::Bytes16) == 0;
   if (D % COLUMNS_OF_PIECE != 0 || !vectors) {
-    return store_dq(p, sums, row_gmem, column, begin, valid);
+    return store_pairs(p, dq, row_gmem, column, begin, valid);
   }
   const int row =
       threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16 + fragment::lane_row();
@@ -103,8 +97,7 @@ __device__ __forceinline__ void store_single_dq(const Params& p, const float (&d
       ptx::Bytes16 piece;
 #pragma unroll
       for (int m = 0; m < PIECES; ++m) {
-        piece.x[m] =
-            number::narrow_pair(sums[r][n + 2 * m] * scale, sums[r][n + 2 * m + 1] * scale);
+        piece.x[m] = number::narrow_pair(dq[r][n + 2 * m] * scale, dq[r][n + 2 * m + 1] * scale);
       }
       gather_piece(piece.x);
       if (row + 8 * r >= valid || first >= D) continue;
@@ -113,6 +106,19 @@ __device__ __forceinline__ void store_single_dq(const Params& p, const float (&d
           piece);
     }
   }
+}
+
+// Where HAS_SINGLES: stores what backward_dq_rows.cu would make of sums of one summand.
+template <int COLUMNS>
+__device__ __forceinline__ void store_single_dq(const Params& p, const float (&dq)[2][COLUMNS],
+                                                char* row_gmem, int column, int begin, int valid) {
+  float sums[2][COLUMNS];
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+    sums[0][n] = 0.0f + dq[0][n];  // as if it was added to 0: no zero has a sign
+    sums[1][n] = 0.0f + dq[1][n];
+  }
+  store_dq(p, sums, row_gmem, column, begin, valid);
 }
 
 // Stores dq, or adds it to the sums.

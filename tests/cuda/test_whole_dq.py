@@ -351,3 +351,27 @@ def test_what_a_sequence_may_not_see_changes_no_bit(sizes):
     assert np.array_equal(made.dq[:, 70:160], clean.dq[:, 70:160])
     assert np.array_equal(made.dk[:, 40:80], clean.dk[:, 40:80])
     assert np.isnan(made.dq[:, 169]).all()
+
+
+@emulated
+@mostly_thorough("sizes", ("one slab", "two slabs"), quick=("two slabs",), why="narrow heads")
+@pytest.mark.parametrize("few_keys", [False, True])
+def test_rows_that_are_not_aligned_have_the_same_bits(sizes, few_keys):
+    """dq is stored 16 bytes at a time, or in pairs, or number by number."""
+    call, do = packed("causal", SIZES[sizes], HALF)
+    emulator = Emulator(Blocks(32, 64, 64, hopper=True, few_keys=few_keys), randomly(3))
+    rows, d = call.q.shape[:2], call.q.shape[-1]
+    out, lse = np.empty(do.shape, HALF), np.empty(rows, np.float32)
+    emulator.forward(call, out, lse)
+    vectors, pairs, numbers, columns = (np.full((*rows, d + n), np.nan, HALF) for n in (0, 2, 1, 0))
+    results = (
+        vectors, pairs[..., 2:], numbers[..., :d],
+        columns.reshape(rows[0], d, rows[1]).swapaxes(1, 2),
+    )  # fmt: skip
+    for dq in results:
+        made = Gradients(dq, np.empty_like(call.k), np.empty_like(call.v), None, None)
+        emulator.backward(call, do, out, lse, None, made, deterministic=False)
+        assert np.array_equal(dq, vectors)
+    assert np.isfinite(vectors).all()
+    assert np.isnan(pairs[..., :2]).all()
+    assert np.isnan(numbers[..., d:]).all()
