@@ -67,6 +67,29 @@ __device__ __forceinline__ Words philox4x32(Words counter, Key key) {
   return Words{{c0, c1, c2, c3}};
 }
 
+// The keys of all rounds, for a caller that has registers for them.
+template <int COUNT>
+struct Schedule {
+  Key round[COUNT];
+
+  __device__ __forceinline__ explicit Schedule(Key key) {
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+      round[n] = key;
+      key.word[0] += WEYL_0;
+      key.word[1] += WEYL_1;
+    }
+  }
+};
+template <int COUNT>
+__device__ __forceinline__ Words philox4x32(Words counter, const Schedule<COUNT>& keys) {
+#pragma unroll
+  for (int round = 0; round < COUNT; ++round) {
+    counter = philox4x32<1>(counter, keys.round[round]);
+  }
+  return counter;
+}
+
 // Four random words of ten rounds, numbered by three counters.
 __device__ __forceinline__ Words words(Key key, unsigned int group, unsigned int i,
                                        unsigned long long n) {
@@ -91,6 +114,13 @@ __device__ __forceinline__ Words draw(Key key, unsigned int keys, unsigned int q
   const unsigned int b_h_low = static_cast<unsigned int>(b_h);
   const unsigned int b_h_high = static_cast<unsigned int>(b_h >> 32);
   return philox4x32<DROPOUT_ROUNDS>(Words{{keys, queries, b_h_low, b_h_high}}, key);
+}
+using DropoutKeys = Schedule<DROPOUT_ROUNDS>;
+__device__ __forceinline__ Words draw(const DropoutKeys& keys_of_rounds, unsigned int keys,
+                                      unsigned int queries, unsigned long long b_h) {
+  const unsigned int b_h_low = static_cast<unsigned int>(b_h);
+  const unsigned int b_h_high = static_cast<unsigned int>(b_h >> 32);
+  return philox4x32(Words{{keys, queries, b_h_low, b_h_high}}, keys_of_rounds);
 }
 
 // The words of a draw for query i: those of both pairs of keys. Indices are constants, so that

@@ -20,6 +20,9 @@ constexpr bool ALONE_WITH_SLABS = ONE_CONSUMER && !ONE_SLAB;
 // multiplied, and then whether before the product for dP is issued, too. All were measured.
 constexpr bool MASK_FIRST = SHARE_KEYS || HAS_WHOLE_TILES || ALONE_WITH_SLABS;
 constexpr bool MASK_BEFORE_DP = D <= 32 || CHANGES_SCORES;
+// Whether dropout is drawn before the product for the scores is issued, while few registers are in
+// use, or while it is multiplied.
+constexpr bool DRAW_FIRST = CHANGES_SCORES || ALONE_WITH_SLABS;
 // Whether FULL tiles have code of their own, without masked pairs.
 constexpr bool SPLIT_FULL_TILES =
     HAS_EDGES && !CHANGES_SCORES && !HAS_WHOLE_TILES && !ALONE_WITH_SLABS;

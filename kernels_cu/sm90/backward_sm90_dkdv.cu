@@ -74,6 +74,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   matmul::clear(dk);
   matmul::clear(dv);
   ds_scale::WarpScale warp_scale;
+  const philox::DropoutKeys seed = warpgroup_gradient::dropout_keys<!DRAW_FIRST>(p);
   unsigned int tile_number = 0;  // the use of the pipelines
   unsigned long long visited = 0;
 
@@ -167,13 +168,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       warpgroup_gradient::QueryStatistics<COLUMNS> lse;
       float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2];  // P after dropout, and dS
-      unsigned int mask[2], kept[2];  // bit n of word r is that of pair (r, n)
+      unsigned int mask[2];           // bit n of word r is that of pair (r, n)
+      warpgroup_gradient::Kept<COLUMNS> kept{0};
       bool sees_nonfinite = false;    // in the thread's scores or dP
       const auto box = [&] { return span.box_of(tile, shared.j0, shared.nj); };
-      // Dropout is drawn first, while few registers are in use.
-      if constexpr (HAS_DROPOUT) {
-        fragment_gradient::draw_dropout<true, COLUMNS>(p, box(), corner, kept);
-      }
+      const auto draw_dropout = [&] {
+        kept = warpgroup_gradient::draw_dropout<COLUMNS>(p, seed, box(), corner);
+      };
+      if constexpr (HAS_DROPOUT && DRAW_FIRST) draw_dropout();
       const auto evaluate_mask = [&] {
         fragment_gradient::evaluate_mask<true, COLUMNS, fragment_tile::MASK_COLUMNS_AT_ONCE>(
             p, box(), tile_class, corner, mask);
@@ -214,6 +216,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_fence();
       warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address + first_row, 0));
       ptx::wgmma_commit();
+      if constexpr (HAS_DROPOUT && !DRAW_FIRST) draw_dropout();
       if (!MASK_FIRST && MASK_BEFORE_DP && masked) evaluate_mask();
       if constexpr (!CHANGES_SCORES) {
         lse = warpgroup_gradient::QueryStatistics<COLUMNS>(lse_smem);
@@ -228,9 +231,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // 5 probabilities and the gradient of the output's weights
       bool has_masked = masked;
       if constexpr (FUSE_SCORE_EXP) {
+        unsigned int kept_of_rows[2];
+        kept.split(kept_of_rows);
         const bool masks_more = fragment_gradient::recompute_modified<true, 0, FUSED_COLUMNS>(
-            p, head_constants, scale, box(), masked, mask, s, corner, lse_smem, kept, weights,
-            nullptr);
+            p, head_constants, scale, box(), masked, mask, s, corner, lse_smem, kept_of_rows,
+            weights, nullptr);
         has_masked = ptx::any_lane(masks_more) || masked;
         issue_dp();
       } else {
@@ -254,8 +259,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(dp);
       if (VOTE_NONFINITE && may_mask && !warpgroup_gradient::all_finite(dp)) sees_nonfinite = true;
-      warpgroup_gradient::compute_ds(p, has_masked, s, dp, delta, kept);
-      if constexpr (!FUSE_SCORE_EXP) warpgroup_gradient::narrow_kept(s, kept, weights);
+      warpgroup_gradient::compute_ds<!FUSE_SCORE_EXP>(p, has_masked, s, dp, delta, kept, weights);
 
       // -- P and dS to shared memory, and the product for dv
       const int ds_stage = ONE_CONSUMER ? 0 : stage;

@@ -33,6 +33,95 @@ struct ColumnShare {
         begin(SHARE_KEYS ? consumer * EACH * warpgroup::SLAB_COLUMNS : 0) {}
 };
 
+// -- dropout --------------------------------------------------------------------------------------
+
+// Which pairs of a thread dropout keeps: two keys, 8 apart, and COLUMNS queries, in one word. Its
+// halves have the queries of even and of odd columns.
+template <int COLUMNS>
+struct Kept {
+  static_assert(COLUMNS % 4 == 0 && COLUMNS <= 16, "bits of a word");
+  unsigned int bits;
+
+  // The bit of element (r, n).
+  __device__ __forceinline__ static int place_of(int r, int n) {
+    return n % 2 * 16 + (16 - COLUMNS) + n / 2 * 2 + r;
+  }
+  // Counted from column `first` on, an even one.
+  __device__ __forceinline__ Kept from(int first) const { return Kept{bits >> first}; }
+  // Bit n of a row's word.
+  __device__ __forceinline__ void split(unsigned int (&rows)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rows[r] = 0;
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) rows[r] |= (bits >> place_of(r, n) & 1u) << n;
+    }
+  }
+};
+
+template <int COLUMNS>
+__device__ __forceinline__ bool keeps(const Kept<COLUMNS>& kept, int r, int n) {
+  return (kept.bits >> Kept<COLUMNS>::place_of(r, n) & 1u) != 0;
+}
+
+// The keys of all rounds; if IN_REGISTERS, for all draws: the compiler would add them up for each,
+// but does not shuffle again.
+template <bool IN_REGISTERS>
+__device__ __forceinline__ philox::DropoutKeys dropout_keys(const Params& p) {
+  philox::DropoutKeys keys(HAS_DROPOUT ? tile::seed_key(p) : philox::Key{});
+  if constexpr (HAS_DROPOUT && IN_REGISTERS) {
+#pragma unroll
+    for (int round = 0; round < philox::DROPOUT_ROUNDS; ++round) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        keys.round[round].word[x] = ptx::shuffle(keys.round[round].word[x], 0);
+      }
+    }
+  }
+  return keys;
+}
+
+// Draws for a tile. One draw serves the four keys and two queries of two lanes: each makes that for
+// one of two neighbouring queries, and they swap all halves of words at once.
+template <int COLUMNS>
+__device__ __forceinline__ Kept<COLUMNS> draw_dropout(const Params& p,
+                                                      const philox::DropoutKeys& key,
+                                                      const TileBox& box,
+                                                      const fragment_gradient::Corner& corner) {
+  const unsigned long long b_h = tile::number_of_head(p, box);
+  const auto i = static_cast<unsigned int>(tile::origin_q(p) + box.i_low + corner.column);
+  const auto j = static_cast<unsigned long long>(tile::origin_k(p) + box.j_low + corner.row);
+  Kept<COLUMNS> kept{0};
+  if (!tile::groups_are_whole(p)) {
+#pragma unroll 1
+    for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool own = philox::keep(key.round[0], p.drop_below, b_h,
+                                      i + fragment_gradient::query_of<true>(r, n), j + 8 * r);
+        kept.bits |= (own ? 1u : 0u) << Kept<COLUMNS>::place_of(r, n);
+      }
+    }
+    return kept;
+  }
+  // The place of the lane's key in its pair, and of the query for which it draws.
+  const unsigned int place = ptx::lane_index() / 4 % 2;
+  const unsigned int keys = philox::group_of_key(j), queries = philox::group_of_query(i + place);
+  const unsigned int addend = philox::addend(p.drop_below);
+  unsigned int drawn = 0;  // a half for each key of the pair
+#pragma unroll
+  for (int column = 0; column < COLUMNS; column += 4) {
+    const philox::Words words = philox::draw(key, keys, queries + 2 * column, b_h);
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      drawn = drawn >> 1 | (philox::keep_bits(words.word[x], addend) & 0x80008000u);
+    }
+  }
+  const unsigned int received = ptx::shuffle_xor(drawn, 4);
+  kept.bits = ptx::select_bytes(drawn, received, place != 0 ? 0x3276 : 0x5410);
+  return kept;
+}
+
 // -- probabilities --------------------------------------------------------------------------------
 
 // lse or delta of a thread's queries.
@@ -75,7 +164,7 @@ __device__ __forceinline__ bool change_scores(const Params& p, const bias_tiles:
 // delta as compute_ds takes it: in registers, or where too few of them are free, in shared memory.
 template <int COLUMNS>
 __device__ __forceinline__ auto load_delta(const float* all_smem) {
-  if constexpr (CHANGES_SCORES || HAS_DROPOUT) {
+  if constexpr (CHANGES_SCORES || (HAS_DROPOUT && HAS_MASK)) {
     return all_smem;
   } else {
     return QueryStatistics<COLUMNS>(all_smem);
@@ -110,52 +199,61 @@ __device__ __forceinline__ void apply_mask(float (&p)[2][COLUMNS], const unsigne
   }
 }
 
-// Products dP = do v become dS, for as many columns at a time as there are registers for.
-template <int COLUMNS, typename Delta>
-__device__ __forceinline__ void compute_ds(const Params& p, bool masked,
-                                           const float (&s)[2][COLUMNS], float (&dp)[2][COLUMNS],
-                                           const Delta& delta, const unsigned int (&kept)[2]) {
-  constexpr int AT_ONCE = CHANGES_SCORES || HAS_DROPOUT ? 4 : COLUMNS;
+// Rounds a row's probabilities after dropout to the storage type, from column `first` up to `end`.
+// `kept` is counted from the first of them.
+template <int COLUMNS>
+__device__ __forceinline__ void narrow_kept(const float (&p)[COLUMNS], const Kept<COLUMNS>& kept,
+                                            int r, int first, int end,
+                                            unsigned int (&to)[COLUMNS / 2]) {
 #pragma unroll
-  for (int first = 0; first < COLUMNS; first += AT_ONCE) {
-    float some_p[2][AT_ONCE], some_dp[2][AT_ONCE];
-    unsigned int some_kept[2];
+  for (int n = 0; n < COLUMNS; n += 2) {
+    if (n < first || n >= end) continue;
+    float pair[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      some_kept[r] = HAS_DROPOUT ? kept[r] >> first : 0;
-#pragma unroll
-      for (int n = 0; n < AT_ONCE; ++n) {
-        some_p[r][n] = s[r][first + n];
-        some_dp[r][n] = dp[r][first + n];
-      }
+    for (int x = 0; x < 2; ++x) {
+      pair[x] = p[n + x];
+      if (HAS_DROPOUT && !keeps(kept, r, n - first + x)) pair[x] *= 0.0f;
     }
-    fragment_gradient::score_gradients<true>(
-        p, masked, some_p, some_dp, statistics_from<AT_ONCE>(delta, first), some_kept, some_dp);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int n = 0; n < AT_ONCE; ++n) dp[r][first + n] = some_dp[r][n];
-    }
+    to[n / 2] = number::narrow_pair(pair[0], pair[1]);
   }
 }
 
-// Rounds probabilities after dropout to the storage type.
-template <int COLUMNS>
-__device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
-                                            const unsigned int (&kept)[2],
-                                            unsigned int (&to)[2][COLUMNS / 2]) {
+// Products dP = do v become dS, for as many columns at a time as there are registers for. With
+// NARROWS, `weights` receives the probabilities after dropout in the storage type.
+template <bool NARROWS, int COLUMNS, typename Delta>
+__device__ __forceinline__ void compute_ds(const Params& p, bool masked,
+                                           const float (&s)[2][COLUMNS], float (&dp)[2][COLUMNS],
+                                           const Delta& delta, const Kept<COLUMNS>& kept,
+                                           unsigned int (&weights)[2][COLUMNS / 2]) {
+  constexpr int AT_ONCE = CHANGES_SCORES || HAS_DROPOUT ? 4 : COLUMNS;
+  const auto compute = [&](bool masked) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+    for (int first = 0; first < COLUMNS; first += AT_ONCE) {
+      float some_p[2][AT_ONCE], some_dp[2][AT_ONCE];
+      const Kept<COLUMNS> some_kept = kept.from(first);
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += 2) {
-      float pair[2];
+      for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        pair[x] = p[r][n + x];
-        if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) pair[x] *= 0.0f;
+        for (int n = 0; n < AT_ONCE; ++n) {
+          some_p[r][n] = s[r][first + n];
+          some_dp[r][n] = dp[r][first + n];
+        }
       }
-      to[r][n / 2] = number::narrow_pair(pair[0], pair[1]);
+      fragment_gradient::score_gradients<true>(
+          p, masked, some_p, some_dp, statistics_from<AT_ONCE>(delta, first), some_kept, some_dp);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) dp[r][first + n] = some_dp[r][n];
+        // Beside dS, so that what dropout says of a pair is asked once.
+        if constexpr (NARROWS) narrow_kept(s[r], some_kept, r, first, first + AT_ONCE, weights[r]);
+      }
     }
+  };
+  if (HAS_DROPOUT && masked) {
+    compute(true);
+  } else {
+    compute(!HAS_DROPOUT && masked);
   }
 }
 

@@ -60,6 +60,12 @@ struct RowStatistics {
 
 // -- dropout --------------------------------------------------------------------------------------
 
+// Whether dropout keeps the pair of element (r, n), by the bits of rows.
+template <int ROWS>
+__device__ __forceinline__ bool keeps(const unsigned int (&kept)[ROWS], int r, int n) {
+  return (kept[r] >> n & 1) != 0;
+}
+
 // Which pairs dropout keeps: bit n of kept[r] is that of element (r, n). One draw serves eight
 // pairs, in two rows and four columns. If keys are rows, two lanes hold halves of two draws: each
 // makes one and sends half of it.
@@ -381,18 +387,17 @@ __device__ __forceinline__ bool recompute_probabilities(
 }
 
 // dS = p (dP - delta), for products dP = do v, in tile_column of either; with a score mod, times
-// its derivative, which s contains. What is 0 stays 0.
-template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+// its derivative, which s contains. What is 0 stays 0. `kept` says which pairs dropout keeps.
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS, class Kept>
 __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
                                                 const float (&s)[ROWS][COLUMNS],
                                                 const float (&dp)[ROWS][COLUMNS],
                                                 const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS>& delta,
-                                                const unsigned int (&kept)[ROWS],
-                                                float (&ds)[ROWS][COLUMNS]) {
+                                                const Kept& kept, float (&ds)[ROWS][COLUMNS]) {
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
   const auto centred = [&](int r, int n) {
     float x = dp[r][n];
-    if constexpr (HAS_DROPOUT) x *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0f;
+    if constexpr (HAS_DROPOUT) x *= keeps(kept, r, n) ? keep_scale : 0.0f;
     return x - delta.of(r, n);
   };
   if (!masked) {

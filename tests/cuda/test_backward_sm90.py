@@ -95,6 +95,9 @@ PROBLEMS = {
     # Weights between the steps of a product that are fewer than columns; dq deferred over heads.
     "mixed": (1, 1, 130, 70, 64, 40, {}, 3),
     "deferred": (2, 1, 330, 200, 96, 128, {"dropout": 0.1, "seed": 5}, 24),
+    # Dropout drawn during the product for the scores, in turns for dq, and by those who share keys.
+    "drawn": (2, 1, 200, 260, 64, 64, {"mask": masks.causal(), "dropout": 0.3, "seed": 2**40}, 16),
+    "shared": (2, 1, 70, 130, 192, 136, {"dropout": 0.2, "seed": 9}, 12),
 }  # fmt: skip
 
 
