@@ -1,8 +1,9 @@
 """Notices changes of arrays that a function of gradients keeps, between its call and that before.
 
 Short arrays are copied, and of others, a sum over their bits is kept. A backward that is made again
-finds those of q, k, v and out itself, while they are in the caches. Arrays in device memory would have to be waited for, so here they are compared only with
-the environment variable ``CUPYFLASH_DEBUG=1``. Otherwise `gpu.checksum_launches` does it.
+finds those of q, k, v and out itself, while they are in the caches. Arrays in device memory would
+have to be waited for, so here they are compared only with the environment variable
+``CUPYFLASH_DEBUG=1``. Otherwise `gpu.checksum_launches` does it.
 """
 
 from __future__ import annotations
