@@ -112,6 +112,7 @@ class DecodeCall(PreparedCall):
         self._served = 0  # calls that had the same schedule
         self._repeated = -1  # the last leaf of those that can be repeated already
         self._least = math.inf  # seconds of the fastest call that one thread has computed
+        self._timed = 0  # such calls; the first one may have waited for memory and for code
         in_place = self._q.is_in_place and self._out.is_in_place
         changes_scores = len(programs.score.code) or len(programs.mask.code)
         is_plain = in_place and not (changes_scores or scales) and sink is table is None
@@ -148,7 +149,8 @@ class DecodeCall(PreparedCall):
         if plan is not self._plan or self._planned is None:
             of_lse = self._lse.rows.values
             self._planned = self._prepared(plan, layout.shape, of_lse, self._changes)
-            self._plan, self._served, self._repeated, self._least = plan, 0, -1, math.inf
+            self._plan, self._served, self._repeated = plan, 0, -1
+            self._least, self._timed = math.inf, 0
         self._served += 1
         planned = self._planned
         planned.work.move_to(self._q.rows, self._cache.packed, self._out.rows, self._lse.rows)
@@ -160,6 +162,7 @@ class DecodeCall(PreparedCall):
         parallel(planned.kernel, items, arrays, work)
         if items == 1:
             self._least = min(self._least, time.perf_counter() - begin)
+            self._timed += 1
         self._out.finish(out)
         self._lse.finish(lse[..., None])
 
@@ -172,7 +175,7 @@ class DecodeCall(PreparedCall):
         if len(self._changes.score.code):
             each += OF_PROGRAM * rows
         estimated = plan.leaves * each
-        return estimated if self._least == math.inf else max(estimated, self._least)
+        return estimated if self._timed < REPEATED else max(estimated, self._least)
 
     def _items(self, plan: Schedule, work: float) -> int:
         """Return how many calls of the kernel do so many seconds of work."""
