@@ -231,6 +231,18 @@ __device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsign
   return (first + rank % interleaved) * blocks + rank / interleaved;
 }
 
+// The same for kernels that multiply with scalar instructions: they need so much time for a row that
+// it may come from anywhere, so all heads are interleaved.
+__device__ __forceinline__ unsigned int interleave_all_heads(const Params& p, unsigned int number,
+                                                             unsigned int heads) {
+  if (!HAS_MASK || PACKED) return number;
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) {
+    heads *= static_cast<unsigned int>(p.own_size[axis]);
+  }
+  return number % heads * static_cast<unsigned int>(p.blocks) + number / heads;
+}
+
 // A part of a sum of `count` terms, of p.tasks parts that as many blocks compute at the same time.
 // Parts are the slowest axis of a launch's blocks, and of what they write, which has no gaps.
 struct PartOfSum {

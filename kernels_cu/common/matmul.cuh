@@ -9,10 +9,15 @@
 #include "../ptx/warp.cuh"
 #include "memory.cuh"
 
-// A row of the thread grid lies in one warp, so that row maxima need no shared memory.
-constexpr int COLUMN_THREADS = (D > D_V ? D : D_V) > 256 ? 32 : 16;
+// A row of the thread grid lies in one warp, so that row maxima need no shared memory. With few
+// threads in a row, a thread has several columns also of narrow results.
+constexpr int LARGEST_HEAD = D > D_V ? D : D_V;
+constexpr bool IS_NARROW = LARGEST_HEAD <= 32 && sizeof(accum_t) == 4;
+constexpr int COLUMN_THREADS = LARGEST_HEAD > 256 ? 32 : IS_NARROW ? 8 : 16;
 constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
 constexpr int ROWS_PER_WARP = ptx::WARP_SIZE / COLUMN_THREADS;
+// Bits of a lane's number that tell its column thread; the others tell its row thread.
+constexpr int COLUMN_LANES = IS_NARROW ? 0b11010 : ptx::WARP_SIZE - ROWS_PER_WARP;
 
 namespace matmul {
 
@@ -35,6 +40,13 @@ __device__ constexpr int whole_columns(int width) { return chunks(width) * chunk
 // eight threads begin on different banks.
 __device__ constexpr int odd_stride(int columns) {
   return round_up(columns, VECTOR) + (round_up(columns, VECTOR) / VECTOR % 2 == 0 ? VECTOR : 0);
+}
+
+// The row stride of a tile of which threads read and write their elements, too: the rows of a warp
+// begin on banks as far apart as it has threads in a row.
+__device__ constexpr int cell_stride(int columns) {
+  if (COLUMN_THREADS > 16 || sizeof(accum_t) > 4) return odd_stride(columns);
+  return round_up(columns - COLUMN_THREADS, 32) + COLUMN_THREADS;
 }
 
 // Adjacent columns of a result that a thread owns: a vector of them, or fewer where that leaves
@@ -95,10 +107,13 @@ struct Stage {
 // half a warp at a time, in one transaction if lanes next to each other, or next but one, read the
 // same address.
 __device__ __forceinline__ int row_thread() {
-  return threadIdx.x / ptx::WARP_SIZE * ROWS_PER_WARP + threadIdx.x % ROWS_PER_WARP;
+  const int lane = threadIdx.x % ptx::WARP_SIZE;
+  const int row = IS_NARROW ? lane % 2 + lane / 4 % 2 * 2 : lane % ROWS_PER_WARP;
+  return threadIdx.x / ptx::WARP_SIZE * ROWS_PER_WARP + row;
 }
 __device__ __forceinline__ int column_thread() {
-  return threadIdx.x % ptx::WARP_SIZE / ROWS_PER_WARP;
+  const int lane = threadIdx.x % ptx::WARP_SIZE;
+  return IS_NARROW ? lane / 2 % 2 + lane / 8 * 2 : lane / ROWS_PER_WARP;
 }
 
 // c += a b^T for tiles of DEPTH columns. The thread's columns of c are column_thread +
@@ -346,6 +361,38 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const
       });
 }
 
+// Begins the copy of a chunk of columns of both operands, from `column` on.
+template <int A_ROWS, int B_ROWS, int WIDTH>
+__device__ __forceinline__ void begin_both(const memory::Rows& a, long long first_a, int valid_a,
+                                           const memory::Rows& b, long long first_b, int valid_b,
+                                           accum_t* a_smem, accum_t* b_smem, int column = 0) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
+  memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
+}
+
+// Completes it, with the same arguments.
+template <int A_ROWS, int B_ROWS, int WIDTH>
+__device__ __forceinline__ void finish_both(const memory::Rows& a, long long first_a, int valid_a,
+                                            const memory::Rows& b, long long first_b, int valid_b,
+                                            accum_t* a_smem, accum_t* b_smem, int column = 0) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
+  memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+}
+
+// c = a b^T of operands that are one chunk each.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_one(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                             const accum_t* b_smem) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  clear(c);
+  multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
+}
+
 // The same, where both operands are streamed through shared memory by chunks of columns.
 template <int A_ROWS, int B_ROWS, int WIDTH, bool ADDS = false, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const memory::Rows& a,
@@ -358,10 +405,10 @@ __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     __syncthreads();  // both chunks, which other threads may still read
-    memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
-    memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
-    memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
-    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+    begin_both<A_ROWS, B_ROWS, WIDTH>(a, first_a, valid_a, b, first_b, valid_b, a_smem, b_smem,
+                                      column);
+    finish_both<A_ROWS, B_ROWS, WIDTH>(a, first_a, valid_a, b, first_b, valid_b, a_smem, b_smem,
+                                       column);
     __syncthreads();  // both chunks, filled by all threads
     multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
   }

@@ -17,7 +17,7 @@ constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
 constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
-constexpr int P_STRIDE = matmul::odd_stride(BLOCK_KV);
+constexpr int P_STRIDE = matmul::cell_stride(BLOCK_KV);
 constexpr int BUFFER = matmul::buffer_elements(BLOCK_KV, D, D_V);
 constexpr int SHARED_ELEMENTS = BLOCK_Q * Q_STRIDE + BLOCK_Q * P_STRIDE + 2 * BUFFER;
 constexpr int UNROLL = 1;  // limited by registers
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const stage_smem = p_smem + BLOCK_Q * P_STRIDE;
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_all_heads(p, blockIdx.x, p.heads), p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const layout::Entry& entry = work.entry;
   const long long h = work.head, h_kv = h / p.group;

@@ -238,6 +238,7 @@ class Blocks:
         sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
         shape = simt.Shape(*sizes, self.threads)
         least = shape.column_threads
+        least = max(least, shape.row_threads)
         rows, columns = max(self.block_q, least), max(self.block_kv, least)
         elements, _, _ = simt.KERNELS[kernel]
         spare = int(slope) + int(problem.dropout > 0)
