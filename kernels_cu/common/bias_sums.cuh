@@ -10,13 +10,13 @@ namespace bias_sums {
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
-constexpr int STRIDE = matmul::cell_stride(BLOCK_KV);
+constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int TILE = BLOCK_Q * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_DSCORE ? 1 : 0);
 constexpr int CHUNK_STRIDE = matmul::larger(matmul::odd_stride(matmul::chunk_columns(D)),
                                             matmul::odd_stride(matmul::chunk_columns(D_V)));
-// Operands of both products are loaded at once where each is one chunk.
-constexpr bool AT_ONCE = matmul::chunks(D) == 1 && matmul::chunks(D_V) == 1;
+// Operands of both products are loaded at once where each is one chunk and leaves room.
+constexpr bool AT_ONCE = matmul::chunks(D) == 1 && matmul::chunks(D_V) == 1 && TILES == 1;
 constexpr int OPERANDS = (AT_ONCE ? 2 : 1) * (BLOCK_Q + BLOCK_KV) * CHUNK_STRIDE;
 constexpr int SHARED_ELEMENTS = OPERANDS + TILES * TILE + 2 * BLOCK_Q;
 

@@ -231,16 +231,13 @@ __device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsign
   return (first + rank % interleaved) * blocks + rank / interleaved;
 }
 
-// The same for kernels that multiply with scalar instructions: they need so much time for a row that
-// it may come from anywhere, so all heads are interleaved.
-__device__ __forceinline__ unsigned int interleave_all_heads(const Params& p, unsigned int number,
-                                                             unsigned int heads) {
+// The same under a mask, for kernels that multiply with scalar instructions. These take so long for
+// a tile that its rows need not be in L2, so that many heads are interleaved.
+__device__ __forceinline__ unsigned int interleave_many_heads(const Params& p, unsigned int number,
+                                                              int heads) {
+  constexpr unsigned int MOST_HEADS = 64;
   if (!HAS_MASK || PACKED) return number;
-#pragma unroll
-  for (int axis = 0; axis < MAX_LEAD; ++axis) {
-    heads *= static_cast<unsigned int>(p.own_size[axis]);
-  }
-  return number % heads * static_cast<unsigned int>(p.blocks) + number / heads;
+  return interleave_heads(p, number, static_cast<unsigned int>(heads), MOST_HEADS);
 }
 
 // A part of a sum of `count` terms, of p.tasks parts that as many blocks compute at the same time.

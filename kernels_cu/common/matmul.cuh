@@ -42,13 +42,6 @@ __device__ constexpr int odd_stride(int columns) {
   return round_up(columns, VECTOR) + (round_up(columns, VECTOR) / VECTOR % 2 == 0 ? VECTOR : 0);
 }
 
-// The row stride of a tile of which threads read and write their elements, too: the rows of a warp
-// begin on banks as far apart as it has threads in a row.
-__device__ constexpr int cell_stride(int columns) {
-  if (COLUMN_THREADS > 16 || sizeof(accum_t) > 4) return odd_stride(columns);
-  return round_up(columns - COLUMN_THREADS, 32) + COLUMN_THREADS;
-}
-
 // Adjacent columns of a result that a thread owns: a vector of them, or fewer where that leaves
 // fewer threads without work.
 __device__ constexpr int run_of(int width) {
@@ -117,17 +110,18 @@ __device__ __forceinline__ int column_thread() {
 }
 
 // c += a b^T for tiles of DEPTH columns. The thread's columns of c are column_thread +
-// COLUMN_THREADS * n. UNROLL vectors of each row are in flight.
-template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int ROWS, int COLUMNS>
+// COLUMN_THREADS * n, of which the first USED are computed. UNROLL vectors of each row are in
+// flight.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int USED, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                          const accum_t* b_smem) {
   a_smem += row_thread() * A_STRIDE;
   b_smem += column_thread() * B_STRIDE;
 #pragma unroll UNROLL
   for (int k = 0; k < DEPTH; k += VECTOR) {
-    Vector a[ROWS], b[COLUMNS];
+    Vector a[ROWS], b[USED];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
+    for (int n = 0; n < USED; ++n) {
       b[n] = *reinterpret_cast<const Vector*>(b_smem + n * COLUMN_THREADS * B_STRIDE + k);
     }
 #pragma unroll
@@ -139,7 +133,7 @@ __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accu
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) c[r][n] += a[r].x[x] * b[n].x[x];
+        for (int n = 0; n < USED; ++n) c[r][n] += a[r].x[x] * b[n].x[x];
       }
     }
   }
@@ -347,17 +341,24 @@ __device__ __forceinline__ void for_each_chunk(const memory::Rows& b, long long 
 }
 
 // c = a b^T, or c += a b^T if it ADDS. a is resident in shared memory, its rows A_STRIDE apart;
-// rows of b are streamed.
-template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, bool ADDS = false, int ROWS, int COLUMNS,
-          int BUFFER>
+// rows of b are streamed. If it HALVES, c is computed for the first half of these alone where no
+// other row is valid.
+template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, bool ADDS = false, bool HALVES = false,
+          int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
                                               Stage<BUFFER>& stage) {
   constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
   if constexpr (!ADDS) clear(c);
   for_each_chunk<B_ROWS, WIDTH>(
       b, first, valid, stage, [&](int column, const accum_t* filled_smem) {
-        multiply<CHUNK, A_STRIDE, odd_stride(CHUNK), UNROLL>(c, a_smem + column, filled_smem);
+        constexpr int USED = HALVES ? COLUMNS / 2 : COLUMNS;
+        if (HALVES && valid <= B_ROWS / 2) {
+          multiply<CHUNK, A_STRIDE, STRIDE, UNROLL, USED>(c, a_smem + column, filled_smem);
+        } else {
+          multiply<CHUNK, A_STRIDE, STRIDE, UNROLL, COLUMNS>(c, a_smem + column, filled_smem);
+        }
       });
 }
 
@@ -390,7 +391,7 @@ __device__ __forceinline__ void multiply_one(accum_t (&c)[ROWS][COLUMNS], const 
   constexpr int CHUNK = chunk_columns(WIDTH);
   constexpr int STRIDE = odd_stride(CHUNK);
   clear(c);
-  multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
+  multiply<CHUNK, STRIDE, STRIDE, 2, COLUMNS>(c, a_smem, b_smem);
 }
 
 // The same, where both operands are streamed through shared memory by chunks of columns.
@@ -410,7 +411,7 @@ __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const
     finish_both<A_ROWS, B_ROWS, WIDTH>(a, first_a, valid_a, b, first_b, valid_b, a_smem, b_smem,
                                        column);
     __syncthreads();  // both chunks, filled by all threads
-    multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
+    multiply<CHUNK, STRIDE, STRIDE, 2, COLUMNS>(c, a_smem, b_smem);
   }
 }
 

@@ -100,6 +100,20 @@ __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box
   }
 }
 
+// How many of the `nj` keys of a tile that is not EMPTY take part: the first half where no query
+// sees another, as in every second diagonal tile if a tile has twice as many keys as queries. All
+// threads of the block call it together and get the same answer.
+constexpr bool HALVES_KEYS = HAS_MASK && !HAS_LISTS && BLOCK_KV > BLOCK_Q;
+__device__ __forceinline__ int keys_of(const Params& p, TileBox box, int tile_class, int nj) {
+  if constexpr (HALVES_KEYS) {
+    if (tile_class == PARTIAL && nj > BLOCK_KV / 2) {
+      box.j_low += BLOCK_KV / 2;
+      if (::tile_class(p, box) == EMPTY) return BLOCK_KV / 2;
+    }
+  }
+  return nj;
+}
+
 // The constants of a head, computed from any of its tiles. The shuffle keeps the compiler from
 // recomputing them at every use. All lanes of the warp call it together.
 __device__ __forceinline__ HeadConstants head_constants_of(const Params& p, const TileBox& box) {

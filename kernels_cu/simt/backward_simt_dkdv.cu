@@ -26,7 +26,7 @@ constexpr int COLUMNS_K = WIDTH_K / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
 constexpr int K_STRIDE = matmul::odd_stride(matmul::held_columns(D));
 constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
-constexpr int STRIDE = matmul::cell_stride(BLOCK_Q);
+constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
 constexpr int TILE = BLOCK_KV * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_DSCORE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::WorkTile work =
-      layout::work_tile_of(p, layout::interleave_all_heads(p, blockIdx.x, p.heads_kv), p.heads_kv, true, BLOCK_KV, false);
+  const unsigned int number = layout::interleave_many_heads(p, blockIdx.x, p.heads_kv);
+  const layout::WorkTile work = layout::work_tile_of(p, number, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;

@@ -20,7 +20,7 @@ constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int COLUMNS_Q = matmul::padded_columns(D) / COLUMN_THREADS;
 constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
 constexpr int DO_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
-constexpr int STRIDE = matmul::cell_stride(BLOCK_KV);
+constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int TILE = BLOCK_Q * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_DSCORE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_KV, D, D),
@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                        lse_smem + BLOCK_Q};
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_all_heads(p, blockIdx.x, p.heads), p.heads, false, BLOCK_Q, true);
+  const unsigned int number = layout::interleave_many_heads(p, blockIdx.x, p.heads);
+  const layout::WorkTile work = layout::work_tile_of(p, number, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const long long h = work.head, h_kv = h / p.group;
   const long long i0 = work.block * BLOCK_Q;

@@ -64,13 +64,6 @@ class Shape:
         wide = round_up(columns, self.vector)
         return wide + (self.vector if wide // self.vector % 2 == 0 else 0)
 
-    def cell_stride(self, columns: int) -> int:
-        """Distance of rows of a tile of which threads read and write their elements, too."""
-        threads = self.column_threads
-        if threads > 16 or self.itemsize > 4:
-            return self.odd_stride(columns)
-        return round_up(columns - threads, 32) + threads
-
     def padded_columns(self, width: int) -> int:
         """Columns of a result, with those that exist for the thread grid only."""
         best = run = self.vector
@@ -112,10 +105,6 @@ def _tile(shape: Shape, rows: int, columns: int) -> int:
     return rows * shape.odd_stride(columns)
 
 
-def _cells(shape: Shape, rows: int, columns: int) -> int:
-    return rows * shape.cell_stride(columns)
-
-
 def _whole(shape: Shape, rows: int, width: int) -> int:
     return rows * shape.odd_stride(shape.whole_columns(width))
 
@@ -130,7 +119,7 @@ def _chunk(shape: Shape, rows: int) -> int:
 
 def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
     """Shared elements of forward_simt.cu: queries, weights, stage."""
-    held = _whole(shape, block_q, shape.d) + _cells(shape, block_q, block_kv)
+    held = _whole(shape, block_q, shape.d) + _tile(shape, block_q, block_kv)
     return held + shape.stage(block_kv, shape.d, shape.d_v)
 
 
@@ -142,7 +131,7 @@ def forward_simt_tangent(shape: Shape, block_q: int, block_kv: int, _: int) -> i
 
 def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse, delta, head."""
-    held = _keys(shape, block_kv) + (1 + spare) * _cells(shape, block_kv, block_q) + 2 * block_q
+    held = _keys(shape, block_kv) + (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
     stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
     return held + max(stages) + HEAD_BYTES // shape.itemsize
 
@@ -150,7 +139,7 @@ def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) ->
 def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_dq.cu: queries, do, tiles, stage, lse and delta."""
     held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
-    held += (1 + spare) * _cells(shape, block_q, block_kv) + 2 * block_q
+    held += (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
     stages = (shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
     return held + max(stages)
 
@@ -161,8 +150,9 @@ def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     Those of backward_lookup.cu are the same.
     """
     chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
-    held = (block_q + block_kv) * chunk * (2 if shape.is_one_chunk else 1)
-    return held + (1 + spare) * _cells(shape, block_q, block_kv) + 2 * block_q
+    at_once = shape.is_one_chunk and spare == 0
+    held = (block_q + block_kv) * chunk * (2 if at_once else 1)
+    return held + (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
 
 
 def backward_simt_tangent_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
