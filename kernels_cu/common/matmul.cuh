@@ -10,9 +10,10 @@
 #include "memory.cuh"
 
 // A row of the thread grid lies in one warp, so that row maxima need no shared memory. With few
-// threads in a row, a thread has several columns also of narrow results.
+// threads in a row, a thread has several columns also of narrow results. Where there are none, D_V
+// is 0.
 constexpr int LARGEST_HEAD = D > D_V ? D : D_V;
-constexpr bool IS_NARROW = LARGEST_HEAD <= 32 && sizeof(accum_t) == 4;
+constexpr bool IS_NARROW = D_V > 0 && LARGEST_HEAD <= 32 && sizeof(accum_t) == 4;
 constexpr int COLUMN_THREADS = LARGEST_HEAD > 256 ? 32 : IS_NARROW ? 8 : 16;
 constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
 constexpr int ROWS_PER_WARP = ptx::WARP_SIZE / COLUMN_THREADS;
@@ -157,8 +158,8 @@ __device__ __forceinline__ int result_column(int n) {
 }
 
 // c += a b for DEPTH columns of a and rows of b. The thread's columns of c are those of
-// result_column.
-template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+// result_column. UNROLL vectors of each row of a are in flight.
+template <int DEPTH, int A_STRIDE, int WIDTH, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                              const accum_t* b_smem) {
   constexpr int RUN = run_of(WIDTH);
@@ -167,7 +168,7 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
   };
   a_smem += row_thread() * A_STRIDE;
   b_smem += column_thread() * RUN;
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int k = 0; k < DEPTH; k += VECTOR) {
     Vector a[ROWS];
 #pragma unroll
@@ -460,7 +461,8 @@ __device__ __forceinline__ void for_each_rows(const memory::Rows& b, long long f
 }
 
 // c += a b. The tile a of weights is in shared memory; rows of b are streamed.
-template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
+template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int UNROLL = 2, int ROWS, int COLUMNS,
+          int BUFFER>
 __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                            const memory::Rows& b, long long first, int valid,
                                            Stage<BUFFER>& stage) {
@@ -470,7 +472,7 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
         if (has_nonfinite) {
           multiply_add_unmasked<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
         } else {
-          multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+          multiply_add<STEP, A_STRIDE, WIDTH, UNROLL>(c, a_smem + k, filled_smem);
         }
       });
 }

@@ -20,7 +20,8 @@ constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
 constexpr int P_STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int BUFFER = matmul::buffer_elements(BLOCK_KV, D, D_V);
 constexpr int SHARED_ELEMENTS = BLOCK_Q * Q_STRIDE + BLOCK_Q * P_STRIDE + 2 * BUFFER;
-constexpr int UNROLL = 1;  // limited by registers
+// Of heads of 128 columns, two take 2 % less time under a mask, and 1 % more without.
+constexpr int UNROLL = HAS_MASK && D > 64 && sizeof(accum_t) == 4 ? 2 : 1;
 constexpr bool HALVES = tile::HALVES_KEYS && COLUMNS % 2 == 0;
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
@@ -87,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncthreads();  // the weights, written by other threads
       tile::apply_dropout<false, P_STRIDE>(p, box, p_smem, p_smem);
     }
-    matmul::accumulate<BLOCK_KV, D_V, P_STRIDE, MAY_MASK>(acc, p_smem, v, j0, keys, stage);
+    matmul::accumulate<BLOCK_KV, D_V, P_STRIDE, MAY_MASK, 2 * UNROLL>(acc, p_smem, v, j0, keys,
+                                                                      stage);
   }
 
   softmax::row_sum(l);

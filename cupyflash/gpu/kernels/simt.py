@@ -86,8 +86,8 @@ BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("backward_simt_tangent_dkdv", 4): ((64, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_simt_tangent_dq", 4): ((64, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_tangent_bias", 4): ((64, 64, 256, 512),),
-    ("reduce_keys", 4): ((128, 64, 128, NARROW), (64, 128, 128, 512), (64, 64, 128, 512)),
-    ("reduce_blocks", 4): ((128, 64, 128, NARROW), (64, 128, 128, 512), (64, 64, 128, 512)),
+    ("reduce_keys", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
+    ("reduce_blocks", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
 }
 # After these, for every kernel: smaller tiles, for larger heads and elements or less memory.
 SMALLER: tuple[tuple[int, int, int, int], ...] = (

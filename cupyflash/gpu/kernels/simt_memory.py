@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NARROW = 32  # the largest head of which fewer threads share a row, in float32
+NARROW = 32  # the largest head of which fewer threads share a row, in float32, for a result
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Shape:
     def column_threads(self) -> int:
         """Threads that share a row of a tile."""
         largest = max(self.d, self.d_v)
-        if largest <= NARROW and self.itemsize == 4:
+        if self.d_v > 0 and largest <= NARROW and self.itemsize == 4:
             return 8
         return 32 if largest > 256 else 16
 
