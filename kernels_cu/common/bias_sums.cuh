@@ -15,7 +15,10 @@ constexpr int TILE = BLOCK_Q * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_DSCORE ? 1 : 0);
 constexpr int CHUNK_STRIDE = matmul::larger(matmul::odd_stride(matmul::chunk_columns(D)),
                                             matmul::odd_stride(matmul::chunk_columns(D_V)));
-constexpr int SHARED_ELEMENTS = (BLOCK_Q + BLOCK_KV) * CHUNK_STRIDE + TILES * TILE + 2 * BLOCK_Q;
+// Operands of both products are loaded at once where each is one chunk and leaves room.
+constexpr bool AT_ONCE = matmul::chunks(D) == 1 && matmul::chunks(D_V) == 1 && TILES == 1;
+constexpr int OPERANDS = (AT_ONCE ? 2 : 1) * (BLOCK_Q + BLOCK_KV) * CHUNK_STRIDE;
+constexpr int SHARED_ELEMENTS = OPERANDS + TILES * TILE + 2 * BLOCK_Q;
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -26,7 +29,9 @@ __device__ __forceinline__ void run(const Params& p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const a_smem = reinterpret_cast<accum_t*>(shared_smem);
   accum_t* const b_smem = a_smem + BLOCK_Q * CHUNK_STRIDE;
-  accum_t* const tile_smem = b_smem + BLOCK_KV * CHUNK_STRIDE;
+  accum_t* const tile_smem = a_smem + OPERANDS;
+  accum_t* const do_smem = AT_ONCE ? b_smem + BLOCK_KV * CHUNK_STRIDE : a_smem;
+  accum_t* const v_smem = AT_ONCE ? do_smem + BLOCK_Q * CHUNK_STRIDE : b_smem;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
   const gradient_tile::Scratch scratch{tile_smem, tile_smem + (HAS_DROPOUT ? TILE : 0),
                                        HAS_DSCORE ? lse_smem - TILE : nullptr, lse_smem,
@@ -50,12 +55,26 @@ __device__ __forceinline__ void run(const Params& p) {
                        int nj) {
     // 2 scores
     accum_t s[ROWS][COLUMNS];
-    matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
+    if constexpr (AT_ONCE) {
+      __syncthreads();  // the previous operands, which other threads may still read
+      matmul::begin_both<BLOCK_Q, BLOCK_KV, D>(q, i0, ni, k, j0, nj, a_smem, b_smem);
+      matmul::begin_both<BLOCK_Q, BLOCK_KV, D_V>(d_out, i0, ni, v, j0, nj, do_smem, v_smem);
+      matmul::finish_both<BLOCK_Q, BLOCK_KV, D>(q, i0, ni, k, j0, nj, a_smem, b_smem);
+      matmul::finish_both<BLOCK_Q, BLOCK_KV, D_V>(d_out, i0, ni, v, j0, nj, do_smem, v_smem);
+      __syncthreads();  // the operands, filled by all threads
+      matmul::multiply_one<D>(s, a_smem, b_smem);
+    } else {
+      matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
+    }
     // 3 score mod
     // 4 mask
     // 5 probabilities and the gradient of the output's weights
     gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
-    matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem, b_smem);
+    if constexpr (AT_ONCE) {
+      matmul::multiply_one<D_V>(s, do_smem, v_smem);
+    } else {
+      matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem, b_smem);
+    }
     gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
     // 6 accumulate dbias
     if constexpr (HAS_DSCORE) {

@@ -231,6 +231,15 @@ __device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsign
   return (first + rank % interleaved) * blocks + rank / interleaved;
 }
 
+// The same under a mask, for kernels that multiply with scalar instructions. These take so long for
+// a tile that its rows need not be in L2, so that many heads are interleaved.
+__device__ __forceinline__ unsigned int interleave_many_heads(const Params& p, unsigned int number,
+                                                              int heads) {
+  constexpr unsigned int MOST_HEADS = 64;
+  if (!HAS_MASK || PACKED) return number;
+  return interleave_heads(p, number, static_cast<unsigned int>(heads), MOST_HEADS);
+}
+
 // A part of a sum of `count` terms, of p.tasks parts that as many blocks compute at the same time.
 // Parts are the slowest axis of a launch's blocks, and of what they write, which has no gaps.
 struct PartOfSum {

@@ -9,10 +9,16 @@
 #include "../ptx/warp.cuh"
 #include "memory.cuh"
 
-// A row of the thread grid lies in one warp, so that row maxima need no shared memory.
-constexpr int COLUMN_THREADS = (D > D_V ? D : D_V) > 256 ? 32 : 16;
+// A row of the thread grid lies in one warp, so that row maxima need no shared memory. With few
+// threads in a row, a thread has several columns also of narrow results. Where there are none, D_V
+// is 0.
+constexpr int LARGEST_HEAD = D > D_V ? D : D_V;
+constexpr bool IS_NARROW = D_V > 0 && LARGEST_HEAD <= 32 && sizeof(accum_t) == 4;
+constexpr int COLUMN_THREADS = LARGEST_HEAD > 256 ? 32 : IS_NARROW ? 8 : 16;
 constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
 constexpr int ROWS_PER_WARP = ptx::WARP_SIZE / COLUMN_THREADS;
+// Bits of a lane's number that tell its column thread; the others tell its row thread.
+constexpr int COLUMN_LANES = IS_NARROW ? 0b11010 : ptx::WARP_SIZE - ROWS_PER_WARP;
 
 namespace matmul {
 
@@ -95,24 +101,28 @@ struct Stage {
 // half a warp at a time, in one transaction if lanes next to each other, or next but one, read the
 // same address.
 __device__ __forceinline__ int row_thread() {
-  return threadIdx.x / ptx::WARP_SIZE * ROWS_PER_WARP + threadIdx.x % ROWS_PER_WARP;
+  const int lane = threadIdx.x % ptx::WARP_SIZE;
+  const int row = IS_NARROW ? lane % 2 + lane / 4 % 2 * 2 : lane % ROWS_PER_WARP;
+  return threadIdx.x / ptx::WARP_SIZE * ROWS_PER_WARP + row;
 }
 __device__ __forceinline__ int column_thread() {
-  return threadIdx.x % ptx::WARP_SIZE / ROWS_PER_WARP;
+  const int lane = threadIdx.x % ptx::WARP_SIZE;
+  return IS_NARROW ? lane / 2 % 2 + lane / 8 * 2 : lane / ROWS_PER_WARP;
 }
 
 // c += a b^T for tiles of DEPTH columns. The thread's columns of c are column_thread +
-// COLUMN_THREADS * n. UNROLL vectors of each row are in flight.
-template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int ROWS, int COLUMNS>
+// COLUMN_THREADS * n, of which the first USED are computed. UNROLL vectors of each row are in
+// flight.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int USED, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                          const accum_t* b_smem) {
   a_smem += row_thread() * A_STRIDE;
   b_smem += column_thread() * B_STRIDE;
 #pragma unroll UNROLL
   for (int k = 0; k < DEPTH; k += VECTOR) {
-    Vector a[ROWS], b[COLUMNS];
+    Vector a[ROWS], b[USED];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
+    for (int n = 0; n < USED; ++n) {
       b[n] = *reinterpret_cast<const Vector*>(b_smem + n * COLUMN_THREADS * B_STRIDE + k);
     }
 #pragma unroll
@@ -124,7 +134,7 @@ __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accu
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) c[r][n] += a[r].x[x] * b[n].x[x];
+        for (int n = 0; n < USED; ++n) c[r][n] += a[r].x[x] * b[n].x[x];
       }
     }
   }
@@ -148,8 +158,8 @@ __device__ __forceinline__ int result_column(int n) {
 }
 
 // c += a b for DEPTH columns of a and rows of b. The thread's columns of c are those of
-// result_column.
-template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+// result_column. UNROLL vectors of each row of a are in flight.
+template <int DEPTH, int A_STRIDE, int WIDTH, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                              const accum_t* b_smem) {
   constexpr int RUN = run_of(WIDTH);
@@ -158,7 +168,7 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
   };
   a_smem += row_thread() * A_STRIDE;
   b_smem += column_thread() * RUN;
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int k = 0; k < DEPTH; k += VECTOR) {
     Vector a[ROWS];
 #pragma unroll
@@ -332,18 +342,57 @@ __device__ __forceinline__ void for_each_chunk(const memory::Rows& b, long long 
 }
 
 // c = a b^T, or c += a b^T if it ADDS. a is resident in shared memory, its rows A_STRIDE apart;
-// rows of b are streamed.
-template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, bool ADDS = false, int ROWS, int COLUMNS,
-          int BUFFER>
+// rows of b are streamed. If it HALVES, c is computed for the first half of these alone where no
+// other row is valid.
+template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, bool ADDS = false, bool HALVES = false,
+          int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
                                               Stage<BUFFER>& stage) {
   constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
   if constexpr (!ADDS) clear(c);
   for_each_chunk<B_ROWS, WIDTH>(
       b, first, valid, stage, [&](int column, const accum_t* filled_smem) {
-        multiply<CHUNK, A_STRIDE, odd_stride(CHUNK), UNROLL>(c, a_smem + column, filled_smem);
+        constexpr int USED = HALVES ? COLUMNS / 2 : COLUMNS;
+        if (HALVES && valid <= B_ROWS / 2) {
+          multiply<CHUNK, A_STRIDE, STRIDE, UNROLL, USED>(c, a_smem + column, filled_smem);
+        } else {
+          multiply<CHUNK, A_STRIDE, STRIDE, UNROLL, COLUMNS>(c, a_smem + column, filled_smem);
+        }
       });
+}
+
+// Begins the copy of a chunk of columns of both operands, from `column` on.
+template <int A_ROWS, int B_ROWS, int WIDTH>
+__device__ __forceinline__ void begin_both(const memory::Rows& a, long long first_a, int valid_a,
+                                           const memory::Rows& b, long long first_b, int valid_b,
+                                           accum_t* a_smem, accum_t* b_smem, int column = 0) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
+  memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
+}
+
+// Completes it, with the same arguments.
+template <int A_ROWS, int B_ROWS, int WIDTH>
+__device__ __forceinline__ void finish_both(const memory::Rows& a, long long first_a, int valid_a,
+                                            const memory::Rows& b, long long first_b, int valid_b,
+                                            accum_t* a_smem, accum_t* b_smem, int column = 0) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
+  memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+}
+
+// c = a b^T of operands that are one chunk each.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_one(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                             const accum_t* b_smem) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  clear(c);
+  multiply<CHUNK, STRIDE, STRIDE, 2, COLUMNS>(c, a_smem, b_smem);
 }
 
 // The same, where both operands are streamed through shared memory by chunks of columns.
@@ -358,12 +407,12 @@ __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     __syncthreads();  // both chunks, which other threads may still read
-    memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
-    memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
-    memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
-    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+    begin_both<A_ROWS, B_ROWS, WIDTH>(a, first_a, valid_a, b, first_b, valid_b, a_smem, b_smem,
+                                      column);
+    finish_both<A_ROWS, B_ROWS, WIDTH>(a, first_a, valid_a, b, first_b, valid_b, a_smem, b_smem,
+                                       column);
     __syncthreads();  // both chunks, filled by all threads
-    multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
+    multiply<CHUNK, STRIDE, STRIDE, 2, COLUMNS>(c, a_smem, b_smem);
   }
 }
 
@@ -412,7 +461,8 @@ __device__ __forceinline__ void for_each_rows(const memory::Rows& b, long long f
 }
 
 // c += a b. The tile a of weights is in shared memory; rows of b are streamed.
-template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
+template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int UNROLL = 2, int ROWS, int COLUMNS,
+          int BUFFER>
 __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                            const memory::Rows& b, long long first, int valid,
                                            Stage<BUFFER>& stage) {
@@ -422,7 +472,7 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
         if (has_nonfinite) {
           multiply_add_unmasked<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
         } else {
-          multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+          multiply_add<STEP, A_STRIDE, WIDTH, UNROLL>(c, a_smem + k, filled_smem);
         }
       });
 }

@@ -41,7 +41,8 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) m_new[r] = fmax(m_new[r], s[r][n]);
 #pragma unroll
-    for (int lanes = ptx::WARP_SIZE / 2; lanes >= ROWS_PER_WARP; lanes /= 2) {
+    for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+      if ((lanes & COLUMN_LANES) == 0) continue;
       m_new[r] = fmax(m_new[r], ptx::shuffle_xor(m_new[r], lanes));
     }
     grew = grew || m_new[r] > m[r];
@@ -87,7 +88,8 @@ __device__ __forceinline__ void row_sum(accum_t (&l)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int lanes = ptx::WARP_SIZE / 2; lanes >= ROWS_PER_WARP; lanes /= 2) {
+    for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+      if ((lanes & COLUMN_LANES) == 0) continue;
       l[r] += ptx::shuffle_xor(l[r], lanes);
     }
   }

@@ -93,7 +93,8 @@ __device__ __forceinline__ void weigh(const accum_t (&e)[ROWS][COLUMNS],
         mean += e[r][n] * tt[r][n];
       }
 #pragma unroll
-      for (int lanes = ptx::WARP_SIZE / 2; lanes >= ROWS_PER_WARP; lanes /= 2) {
+      for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+        if ((lanes & COLUMN_LANES) == 0) continue;
         weight += ptx::shuffle_xor(weight, lanes);
         mean += ptx::shuffle_xor(mean, lanes);
       }

@@ -100,6 +100,20 @@ __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box
   }
 }
 
+// How many of the `nj` keys of a tile that is not EMPTY take part: the first half where no query
+// sees another, as in every second diagonal tile if a tile has twice as many keys as queries. All
+// threads of the block call it together and get the same answer.
+constexpr bool HALVES_KEYS = HAS_MASK && !HAS_LISTS && BLOCK_KV > BLOCK_Q;
+__device__ __forceinline__ int keys_of(const Params& p, TileBox box, int tile_class, int nj) {
+  if constexpr (HALVES_KEYS) {
+    if (tile_class == PARTIAL && nj > BLOCK_KV / 2) {
+      box.j_low += BLOCK_KV / 2;
+      if (::tile_class(p, box) == EMPTY) return BLOCK_KV / 2;
+    }
+  }
+  return nj;
+}
+
 // The constants of a head, computed from any of its tiles. The shuffle keeps the compiler from
 // recomputing them at every use. All lanes of the warp call it together.
 __device__ __forceinline__ HeadConstants head_constants_of(const Params& p, const TileBox& box) {
@@ -143,19 +157,27 @@ __device__ __forceinline__ void load_cells(accum_t (&s)[ROWS][COLUMNS], const ac
 }
 
 // The score of one pair after score mod and mask, -inf if it is masked; its derivative in *dscore.
-__device__ __forceinline__ accum_t modify_score(const Params& p, const Site& at, bool masked,
-                                                accum_t score, accum_t* dscore) {
+__device__ __forceinline__ accum_t modify_score(const Params& p, const HeadConstants& constants,
+                                                const Site& at, bool masked, accum_t score,
+                                                accum_t* dscore) {
   // 3 score mod
   if constexpr (HAS_DSCORE) {
-    if (dscore != nullptr)
-      *dscore = score_mod_derivative(p, score_head_constants(p, at), score, at);
+    if (dscore != nullptr) *dscore = score_mod_derivative(p, constants, score, at);
   }
-  if constexpr (HAS_SCORE) score = score_mod(p, score_head_constants(p, at), score, at);
+  if constexpr (HAS_SCORE) score = score_mod(p, constants, score, at);
   // 4 mask
   if constexpr (HAS_MASK) {
     if (masked && !mask_allows(p, at)) score = -number::infinity();
   }
   return score;
+}
+
+// The same, for a pair alone.
+__device__ __forceinline__ accum_t modify_score(const Params& p, const Site& at, bool masked,
+                                                accum_t score, accum_t* dscore) {
+  HeadConstants constants{};
+  if constexpr (HAS_SCORE) constants = score_head_constants(p, at);
+  return modify_score(p, constants, at, masked, score, dscore);
 }
 
 // The pair at a row and a column of a tile.
@@ -171,6 +193,77 @@ __device__ __forceinline__ Site site(const TileBox& box, int row, int column) {
               box.start_k};
 }
 
+// The row or the column of a tile of a thread's element `n` along that axis.
+__device__ __forceinline__ int row_of(int n) { return matmul::row_thread() + ROW_THREADS * n; }
+__device__ __forceinline__ int column_of(int n) {
+  return matmul::column_thread() + COLUMN_THREADS * n;
+}
+
+// The distance of `position` from `first`, which is not negative; -1 if it lies before, BLOCK_KV if
+// it lies beyond the tile.
+__device__ __forceinline__ int distance(long long position, long long first) {
+  if (position < first) return -1;
+  return position - first < BLOCK_KV ? static_cast<int>(position - first) : BLOCK_KV;
+}
+
+// Whether scores change and are masked in registers: a change of more operations would be too much
+// code for each pair, and a mask has to be a range of keys.
+constexpr int MOST_STEPS = 16;
+constexpr bool IN_REGISTERS =
+    !HAS_DSCORE && (!HAS_SCORE || SCORE_STEPS <= MOST_STEPS) && (!HAS_MASK || HAS_RANGE);
+
+// Applies a score mod to a thread's scores. The results of pairs that do not exist are arbitrary;
+// look-ups for them are clamped to the last query and the last key.
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void change_scores(const Params& p, const TileBox& box,
+                                              accum_t (&s)[ROWS][COLUMNS]) {
+  const int last_row =
+      static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
+  const int last_column =
+      static_cast<int>(KEYS_ARE_ROWS ? box.i_high - box.i_low : box.j_high - box.j_low);
+  const HeadConstants constants = head_constants_of(p, box);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const Site at = site<KEYS_ARE_ROWS>(box, smaller(row_of(r), last_row),
+                                          smaller(column_of(n), last_column));
+      s[r][n] = score_mod(p, constants, s[r][n], at);
+    }
+  }
+}
+
+// Gives -inf to those of a thread's scores whose pairs do not exist, or that a mask hides which
+// lets a query see a range of keys. The range is computed once for each of the thread's queries.
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void mask_by_range(const Params& p, const TileBox& box, int tile_class,
+                                              accum_t (&s)[ROWS][COLUMNS]) {
+  constexpr int QUERIES = KEYS_ARE_ROWS ? COLUMNS : ROWS, KEYS = KEYS_ARE_ROWS ? ROWS : COLUMNS;
+  const int last_query = static_cast<int>(box.i_high - box.i_low);
+  const int last_key = static_cast<int>(box.j_high - box.j_low);
+#pragma unroll
+  for (int x = 0; x < QUERIES; ++x) {
+    const int query = KEYS_ARE_ROWS ? column_of(x) : row_of(x);
+    int low = 0, high = query <= last_query ? last_key : -1;
+    if constexpr (HAS_RANGE) {
+      if (tile_class == PARTIAL) {
+        const int nearest = smaller(query, last_query);
+        const KeyRange range = mask_range(
+            p, site<KEYS_ARE_ROWS>(box, KEYS_ARE_ROWS ? 0 : nearest, KEYS_ARE_ROWS ? nearest : 0));
+        high = smaller(distance(range.high, box.j_low), high);
+        // Most ranges have no lower end, and the compiler can tell.
+        if (range.low != SMALLEST_INT) low = distance(range.low, box.j_low);
+      }
+    }
+#pragma unroll
+    for (int y = 0; y < KEYS; ++y) {
+      const int key = KEYS_ARE_ROWS ? row_of(y) : column_of(y);
+      accum_t& score = KEYS_ARE_ROWS ? s[y][x] : s[x][y];
+      if (key < low || key > high) score = -number::infinity();
+    }
+  }
+}
+
 // Applies score mod and mask to a thread's scores. Pairs beyond the last query or key get -inf.
 // tile_smem is scratch memory for the thread's cells; dscore_smem, if not null, receives the
 // derivatives there.
@@ -178,22 +271,28 @@ template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
                                                      int tile_class, accum_t (&s)[ROWS][COLUMNS],
                                                      accum_t* tile_smem, accum_t* dscore_smem) {
-  if (!HAS_SCORE && !HAS_DSCORE && tile_class == FULL && is_whole(box)) return;
-  store_cells<STRIDE>(s, tile_smem);
+  const bool hides = tile_class != FULL || !is_whole(box);
+  if constexpr (IN_REGISTERS) {
+    if constexpr (HAS_SCORE) change_scores<KEYS_ARE_ROWS>(p, box, s);
+    if (hides) mask_by_range<KEYS_ARE_ROWS>(p, box, tile_class, s);
+  } else {
+    if (!HAS_SCORE && !HAS_DSCORE && !hides) return;
+    const HeadConstants constants = head_constants_of(p, box);
+    store_cells<STRIDE>(s, tile_smem);
 #pragma unroll 1
-  for (int n = 0; n < ROWS * COLUMNS; ++n) {
-    const int row = matmul::row_thread() + ROW_THREADS * (n / COLUMNS);
-    const int column = matmul::column_thread() + COLUMN_THREADS * (n % COLUMNS);
-    const int offset = row * STRIDE + column;
-    const Site at = site<KEYS_ARE_ROWS>(box, row, column);
-    accum_t score = -number::infinity();
-    if (at.i <= box.i_high && at.j <= box.j_high) {
-      score = modify_score(p, at, tile_class == PARTIAL, tile_smem[offset],
-                           dscore_smem == nullptr ? nullptr : dscore_smem + offset);
+    for (int n = 0; n < ROWS * COLUMNS; ++n) {
+      const int row = row_of(n / COLUMNS), column = column_of(n % COLUMNS);
+      const int offset = row * STRIDE + column;
+      const Site at = site<KEYS_ARE_ROWS>(box, row, column);
+      accum_t score = -number::infinity();
+      if (at.i <= box.i_high && at.j <= box.j_high) {
+        score = modify_score(p, constants, at, tile_class == PARTIAL, tile_smem[offset],
+                             dscore_smem == nullptr ? nullptr : dscore_smem + offset);
+      }
+      tile_smem[offset] = score;
     }
-    tile_smem[offset] = score;
+    load_cells<STRIDE>(s, tile_smem);
   }
-  load_cells<STRIDE>(s, tile_smem);
 }
 
 // The first query and the first key of a launch, and the head of a tile among those of all entries,

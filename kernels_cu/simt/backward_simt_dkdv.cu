@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::WorkTile work =
-      layout::work_tile_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  const unsigned int number = layout::interleave_many_heads(p, blockIdx.x, p.heads_kv);
+  const layout::WorkTile work = layout::work_tile_of(p, number, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;

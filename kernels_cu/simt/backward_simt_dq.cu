@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                        lse_smem + BLOCK_Q};
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const unsigned int number = layout::interleave_many_heads(p, blockIdx.x, p.heads);
+  const layout::WorkTile work = layout::work_tile_of(p, number, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const long long h = work.head, h_kv = h / p.group;
   const long long i0 = work.block * BLOCK_Q;

@@ -25,7 +25,8 @@ __device__ __forceinline__ accum_t take(int by, accum_t found, accum_t value) {
 // The same over all threads that share rows, which all get the result.
 __device__ __forceinline__ accum_t take_over_columns(int by, accum_t found) {
 #pragma unroll
-  for (int lanes = ptx::WARP_SIZE / 2; lanes >= ROWS_PER_WARP; lanes /= 2) {
+  for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+    if ((lanes & COLUMN_LANES) == 0) continue;
     found = take(by, found, ptx::shuffle_xor(found, lanes));
   }
   return found;

@@ -168,6 +168,66 @@ def test_every_size_of_a_tile(blocks):
     assert max(found.values()) <= 1, found
 
 
+def _in_float32(sizes, options_of, seed=0):
+    """A problem of sizes (B, H, Lq, Lk, D, Dv), with what a function of a generator adds."""
+    b, h, len_q, len_k, d, d_v = sizes
+    rng = np.random.default_rng(seed)
+    shapes = (len_q, d), (len_k, d), (len_k, d_v), (len_q, d_v)
+    q, k, v, do = (rng.standard_normal((b, h, *shape), np.float32) for shape in shapes)
+    return Problem(
+        F32, "normal", q, k, v, do, dlse=None, options=options_of(rng),
+        offsets=None, tiles=(8, 8), layouts="plain", workspace=False, hard=False, seed=seed,
+    )  # fmt: skip
+
+
+def _bias_of_pairs(rng):
+    bias = rng.standard_normal((1, 2, 150, 70), np.float32)
+    bias[0, :, ::3, 1] = -np.inf
+    return bias
+
+
+# Heads up to 32, of which 8 threads share a row, and those of which a diagonal tile may be halved.
+CHOSEN = {
+    "bias": ((2, 2, 150, 70, 32, 32), lambda rng: {"bias": _bias_of_pairs(rng)}),
+    "window": ((2, 1, 140, 130, 32, 20), lambda _: {"mask": masks.window(40, 10)}),
+    "causal": ((1, 2, 130, 150, 16, 16), lambda _: {"mask": masks.causal()}),
+    "ragged": ((1, 1, 65, 129, 9, 3), lambda _: {}),
+    "dropout": ((1, 2, 70, 90, 32, 32), lambda _: {"dropout": 0.3, "seed": 7}),
+    "halves": (
+        (1, 2, 70, 130, 64, 64),
+        lambda _: {"mask": masks.causal(offset=0), "score_mod": scores.softcap(2.0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@mostly_thorough(
+    "name", list(CHOSEN), quick=["bias", "halves"], why="drawn problems are quick, of smaller tiles"
+)
+def test_the_largest_tiles_in_float32(name, deterministic):
+    problem = _in_float32(*CHOSEN[name])
+    found = ratios(problem, Emulator(Chosen(), deterministic=deterministic))
+    assert max(found.values()) <= 1, found
+
+
+def test_a_half_of_a_tile_that_no_query_sees_is_not_read():
+    # Queries 0 to 63 see 64 keys of a tile of 128 keys.
+    problem = _in_float32((1, 1, 64, 192, 64, 64), lambda _: {"mask": masks.causal(offset=0)})
+    emulator = Emulator(Chosen())
+    results = []
+    for value in (0.0, np.nan):
+        problem.k[..., 64:, :] = problem.v[..., 64:, :] = value
+        results.append(run_forward(problem, emulator))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert np.isfinite(results[0][0]).all()
+
+
+def test_more_heads_than_are_interleaved():
+    problem = _in_float32((33, 2, 40, 40, 8, 8), lambda _: {"mask": masks.causal()})
+    found = ratios(problem, Emulator(Blocks(16, 16, 32)))
+    assert max(found.values()) <= 1, found
+
+
 HEADS = [(64, 64), (128, 128), (257, 400), (48, 272), (400, 1), (512, 512)]
 
 

@@ -9,7 +9,7 @@ from cupyflash.gpu.kernels.simt import FEWEST_THREADS, KERNELS, LEAN, fit
 from cupyflash.gpu.kernels.spec import REGISTERS, RESERVED
 
 TYPES = {"float16": (4, 2), "float32": (4, 4), "float64": (8, 8)}
-SIZES = (1, 3, 40, 64, 96, 128, 192, 256, 400, 512)
+SIZES = (1, 3, 32, 40, 64, 96, 128, 192, 256, 400, 512)
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
@@ -41,11 +41,15 @@ def test_a_multiprocessor_is_busy(kernel, dtype, arch):
 def test_the_largest_tiles_are_those_of_the_table():
     limit = SHARED_MEMORY["sm_90"]
 
-    def chosen(kernel, dtype, d):
-        tiles = fit(kernel, *TYPES[dtype], d, d, 0, limit)
+    def chosen(kernel, dtype, d, d_v=None):
+        tiles = fit(kernel, *TYPES[dtype], d, d if d_v is None else d_v, 0, limit)
         assert tiles is not None
         return tiles.block_q, tiles.block_kv, tiles.threads
 
+    assert chosen("forward_simt", "float32", 32) == (128, 64, 128)
+    assert chosen("backward_simt_dkdv", "float16", 16) == (64, 128, 128)
+    assert chosen("backward_bias", "float32", 32) == (128, 64, 128)
+    assert chosen("reduce_keys", "float32", 32, 0) == (64, 128, 128)
     assert chosen("forward_simt", "float32", 128) == (64, 128, 128)
     assert chosen("backward_simt_dkdv", "float32", 64) == (128, 64, 128)
     assert chosen("backward_simt_dkdv", "float16", 128) == (64, 128, 256)

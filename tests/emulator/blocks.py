@@ -237,7 +237,7 @@ class Blocks:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
         sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
         shape = simt.Shape(*sizes, self.threads)
-        least = shape.column_threads
+        least = max(shape.column_threads, shape.row_threads)
         rows, columns = max(self.block_q, least), max(self.block_kv, least)
         elements, _, _ = simt.KERNELS[kernel]
         spare = int(slope) + int(problem.dropout > 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ...arrays.dtypes import FLOATS
 from . import decode, grid
 from . import simt_memory as memory
-from .simt_memory import Shape, round_up
+from .simt_memory import NARROW, Shape, round_up
 from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
@@ -30,7 +30,8 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
         lambda x: x.padded_columns(x.d) + x.padded_columns(x.d_v),
     ),
     "backward_simt_dq": (memory.backward_simt_dq, False, lambda x: x.padded_columns(x.d)),
-    "backward_bias": (memory.backward_bias, False, lambda x: 0),
+    # A few registers for sums, without which the largest tile would get too few to hold its scores.
+    "backward_bias": (memory.backward_bias, False, lambda x: 8),
     # Two results, and two tiles of scores, of which one has 64 keys at most.
     "forward_simt_tangent": (
         memory.forward_simt_tangent,
@@ -64,11 +65,21 @@ LEAN: dict[str, Callable[[Shape, int, int, int], int]] = {
 # Kernel, bytes of the accumulator's type -> rows of a block's results, rows that are streamed at a
 # time, threads, and the largest head for this; the best first.
 BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
-    ("forward_simt", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
+    ("forward_simt", 4): ((128, 64, 128, NARROW), (64, 128, 128, 512), (64, 64, 128, 512)),
     ("forward_simt_tangent", 4): ((64, 64, 128, 512), (64, 48, 128, 512)),
-    ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (128, 64, 256, 512), (64, 64, 128, 512)),
-    ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
-    ("backward_bias", 4): ((64, 64, 256, 512),),
+    ("backward_simt_dkdv", 4): (
+        (128, 64, 128, NARROW),
+        (64, 128, 128, 512),
+        (128, 64, 256, 512),
+        (64, 64, 128, 512),
+    ),
+    ("backward_simt_dq", 4): (
+        (128, 64, 128, NARROW),
+        (64, 64, 128, 64),
+        (128, 64, 256, 512),
+        (64, 64, 128, 512),
+    ),
+    ("backward_bias", 4): ((128, 64, 128, NARROW), (64, 32, 128, NARROW), (64, 64, 256, 512)),
     ("backward_bias", 8): ((64, 64, 256, 512),),
     ("backward_lookup", 4): ((128, 64, 256, 512), (64, 64, 256, 512)),
     ("backward_lookup", 8): ((64, 64, 256, 512),),
@@ -128,7 +139,7 @@ def fit(
     candidates = BEST.get((kernel, itemsize), ()) + SMALLER
     if blocks is not None:
         rows, columns = reversed(blocks) if keys_are_rows else blocks
-        candidates = ((rows, columns, 256, 512), (rows, columns, 128, 512))
+        candidates = tuple((rows, columns, threads, 512) for threads in (256, 128, 64))
     both = elements in memory.BOTH_STREAMED
     stages = None if both else STAGES
     tries = [(each, x) for each in (elements, LEAN.get(kernel)) if each for x in candidates]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NARROW = 32  # the largest head of which fewer threads share a row, in float32, for a result
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -27,7 +29,10 @@ class Shape:
     @property
     def column_threads(self) -> int:
         """Threads that share a row of a tile."""
-        return 32 if max(self.d, self.d_v) > 256 else 16
+        largest = max(self.d, self.d_v)
+        if self.d_v > 0 and largest <= NARROW and self.itemsize == 4:
+            return 8
+        return 32 if largest > 256 else 16
 
     @property
     def row_threads(self) -> int:
@@ -40,6 +45,11 @@ class Shape:
         whole = stored_vector if width % stored_vector == 0 else self.vector
         chunks = _ceil(width, 128 // self.itemsize)
         return round_up(_ceil(width, chunks), whole)
+
+    @property
+    def is_one_chunk(self) -> bool:
+        """Whether rows of all operands are in shared memory as a whole."""
+        return max(self.d, self.d_v) <= 128 // self.itemsize
 
     def whole_columns(self, width: int) -> int:
         """Columns of an operand that is in shared memory as a whole."""
@@ -140,8 +150,9 @@ def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     Those of backward_lookup.cu are the same.
     """
     chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
-    held = (block_q + block_kv) * chunk + (1 + spare) * _tile(shape, block_q, block_kv)
-    return held + 2 * block_q
+    at_once = shape.is_one_chunk and spare == 0
+    held = (block_q + block_kv) * chunk * (2 if at_once else 1)
+    return held + (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
 
 
 def backward_simt_tangent_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
