@@ -37,7 +37,8 @@ __device__ __forceinline__ merge::Statistics fold(accum_t* child, bool exists, a
 #pragma unroll
     for (int n = 0; n < CHILDREN; ++n) {
       const Vector* const from = reinterpret_cast<const Vector*>(ptx::shuffle(address, n));
-      parts[n] = from[tile::smaller(place, VECTORS - 1)];  // nothing that is written already
+      // Nothing that is written already.
+      parts[n] = from[place_of_vector(tile::smaller(place, VECTORS - 1))];
     }
     Vector sums{};
     l = 0;
@@ -51,7 +52,9 @@ __device__ __forceinline__ merge::Statistics fold(accum_t* child, bool exists, a
       for (int x = 0; x < VECTOR; ++x) sums.x[x] = factors.apply(sums.x[x], parts[n].x[x]);
     }
     __syncwarp();  // the parts, loaded by all lanes before one of them is replaced
-    if (place < VECTORS) reinterpret_cast<Vector*>(node + STATISTICS)[place] = sums;
+    if (place < VECTORS) {
+      reinterpret_cast<Vector*>(node + STATISTICS)[place_of_vector(place)] = sums;
+    }
   }
   return merge::Statistics{ptx::shuffle(top, CHILDREN - 1), l};
 }

@@ -23,7 +23,7 @@ constexpr int PIECES =
     (decode::VECTORS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;  // of a row, each a warp's
 constexpr int SHARERS = PIECES < ROW_WARPS ? PIECES : ROW_WARPS;
 constexpr int NODES_AT_ONCE = ROW_WARPS / SHARERS;
-static_assert(NODES > 0, "SHARED_BYTES");
+static_assert(NODES > 0 && NODES % decode::ROWS_OF_PIECES == 0, "SHARED_BYTES");
 
 // A row of a task's tree. Nodes of a level are numbered from the first one of all keys. It begins
 // with the task's units, and with the nodes of level 1 before them that it shares with other tasks.
@@ -74,7 +74,7 @@ struct Tree {
     const bool is_shared = SHARED && level > 0 && node << (LOG_CHILDREN * (level - 1)) < shared;
     if (level > (is_shared ? 1 : own) && has_room) {
       const int child = node << (LOG_CHILDREN * (level - made));
-      return nodes_smem + ROW * matmul::larger(child - base, 0);
+      return decode::row_at(nodes_smem, matmul::larger(child - base, 0));
     }
     if (is_shared) {
       const int child = node << (LOG_CHILDREN * (level - 1));

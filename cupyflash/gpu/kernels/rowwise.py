@@ -84,7 +84,7 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
     problem = request.problem
     assert request.blocks is not None  # the rows of a task are those of the decode kernel
     rows = problem.batch * problem.heads * int(np.max(problem.len_q, initial=0))
-    row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
+    row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize, request.blocks[0])
     at_once = request.device.multiprocessors
     if rows > ROWS_OF_SM * at_once and problem.d_v * problem.accumulator.itemsize <= WARP_ROW:
         return Tiles(request.blocks[0], 0, 64, 2 * FEW_NODES * row)
