@@ -11,9 +11,9 @@
 namespace decode {
 
 // A row of a slot: its statistics, which its columns follow. Where all of a block works on one
-// unit, the rows are cut in pieces of 16 elements, and the same pieces of 8 rows follow each other:
-// 8 rows and 16 columns, of which a warp's threads have 16 bytes each in a product, are then 512
-// adjacent bytes. The first piece has the statistics.
+// unit, the rows are cut in pieces of 16 elements, and the same pieces of 8 rows follow each other.
+// Those 8 rows and 16 columns, of which a warp's threads have 16 bytes each in a product, are then
+// 512 adjacent bytes. The first piece has the statistics.
 constexpr int PIECE = 16, ROWS_OF_PIECES = OF_BLOCKS ? 8 : 1;
 // Elements from a piece of a row to the next one, and from its statistics, m and l, to its columns.
 constexpr int PIECE_STEP = ROWS_OF_PIECES * PIECE;

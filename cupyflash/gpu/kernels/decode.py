@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays import device_arrays
 from ...arrays.cuda_device import Target
 from ...problem.call import Call, Problem
+from .grid import ROWS_OF_PIECES
 from .spec import Grid, Tiles
 
 LEAF = 64  # keys of a leaf; 8 nodes are one of the next level
@@ -31,7 +32,7 @@ MOST_TEAM = 4
 # Rows of o in slots are multiples of COLUMNS, and their m and l have as many bytes. Where all of a
 # block works on one unit, the rows are pieces of as many elements, one of these for m and l, those
 # of ROWS_OF_PIECES rows side by side, and begin at a multiple of LINE bytes.
-COLUMNS, STATISTICS_BYTES, ROWS_OF_PIECES, LINE = 16, 16, 8, 128
+COLUMNS, STATISTICS_BYTES, LINE = 16, 16, 128
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
 COMPRESSED = 576, 512  # columns of keys, the first of which are the values
