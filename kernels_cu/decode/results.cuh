@@ -37,7 +37,8 @@ __device__ __forceinline__ merge::Statistics fold(accum_t* child, bool exists, a
 #pragma unroll
     for (int n = 0; n < CHILDREN; ++n) {
       const Vector* const from = reinterpret_cast<const Vector*>(ptx::shuffle(address, n));
-      parts[n] = from[tile::smaller(place, VECTORS - 1)];  // nothing that is written already
+      // Nothing that is written already.
+      parts[n] = from[place_of_vector(tile::smaller(place, VECTORS - 1))];
     }
     Vector sums{};
     l = 0;
@@ -51,7 +52,9 @@ __device__ __forceinline__ merge::Statistics fold(accum_t* child, bool exists, a
       for (int x = 0; x < VECTOR; ++x) sums.x[x] = factors.apply(sums.x[x], parts[n].x[x]);
     }
     __syncwarp();  // the parts, loaded by all lanes before one of them is replaced
-    if (place < VECTORS) reinterpret_cast<Vector*>(node + STATISTICS)[place] = sums;
+    if (place < VECTORS) {
+      reinterpret_cast<Vector*>(node + STATISTICS)[place_of_vector(place)] = sums;
+    }
   }
   return merge::Statistics{ptx::shuffle(top, CHILDREN - 1), l};
 }
@@ -76,11 +79,17 @@ struct Results {
     if (p.sink != nullptr) sink = number::load<accum_t>(p.sink, p.kind_sink, head);
   }
 
-  // Writes the row from the place that holds all of its keys, with SHARE threads; `step` is the
-  // distance of columns.
-  template <int SHARE>
-  __device__ __forceinline__ void write(const accum_t* held, long long step, accum_t scale) const {
-    const merge::Statistics statistics = *reinterpret_cast<const merge::Statistics*>(held);
+  // A row's maximum and sum, with its sink, and what its sums of o are multiplied by.
+  struct Finished {
+    accum_t m, l, inverse, own_l;  // the last one without the sink
+
+    __device__ __forceinline__ accum_t normalised(accum_t sum) const {
+      // A sum of 0 gets no sign, because the sign would depend on masked pairs.
+      return fma(own_l == accum_t(0) ? accum_t(0) : sum, inverse, accum_t(0));
+    }
+  };
+  __device__ __forceinline__ Finished finished(const merge::Statistics& statistics,
+                                               accum_t scale) const {
     accum_t m = statistics.m, l = statistics.l, weight = 1;
     if (m != -number::infinity()) m *= scale;
     if (sink != -number::infinity()) {
@@ -90,18 +99,23 @@ struct Results {
       m = top;
     }
     // 8 normalise
-    const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
+    return Finished{m, l, l == accum_t(0) ? accum_t(0) : weight / l, statistics.l};
+  }
+  __device__ __forceinline__ void write_lse(const Finished& row) const {
+    // 9 store lse
+    if (lse != nullptr) *lse = row.l == accum_t(0) ? -number::infinity() : row.m + log(row.l);
+  }
+
+  // Writes the row from the place that holds all of its keys, with SHARE threads; `step` is the
+  // distance of columns.
+  template <int SHARE>
+  __device__ __forceinline__ void write(const accum_t* held, long long step, accum_t scale) const {
+    const Finished row = finished(*reinterpret_cast<const merge::Statistics*>(held), scale);
 #pragma unroll 1
     for (int column = threadIdx.x % SHARE; column < D_V; column += SHARE) {
-      const accum_t own = held[STATISTICS + place_of(column)];
-      const accum_t o = statistics.l == accum_t(0) ? accum_t(0) : own;
-      // A sum of 0 gets no sign, because the sign would depend on masked pairs.
-      number::narrow(fma(o, inverse, accum_t(0)), out + column * step);
+      number::narrow(row.normalised(held[STATISTICS + place_of(column)]), out + column * step);
     }
-    // 9 store lse
-    if (lse != nullptr && threadIdx.x % SHARE == 0) {
-      *lse = l == accum_t(0) ? -number::infinity() : m + log(l);
-    }
+    if (threadIdx.x % SHARE == 0) write_lse(row);
   }
 };
 

@@ -10,15 +10,36 @@
 
 namespace decode {
 
-constexpr int STATISTICS = 16 / sizeof(accum_t);  // elements before the columns of a row: m and l
-constexpr int COLUMNS = (D_V + 15) / 16 * 16;     // of a row of o: whole vectors
-constexpr int ROW = STATISTICS + COLUMNS;
+// A row of a slot: its statistics, which its columns follow. Where all of a block works on one
+// unit, the rows are cut in pieces of 16 elements, and the same pieces of 8 rows follow each other.
+// Those 8 rows and 16 columns, of which a warp's threads have 16 bytes each in a product, are then
+// 512 adjacent bytes. The first piece has the statistics.
+constexpr int PIECE = 16, ROWS_OF_PIECES = OF_BLOCKS ? 8 : 1;
+// Elements from a piece of a row to the next one, and from its statistics, m and l, to its columns.
+constexpr int PIECE_STEP = ROWS_OF_PIECES * PIECE;
+constexpr int STATISTICS = OF_BLOCKS ? PIECE_STEP : 16 / sizeof(accum_t);
+constexpr int COLUMNS = (D_V + 15) / 16 * 16;                    // of a row of o: whole vectors
+constexpr int ROW = COLUMNS + (OF_BLOCKS ? PIECE : STATISTICS);  // elements
 
-// Where a column of o is in its row. Where all of a block works on one unit, a thread of a product
-// has 16 bytes of its own: of 16 columns, column 8 a + 2 b + c has place 4 b + 2 a + c.
+// Where row `row` of those that begin at `rows` has its statistics.
+__device__ __forceinline__ accum_t* row_at(accum_t* rows, long long row) {
+  if constexpr (!OF_BLOCKS) return rows + row * ROW;
+  const int of_pieces = static_cast<int>(row % ROWS_OF_PIECES);
+  return rows + (row - of_pieces) * ROW + of_pieces * PIECE;
+}
+
+// Where a row's vector of columns is, counted in vectors from the first one.
+__device__ __forceinline__ int place_of_vector(int vector) {
+  if constexpr (!OF_BLOCKS) return vector;
+  constexpr int OF_PIECE = PIECE / VECTOR;
+  return vector / OF_PIECE * (ROWS_OF_PIECES * OF_PIECE) + vector % OF_PIECE;
+}
+
+// Where a column of o is, counted from the row's first one. In a piece, a thread of a product has
+// 16 bytes of its own: column 8 a + 2 b + c has place 4 b + 2 a + c.
 __device__ __forceinline__ int place_of(int column) {
   if constexpr (!OF_BLOCKS) return column;
-  return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+  return column / PIECE * PIECE_STEP + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
 }
 
 // The most rows of a task.
@@ -38,12 +59,14 @@ struct Workspace {
 
   __device__ __forceinline__ explicit Workspace(const Params& p) {
     records = reinterpret_cast<TaskRecord*>(p.workspace);
-    rows = reinterpret_cast<accum_t*>(records + p.tasks);
+    // Rows in pieces begin at multiples of 128 bytes.
+    constexpr int RECORDS = OF_BLOCKS ? 128 / sizeof(TaskRecord) : 1;
+    rows = reinterpret_cast<accum_t*>(records + (p.tasks + RECORDS - 1) / RECORDS * RECORDS);
     rows_of_slot = decode::rows_of_slot(p);
   }
-  // A row of a slot: its statistics, which its columns follow.
+  // The statistics of a row of a slot.
   __device__ __forceinline__ accum_t* row(long long slot, int row) const {
-    return rows + (slot * rows_of_slot + row) * ROW;
+    return row_at(rows, slot * rows_of_slot + row);
   }
   // The slot where this warp of a decode kernel keeps a node of level n, from 1 on, of its unit.
   __device__ __forceinline__ static long long held(const Params& p, int level) {

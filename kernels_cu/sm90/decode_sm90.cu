@@ -66,9 +66,12 @@ struct Unit {
 __device__ __forceinline__ void store_node(const decode::Workspace& workspace, const float (&m)[2],
                                            const float (&l)[2], const float (&o)[2][COLUMNS_O],
                                            Unit& unit, int slot, int rows, bool opens, float c) {
-  // Of 16 columns, a thread has four, which are neighbours in a slot (decode::place_of).
+  // Of 16 columns, a thread has four, which are neighbours in a slot (decode::place_of), and which
+  // those of the warp's other threads follow.
   constexpr int AT_ONCE = 8;  // accesses of 16 bytes, all loaded before the first is stored
-  const int first_place = warpgroup::index() * (D_V / CONSUMERS) + 2 * fragment::lane_column();
+  constexpr int STEP = decode::PIECE_STEP / 4;
+  const int first_place =
+      decode::place_of(warpgroup::index() * (D_V / CONSUMERS) + fragment::lane_column());
   float sums[2] = {l[0], l[1]};
   fragment_softmax::row_sum(sums);
 #pragma unroll
@@ -86,21 +89,21 @@ __device__ __forceinline__ void store_node(const decode::Workspace& workspace, c
     if (opens) {
 #pragma unroll
       for (int n = 0; n < COLUMNS_O; n += 4) {
-        columns[n] = FourColumns{{o[r][n], o[r][n + 1], o[r][n + 2], o[r][n + 3]}};
+        columns[n / 4 * STEP] = FourColumns{{o[r][n], o[r][n + 1], o[r][n + 2], o[r][n + 3]}};
       }
     } else {
 #pragma unroll
       for (int first = 0; first < COLUMNS_O; first += 4 * AT_ONCE) {
         FourColumns sums[AT_ONCE];
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) sums[n] = columns[first + 4 * n];
+        for (int n = 0; n < AT_ONCE; ++n) sums[n] = columns[(first / 4 + n) * STEP];
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
             sums[n].of[x] = factors.apply(sums[n].of[x], o[r][first + 4 * n + x]);
           }
-          columns[first + 4 * n] = sums[n];
+          columns[(first / 4 + n) * STEP] = sums[n];
         }
       }
     }

@@ -20,7 +20,7 @@ from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.gpu import route, source
-from cupyflash.gpu.kernels import decode, registry, sm90_decode
+from cupyflash.gpu.kernels import decode, grid, registry, sm90_decode
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import cached
 from cupyflash.problem.options import Options
@@ -339,8 +339,31 @@ def test_the_workspace_has_room_for_every_unit():
     ):
         q, k = np.zeros((2, 128, 1, D), F16), np.broadcast_to(F16.type(0), (2, 1, capacity, D))
         call = cached.call(q, k, k[..., :D_V], 0, None, None, Options())
-        row = 4 * D_V + 16
-        assert route.of(call, target).scratch == 16 * tasks + units * 64 * row
+        row = 4 * D_V + 64
+        assert route.of(call, target).scratch == 128 + units * 64 * row  # records of 16 bytes
+    text = source.read("decode/workspace.cuh")
+    for constant in (
+        f"PIECE = {decode.COLUMNS}",
+        f"ROWS_OF_PIECES = OF_BLOCKS ? {grid.ROWS_OF_PIECES} : 1",
+        f"RECORDS = OF_BLOCKS ? {decode.LINE} / sizeof(TaskRecord) : 1",
+    ):
+        assert constant in text
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 3, 20, 40])
+def test_rows_of_slots_that_begin_within_pieces(multiprocessors):
+    """Tasks of 17 rows: the pieces of 8 rows have rows of two slots, and the last ones no others.
+
+    Nodes are joined from a workspace of as many bytes as asked for: by threads that have four
+    vectors of a row, two and one, and in shared memory.
+    """
+    lengths = np.array([5200, 700])
+    q, k = draw(2, 17, 1, 5200, seed=22)
+    blocks = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
+    got = run(q, hidden(k, lengths), lengths, emulator=Emulator(blocks, randomly(5)))
+    within_the_bound(q, k, lengths, *got)
+    own = run(q[1:], k[1:, :, :700], 700)
+    assert same((got[0][1:], got[1][1:]), own)
 
 
 # -- faults ---------------------------------------------------------------------------------------

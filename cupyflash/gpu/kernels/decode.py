@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays import device_arrays
 from ...arrays.cuda_device import Target
 from ...problem.call import Call, Problem
+from .grid import ROWS_OF_PIECES
 from .spec import Grid, Tiles
 
 LEAF = 64  # keys of a leaf; 8 nodes are one of the next level
@@ -28,7 +29,10 @@ NODE = 512  # keys of a node of level 1
 # these again, from the L2 cache. More warps than MOST_TEAM wait too long for each other.
 FEWEST_SHARED_BYTES = 256 << 20
 MOST_TEAM = 4
-COLUMNS, STATISTICS_BYTES = 16, 16  # rows of o in slots are multiples of it; their m and l
+# Rows of o in slots are multiples of COLUMNS, and their m and l have as many bytes. Where all of a
+# block works on one unit, the rows are pieces of as many elements, one of these for m and l, those
+# of ROWS_OF_PIECES rows side by side, and begin at a multiple of LINE bytes.
+COLUMNS, STATISTICS_BYTES, LINE = 16, 16, 128
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
 COMPRESSED = 576, 512  # columns of keys, the first of which are the values
@@ -221,14 +225,18 @@ def nbytes(
     shared : int
         Nodes of level 1 that entries share.
     """
-    made = slots(grid, tiles, capacity)
+    made, records = slots(grid, tiles, capacity), 16 * grid.work_tiles
     rows *= _slots_of_tasks(grid, tiles, made) + grid.work_tiles * shared
-    return 16 * grid.work_tiles + rows * row_bytes(d_v, itemsize)
+    if tiles.block_q >= ROWS_OF_BLOCK:
+        records = -(-records // LINE) * LINE
+        rows = -(-rows // ROWS_OF_PIECES) * ROWS_OF_PIECES
+    return records + rows * row_bytes(d_v, itemsize, tiles.block_q)
 
 
-def row_bytes(d_v: int, itemsize: int) -> int:
-    """Bytes of a row in a slot: m and l, and o."""
-    return -(-d_v // COLUMNS) * COLUMNS * itemsize + STATISTICS_BYTES
+def row_bytes(d_v: int, itemsize: int, block_q: int = 0) -> int:
+    """Bytes of a row in a slot: m and l, and o; `block_q` rows are the most of a task."""
+    statistics = COLUMNS * itemsize if block_q >= ROWS_OF_BLOCK else STATISTICS_BYTES
+    return -(-d_v // COLUMNS) * COLUMNS * itemsize + statistics
 
 
 def fields(grid: Grid, tiles: Tiles, capacity: int, shared: int) -> Mapping[str, Any]:

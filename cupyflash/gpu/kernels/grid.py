@@ -7,6 +7,7 @@ from .spec import Extent, Grid, Tiles
 # Packed: blocks that an SM is to have in turn, so that a long one does not end last; and the most
 # work tiles of a block, which loads the next one while it computes. Measured on an H200.
 TURNS, MOST_TILES = 8, 4
+ROWS_OF_PIECES = 8  # side by side in the workspace of decode.py
 
 
 def by_queries(extent: Extent, tiles: Tiles) -> Grid:
@@ -90,10 +91,15 @@ def by_units(extent: Extent, tiles: Tiles) -> Grid:
 
 
 def by_rows_of_tasks(extent: Extent, tiles: Tiles) -> Grid:
-    """A block for each row of each of the tasks of `by_units`; of two warps, one for two rows."""
+    """A block for each row of each of the tasks of `by_units`; of two warps, one for two rows.
+
+    Without shared memory, it has `ROWS_OF_PIECES` rows of a task.
+    """
     heads = min(extent.group, tiles.block_q)
     tasks = by_units(extent, tiles)
     rows = heads * min(max(extent.queries, 1), tiles.block_q // heads)
+    if tiles.shared_memory == 0:
+        return tasks._replace(size=tasks.work_tiles * -(-rows // ROWS_OF_PIECES))
     rows *= tasks.work_tiles
     return tasks._replace(size=rows if tiles.threads > 64 else -(-rows // 2))
 

@@ -29,6 +29,7 @@ COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 # Nodes of a row that decode_combine keeps at most, and their bytes; its blocks that share an SM.
 NODES, SHARED_MEMORY, FEW_NODES, ROWS_OF_SM = 64, 48 << 10, 8, 6
 BESIDE = 256  # threads of it that share an SM with a block of decode_sm80.cu of few warps
+WIDE_THREADS = 1024, 512, 256  # of a block that has 8 rows in pieces, and no shared memory
 SHARED_BY_MANY = 17 << 10  # bytes for a row of tasks with many rows, each of which has a block
 SUMMED_BYTES = 16  # of neighbouring columns of parts that a thread sums
 WARP_ROW = 512  # bytes of o that a warp folds at once
@@ -79,16 +80,21 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
     """Return a large block for each of few rows, so that its warps fold all nodes at once.
 
     Blocks are as large as all rows may be and still be computed at the same time; of more rows than
-    that, each has a warp, which is fast if a row is as wide as a warp. No bit depends on it.
+    that, each has a warp, which is fast if a row is as wide as a warp. Rows in pieces are wide:
+    then a block has some of these, and as many threads as an SM holds. No bit depends on it.
     """
     problem = request.problem
     assert request.blocks is not None  # the rows of a task are those of the decode kernel
     rows = problem.batch * problem.heads * int(np.max(problem.len_q, initial=0))
-    row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
+    row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize, request.blocks[0])
     at_once = request.device.multiprocessors
     if rows > ROWS_OF_SM * at_once and problem.d_v * problem.accumulator.itemsize <= WARP_ROW:
         return Tiles(request.blocks[0], 0, 64, 2 * FEW_NODES * row)
     many = request.blocks[0] >= decode.ROWS_OF_BLOCK
+    if many and rows > at_once:
+        blocks = -(-rows // (decode.ROWS_OF_PIECES * at_once))  # of an SM
+        threads = next((n for n in WIDE_THREADS if n * blocks <= 1024), WIDE_THREADS[-1])
+        return Tiles(request.blocks[0], 0, threads, 0, 1024 // threads)
     nodes = min(NODES, (SHARED_BY_MANY if many else SHARED_MEMORY) // row)
     threads = 512 if rows <= at_once else 128
     small = request.blocks[0] == DECODE_ROWS
