@@ -21,7 +21,7 @@ from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.lookups import gradient_name
 from ..problem.route import CallResult
 from ..problem.tangents import RESULTS, TangentResults, Tangents
-from . import decode_route, driver, lookups, offsets, route, tile_lists
+from . import decode_route, driver, lookups, offsets, route, short_sequences, tile_lists
 from .compiled import CompiledLaunches
 from .lookups import Served
 from .uploads import Uploads
@@ -395,7 +395,8 @@ def workspace_size(call: Call) -> int:
         of_parts = route.scratch_of_lookup(call, shape)
         if of_parts is not None:
             parts[parts_of(gradient_name(n))] = of_parts
-    return ALIGNMENT + size_of({**parts, **lists, **offsets.scratch(call)})
+    listed = short_sequences.most_scratch(call, target)
+    return ALIGNMENT + size_of({**parts, **lists, **listed, **offsets.scratch(call)})
 
 
 def workspace_size_cached(call: Call) -> int:

@@ -22,7 +22,7 @@ from ..problem.call import Array, Call, Gradients, Plan, Problem, Results
 from ..problem.encoding import NUMBERS
 from ..problem.lookups import gradient_name
 from ..problem.tangents import TangentResults, Tangents
-from . import decode_route, offsets, rowwise, tile_lists
+from . import decode_route, offsets, rowwise, short_sequences, tile_lists
 from .kernels import registry
 from .kernels.spec import Extent, Request
 from .lookups import Served
@@ -165,6 +165,8 @@ def _of_numbers(
     writer = Writer(call, target, arrays, plan=plan, count_tiles=count_tiles)
     if lse is None:
         writer.named.remove("lse")
+    if is_whole and (short := short_sequences.list_others(writer, "forward")) is not None:
+        short_sequences.add(writer, short, writer.lead.sizes, {})
     writer.add("forward", writer.extent(writer.lead.sizes), before=first)
     return writer.route(call)
 
@@ -295,6 +297,7 @@ def backward(
     lead = writer.lead
     if "dq_accum" in scratch and made.key_parts == 1 and _is_own(call.q, problem):
         _add_singles(writer, scratch["dq_accum"])
+    short = short_sequences.list_others(writer, "dkdv") if "dq_accum" in scratch else None
     if not made.own_delta:
         writer.add("delta", writer.extent(lead.sizes))
     own = lead.own("dk", "dv")
@@ -309,6 +312,8 @@ def backward(
     fields: dict[str, Any] = {"own_size": own, "tasks": made.key_parts}
     if dbias is not None and made.own_dbias:
         extent, fields = _of_dbias(writer, dbias, made.bias_parts)
+    if short is not None:
+        short_sequences.add(writer, short, own, fields, stores_dq=True)
     parts = made.key_parts > 1
     writer.add(
         "dkdv", extent, fields, adds_dq=atomic_dq, stores_dq=whole_dq, parts=parts, after=after

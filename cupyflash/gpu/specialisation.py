@@ -325,6 +325,18 @@ class Specialisation:
         "Whether a block of the kernel of dk and dv has all keys, and stores dq.",
         "whole",
     )
+    only_short: bool = _option(
+        "only_short",
+        "ONLY_SHORT",
+        "Whether packed sequences that are not short are left to another kernel.",
+        "short",
+    )
+    only_long: bool = _option(
+        "only_long",
+        "ONLY_LONG",
+        "Whether short packed sequences are left to another kernel, and others are listed.",
+        "long",
+    )
     adjacent_dq: bool = _option(
         "adjacent_dq",
         "ADJACENT_DQ",

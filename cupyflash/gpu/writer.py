@@ -28,7 +28,7 @@ from ..problem.route import Route, Step
 from ..problem.tangents import Tangents
 from . import call_code, params, strides, tile_lists
 from .call_code import keys_of
-from .kernels import bias_tiles, decode, registry, tma_operands
+from .kernels import bias_tiles, decode, registry, short_packed, tma_operands
 from .kernels.registry import Choice
 from .kernels.spec import Extent, KernelSpec, Request
 from .params import KINDS
@@ -233,6 +233,7 @@ class Writer:
         self.steps: list[KernelStep] = []
         self.scratch: dict[str, ArraySpec] = {}
         self.singles: Lists | None = None  # lists that mark tiles, for kernels added after them
+        self.listed = False  # whether kernels that are added are for sequences of a list
         problem = call.problem
         drop_below = scalars.drop_below(problem.dropout)
         self.told: dict[str, Any] = {
@@ -332,6 +333,7 @@ class Writer:
         adds_dq: bool = False,
         stores_dq: bool = False,
         parts: bool = False,
+        short: bool = False,
         blocks: tuple[int, int] | None = None,
         shared: bool = False,
         team: int = 0,
@@ -344,10 +346,10 @@ class Writer:
 
         `fields` override the common parameters, and `named` are additional addresses. `adds_dq`
         says whether the kernel adds its share of dq to memory, `stores_dq` whether it stores all of
-        dq, and `parts` whether it computes parts of dk and dv. `blocks` are the queries and keys of
-        a tile, if those of another kernel decide. `shared` and `team` are as in `Specialisation`.
-        `choice` is the kernel if it has been selected; `before` and `after` are as in
-        `registry.reason`. `lists` are those that the kernel writes.
+        dq, `parts` whether it computes parts of dk and dv, and `short` whether it is for short
+        sequences alone. `blocks` are the queries and keys of a tile, if another kernel's decide.
+        `shared` and `team` are as in `Specialisation`. `choice` is the kernel if it was selected;
+        `before` and `after` are as in `registry.reason`. `lists` are those that the kernel writes.
         """
         problem = self.call.problem
         request = self.request if blocks is None else replace(self.request, blocks=blocks)
@@ -364,8 +366,10 @@ class Writer:
                 else:
                     after += ", and stores dq of those that one block of keys alone sees"
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
-        assert not stores_dq or (spec.whole_dq and self.told["len_k"] <= tiles.block_kv)
-        grid = spec.grid(extent, tiles)
+        assert not stores_dq or short or self.told["len_k"] <= tiles.block_kv
+        listed = self.listed and not short and part in short_packed.OF_LISTED
+        grid, resident = spec.grid(extent, tiles), extent.multiprocessors * tiles.resident_blocks
+        grid = short_packed.in_turns(part, grid, resident) if listed else grid
         tma = tma_operands.use(spec.tma, request, tiles)
         adjacent_dq = adds_dq and request.device.capability >= spec.adjacent_dq
         if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs it, too
@@ -394,7 +398,7 @@ class Writer:
         stored, wide_result = problem.dtype.name, result != problem.dtype
         if part == "forward_codes" and problem.dtype.itemsize > 2:
             stored, wide_result = "bfloat16", True
-        if writes_lists:
+        if writes_lists or part == "long":
             stored, wide_result = "float32", False  # whatever the type of the call
         special = Specialisation(
             spec=spec,
@@ -413,6 +417,8 @@ class Writer:
             bias=bias_tiles.kind(request) if tiles.bias_stages else "",
             atomic_dq=adds_dq or stores_dq,
             whole_dq=stores_dq,
+            only_short=short,
+            only_long=listed,
             adjacent_dq=adjacent_dq,
             parts=parts,
             tma_store=tma.stores,

@@ -2,6 +2,7 @@
 // global memory: the twin of reference/cpu/layout.py.
 #pragma once
 #include "../ptx/warp.cuh"
+#include "long_sequences.cuh"
 #include "number.cuh"
 
 namespace layout {
@@ -187,6 +188,26 @@ __device__ __forceinline__ BlockOfSequence block_of_sequence(const Params& p, bo
   return BlockOfSequence{b, slot - first_slot(offsets, total, block, b)};
 }
 
+// Where ONLY_LONG: those of block number `slot` among the blocks of sequences that are listed; no
+// block if it is beyond them. All lanes of a warp call it together.
+__device__ __forceinline__ BlockOfSequence block_of_long(const Params& p, bool of_keys, int block,
+                                                         long long slot) {
+  using namespace long_sequences;
+  if (slot >= blocks(p, of_keys, block)) return BlockOfSequence{0, -1};
+  const int count = list(p)[COUNT];
+  const int* const first_row = first_rows(p, of_keys);
+  int low = 0, high = count - 1;
+#pragma unroll 1
+  while (low < high) {
+    const int step = (high - low + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
+    const int n = low + step * (ptx::lane_index() + 1), known = n < high ? n : high;
+    const int first = first_row[known] / block + known;
+    low += step * __popc(ptx::ballot(n <= high && first <= slot));
+    high = high < low + step - 1 ? high : low + step - 1;
+  }
+  return BlockOfSequence{numbers(p)[low], slot - (first_row[low] / block + low)};
+}
+
 // The work tile of thread block `number`, for an output of `heads` heads. With `last_first`, blocks
 // of rows are assigned in descending order: under a causal mask the last queries see most keys.
 // COUNTS: whether the grid is one of cupyflash/gpu/kernels/grid.py that counts blocks of packed
@@ -200,7 +221,8 @@ __device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long numb
   const Quotient by_head = divide(by_block.quotient, heads);
   work.head = by_head.remainder;
   if constexpr (PACKED) {
-    const BlockOfSequence own = block_of_sequence<COUNTS>(p, of_keys, block, slot);
+    const BlockOfSequence own = ONLY_LONG ? block_of_long(p, of_keys, block, slot)
+                                          : block_of_sequence<COUNTS>(p, of_keys, block, slot);
     work.entry = first_entry(p, own.b);
     work.block = own.block;
   } else {

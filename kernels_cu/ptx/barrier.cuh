@@ -12,6 +12,11 @@ __device__ __forceinline__ void mbarrier_init(unsigned int barrier, int arrivals
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// Ends an mbarrier, so that another one may be initialised in its place.
+__device__ __forceinline__ void mbarrier_inval(unsigned int barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Makes initialised mbarriers visible to the TMA copies that will complete their phases.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

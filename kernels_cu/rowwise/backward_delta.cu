@@ -42,6 +42,12 @@ __device__ __forceinline__ void clear_sums(const Params& p, const layout::Entry&
   for (long long n = block * each + threadIdx.x; n < end; n += THREADS) sums[n] = Floats{};
 }
 
+// Whether there are queries whose dq is summed.
+__device__ __forceinline__ bool has_sums(const Params& p) {
+  if constexpr (!ONLY_LONG) return true;
+  return long_sequences::list(p)[long_sequences::COUNT] > 0;
+}
+
 // Where HAS_SINGLES: sets to 0 the sums of the block's rows, of tiles whose dq is not stored. The
 // shuffle has the compiler compute these rows again, as it has no registers to keep them.
 __device__ __forceinline__ void clear_shared_tiles(const Params& p) {
@@ -79,7 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     ptx::launch_dependents();
   };
   if constexpr (!HAS_SINGLES) begin();
-  if (!HAS_SINGLES && IS_16_BIT && p.dq_accum.data != nullptr) clear_sums(p, entry, h, block);
+  if (!HAS_SINGLES && IS_16_BIT && p.dq_accum.data != nullptr && has_sums(p)) {
+    clear_sums(p, entry, h, block);
+  }
   const row_products::GlobalRows out(p.out,
                                      layout::offset(p.out, entry, h, false) + i0 * p.out.row);
   const row_products::GlobalRows d_out(p.d_out,

@@ -25,14 +25,8 @@ struct alignas(16) Floats {
   float x[4];
 };
 
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    KERNEL_NAME(const __grid_constant__ Params p) {
-  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, false);
-  ptx::wait_for_grids();  // the sums
-  ptx::launch_dependents();
-  if (work.idle) return;
+// Converts a block of rows.
+__device__ __forceinline__ void convert(const Params& p, const layout::WorkTile& work) {
   const long long i0 = work.block * BLOCK_Q, length = work.entry.len_q;
   const unsigned int* singles = nullptr;
   if constexpr (HAS_SINGLES) {  // tiles whose dq has been stored
@@ -109,5 +103,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
       }
     }
+  }
+}
+
+__device__ __forceinline__ layout::WorkTile work_tile(const Params& p, long long number) {
+  return layout::work_tile_of(p, number, p.heads, false, BLOCK_Q, false);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  layout::WorkTile own = {};
+  if constexpr (!ONLY_LONG) own = work_tile(p, blockIdx.x);
+  ptx::wait_for_grids();  // the sums
+  ptx::launch_dependents();
+  if constexpr (ONLY_LONG) {
+    const long_sequences::Turns turns(p, p.heads, false, BLOCK_Q);
+#pragma unroll 1
+    for (unsigned int n = blockIdx.x; n < turns.count; n += gridDim.x) {
+      const layout::WorkTile work = work_tile(p, turns.place(p, n));
+      if (!work.idle) convert(p, work);
+    }
+  } else {
+    if (!own.idle) convert(p, own);
   }
 }

@@ -157,4 +157,18 @@ __device__ __forceinline__ void statistics_warp(const SharedMemory& smem) {
   });
 }
 
+// The warps of the producer: each has its role, or none. `begin()` waits for the grids that wrote
+// lse and delta.
+template <class Begin>
+__device__ __forceinline__ void produce(const Params& p, const SharedMemory& smem,
+                                        const ptx::TensorMap& q_map, const ptx::TensorMap& do_map,
+                                        const ptx::TensorMap& bias_map, const Begin& begin) {
+  const int warp = threadIdx.x / ptx::WARP_SIZE % 4;
+  if (warp == 0 && ptx::lane_index() == 0) producer(p, smem, q_map, do_map, bias_map);
+  if (warp == 1) {
+    begin();
+    statistics_warp(smem);
+  }
+}
+
 }  // namespace backward_producer

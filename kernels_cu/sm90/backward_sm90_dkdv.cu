@@ -7,8 +7,7 @@
 // result does not depend on the order in which blocks run. With ATOMIC_DQ the kernel also
 // multiplies dS and the keys, and adds the product to float32 sums of dq, which are 0 at first, by
 // atomic additions in the order in which blocks run; backward_dq_rows.cu converts the sums. Where
-// WHOLE_DQ, a block has all keys of a head, or HAS_SINGLES, all that a tile sees, it stores that
-// dq.
+// a block has all keys of a head (WHOLE_DQ), or all that a tile sees (HAS_SINGLES), it stores dq.
 //
 // A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
 // loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
@@ -33,6 +32,7 @@
 #include "../common/params.cuh"
 #include "../ptx/grid.cuh"
 #include "backward_order.cuh"
+#include "backward_turns.cuh"
 #include "ds_scale.cuh"
 #include "warpgroup_dq.cuh"
 #include "warpgroup_gradient.cuh"
@@ -46,6 +46,7 @@ using warpgroup::make_smem_desc;
 using warpgroup_dq::write_dq;
 using warpgroup_gradient::ColumnShare;
 using namespace backward_order;
+using namespace backward_turns;
 
 // A consumer's queries of a tile, and the scores of a thread in each of its two rows.
 constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q, COLUMNS = QUERIES / 4;
@@ -474,10 +475,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 const __grid_constant__ warpgroup::LastMaps dv_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
-  // The grid before wrote delta and zeros of dq, or lists. Idle blocks wait, too: the next grid
-  // waits for this one alone.
+  // The grid before wrote delta and lists. Idle blocks wait, too: the next one waits for this.
   if constexpr (HAS_LISTS) ptx::wait_for_grids();
-  const layout::WorkTile work = work_tile(p);
+  const layout::WorkTile work = ONLY_LONG ? first_turn(p, *smem.storage) : work_tile(p);
+  if (ONLY_SHORT && is_left(p, work)) return;
   if (work.idle) return ptx::wait_for_grids();
   if (threadIdx.x < PUBLISHERS) publish_block(p, work, *smem.storage);
   if (threadIdx.x == ptx::WARP_SIZE) smem.storage->init_barriers();
@@ -488,17 +489,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   if (warpgroup::index() == CONSUMERS) {
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
-    const int warp = threadIdx.x / ptx::WARP_SIZE % 4;
-    if (warp == 0 && ptx::lane_index() == 0)
-      backward_producer::producer(p, smem, q_map, do_map, dv_map.bias());
-    if (warp == 1) {
-      // The consumers, which add to dq, wait for this warp's lse and delta.
-      ptx::wait_for_grids();
-      ptx::launch_dependents();
-      backward_producer::statistics_warp(smem);
-    }
+    do {
+      backward_producer::produce(p, smem, q_map, do_map, dv_map.bias(), [] {
+        ptx::wait_for_grids();  // the consumers, which add to dq, wait for lse and delta
+        ptx::launch_dependents();
+      });
+    } while (takes_turn<false>(p, smem, k_map, v_map));
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();
-    consumer(p, smem, dk_map, dv_map.stored());
+    do {
+      consumer(p, smem, dk_map, dv_map.stored());
+    } while (takes_turn<true>(p, smem, k_map, v_map));
   }
 }

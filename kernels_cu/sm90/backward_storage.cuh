@@ -172,11 +172,14 @@ struct SharedStorage {
   layout::Entry entry;
   long long j0;  // the first key
   int h_kv, nj, tiles_per_head;
-  bool has_sink;
+  bool has_sink, ended;                // ended, where ONLY_LONG: the block has no more work
   unsigned short first_span;           // where HAS_LISTS: spans before it would be EMPTY
   unsigned int spans_per_head, spans;  // `spans` of all heads
   float c;                             // scale log2 e
-  unsigned int first_head;             // where HAS_PARTS: the part's, of those that share the keys
+  union {
+    unsigned int first_head;  // where HAS_PARTS: the part's, of those that share the keys
+    unsigned int turn;        // where ONLY_LONG: of the block, while it looks for its first tile
+  };
   Span span[STAGES];
   // A stage of q_pipeline has q, do, lse and delta. do has a full barrier of its own, because q is
   // multiplied first.
@@ -207,6 +210,15 @@ struct SharedStorage {
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) ptx::mbarrier_init(do_full_barrier(n), 1);
     ptx::fence_mbarrier_init();
+  }
+  // Ends all mbarriers, when no thread waits for one; called by one thread.
+  __device__ __forceinline__ void end_barriers() const {
+    span_pipeline.end();
+    q_pipeline.end();
+    ds_pipeline.end();
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) ptx::mbarrier_inval(do_full_barrier(n));
+    ptx::mbarrier_inval(kv_full_barrier());
   }
 };
 constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
@@ -255,7 +267,9 @@ static_assert(SHARED_BYTES == KEY_TILES * (KTiles::BYTES + VTiles::BYTES) +
 
 // -- consumers together ---------------------------------------------------------------------------
 
-constexpr int ALL_CONSUMERS = 1;  // the named barrier of all consumer threads
+// Named barriers: of all consumer threads, of those of one consumer, and where ONLY_LONG, of all
+// threads of the block.
+constexpr int ALL_CONSUMERS = 1, ALONE = 2, ALL_THREADS = 3;
 
 __device__ __forceinline__ void consumers_sync() {
   ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);

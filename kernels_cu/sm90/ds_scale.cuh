@@ -6,13 +6,11 @@
 
 namespace ds_scale {
 
+using backward_storage::ALONE;
 using backward_storage::CONSUMER_WARPS;
 using backward_storage::consumers_sync;
 
 using Scale = fragment_gradient::DsScale;
-
-// The named barrier of one consumer's threads, or of the other one's.
-constexpr int ONE_CONSUMER = backward_storage::ALL_CONSUMERS + 1;
 
 // The largest finite magnitude of dS in a tile. All consumer threads call it together.
 template <int COLUMNS>
@@ -55,7 +53,7 @@ __device__ __forceinline__ float common_scale(const float (&scales_smem)[CONSUME
   } else {
     // The other consumer is never at this barrier at the same time: before it multiplies a tile of
     // dS, it stores its next dS in the stage that this consumer has to release first.
-    ptx::named_barrier_sync(ONE_CONSUMER, warpgroup::WARPGROUP_SIZE);  // dS, with one factor
+    ptx::named_barrier_sync(ALONE, warpgroup::WARPGROUP_SIZE);  // dS, with one factor
   }
   return least;
 }

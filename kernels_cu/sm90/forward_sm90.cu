@@ -372,6 +372,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 const __grid_constant__ warpgroup::LastMaps out_map) {
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
+  if constexpr (ONLY_LONG) {  // a block has a first work tile, or ends
+    const unsigned int blocks = long_sequences::blocks(p, false, BLOCK_Q);
+    if (blockIdx.x >= static_cast<unsigned int>(p.heads * V_PARTS) * blocks) return;
+  }
   if (threadIdx.x == 0) {
     if constexpr (HAS_BIAS_TILES) bias_tiles::init(*smem.bias_pipeline);
     smem.storage->init_barriers();

@@ -133,6 +133,9 @@ struct TileScheduler {
         heads *= static_cast<unsigned int>(p.own_size[axis]);
       }
     }
+    if constexpr (ONLY_LONG) {
+      blocks = long_sequences::blocks(p, false, BLOCK_Q);
+    }
     if constexpr (INTERLEAVE_HEADS) {
       const unsigned int few = D > 128 || blocks < 8 ? 2 : 4, half = gridDim.x / 2;
       unsigned int most = few * gridDim.x / blocks;
@@ -164,7 +167,7 @@ struct TileScheduler {
       return blockIdx.x * each + (blockIdx.x < more ? blockIdx.x : more) + round;
     }
     const unsigned int n = round * gridDim.x + blockIdx.x;
-    if constexpr (!HAS_MASK) return n;
+    if constexpr (!HAS_MASK || ONLY_LONG) return n;
     return layout::interleave_heads(p, n, p.heads * V_PARTS, layout::heads_in_flight(p));
   }
 };
@@ -244,12 +247,19 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
     const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
     const unsigned int known = index < work_tiles ? index : work_tiles - 1;
     const unsigned int head = known / scheduler.blocks;  // times parts
-    layout::WorkTile work = cache::work_tile_of<true>(
-        p, V_PARTS == 1 ? known : head / V_PARTS * scheduler.blocks + known % scheduler.blocks);
+    unsigned int number = known;
+    if constexpr (ONLY_LONG) {  // the last blocks of a head are those that are listed
+      const unsigned int blocks = static_cast<unsigned int>(p.blocks);
+      number = head / V_PARTS * blocks + blocks - scheduler.blocks + known % scheduler.blocks;
+    } else if constexpr (V_PARTS > 1) {
+      number = head / V_PARTS * scheduler.blocks + known % scheduler.blocks;
+    }
+    layout::WorkTile work = cache::work_tile_of<true>(p, number);
     if constexpr (HAS_LISTS) {  // the longest first; the layout deals the last block first
       work.block = tile_lists::order_of(p, work.entry.b, work.head)[p.blocks - 1 - work.block];
     }
     idle = work.idle || index == work_tiles;
+    if constexpr (ONLY_SHORT) idle = idle || !long_sequences::is_short(p, work.entry.b);
     const int of_first = rows_of_first_block(work.entry);
     const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;
     const int most = work.block == 0 ? of_first : BLOCK_Q;

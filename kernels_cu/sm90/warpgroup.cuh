@@ -81,6 +81,13 @@ struct Pipeline {
       ptx::mbarrier_init(empty_barrier(n), empty_arrivals);
     }
   }
+  __device__ __forceinline__ void end() const {
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+      ptx::mbarrier_inval(full_barrier(n));
+      ptx::mbarrier_inval(empty_barrier(n));
+    }
+  }
   // Waits until the data of use n has arrived.
   __device__ __forceinline__ void wait_full(Count n) const {
     mbarrier_wait(full_barrier(n), phase_of(n));

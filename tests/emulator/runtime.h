@@ -96,6 +96,7 @@ void multiply_doubles(const char* what, Where where, double (&c)[2], double a, d
 
 // Barriers in shared memory. What arrives expects `bytes` more, if any, to be copied.
 void mbarrier_init(const char* what, Where where, unsigned int address, int arrivals);
+void mbarrier_inval(const char* what, Where where, unsigned int address);
 void fence_mbarrier_init();
 void arrive(const char* what, Where where, unsigned int address, int bytes);
 void wait_phase(const char* what, Where where, unsigned int address, int parity);

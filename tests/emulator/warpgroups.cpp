@@ -367,6 +367,12 @@ void mbarrier_init(const char* what, Where where, unsigned int address, int arri
   barriers[address].arrivals = barriers[address].missing = arrivals;
 }
 
+void mbarrier_inval(const char* what, Where where, unsigned int address) {
+  barrier_at(what, where, address);
+  races::access(shared_at(address), 8, true);
+  barriers.erase(address);
+}
+
 void fence_mbarrier_init() {
   for (auto& each : barriers) each.second.published = true;
 }

@@ -77,6 +77,7 @@ class Case(NamedTuple):
     # Of codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
     # Of gradients "parts", "whole dq", or "few keys" and more. "lists" if they are read or written,
     # "singles" if tiles of one block of keys are marked in them,
+    # "only short" or "only long" if these have kernels of their own, "only" for what lists them,
     # "short" and the number of a row of `SHORT_ROWS`, or "tiles" and the type of a bias in them.
     cache: str = ""
 
@@ -307,6 +308,14 @@ def cases() -> list[Case]:
         found.append(Case(kernel, dtype, (128, 128), "segments", False, "singles"))
     for n, size in enumerate(((64, 64), (40, 72))):
         found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
+    for kernel, dtype, which in [
+        ("list_long", dtypes[0], "only"), ("forward_sm90", BFLOAT16, "only short"),
+        ("forward_sm90", BFLOAT16, "only long"), ("backward_delta", BFLOAT16, "only long"),
+        ("backward_sm90_dkdv", dtypes[2], "few keys, only short, whole dq"),
+        ("backward_sm90_dkdv", dtypes[2], "only long"),
+        ("backward_sm90_dkdv", BFLOAT16, "only long"), ("backward_dq_rows", BFLOAT16, "only long"),
+    ]:  # fmt: skip
+        found.append(Case(kernel, dtype, (128, 128), "causal", True, which))
     return found
 
 
@@ -366,6 +375,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
             _, _, len_q, len_k = SHORT_ROWS[int(case.cache.split()[1])]
             has_bias = request.call.bias is not None
             return sm90.choose_forward(*case.sizes, registers, has_bias, len_q, len_k)
+        if case.cache == "only short":
+            return sm90.choose_forward(*case.sizes, registers, False, 64, 64)
         # Some have the tiles of longer rows, all others those of short ones.
         if case.options == "causal":
             registers = "masks"
@@ -404,7 +415,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     form, (k_codes, v_codes) = case.cache.rpartition(" ")[2], formats_of(case)
     resumes, parts = (case.cache == x for x in ("resumes", "parts"))
     whole_dq = case.cache.endswith("whole dq")
-    plain = "rows", "float8", "short", "tiles", "lists", "singles", "few keys"
+    only_short, only_long = ("only short" in case.cache, "only long" in case.cache)
+    plain = "rows", "float8", "short", "tiles", "lists", "singles", "few keys", "only"
     held = "" if resumes or parts or whole_dq or case.cache.startswith(plain) else case.cache
     of_codes = case.kernel == "forward_sm90_fp8"
     stored, given = case.dtype, codes.NONE
@@ -446,7 +458,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     request = Request(problem, target_of(arch), call, slope=functions.has_dscore, blocks=blocks)
     assert spec.is_for(problem, request.device)
     tiles = _tiles(spec, case, request)
-    adds_dq = not (whole_dq or case.packed) and problem.dtype.name in spec.atomic_dq
+    sums_dq = only_long or not case.packed
+    adds_dq = sums_dq and not whole_dq and problem.dtype.name in spec.atomic_dq
     wide = (of_codes and case.dtype == np.float32) or (resumes and case.dtype.itemsize == 2)
     return Specialisation(
         spec,
@@ -473,7 +486,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         tma_store=not (case.packed or resumes or parts) and _tma_stores(spec, problem, tiles),
         parts=parts,
         whole_dq=whole_dq,
-        atomic_dq=(whole_dq or not case.packed) and problem.dtype.name in spec.atomic_dq,
+        only_short=only_short,
+        only_long=only_long,
+        atomic_dq=(whole_dq or sums_dq) and problem.dtype.name in spec.atomic_dq,
         adjacent_dq=adds_dq and capability(arch) >= spec.adjacent_dq,
         team=decode.team_of(tiles, 8) if spec.part == "shared" else 0,
         tq=has_tangents,

@@ -125,7 +125,7 @@ INSIDE = {
         ["call_code", "specialisation", "workspace"],
         ["source", "tile_lists"],
         ["jit", "writer"],
-        ["decode_route", "lookups", "offsets", "rowwise", "uploads"],
+        ["decode_route", "lookups", "offsets", "rowwise", "short_sequences", "uploads"],
         ["route"],
         ["compiled", "reduction_route", "second_route"],
         ["launch"],

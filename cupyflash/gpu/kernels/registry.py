@@ -14,6 +14,7 @@ from ...arrays.cuda_device import OLDEST_CAPABILITY
 from ...errors import ArgumentError
 from . import (
     rowwise,
+    short_packed,
     simt,
     simt_reduce,
     simt_tangent,
@@ -60,6 +61,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "lists": (simt.LIST_TILES,),
     "order": (simt.ORDER_TILES,),
     "singles": (simt.SINGLE_TILES,),
+    "long": (rowwise.LIST_LONG,),
     **{spec.part: (spec,) for spec in rowwise.OPERATIONS},
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}
@@ -221,6 +223,16 @@ def makes_delta(request: Request) -> bool:
     As for `stores_packed_dq`, the request has arrays.
     """
     return select("dkdv", request).spec.own_delta
+
+
+def of_short(part: str, request: Request) -> Choice | None:
+    """Return the kernel of short packed sequences, if others are to be listed for the usual one.
+
+    As for `stores_packed_dq`, the request has arrays.
+    """
+    spec = select(part, request).spec
+    tiles = short_packed.tiles_of_short(spec, request)
+    return None if tiles is None else Choice(spec, tiles)
 
 
 def makes_dbias(request: Request) -> bool:

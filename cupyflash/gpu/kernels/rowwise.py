@@ -17,6 +17,7 @@ TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns 
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 ENTRIES = Tiles(block_q=256, block_kv=0, threads=256, shared_memory=0)  # block_q offsets
 ALL_ENTRIES = Tiles(block_q=1024, block_kv=0, threads=1024, shared_memory=0)  # of one block
+LISTED = Tiles(block_q=1024, block_kv=0, threads=1024, shared_memory=2 * 1024 * 12)  # sequences
 # Threads of a block of backward_delta.cu. Each warp finds its arrays first, by some 500
 # instructions, where two rows of a lane take 150: so few warps are best, if an SM has enough that
 # wait for memory.
@@ -295,6 +296,20 @@ OFFSETS = KernelSpec(
     grid=grid.by_results,
     scores=False,
     sizes=(),
+)
+LIST_LONG = KernelSpec(
+    source="rowwise/list_long.cu",
+    part="long",
+    computes="which packed sequences are not short",
+    method="compares integers",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
+    condition="the device alone knows the lengths of packed sequences, which are short on average",
+    configure=lambda request: LISTED,
+    grid=grid.by_blocks,
+    scores=False,
+    sizes=(),
+    operands=(),
+    overlaps=True,
 )
 OPERATIONS = (  # no part of attention
     COMBINE, APPEND, ROPE, QUANTIZE, DEQUANTIZE, HADAMARD, CHECKSUM, OFFSETS,

@@ -267,7 +267,7 @@ def choose_forward_bias(
     return _fastest(usual, others, sizes, masked, exact)
 
 
-def _choose_packed(problem: Problem, registers: str) -> Tiles:
+def choose_packed(problem: Problem, registers: str) -> Tiles:
     """Return the tiles of forward_sm90.cu for packed sequences.
 
     Where all keys of a sequence are one tile, its bits do not depend on the width of this tile. So
@@ -299,7 +299,7 @@ def _configure_forward(request: Request) -> Tiles:
         kind = bias_tiles.itemsize(request), call.mask is not None
         return choose_forward_bias(problem.d, problem.d_v, registers, *kind, *lengths)
     if call.rows.adjoin and not request.has_cache:
-        return _choose_packed(problem, registers)
+        return choose_packed(problem, registers)
     return choose_forward(problem.d, problem.d_v, registers, call.bias is not None, *lengths)
 
 

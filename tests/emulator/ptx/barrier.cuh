@@ -7,6 +7,10 @@ inline void mbarrier_init(unsigned int barrier, int arrivals, EMULATOR_WHERE) {
   emulator::mbarrier_init("mbarrier_init", {file, line}, barrier, arrivals);
 }
 
+inline void mbarrier_inval(unsigned int barrier, EMULATOR_WHERE) {
+  emulator::mbarrier_inval("mbarrier_inval", {file, line}, barrier);
+}
+
 inline void fence_mbarrier_init() { emulator::fence_mbarrier_init(); }
 
 inline void mbarrier_arrive(unsigned int barrier, EMULATOR_WHERE) {
