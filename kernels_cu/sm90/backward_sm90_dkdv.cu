@@ -11,8 +11,7 @@
 //
 // A warp-specialised kernel. The last warpgroup of a block is the producer: one thread issues TMA
 // loads, and the statistics warp brings lse and delta. The others are the two consumers, each with
-// 64 of the block's keys, or where no row has more, one. kernels_cu/README.md has a table of the
-// barriers between them and a timeline.
+// 64 of the block's keys, or where no row has more, one. kernels_cu/README.md has their barriers.
 //
 // Scores and dP are keys by queries, so that P and dS are left operands of the products with do and
 // q as they lie in registers (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through
@@ -21,9 +20,7 @@
 // for dq alone, it is deferred: one of them computes a tile's dq during the next tile, and they
 // alternate, so that the other one runs ahead.
 //
-// The consumer is one body. Split into functions over structs of its registers, the same steps took
-// up to 3 % longer on an H100 for causal rows with heads of 128; functions or lambdas for steps
-// change the machine code of some types. `cupyflash bench --pass backward --variant full` measures.
+// The consumer is one body: split into functions, the same steps took up to 3 % longer on an H100.
 //
 // Where HAS_PARTS, blocks that share keys have some heads each, and write parts of dk and dv, which
 // backward_sums.cu adds up. Grid: prod(own_size) * heads_kv * blocks for each part; packed: that of
@@ -52,7 +49,6 @@ using namespace backward_turns;
 constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q, COLUMNS = QUERIES / 4;
 constexpr int DQ_COLUMNS = SHARE_KEYS ? ColumnShare<D>::COLUMNS : warpgroup::SLAB_COLUMNS / 4;
 constexpr int FUSED_COLUMNS = 8;  // for which a fused score mod is instantiated
-
 static_assert(SHARE_KEYS || (KEY_TILES == CONSUMERS && ColumnShare<D>::SLABS <= 2), "BLOCK_KV");
 
 // A warpgroup: adds up dk and dv of its keys, or its columns of them, over all tiles of queries.
@@ -75,7 +71,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   matmul::clear(dk);
   matmul::clear(dv);
   ds_scale::WarpScale warp_scale;
-  const philox::DropoutKeys seed = warpgroup_gradient::dropout_keys<!DRAW_FIRST>(p);
+  const philox::DropoutKeys seed = warpgroup_dropout::dropout_keys<!DRAW_FIRST>(p);
   unsigned int tile_number = 0;  // the use of the pipelines
   unsigned long long visited = 0;
 
@@ -169,12 +165,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       warpgroup_gradient::QueryStatistics<COLUMNS> lse;
       float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2];  // P after dropout, and dS
-      unsigned int mask[2];           // bit n of word r is that of pair (r, n)
-      warpgroup_gradient::Kept<COLUMNS> kept{0};
-      bool sees_nonfinite = false;    // in the thread's scores or dP
+      unsigned int mask[2];  // bit n of word r is that of pair (r, n)
+      warpgroup_dropout::Kept<COLUMNS> kept{0};
+      bool sees_nonfinite = false;  // in the thread's scores or dP
       const auto box = [&] { return span.box_of(tile, shared.j0, shared.nj); };
       const auto draw_dropout = [&] {
-        kept = warpgroup_gradient::draw_dropout<COLUMNS>(p, seed, box(), corner);
+        kept = warpgroup_dropout::draw_dropout<COLUMNS>(p, seed, box(), corner);
       };
       if constexpr (HAS_DROPOUT && DRAW_FIRST) draw_dropout();
       const auto evaluate_mask = [&] {

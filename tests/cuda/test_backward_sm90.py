@@ -376,6 +376,7 @@ STATEMENTS = [
         "sm90/backward_sm90_dkdv.cu",
         "sm90/backward_producer.cuh",
         "sm90/backward_storage.cuh",
+        "sm90/warpgroup_dropout.cuh",
         "sm90/warpgroup_gradient.cuh",
         "sm90/ds_scale.cuh",
     )
