@@ -41,12 +41,16 @@ SPILLS = {
     "backward_sm80_bias": 8,
     "backward_sm80_tangent_dkdv": 32,
     "backward_sm90_bias": 4,
-    "backward_sm90_dkdv": 96,  # in float16, where two blocks share an SM
+    "backward_sm90_dkdv": 120,  # in float16, where two blocks share an SM
     "backward_f64_dkdv": 220,
+    "backward_delta": 8,  # with 256 threads
     "decode_sm80": 176,
     "decode_sm80_shared": 36,
     "decode_sm90": 230,  # where NaN and infinities are added one by one
 }
+
+# Blocks that the source itself lets share an SM, apart from those of the tiles.
+RESIDENT = {"backward_delta": 8}
 
 
 def fits(arch: str, found: Resources) -> None:
@@ -61,7 +65,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 410
+    assert len(CASES) <= 420
     reductions = [case for case in CASES if case.kernel.startswith("reduce_")]
     assert len({case.dtype for case in reductions}) == 4  # of all kernels together
     for kernel in simt.KERNELS:
@@ -114,7 +118,8 @@ def test_spills_are_those_that_are_admitted():
     for (case, arch), (key, found) in zip(made, TABLE.items(), strict=True):
         if found.spill_stores:
             taken = -(-found.registers // 8) * 8  # they are handed out by eight
-            threads = found.threads * specialisation(case, arch).tiles.resident_blocks
+            blocks = specialisation(case, arch).tiles.resident_blocks
+            threads = found.threads * max(blocks, RESIDENT.get(key.kernel, 1))
             assert taken >= min(255, 65536 // threads // 8 * 8), "held back for no reason"
             most[key.kernel] = max(most.get(key.kernel, 0), found.spill_stores)
     assert most == SPILLS
