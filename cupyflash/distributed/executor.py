@@ -35,7 +35,7 @@ from .partition.layouts import Layout
 from .partition.schemes import BY_HEADS, Decisions, Plan, check_scheme, plan
 from .recorded_call import RecordedCall, RecordingCommunicator
 from .sharded import Extremes, Lookups, placed, reads_parts
-from .transport.communication import Communicator, is_communicator
+from .transport.communication import Communicator, expect, is_communicator
 from .transport.faults import gave_up
 
 
@@ -259,6 +259,7 @@ class Distributed(Executor):
         device = self.call.device
         place: Place = Host(dispatch.CPU) if device is None else Device(dispatch.GPU, device)
         timeout = self._ranks.seconds()
+        expect(self.comm, timeout)
         comm = self.comm if self._tape is None else RecordingCommunicator(self.comm, self._tape)
         call = place.ready(self.call)
         lookups = Lookups(call) if self._reads_parts else None

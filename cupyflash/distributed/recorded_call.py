@@ -26,7 +26,7 @@ from ..problem.call import Gradients
 from ..problem.options import Options
 from .agreement import Facts, agree_on, digest
 from .partition.layouts import Layout
-from .transport.communication import Communicator, Exchanger, Message, Transfer
+from .transport.communication import Communicator, Exchanger, Message, Transfer, expect
 from .transport.peers import spans
 
 
@@ -148,6 +148,7 @@ class RecordedCall:
         if self._check:
             of_facts, facts = kept.told(self._numbers()["seed"])
             agree_on(self._comm, of_facts, facts, None, self._timeout)
+        expect(self._comm, self._timeout)
         with cuda_device.current(queue.device):
             contents: Contents | None = kept.contents
             if contents is not None:

@@ -71,6 +71,8 @@ class BackwardCall(PreparedCall):
         Arrays like these gradients.
     """
 
+    sums_inputs = False  # whether a call can sum the words of q, k, v and out
+
     def __init__(
         self, problem: Problem, programs: Programs, do: Array, q: Array, k: Array, v: Array,
         out: Array, lse: Array, dlse: Array | None, sink: Array | None, dq: Array, dk: Array,

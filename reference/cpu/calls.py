@@ -127,7 +127,7 @@ class Bound:
         forms = _forms(compiled, number)
         self._own_forms, self._last = forms[len(arguments) :], forms[len(arguments) - 1]
         words, self._held = _in_words(forms[: len(arguments)], arguments)
-        self._name = compiled.__name__
+        self.name = compiled.__name__
         # The kernel's address; those for a value and an error; the first and the last item.
         self._words = [pointer_of(compiled, number), 0, 0, 0, 0, *words]
         self._blocks: list[Any] = []  # that no thread uses
@@ -160,7 +160,7 @@ class Bound:
 
     def failed(self, status: int) -> RuntimeError:
         """Return the error of a kernel that returned what is not 0."""
-        return RuntimeError(f"the CPU kernel {self._name} stopped with status {status}")
+        return RuntimeError(f"the CPU kernel {self.name} stopped with status {status}")
 
     def blocks(self, count: int) -> tuple[int, int, int, list[Any]]:
         """Return blocks of threads, for which scratch is to come, and what to know of them.

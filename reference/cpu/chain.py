@@ -35,7 +35,6 @@ class Chain:
 
     def __init__(self, *kernels: Bound, every: int) -> None:
         self._kernels, self._every = kernels, every
-        self._inner: list[Any] = []  # blocks of the kernels
         self.shares: list[Any] = []  # as those of `Bound`
 
     def __call__(self, first: int, last: int) -> None:
@@ -45,8 +44,9 @@ class Chain:
                 kernel(begin, min(begin + self._every, last))
 
     def failed(self, status: int) -> RuntimeError:
-        """Return the error of a kernel that returned what is not 0."""
-        return self._kernels[-1].failed(status)
+        """Return the error of one of the kernels, which returned what is not 0."""
+        names = ", ".join(kernel.name for kernel in self._kernels)
+        return RuntimeError(f"one of the CPU kernels {names} stopped with status {status}")
 
     def blocks(self, count: int) -> tuple[int, int, int, list[Any]]:
         """Return blocks of threads and what to know of them: see `Bound.blocks`."""
@@ -60,10 +60,10 @@ class Chain:
                 for caller, size, at, inner in rows
                 for word in (caller, size, at, ctypes.addressof(inner))
             ]
-            self._inner += [inner for *_, inner in rows]
-            blocks.append(
-                (ctypes.c_int64 * (begin + own))(*[0] * _EVERY, self._every, len(made), *words)
-            )
+            head = *[0] * _EVERY, self._every, len(made)
+            block: Any = (ctypes.c_int64 * (begin + own))(*head, *words)
+            block.inner = [inner for *_, inner in rows]  # whose addresses it has
+            blocks.append(block)
         return _function(), own, begin, blocks
 
     def scratch(self) -> tuple[list[int], object]:

@@ -1,6 +1,6 @@
 """Numbers that tell whether arrays have changed: sums over their words, in which places count.
 
-A backward computes those of q, k, v and out itself, head by head, just before it reads the head.
+A backward computes those of q, k, v and out itself, for some heads just after their gradients.
 
 A word w of eight bytes at place n adds x + low * high, where x = w xor n * PLACE, and low and high
 are its halves. Sums are taken modulo 2**64, so their order is free. The products see what plain
@@ -192,20 +192,25 @@ class Checksums:
         The arrays, which are read each time.
     """
 
-    __slots__ = ("_arrays", "_nbytes", "_pieces", "_run", "_sums")
+    __slots__ = ("_arrays", "_nbytes", "_pieces", "_places", "_run", "_sums")
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         prepare([(checksum, NUMBER)])
         tables = [_pieces(array) for array in arrays]
-        self._arrays = arrays
+        self._arrays, self._places = arrays, [*map(address, arrays)]
         self._pieces = [0, *itertools.accumulate(map(len, tables))]
         self._nbytes = [0, *itertools.accumulate(array.nbytes for array in arrays)]
         self._sums = np.empty(self._pieces[-1], np.int64)
         self._run = Bound(checksum, NUMBER, np.concatenate(tables), self._sums)
 
     def begins_with(self, arrays: Sequence[Array]) -> bool:
-        """Return whether these are its first arrays."""
-        return len(arrays) <= len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
+        """Return whether these are its first arrays, and lie where they did."""
+        known = self._arrays[: len(arrays)]
+        return (
+            len(arrays) == len(known)
+            and all(map(operator.is_, arrays, known))
+            and [*map(address, arrays)] == self._places[: len(arrays)]
+        )
 
     def of_first(self, count: int) -> list[int]:
         """Return the numbers of the first arrays; one thread at a time asks for them."""

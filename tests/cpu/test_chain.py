@@ -67,7 +67,7 @@ def test_a_kernel_that_fails_ends_its_chain(monkeypatch):
 
     monkeypatch.setattr(calls.Bound, "blocks", blocks)
     made = chain.Chain(first, second, every=2)
-    with pytest.raises(RuntimeError, match="stopped with status 5"):
+    with pytest.raises(RuntimeError, match="kernels checksum, checksum stopped with status 5"):
         team.compute(made, ITEMS, 2, ITEMS)
     assert not found.any()
 

@@ -260,3 +260,11 @@ def test_threads_that_share_a_function_of_gradients_see_no_changes():
     for each in several:
         each.join()
     assert found == [True] * 80
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 64, 16), (2, 0, 64, 16), (2, 2, 0, 16)])
+def test_a_function_of_gradients_of_an_empty_call_is_called_again(shape):
+    q = draw(*shape)
+    _, vjp = cupyflash.attention_vjp(q, q.copy(), q.copy())
+    for _ in range(3):
+        assert [x.shape for x in vjp(q)[:3]] == [shape] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import os
 import sys
 import threading
 
@@ -438,7 +439,8 @@ def test_ranks_of_one_process_begin_messages_together(gpus, monkeypatch):
 
 def test_a_rank_that_does_not_come_to_a_message_is_named(gpus):
     module, comms = gpus(3, 1, copies=lambda rank: False)
-    comms[0]._mates, comms[0]._timeout = frozenset({1, 2}), 0.2
+    comms[0]._mates = frozenset({1, 2})
+    comms[0].expect(0.2)
     array = module.ndarray((40,), np.uint8)
     with pytest.raises(DistributedError, match=r"rank 0 timed out after 0\.2 s .* rank 2 \("):
         comms[0].exchange([(2, array)], [])
@@ -452,3 +454,27 @@ def test_a_rank_that_gave_up_is_not_met(gpus):
     comms[1].abort("rank 1 gave up")
     with pytest.raises(DistributedError, match="rank 1 gave up"):
         comms[0].exchange([(1, module.ndarray((40,), np.uint8))], [])
+
+
+def test_a_forked_child_is_another_process():
+    """Its parent's ranks cannot be met."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, meeting.process().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 999).decode() != meeting.process()
+    os.close(read)
+    os.close(write)
+
+
+def test_a_call_tells_its_ranks_how_long_to_wait_for_each_other():
+    for seconds in (7.0, 2):
+        heard: list[float] = []
+        comm = distributed.Threads(1).ranks[0]
+        comm.expect = heard.append
+        layout = distributed.layout(comm, 8)
+        q = np.ones((2, 8, 4), np.float32)
+        distributed.attention(q, q, q, comm=comm, layout=layout, check=False, timeout=seconds)
+        assert heard == [seconds]

@@ -89,6 +89,13 @@ def is_communicator(value: object) -> bool:
     return kind in _kinds
 
 
+def expect(comm: Communicator, timeout: float) -> None:
+    """Tell ranks whose messages begin together how long they may wait for each other."""
+    told = getattr(comm, "expect", None)
+    if told is not None:
+        told(timeout)
+
+
 class Some:
     """Some of the ranks of a communicator, for sums and messages between them.
 

@@ -8,6 +8,7 @@ and none goes on before they have begun it.
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -15,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
-_NAME = secrets.token_hex(16)  # of this process: numbers are those of containers
+_NAME = secrets.token_hex(16)  # numbers of processes are those of containers
 _LOOK = 0.05  # seconds between two looks whether a rank gave up
 
 
 def process() -> str:
     """Return a name that no other process has."""
-    return _NAME
+    return f"{_NAME}-{os.getpid()}"  # a forked child has its parent's token
 
 
 class Meeting:

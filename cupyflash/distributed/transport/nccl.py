@@ -25,7 +25,7 @@ from .peers import Peers, Span, connect, spans
 _PAUSE = 2e-3  # seconds between two looks at what is under way
 _IDLE = 1.0  # seconds without anything under way, after which the thread ends
 _ID = 60.0  # seconds in which all ranks have to begin
-_TIMEOUT = 300.0  # seconds in which the ranks of a process come to a message, if none were told
+_TIMEOUT = 300.0  # seconds in which the ranks of a process come to a message, unless told
 
 
 class Nccl:
@@ -92,9 +92,12 @@ class Nccl:
 
     def tell(self, message: bytes, timeout: float) -> list[bytes]:
         """Return the messages of all ranks."""
-        self._timeout = timeout
         with self._speaking:
             return self._host.tell(message, timeout)
+
+    def expect(self, timeout: float) -> None:
+        """Let messages from here on take so many seconds to be begun on the other ranks."""
+        self._timeout = timeout
 
     def synchronize(self, timeout: float = 300.0) -> None:
         """Wait until all messages have arrived; raise `DistributedError` if a rank gave up."""
@@ -157,7 +160,7 @@ class Nccl:
         if missing:
             what = "the ranks of a process begin messages together"
             self.abort(absent(self.rank, missing, self._timeout, what))
-            self.check()
+        self.check()  # another rank may have given up meanwhile
 
     def let_wait(self, arrived: Any) -> None:
         """Let what the current stream is asked for from here on wait for messages."""
