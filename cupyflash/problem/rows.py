@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -76,6 +76,10 @@ class DenseRows:
     bounded: ClassVar[bool] = False
     # What kernels are told at each launch besides addresses, by name.
     numbers: ClassVar[Mapping[str, int]] = {}
+
+    def known(self) -> DenseRows:
+        """Return the same where somebody knows the lengths: these rows."""
+        return self
 
     @property
     def of_queries(self) -> DenseRows:
@@ -278,6 +282,10 @@ class PackedRows:
             self.reports,
             self.bounded,
         )
+
+    def known(self) -> PackedRows:
+        """Return the same where somebody knows the lengths."""
+        return replace(self, unread=False)
 
     def array_lead(self, lead: tuple[int, ...]) -> tuple[int, ...]:
         """Return no axes."""

@@ -21,7 +21,7 @@ from .backward_lookup import backward_lookup
 from .backward_tangent import backward_tangent_dkdv, backward_tangent_dq
 from .bias import add_bias
 from .bias_gradient import sum_bias_parts
-from .checksum import checksum
+from .checksum import checksum, head_checksums
 from .combine import combine
 from .decode import decode
 from .forward import forward
@@ -90,7 +90,7 @@ KERNELS = (
     backward_lookup, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
     fill_gradient_tile, forward_tangent, backward_tangent_dkdv, backward_tangent_dq,
     backward_lookup, decode, merge, widen_rows, quantize, hadamard, narrow_rows, halve_rows,
-    reduce_keys, reduce_queries, *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
+    reduce_keys, reduce_queries, head_checksums, *_BY_ROWS, *_OF_INTEGERS, *_BY_TILES,
 )  # fmt: skip
 
 

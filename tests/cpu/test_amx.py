@@ -272,7 +272,7 @@ def test_no_kernel_multiplies_but_those_by_tiles(monkeypatch):
     cupyflash.attention_backward(q, q, k, v, out, lse)
     by_tiles = {"gradient_emulated", "backward_dkdv_emulated"}
     assert {each.__name__ for each, _ in wanted} == {
-        *by_tiles, "backward_delta", "widen_rows", "narrow_rows", "load_ahead",
+        *by_tiles, "backward_delta", "head_checksums", "widen_rows", "narrow_rows", "load_ahead",
     }  # fmt: skip
 
 

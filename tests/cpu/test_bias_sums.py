@@ -163,7 +163,7 @@ def test_large_sums_have_few_parts(monkeypatch):
         sizes.append(made.sums.sums.nbytes)
         return made
 
-    monkeypatch.setattr("cupyflash.reference.cpu.backward_call.bias_parts", watched)
+    monkeypatch.setattr("cupyflash.reference.cpu.bias_totals.bias_parts", watched)
     for parts in (9, 3, 1):
         most = 2**26 if not sizes else parts * sizes[0] // 9
         monkeypatch.setattr(backward_work, "_MOST_BYTES", most)

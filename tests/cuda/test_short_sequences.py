@@ -54,7 +54,7 @@ def unread(call: Call, longest: int = 0) -> Call:
         f"len_{x}": np.array([0, longest or y]) for x, y in zip("qk", _rows_of(call), strict=True)
     }
     starts = {f"start_{x}": np.array([0, 0]) for x in "qk"}
-    rows = dataclasses.replace(rows, unread=True, **most, **starts)
+    rows = dataclasses.replace(rows, unread=True, bounded=longest > 0, **most, **starts)
     return dataclasses.replace(call, problem=dataclasses.replace(call.problem, rows=rows))
 
 
@@ -99,9 +99,8 @@ def test_launches_of_short_sequences():
     ]  # fmt: skip
     assert steps(unread(call), arch="sm_80") == ["forward"]
     assert steps(unread(call), True, "sm_80") == ["delta", "dkdv", "dq_rows"]
-    # As the caller says, all are short.
-    assert steps(unread(call, 64)) == ["forward"]
-    assert steps(unread(call, 65))[0] == "long"
+    # As the caller says how long they are at most.
+    assert steps(unread(call, 64)) == steps(unread(call, 80)) == ["forward"]
 
 
 def test_sequences_that_are_long_on_average():

@@ -354,7 +354,9 @@ def test_what_a_sequence_may_not_see_changes_no_bit(sizes):
 
 
 @emulated
-@mostly_thorough("sizes", ("one slab", "two slabs"), quick=("two slabs",), why="narrow heads")
+@mostly_thorough(
+    "sizes", ("one slab", "two slabs"), quick=("two slabs",), why="the same of narrow heads"
+)
 @pytest.mark.parametrize("few_keys", [False, True])
 def test_rows_that_are_not_aligned_have_the_same_bits(sizes, few_keys):
     """dq is stored 16 bytes at a time, or in pairs, or number by number."""

@@ -42,7 +42,7 @@ def _voted(conditions: Array, threads: int) -> Array:
 # -- barriers -------------------------------------------------------------------------------------
 
 PHASES = Case(
-    "mbarrier_init fence_mbarrier_init mbarrier_arrive mbarrier_try_wait",
+    "mbarrier_init fence_mbarrier_init mbarrier_arrive mbarrier_try_wait mbarrier_inval",
     """
       const unsigned int barrier = ptx::shared_address(smem + THREADS);
       if (t == 0) {
@@ -57,6 +57,8 @@ PHASES = Case(
         }
         out[n] = smem[(t + 37) % THREADS].x[n];
       }
+      __syncthreads();  // nobody waits any more
+      if (t == 0) ptx::mbarrier_inval(barrier);
     """,
     lambda: _any_words(4, 3),
     lambda given: _turned(given, 37),

@@ -93,7 +93,7 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
         return Tiles(request.blocks[0], 0, 64, 2 * FEW_NODES * row)
     many = request.blocks[0] >= decode.ROWS_OF_BLOCK
     if many and rows > at_once:
-        blocks = -(-rows // (decode.ROWS_OF_PIECES * at_once))  # of an SM
+        blocks = -(-rows // (grid.ROWS_OF_PIECES * at_once))  # of an SM
         threads = next((n for n in WIDE_THREADS if n * blocks <= 1024), WIDE_THREADS[-1])
         return Tiles(request.blocks[0], 0, threads, 0, 1024 // threads)
     nodes = min(NODES, (SHARED_BY_MANY if many else SHARED_MEMORY) // row)

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 
 from ...problem.call import Problem
-from ...problem.rows import PackedRows
 from .sm90 import DKDV, FEW_KEYS_HEAD, FORWARD, WIDTHS, choose_packed, fit_few_keys, register_class
 from .spec import Grid, KernelSpec, Request, Tiles
 
@@ -29,8 +28,8 @@ def are_short(request: Request) -> bool:
         return False
     if not problem.rows.adjoin or not problem.rows.unread or problem.whole is not None:
         return False
-    if request.has_cache or int(np.max(problem.len_k, initial=0)) <= SHORT_ROWS:
-        return False  # as the caller says: all have these tiles
+    if request.has_cache or problem.rows.bounded:
+        return False  # the caller says how long they are: all have such tiles
     return bool(max(call.q.shape[-2], call.k.shape[-2]) <= ON_AVERAGE * problem.batch)
 
 
@@ -63,6 +62,4 @@ def in_turns(part: str, grid: Grid, resident: int) -> Grid:
 def _short(problem: Problem) -> Problem:
     """Return a problem of sequences that are short."""
     lengths = np.array([SHORT_ROWS])
-    rows = problem.rows.sized(lengths, lengths)
-    assert isinstance(rows, PackedRows)
-    return replace(problem, rows=replace(rows, unread=False))
+    return replace(problem, rows=problem.rows.sized(lengths, lengths).known())
