@@ -18,11 +18,12 @@ from emulator.blocks import Blocks, Chosen
 from emulator.calls import Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from emulator.problems import lean_kernels, reduce_in_every_form
+from unread_lengths import unread
 
 import cupyflash.kernels_cu
 from cupyflash import lookup, masks, scores
 from cupyflash.gpu import source, tile_lists
-from cupyflash.gpu.kernels import decode, simt
+from cupyflash.gpu.kernels import decode, short_packed, simt
 from cupyflash.problem import cached, coded, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.hadamard import transform
@@ -37,8 +38,11 @@ FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 BARRIER = re.compile(r"__syncthreads\(\);.*|ptx::barrier_or(?=\()")
 # It orders rows of dq in global memory, of which the emulator compares no two plain accesses.
 OF_GLOBAL_MEMORY = "the tile's dq, written by all threads"
-# It is for lists of more rows than a block has threads, which take the emulator minutes.
-OF_LONG_LISTS = "costs that other threads may still read"
+# They are for lists of more rows, or sequences, than a block has threads: minutes here.
+OF_LONG_LISTS = (
+    "costs that other threads may still read",
+    "the sums, which the next round overwrites",
+)
 
 
 def _barriers() -> list[tuple[str, int]]:
@@ -50,7 +54,7 @@ def _barriers() -> list[tuple[str, int]]:
         (path.relative_to(FOLDER).as_posix(), n)
         for path in sorted(paths)
         for n, found in enumerate(BARRIER.findall(path.read_text()))
-        if OF_GLOBAL_MEMORY not in found and OF_LONG_LISTS not in found
+        if OF_GLOBAL_MEMORY not in found and not any(x in found for x in OF_LONG_LISTS)
     ]
 
 
@@ -301,6 +305,15 @@ def _everything(emulator):
     with mock.patch.object(tile_lists, "FEWEST_TILES", 1):
         call = validate.call(q, k, k, Options(mask=chosen))
         warpgroups.forward(call, np.empty_like(q), draw(1, 180))
+
+    # Long ones of packed sequences are listed, and blocks take turns at them.
+    ends = np.cumsum([0, 130, 2, 300, 1, 0, 70, *[3] * 12])
+    x = draw(2, ends[-1], 64).astype(np.float16)
+    call = unread(validate.varlen_call(x, x, x, ends, ends, True, Options(mask=masks.causal())))
+    warpgroups.forward(call, np.empty_like(x), draw(2, ends[-1]))
+    made = Gradients(*(np.empty_like(x) for _ in range(3)), None, None)
+    with mock.patch.dict(short_packed.OF_LISTED, {"dkdv": 1, "dq_rows": 1}):
+        warpgroups.backward(call, x, x, draw(2, ends[-1]), None, made, deterministic=False)
 
     held = Coded.of("float8_e4m3fn", draw(1, 70, 64), *(draw(1, 200, 64) for _ in range(2)))
     given = coded.Fp8(*held.scales, held.form, "float32")

@@ -14,6 +14,7 @@ from emulator.blocks import Blocks
 from emulator.calls import Emulator
 from emulator.machine import FORWARD, randomly
 from halves import mostly_thorough
+from unread_lengths import unread
 
 from cupyflash import masks
 from cupyflash.gpu import route
@@ -45,21 +46,6 @@ def call_of(
     k, v = draw(h_kv, keys, d), draw(h_kv, keys, d_v)
     ends = (np.r_[0, np.cumsum(x)] for x in (queries, keys))
     return validate.varlen_call(q, k, v, *ends, True, Options(**options)), do
-
-
-def unread(call: Call, longest: int = 0) -> Call:
-    """Return a call of whose sequences nobody knows lengths, or the longest one alone."""
-    rows = call.problem.rows
-    most = {
-        f"len_{x}": np.array([0, longest or y]) for x, y in zip("qk", _rows_of(call), strict=True)
-    }
-    starts = {f"start_{x}": np.array([0, 0]) for x in "qk"}
-    rows = dataclasses.replace(rows, unread=True, bounded=longest > 0, **most, **starts)
-    return dataclasses.replace(call, problem=dataclasses.replace(call.problem, rows=rows))
-
-
-def _rows_of(call: Call) -> tuple[int, int]:
-    return call.q.shape[-2], call.k.shape[-2]
 
 
 def forward(call: Call, emulator: Emulator) -> tuple[Any, Any]:
