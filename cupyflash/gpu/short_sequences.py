@@ -51,11 +51,8 @@ def add(
 
 def most_scratch(call: Call, target: Any) -> dict[str, ArraySpec]:
     """Return the list of a backward."""
-    return (
-        {LIST: _list_of(call)}
-        if short_packed.are_short(Request(call.problem, target, call))
-        else {}
-    )
+    are_short = short_packed.are_short(Request(call.problem, target, call))
+    return {LIST: _list_of(call)} if are_short else {}
 
 
 def _list_of(call: Call) -> ArraySpec:

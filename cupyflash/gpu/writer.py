@@ -355,8 +355,7 @@ class Writer:
         request = self.request if blocks is None else replace(self.request, blocks=blocks)
         choice = choice or registry.select(part, request)
         spec, tiles = choice.spec, choice.tiles
-        writes_lists = lists is not None
-        singles = self.singles if part in _OF_SINGLES else None
+        writes_lists, singles = lists is not None, self.singles if part in _OF_SINGLES else None
         if lists is None:
             lists = singles or tile_lists.of(self.call, self.classes, spec, tiles)
             if lists is not None and spec.lists:
@@ -366,7 +365,8 @@ class Writer:
                 else:
                     after += ", and stores dq of those that one block of keys alone sees"
         assert not adds_dq or problem.dtype.name in spec.atomic_dq
-        assert not stores_dq or short or self.told["len_k"] <= tiles.block_kv
+        has_keys = spec.whole_dq and (short or self.told["len_k"] <= tiles.block_kv)
+        assert not stores_dq or has_keys, "blocks have all keys"
         listed = self.listed and not short and part in short_packed.OF_LISTED
         grid, resident = spec.grid(extent, tiles), extent.multiprocessors * tiles.resident_blocks
         grid = short_packed.in_turns(part, grid, resident) if listed else grid

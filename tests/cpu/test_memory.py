@@ -205,7 +205,7 @@ def test_a_vjp_keeps_its_inputs_and_results_only(return_lse):
     floats = [x for x in kept if x.dtype == q.dtype]
     assert len(floats) == 5
     assert sum(x.nbytes for x in floats) == sum(x.nbytes for x in (q, k, v, out)) + 2 * 4 * 37 * 4
-    # Where their pieces lie that are summed, and the sums.
+    assert len(kept) == len(floats) + 2  # where pieces lie that are summed, and the sums
     assert sum(x.nbytes for x in kept) < 1.01 * sum(x.nbytes for x in floats)
 
 

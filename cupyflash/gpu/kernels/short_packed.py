@@ -30,6 +30,8 @@ def are_short(request: Request) -> bool:
         return False
     if request.has_cache or problem.rows.bounded:
         return False  # the caller says how long they are: all have such tiles
+    if int(np.max(problem.len_k, initial=0)) <= SHORT_ROWS:
+        return False  # no sequence has more keys than there are
     return bool(max(call.q.shape[-2], call.k.shape[-2]) <= ON_AVERAGE * problem.batch)
 
 
