@@ -77,6 +77,8 @@ def _everything(emulator):
     shape = (2, 2, 40, 72)
     run(draw(*shape), draw(1, 33, 72), draw(*shape), dropout=0.5, seed=1, **chosen)
     run(draw(2, 40, 8), draw(2, 1, 33, 8), draw(2, 2, 40, 8))
+    # Tiles of keys that share what a query adds to its scores.
+    run(draw(2, 40, 8), draw(1, 150, 8), draw(2, 40, 8), bias=draw(40, 1))
     # Batch entries share queries; the first sees nothing, and the rows of the second one's do begin
     # where they cannot be read as vectors.
     do = draw(2, 2 * 40 * 8 + 1)[:, :-1].reshape(2, 2, 40, 8, copy=False)
