@@ -10,14 +10,14 @@ from .memory import load, store
 from .microkernel import multiply
 from .packing import pair_lanes
 
-takes_accumulate = takes(lambda number: (number, *(INT,) * 14, vector(types.boolean)))
+takes_accumulate = takes(lambda number: (number, *(INT,) * 15, vector(types.boolean)))
 
 
 @takes_accumulate
 @kernel
 def accumulate_product(
     one, product, tile, across, along, ni, nj, pairs, pair, columns, itemsize, target, target_row,
-    target_pair, careful, seen,
+    target_pair, careful, ahead, seen,
 ):  # fmt: skip
     """target[i] += sum over j < nj of tile[i * across + j * along] * row j, for i < ni.
 
@@ -25,13 +25,13 @@ def accumulate_product(
     `pairs` as `load_pairs` leaves them, `pair` elements apart. Rows of the target begin
     `target_row` elements apart, and its pairs of columns `target_pair`, if this is not 0. With
     `careful`, masked pairs are left out instead of being multiplied by 0, because a NaN in their
-    row must not spread.
+    row must not spread. `ahead` is that of `product`.
     """
     width = pair_lanes(itemsize)
     if not careful:
         whole_tile = (
             one, tile, across, along, pairs, width, pair, target, target_row, target_pair, ni,
-            columns, nj, itemsize, 1, 0,
+            columns, nj, itemsize, 1, 0, ahead,
         )  # fmt: skip
         multiply(product, whole_tile)
         return
@@ -43,7 +43,7 @@ def accumulate_product(
                 weight, result = tile + cell * itemsize, target + i * target_row * itemsize
                 one_pair = (
                     one, weight, 1, 1, row, width, pair, result, target_row, target_pair, 1,
-                    columns, 1, itemsize, 1, 0,
+                    columns, 1, itemsize, 1, 0, ahead,
                 )  # fmt: skip
                 multiply(product, one_pair)
 
@@ -52,23 +52,25 @@ accumulate = caller(accumulate_product)
 
 
 takes_columns = takes(
-    lambda number: (FUNCTION_POINTERS, number, *(INT,) * 10, vector(types.boolean))
+    lambda number: (FUNCTION_POINTERS, number, *(INT,) * 11, vector(types.boolean))
 )
 
 
 @takes_columns
 @kernel
 def accumulate_columns(
-    pointers, one, tile, lanes, ni, nj, rows, row, depth, itemsize, target, careful, seen,
+    pointers, one, tile, lanes, ni, nj, rows, row, depth, itemsize, target, careful, ahead, seen,
 ):  # fmt: skip
     """target[d, i] += sum over j < nj of rows[j, d] * tile[j, i], for i < ni and d < depth.
 
     Rows of the tile and of the target have `lanes` elements. The other rows are read where they
-    lie, `row` elements apart. With `careful`, masked pairs are left out.
+    lie, `row` elements apart. With `careful`, masked pairs are left out. `ahead` is that of
+    `product`.
     """
     if not careful:
         whole = (
             one, rows, 1, row, tile, lanes, 0, target, lanes, 0, depth, lanes, nj, itemsize, 1, 0,
+            ahead,
         )  # fmt: skip
         multiply(pointers.product, whole)
         return

@@ -11,6 +11,7 @@ it.
 from __future__ import annotations
 
 from .accumulate import accumulate, add_columns
+from .ahead import forget, load_later
 from .arguments import CHANGES, shape_of
 from .bias import forget_tiles
 from .bias_gradient import add_to_bias, bias_sums_of
@@ -21,7 +22,7 @@ from .gradient_tile import (
     load_row_statistics,
 )
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, clear, first_address, prefetch_rows, row_address
+from .memory import ROWS, clear, first_address, row_address
 from .microkernel import padded
 from .narrow import write_narrow
 from .packing import (
@@ -126,7 +127,7 @@ def backward_dkdv(
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
-    prefetch = changes.pointers.prefetch
+    later = scratch.ahead
     forget_tiles(changes.score, scratch.score_ri)
     for place in range(runs[first], runs[last]):
         h_kv = work[place, 2]
@@ -135,17 +136,22 @@ def backward_dkdv(
         begin_head, end_head = h_kv * shape.group, (h_kv + 1) * shape.group
         # Whether this row has all keys of its head, in one block.
         is_whole = adds_dq and work[place, 3] == 0 and 0 < len_k <= shape.block_kv
-        # Short heads come and go faster than what they read from memory, so that of the next one is
-        # loaded ahead: keys here, and with each panel of queries one of its panels.
-        next_b = next_h = -1
-        if is_whole and place + 1 < runs[last]:
-            next_b, next_h = members[work[place + 1, 0]], work[place + 1, 2] * shape.group
-            ahead = min(shape.len_k[next_b], shape.block_kv)
-            prefetch_rows(prefetch, k, next_b, work[place + 1, 2], 0, ahead, shape.d)
-            prefetch_rows(prefetch, v, next_b, work[place + 1, 2], 0, ahead, shape.d_v)
-            numbers = min(shape.len_q[next_b], shape.block_q)
-            prefetch_rows(prefetch, lse, next_b, next_h, 0, 1, numbers)
-            prefetch_rows(prefetch, delta, next_b, next_h, 0, 1, numbers)
+        # Short heads come and go faster than what they read from memory and write there, so that the
+        # gradients of this one are loaded ahead, and what the next one reads.
+        if is_whole:
+            forget(later)
+            load_later(later, dk, keys, h_kv, 0, len_k, shape.d)
+            load_later(later, dv, keys, h_kv, 0, len_k, shape.d_v)
+            numbers = min(shape.len_q[keys], shape.block_q)
+            load_later(later, dq, keys, begin_head, 0, numbers, shape.d)
+            if place + 1 < runs[last]:
+                b, h = members[work[place + 1, 0]], work[place + 1, 2]
+                count = min(shape.len_k[b], shape.block_kv)
+                load_later(later, k, b, h, 0, count, shape.d)
+                load_later(later, v, b, h, 0, count, shape.d_v)
+                numbers = min(shape.len_q[b], shape.block_q)
+                load_later(later, lse, b, h * shape.group, 0, 1, numbers)
+                load_later(later, q, b, h * shape.group, 0, numbers, shape.d)
         if adds_dq and work[place, 3] == 0 and not is_whole:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -198,10 +204,6 @@ def backward_dkdv(
                             is_visited = 1
                             load_row_statistics(shape, lse, delta, b, h, i, ni, lanes, scratch)
                             dot, qt = first_address(do_panel), first_address(q_panel)
-                            if next_b >= 0:
-                                ahead = min(ni, shape.len_q[next_b] - i)
-                                prefetch_rows(prefetch, q, next_b, next_h, i, ahead, shape.d)
-                                prefetch_rows(prefetch, do, next_b, next_h, i, ahead, shape.d_v)
                             row, size = find_rows_at(
                                 widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                             )
@@ -236,7 +238,7 @@ def backward_dkdv(
                             weighted = (
                                 one, changes.pointers.product, p + cells, lanes, 1, nk, ni,
                                 first_address(do_pairs), ni * width, columns_v, itemsize, dv_place,
-                                width, pair, careful_do, scratch.seen,
+                                width, pair, careful_do, first_address(later), scratch.seen,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if changes.slope.code.shape[0]:
@@ -245,14 +247,14 @@ def backward_dkdv(
                             weighted = (
                                 one, changes.pointers.product, ds + cells, lanes, 1, nk, ni,
                                 first_address(q_pairs), ni * width, columns, itemsize, dk_place,
-                                width, pair, careful_q, scratch.seen,
+                                width, pair, careful_q, first_address(later), scratch.seen,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
                             if adds_dq:
                                 columns_of_dq = (
                                     changes.pointers, one, ds + cells, lanes, ni, nk,
                                     k_place + begin * k_row * itemsize, k_row, shape.d, itemsize,
-                                    target, careful_k, scratch.seen,
+                                    target, careful_k, first_address(later), scratch.seen,
                                 )  # fmt: skip
                                 add_columns(changes.pointers.columns, columns_of_dq)
                             if is_whole:
@@ -376,7 +378,7 @@ def backward_dq(
                         changes.pointers, one,
                         first_address(scratch.ds) + begin * lanes * itemsize, lanes, ni, nk,
                         k_place + begin * k_row * itemsize, k_row, shape.d, itemsize,
-                        first_address(dq_tile) + (i - i0) * shape.d * itemsize, careful,
+                        first_address(dq_tile) + (i - i0) * shape.d * itemsize, careful, 0,
                         scratch.seen,
                     )  # fmt: skip
                     add_columns(changes.pointers.columns, weighted)

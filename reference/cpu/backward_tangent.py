@@ -68,7 +68,8 @@ def add_product(shape, changes, scratch, tile, lanes, ni, nk, nj, pairs, columns
     weighted = (
         one, changes.pointers.product, first_address(tile) + begin * lanes * itemsize, lanes, 1,
         nk, ni, first_address(pairs), ni * width, columns, itemsize,
-        first_address(target) + begin * width * itemsize, width, nj * width, careful, scratch.seen,
+        first_address(target) + begin * width * itemsize, width, nj * width, careful, 0,
+        scratch.seen,
     )  # fmt: skip
     accumulate(changes.pointers.accumulate, weighted)
 
@@ -83,13 +84,14 @@ def add_to_dq(
     cells = begin * lanes * itemsize
     weighted = (
         changes.pointers, one, first_address(scratch.ds) + cells, lanes, ni, nk,
-        k + begin * k_row * itemsize, k_row, shape.d, itemsize, target, careful, scratch.seen,
+        k + begin * k_row * itemsize, k_row, shape.d, itemsize, target, careful, 0,
+        scratch.seen,
     )  # fmt: skip
     add_columns(changes.pointers.columns, weighted)
     if moving.k:
         weighted = (
             changes.pointers, one, first_address(scratch.dt) + cells, lanes, ni, nk,
-            tk + begin * tk_row * itemsize, tk_row, shape.d, itemsize, target, careful,
+            tk + begin * tk_row * itemsize, tk_row, shape.d, itemsize, target, careful, 0,
             scratch.seen,
         )  # fmt: skip
         add_columns(changes.pointers.columns, weighted)

@@ -12,10 +12,11 @@ import numpy as np
 from numba import types
 
 from .accumulate import add_columns
+from .ahead import load_later, nothing
 from .arguments import CHANGES, TileSizes, shape_of
 from .bias import forget_tiles
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
-from .memory import ROWS, aligned, first_address, prefetch_rows, row_address, store
+from .memory import ROWS, aligned, first_address, row_address, store
 from .microkernel import multiply, padded, round_up
 from .narrow import write_narrow
 from .packing import (
@@ -75,6 +76,7 @@ class ForwardScratch(NamedTuple):
     l: Array
     symbols: Array
     edges: Array  # of the tile's keys, see `tile.FIRST`
+    ahead: Array  # what to load while products are computed, see `ahead`
     score_ri: Array
     score_rf: Array
     mask_ri: Array
@@ -88,7 +90,7 @@ def forward_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         ForwardScratch,
-        (*(tile,) * 5, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
+        (*(tile,) * 5, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS, INTS)
         + (TABLE, whole_rows(number))
         + (TABLE, of_mask) * 2,
     )
@@ -123,6 +125,7 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
         l,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
+        nothing(),
         *make_registers(sizes.score, lanes, number, keeps=True),
         *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
         *make_registers(sizes.tile, 1, np.dtype(np.float32)),
@@ -148,7 +151,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
     pair = pair_lanes(itemsize)
     columns, width = padded(shape.d_v, vector), padded(shape.d, vector)
     widen, wide = changes.pointers.widen, scratch.wide
-    prefetch = changes.pointers.prefetch
+    later = scratch.ahead
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
     symbols, edges = scratch.symbols, scratch.edges
@@ -169,8 +172,8 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
         if item + 1 < last and ni == shape.len_q[b]:
             next_b, next_h = work[(item + 1) // shape.heads, 0], (item + 1) % shape.heads
             ahead = min(shape.len_k[next_b], shape.block_kv)
-            prefetch_rows(prefetch, k, next_b, next_h // shape.group, 0, ahead, shape.d)
-            prefetch_rows(prefetch, v, next_b, next_h // shape.group, 0, ahead, shape.d_v)
+            load_later(later, k, next_b, next_h // shape.group, 0, ahead, shape.d)
+            load_later(later, v, next_b, next_h // shape.group, 0, ahead, shape.d_v)
         # 1 load q
         for p0 in range(0, ni, changes.panel):
             n = min(changes.panel, ni - p0)
@@ -214,8 +217,8 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
 
                 if j0 == 0 and next_b >= 0:
                     ahead = min(n, shape.len_q[next_b] - p0)
-                    prefetch_rows(prefetch, q, next_b, next_h, p0, ahead, shape.d)
-                    prefetch_rows(prefetch, out, next_b, next_h, p0, ahead, shape.d_v)
+                    load_later(later, q, next_b, next_h, p0, ahead, shape.d)
+                    load_later(later, out, next_b, next_h, p0, ahead, shape.d_v)
                 # 2 scores
                 begin_maxima(m, lanes, m_new)
                 for part in range(3):
@@ -228,7 +231,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                             pair * shape.d,
                             first_address(s) + j * lanes * itemsize, lanes, 0,
                             edges[part + 1] - j, lanes, shape.d, itemsize, 0,
-                            first_address(m_new) if is_whole else 0,
+                            first_address(m_new) if is_whole else 0, first_address(later),
                         )  # fmt: skip
                         multiply(changes.pointers.product, scores)
                 # 3 score mod
@@ -257,7 +260,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                 weighted = (
                     changes.pointers, one, first_address(s) + begin * lanes * itemsize, lanes, n,
                     end - begin, v_place + begin * v_row * itemsize, v_row, shape.d_v, itemsize,
-                    acc, careful, seen,
+                    acc, careful, first_address(later), seen,
                 )  # fmt: skip
                 add_columns(changes.pointers.columns, weighted)
             count += is_visited

@@ -308,21 +308,21 @@ def forward_tangent(
                 scores = (
                     shape.scale, k_place + begin * k_row * itemsize, k_row, 1, qt, pair,
                     pair * shape.d, first_address(s) + cells, lanes, 0, keys, lanes, shape.d,
-                    itemsize, 0, 0,
+                    itemsize, 0, 0, 0,
                 )  # fmt: skip
                 multiply(product, scores)
                 if tangents.q:
                     of_queries = (
                         one, k_place + begin * k_row * itemsize, k_row, 1, tqt, pair,
                         pair * shape.d, first_address(ts) + cells, lanes, 0, keys, lanes, shape.d,
-                        itemsize, 0, 0,
+                        itemsize, 0, 0, 0,
                     )  # fmt: skip
                     multiply(product, of_queries)
                 if tangents.k:
                     of_keys = (
                         one, tk_place + begin * tk_row * itemsize, tk_row, 1, qt, pair,
                         pair * shape.d, first_address(ts) + cells, lanes, 0, keys, lanes, shape.d,
-                        itemsize, tangents.q, 0,
+                        itemsize, tangents.q, 0, 0,
                     )  # fmt: skip
                     multiply(product, of_keys)
                 # 3 score mod
@@ -360,19 +360,19 @@ def forward_tangent(
                 values, w = v_place + begin * v_row * itemsize, place + shape.d_v * lanes * itemsize
                 weighted = (
                     changes.pointers, one, first_address(s) + cells, lanes, n, keys, values, v_row,
-                    shape.d_v, itemsize, place, careful, seen,
+                    shape.d_v, itemsize, place, careful, 0, seen,
                 )  # fmt: skip
                 add_columns(changes.pointers.columns, weighted)
                 weighted = (
                     changes.pointers, one, first_address(ts) + cells, lanes, n, keys, values,
-                    v_row, shape.d_v, itemsize, w, careful, seen,
+                    v_row, shape.d_v, itemsize, w, careful, 0, seen,
                 )  # fmt: skip
                 add_columns(changes.pointers.columns, weighted)
                 if tangents.v:
                     weighted = (
                         changes.pointers, one, first_address(s) + cells, lanes, n, keys,
                         tv_place + begin * tv_row * itemsize, tv_row, shape.d_v, itemsize, w,
-                        careful, seen,
+                        careful, 0, seen,
                     )  # fmt: skip
                     add_columns(changes.pointers.columns, weighted)
             count += is_visited

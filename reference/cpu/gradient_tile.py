@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from .ahead import nothing
 from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .memory import aligned, first_address, load, row_address
@@ -53,6 +54,7 @@ class GradientScratch(NamedTuple):
     q_wide: Array
     symbols: Array
     edges: Array  # of the tile's keys, see `tile.FIRST`
+    ahead: Array  # what to load while products are computed, see `ahead`
     score_ri: Array
     score_rf: Array
     slope_ri: Array
@@ -68,7 +70,7 @@ def gradient_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         GradientScratch,
-        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 5, INTS, INTS)
+        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 5, INTS, INTS, INTS)
         + (TABLE, whole_rows(number)) * 2
         + (TABLE, of_mask) * 2,
     )
@@ -99,6 +101,7 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
         q_wide,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
+        nothing(),
         *make_registers(sizes.score, lanes, number, keeps=True),
         *make_registers(sizes.slope, lanes, number),
         *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
@@ -214,21 +217,21 @@ def fill_gradient_tile(
     """
     itemsize, pair = shape.itemsize, pair_lanes(shape.itemsize)
     p, ds, edges = scratch.p, scratch.ds, scratch.edges
-    one = p.dtype.type(1)
+    one, ahead = p.dtype.type(1), first_address(scratch.ahead)
     begin, keys, size = edges[FIRST], edges[LAST] - edges[FIRST], lanes * itemsize
     k_tile, v_tile = k + begin * k_row * itemsize, v + begin * v_row * itemsize
     p_place, ds_place = first_address(p) + begin * size, first_address(ds) + begin * size
     # 2 scores
     scores = (
         shape.scale, k_tile, k_row, 1, qt, pair, pair * shape.d, p_place, lanes, 0, keys, lanes,
-        shape.d, itemsize, 0, 0,
+        shape.d, itemsize, 0, 0, ahead,
     )  # fmt: skip
     multiply(changes.pointers.product, scores)
     change_scores(shape, changes, scratch, ni, nj, lanes, careful)
     # 5 probabilities and the gradient of the output's weights
     dp = (
         one, v_tile, v_row, 1, dot, pair, pair * shape.d_v, ds_place, lanes, 0, keys, lanes,
-        shape.d_v, itemsize, 0, 0,
+        shape.d_v, itemsize, 0, 0, ahead,
     )  # fmt: skip
     multiply(changes.pointers.product, dp)
     weigh_scores(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes)

@@ -92,7 +92,7 @@ def row_address(rows, b, h, i):
 
 
 @intrinsic
-def _prefetch(typingctx, place, row_size, rows, size):
+def ask_for(typingctx, place, row_size, rows, size):
     """Ask for the lines of some rows of `size` bytes."""
 
     def codegen(context, builder, sig, args):
@@ -127,7 +127,7 @@ def _prefetch(typingctx, place, row_size, rows, size):
 @kernel
 def load_ahead(place, row_size, rows, size):
     """Begin to load some rows of `size` bytes, before anybody reads or writes them."""
-    _prefetch(place, row_size, rows, size)
+    ask_for(place, row_size, rows, size)
 
 
 _load_ahead = caller(load_ahead)

@@ -12,6 +12,7 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
+from .ahead import load_some
 from .jit import caller, helper, kernel, takes
 from .vectors import HOST, INT, Emitter, emit_loop
 
@@ -120,7 +121,7 @@ _wide, _few_wide, _row_wide = (_block(rows, 2) for rows in (ROWS, FEW, 1))
 _narrow, _row_narrow = (_block(rows, 1) for rows in (ROWS, 1))
 
 
-takes_product = takes(lambda number: (number, *(types.int64,) * 15))
+takes_product = takes(lambda number: (number, *(types.int64,) * 16))
 
 
 @takes_product
@@ -142,6 +143,7 @@ def product(
     itemsize,
     adds,
     maxima,
+    ahead,
 ):
     """C = alpha * A B; with `adds`, C += A B.
 
@@ -150,7 +152,7 @@ def product(
     contiguous, and `columns` is a multiple of the vector's lanes. Columns of B and C come in pairs
     of vectors, `b_pair` and `c_pair` elements apart, or side by side where that is 0. Where
     `maxima` is an address, the `columns` numbers there become the maxima of themselves and C's
-    columns.
+    columns. Where `ahead` is one, every block begins to load some of what the list there has.
     """
     lanes = VECTOR_BYTES // itemsize
     b_next, c_next = (b_pair or 2 * lanes) * itemsize, (c_pair or 2 * lanes) * itemsize
@@ -163,6 +165,8 @@ def product(
             ai = a + i * a_row * itemsize
             ci = cj + i * c_row * itemsize
             left = rows - i
+            if ahead:
+                load_some(ahead)
             if wide:
                 if left >= ROWS and left != 2 * FEW:
                     _wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds, largest)

@@ -180,7 +180,7 @@ def fill_values(shape, changes, values, scratch, n, lanes, qt, k_place, k_row, l
     scores = (
         shape.scale, k_place + begin * k_row * itemsize, k_row, 1, qt, pair, pair * shape.d,
         first_address(s) + begin * lanes * itemsize, lanes, 0, end - begin, lanes, shape.d,
-        itemsize, 0, 0,
+        itemsize, 0, 0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, scores)
     source = s

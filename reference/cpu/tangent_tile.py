@@ -248,7 +248,7 @@ def _product(changes, one, shape, place, row, columns, depth, target, lanes, key
     pair = pair_lanes(shape.itemsize)
     factors = (
         one, place, row, 1, columns, pair, pair * depth, target, lanes, 0, keys, lanes, depth,
-        shape.itemsize, adds, 0,
+        shape.itemsize, adds, 0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, factors)
 
