@@ -23,7 +23,7 @@ from .gradient_tile import (
 )
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
 from .memory import ROWS, clear, first_address, row_address
-from .microkernel import padded
+from .microkernel import multiply, padded
 from .narrow import write_narrow
 from .packing import (
     has_nonfinite,
@@ -128,6 +128,8 @@ def backward_dkdv(
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
     later = scratch.ahead
+    # Whether a product can read rows of keys, and write those of dq, as they lie in memory.
+    has_rows = dq.kind == NATIVE and shape.d == columns
     forget_tiles(changes.score, scratch.score_ri)
     for place in range(runs[first], runs[last]):
         h_kv = work[place, 2]
@@ -187,9 +189,7 @@ def backward_dkdv(
                             lanes = padded(ni, vector)
                             describe_tile(scratch.symbols, shape, b, h, i, ni, j0, nj)
                             target = first_address(dq_tile)
-                            if is_whole:
-                                clear(target, shape.d * lanes * itemsize)
-                            elif adds_dq:
+                            if adds_dq and not is_whole:
                                 target = row_address(sums, b, h, i0 // shape.block_q)
                                 target += (i - i0) * shape.d * itemsize
                             ri, rf = scratch.tile_ri, scratch.tile_rf
@@ -197,6 +197,7 @@ def backward_dkdv(
                                 changes, scratch.symbols, ni, nj, edges, ri, rf
                             ) == EMPTY:  # fmt: skip
                                 if is_whole:
+                                    clear(target, shape.d * lanes * itemsize)
                                     store_dq(
                                         shape, changes, scratch, target, dq, b, h, i, ni, lanes
                                     )
@@ -250,14 +251,25 @@ def backward_dkdv(
                                 width, pair, careful_q, first_address(later), scratch.seen,
                             )  # fmt: skip
                             accumulate(changes.pointers.accumulate, weighted)
-                            if adds_dq:
+                            in_rows = is_whole and not careful_k and has_rows
+                            if in_rows:
+                                rows_of_dq = (
+                                    shape.scale, ds + cells, 1, lanes,
+                                    k_place + begin * k_row * itemsize, k_row, 0,
+                                    row_address(dq, b, h, i), dq.row, 0, ni, shape.d, nk, itemsize,
+                                    0, 0, first_address(later),
+                                )  # fmt: skip
+                                multiply(changes.pointers.product, rows_of_dq)
+                            elif adds_dq:
+                                if is_whole:
+                                    clear(target, shape.d * lanes * itemsize)
                                 columns_of_dq = (
                                     changes.pointers, one, ds + cells, lanes, ni, nk,
                                     k_place + begin * k_row * itemsize, k_row, shape.d, itemsize,
                                     target, careful_k, first_address(later), scratch.seen,
                                 )  # fmt: skip
                                 add_columns(changes.pointers.columns, columns_of_dq)
-                            if is_whole:
+                            if is_whole and not in_rows:
                                 store_dq(shape, changes, scratch, target, dq, b, h, i, ni, lanes)
                         count += is_visited
             # 7 scale and store
