@@ -48,11 +48,13 @@ from .tile import (
     WHOLE_FIRST,
     WHOLE_LAST,
     WORDS,
+    apply_bias,
     apply_mask,
     apply_score,
     class_of_tile,
     describe_tile,
     dropout_factors,
+    is_bias,
     look_at_all,
     make_registers,
 )
@@ -297,7 +299,15 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                             for x in range(0, row, ROW):
                                 place = s_place + low * row + x
                                 find_maxima(place, row, high - low, shape.scale, maxima + x)
-                    if not (is_plain and is_whole):
+                    adds_bias = is_changed and is_whole and not is_special
+                    if adds_bias and is_bias(changes.score):
+                        # Steps 3 and 5: score mod, row max
+                        factor, ri, rf = one, scratch.score_ri, scratch.score_rf
+                        apply_bias(
+                            changes.pointers, changes.score, symbols, n, edges, lanes, s,
+                            shape.scale, m_new, ri, rf,
+                        )  # fmt: skip
+                    elif not (is_plain and is_whole):
                         factor = one
                         # The maxima of scores that stay as they are.
                         ignored = rows

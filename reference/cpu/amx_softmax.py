@@ -14,11 +14,7 @@ from numba.extending import intrinsic
 
 from .amx_code import TileEmitter
 from .amx_memory import DEPTH, PARTS, ROW, SIDE, TILE
-from .vectors import INT, emit_exp2, emit_loop
-
-# Of a product that is rounded before it is subtracted from: any flag keeps Numba from adding its
-# own, which would let LLVM fuse both.
-_ROUNDED = ("arcp",)
+from .vectors import INT, ROUNDED, emit_exp2, emit_loop
 
 
 @intrinsic
@@ -112,12 +108,12 @@ def _weigher(drops: bool) -> Any:
 
             def weight(offset: Any, total: Any) -> tuple[Any, Any]:
                 raw = emit.load(builder.add(s, offset))
-                score = builder.fmul(raw, factor, flags=_ROUNDED)
+                score = builder.fmul(raw, factor, flags=ROUNDED)
                 below = builder.fmul(builder.fsub(score, largest), exponent)
                 p = emit_exp2(builder, below)
                 total = builder.fadd(total, p)
                 if drops:
-                    p = builder.fmul(p, emit.load(builder.add(z, offset)), flags=_ROUNDED)
+                    p = builder.fmul(p, emit.load(builder.add(z, offset)), flags=ROUNDED)
                 return p, total
 
             def put(low: Any, high: Any, place: Any) -> None:

@@ -22,9 +22,10 @@ from .jit import INT, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .memory import clear, first_address
 from .microkernel import VECTOR_BYTES
 from .program import PROGRAM
+from .softmax import row_max_at
 from .tables import KINDS, first_element, load_as_float
 from .vectors import INT as WORD
-from .vectors import Emitter, emit_loop, emit_widened
+from .vectors import ROUNDED, Emitter, emit_loop, emit_widened
 
 _STORED = {
     "float16": ir.IntType(16), "bfloat16": ir.IntType(16), "float32": ir.FloatType(),
@@ -109,27 +110,36 @@ def _add_squares(place, row, item, kind, ni, begin, end, lanes, itemsize, tile, 
 
 
 @intrinsic
-def _add_vectors(typingctx, source, keys, target, row_size, like):
-    """Add a vector of every key's row to one of the target's, in which -inf hides a pair."""
+def _add_vectors(typingctx, source, keys, target, row_size, factor, maxima):
+    """Add a vector of every key's row to a factor times one of the target's; -inf hides a pair.
+
+    Where `maxima` is an address, the vector there becomes the maxima of itself and of the sums.
+    """
 
     def codegen(context, builder, sig, args):
-        source, keys, target, row_size, _ = args
+        source, keys, target, row_size, factor, maxima = args
         emit = Emitter(builder, context.get_value_type(sig.args[4]))
         minus_infinity = ir.Constant(emit.vector, [-math.inf] * emit.lanes)
+        factors = emit.splat(factor)
+        is_wanted = builder.icmp_signed("!=", maxima, WORD(0))
 
         def step(j, values):
             offset = builder.mul(j, row_size)
             value = emit.load(builder.add(source, offset))
             place = builder.add(target, offset)
             is_hidden = builder.fcmp_ordered("==", value, minus_infinity)
-            total = builder.fadd(emit.load(place), value)
-            emit.store(builder.select(is_hidden, minus_infinity, total), place)
-            return []
+            scaled = builder.fmul(emit.load(place), factors, flags=ROUNDED)
+            total = builder.select(is_hidden, minus_infinity, builder.fadd(scaled, value))
+            emit.store(total, place)
+            return [emit.larger(total, values[0])]
 
-        emit_loop(builder, keys, [], step)
+        before = emit.load(builder.select(is_wanted, maxima, target))
+        (largest,) = emit_loop(builder, keys, [before], step)
+        with builder.if_then(is_wanted):
+            emit.store(largest, maxima)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4, like), codegen
+    return types.void(*[types.int64] * 4, factor, types.int64), codegen
 
 
 # What says which tile a row of integers stands for: the address of its first element, its queries
@@ -196,28 +206,39 @@ def _add_elements(place, row, item, kind, ni, begin, end, lanes, s):
 
 
 @takes(
-    lambda number: (PROGRAM, TABLE, whole_rows(number), INT, INT, INT, INT, vector(number))
+    lambda number: (
+        PROGRAM, TABLE, whole_rows(number), INT, INT, INT, INT, vector(number), number, INT
+    )
 )  # fmt: skip
 @kernel
-def add_bias(program, ri, rf, ni, begin, end, lanes, s):
-    """Add a program's bias to the scores of some keys of a tile; -inf hides a pair.
+def add_bias(program, ri, rf, ni, begin, end, lanes, s, factor, maxima):
+    """Add a program's bias to a factor times the scores of some keys of a tile; -inf hides a pair.
 
-    The registers `ri` are as in `first_element`.
+    The registers `ri` are as in `first_element`. Where `maxima` is an address, the `lanes` numbers
+    there become the maxima of themselves and of the keys' sums.
     """
     row, item, place = program.strided[2], program.strided[3], first_element(program, ri)
     kind = program.tables[program.strided[0], 1]
     size = 4 if kind == _FLOAT32 else 8 if kind == _FLOAT64 else 2
-    target, like = first_address(s), s.dtype.type(0)
+    target, like, row_size = first_address(s), s.dtype.type(0), lanes * s.itemsize
+    first = begin * row_size
     # Squares write whole vectors.
-    if item != size or row == 0 or lanes % (VECTOR_BYTES // s.itemsize):
-        _add_elements(place, row, item, kind, ni, begin, end, lanes, s)
-    elif ri.shape[0] == program.int_registers + 1:
+    in_squares = item == size and row != 0 and lanes % (VECTOR_BYTES // s.itemsize) == 0
+    if in_squares and ri.shape[0] > program.int_registers + 1:
+        kept = _kept_tile(program, ri, rf, place, row, item, kind, ni, begin, end, lanes) + first
+        for x in range(0, row_size, VECTOR_BYTES):
+            largest = maxima + x if maxima else 0
+            _add_vectors(kept + x, end - begin, target + first + x, row_size, factor, largest)
+        return
+    if factor != 1:
+        for n in range(begin * lanes, end * lanes):
+            s[n] *= factor
+    if in_squares:
         _add_squares(place, row, item, kind, ni, begin, end, lanes, s.itemsize, target, like)
     else:
-        kept = _kept_tile(program, ri, rf, place, row, item, kind, ni, begin, end, lanes)
-        first = begin * lanes * s.itemsize
-        for x in range(first, first + ni * s.itemsize, VECTOR_BYTES):
-            _add_vectors(kept + x, end - begin, target + x, lanes * s.itemsize, like)
+        _add_elements(place, row, item, kind, ni, begin, end, lanes, s)
+    if maxima:
+        row_max_at(target + first, row_size, end - begin, maxima, like)
 
 
 run_bias = caller(add_bias)

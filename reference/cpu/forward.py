@@ -44,12 +44,14 @@ from .tile import (
     WHOLE_FIRST,
     WHOLE_LAST,
     WORDS,
+    apply_bias,
     apply_mask,
     apply_score,
     class_of_tile,
     describe_tile,
     dropout_factors,
     include_all,
+    is_bias,
     look_at_all,
     make_registers,
     note_seen,
@@ -235,16 +237,20 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                         )  # fmt: skip
                         multiply(changes.pointers.product, scores)
                 # 3 score mod
-                if is_changed:
-                    ri, rf = scratch.score_ri, scratch.score_rf
-                    score = changes.score
+                ri, rf, score = scratch.score_ri, scratch.score_rf, changes.score
+                is_whole = edges[WHOLE_FIRST] == begin and edges[WHOLE_LAST] == end
+                if is_whole and is_bias(score):  # 5 row max, too
+                    apply_bias(
+                        changes.pointers, score, symbols, n, edges, lanes, s, one, m_new, ri, rf
+                    )
+                elif is_changed:
                     apply_score(changes.pointers, score, symbols, n, edges, lanes, s, s, ri, rf)
                 # 4 mask
                 apply_mask(changes, symbols, n, edges, lanes, s, scratch.mask_ri, scratch.mask_rf)
                 if careful:
                     note_seen(s, seen, nj * lanes)
                 # 5 row max
-                if is_changed:
+                if is_changed and not (is_whole and is_bias(score)):
                     look_at_all(edges, nj)
                 for side in (FIRST, WHOLE_LAST):
                     row_max(s, max(edges[side], begin), min(edges[side + 1], end), lanes, m_new)

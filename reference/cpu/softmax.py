@@ -69,13 +69,17 @@ def _row_max(typingctx, s, row_size, keys, m_new, like):
 
 
 @helper
+def row_max_at(tile, size, keys, maxima, like):
+    """As `row_max`, of keys whose rows of `size` bytes are at an address, to another one."""
+    for x in range(0, size, VECTOR_BYTES):
+        _row_max(tile + x, size, keys, maxima + x, like)
+
+
+@helper
 def row_max(s, first, last, lanes, m_new):
     """m_new = max(m_new, maxima of the tile's keys from `first` to `last`), lane by lane."""
-    like = s.dtype.type(0)
     size = lanes * s.itemsize
-    tile, maxima = first_address(s) + first * size, first_address(m_new)
-    for x in range(0, size, VECTOR_BYTES):
-        _row_max(tile + x, size, last - first, maxima + x, like)
+    row_max_at(first_address(s) + first * size, size, last - first, first_address(m_new), m_new[0])
 
 
 @intrinsic

@@ -190,16 +190,16 @@ def class_of_tile(changes, symbols, ni, nj, edges, ri, rf):
 @takes(
     lambda number: (
         INT, INT, PROGRAM, INTS, INT, INT, INT, INT, INT, vector(number), vector(number), TABLE,
-        whole_rows(number),
+        whole_rows(number), number, INT,
     )
 )  # fmt: skip
 @kernel
 def score_by_program(
-    pointer, bias, program, symbols, i0, ni, begin, end, lanes, s, changed, ri, rf
+    pointer, bias, program, symbols, i0, ni, begin, end, lanes, s, changed, ri, rf, factor, maxima
 ):
     """Write the program's values for some keys of a tile of scores to `changed`, maybe `s`.
 
-    `pointer` and `bias` are the addresses of `run` and of `add_bias`.
+    `pointer` and `bias` are the addresses of `run` and of `add_bias`, which takes the last two.
     """
     _run(pointer, (program, 0, program.once_per_tile, ni, symbols, i0, s[:lanes], ri, rf))
     first, last = program.once_per_tile, program.code.shape[0]
@@ -217,7 +217,7 @@ def score_by_program(
         for n in range(begin * lanes, end * lanes):
             changed[n] = s[n]
     if program.strided.shape[0]:
-        run_bias(bias, (program, ri, rf, ni, begin, end, lanes, changed))
+        run_bias(bias, (program, ri, rf, ni, begin, end, lanes, changed, factor, maxima))
 
 
 _score_by_program = caller(score_by_program)
@@ -226,10 +226,27 @@ _score_by_program = caller(score_by_program)
 @helper
 def apply_score(pointers, program, symbols, ni, edges, lanes, s, changed, ri, rf):
     """Write the program's values for a tile of scores `s` to `changed`, which may be `s`."""
-    i0, begin, end = symbols[7], edges[FIRST], edges[LAST]
+    i0, begin, end, one = symbols[7], edges[FIRST], edges[LAST], s.dtype.type(1)
     arguments = (
         pointers.run_number, pointers.bias, program, symbols, i0, ni, begin, end, lanes, s,
-        changed, ri, rf,
+        changed, ri, rf, one, 0,
+    )  # fmt: skip
+    _score_by_program(pointers.score, arguments)
+
+
+@helper
+def is_bias(program):
+    """Return whether a program does nothing but add a bias."""
+    return program.result == NO_RESULT and program.strided.shape[0] > 0
+
+
+@helper
+def apply_bias(pointers, program, symbols, ni, edges, lanes, s, factor, m_new, ri, rf):
+    """Add a bias to a factor times a tile of scores; m_new = max(m_new, maxima of the sums)."""
+    i0, begin, end = symbols[7], edges[FIRST], edges[LAST]
+    arguments = (
+        pointers.run_number, pointers.bias, program, symbols, i0, ni, begin, end, lanes, s, s, ri,
+        rf, factor, first_address(m_new),
     )  # fmt: skip
     _score_by_program(pointers.score, arguments)
 

@@ -276,6 +276,11 @@ class Emitter:
         return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
 
 
+# Flags of a product that is rounded before it is added to: any flag keeps Numba from adding its
+# own, which would let LLVM fuse both.
+ROUNDED = ("arcp",)
+
+
 def emit_loop(
     builder: Any, count: Any, initial: list[Any], body: Callable[..., list[Any]]
 ) -> list[Any]:
