@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
+from .ahead import load_later, load_some, nothing
 from .amx_code import MatrixUnit, helper_for, multiplier, session
 from .amx_memory import CHUNK, DEPTH, PARTS, ROW, SIDE, TILE, whole
 from .amx_pack import BFLOAT, SIZE, Packing
@@ -37,7 +38,7 @@ from .amx_variants import variants
 from .arguments import CHANGES, TileSizes, shape_of
 from .bias import forget_tiles
 from .jit import INT, INTS, TABLE, Kernel, helper, kernel, takes, vector, whole_rows
-from .memory import ROWS, aligned, first_address, load, prefetch_rows, row_address, store
+from .memory import ROWS, aligned, first_address, load, row_address, store
 from .softmax import begin_maxima, finish_state, row_max
 from .structs import Struct
 from .tile import (
@@ -87,6 +88,7 @@ class TileScratch(NamedTuple):
     k_flags: Array
     symbols: Array
     edges: Array  # of the tile's keys, see `tile.FIRST`
+    ahead: Array  # what to load meanwhile, see `ahead`
     score_ri: Array
     score_rf: Array
     mask_ri: Array
@@ -99,7 +101,7 @@ def _scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         TileScratch,
-        (*(tile,) * 11, WORDS, *(INTS,) * 4)
+        (*(tile,) * 11, WORDS, *(INTS,) * 5)
         + (TABLE, whole_rows(number))
         + (TABLE, of_mask) * 2,
     )  # fmt: skip
@@ -134,6 +136,7 @@ def tile_scratch(sizes: TileSizes, number: np.dtype[Any], parts: int) -> TileScr
         np.empty(keys, np.int64),
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
+        nothing(),
         *make_registers(sizes.score, lanes, number, keeps=True),
         *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
         *make_registers(sizes.tile, 1, np.dtype(np.float32)),
@@ -219,7 +222,8 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
         v_tiles, p_tiles = first_address(scratch.v), first_address(scratch.p)
         s_place, rows = first_address(s), first_address(scratch.rows)
         one = sink.dtype.type(1)
-        is_changed, prefetch = changes.score.code.shape[0], changes.pointers.prefetch
+        is_changed, later = changes.score.code.shape[0], scratch.ahead
+        ahead = first_address(later)
         q_size, k_size, v_size = q.row * SIZE, k.row * SIZE, v.row * SIZE
         forget_tiles(changes.score, scratch.score_ri)
         start()
@@ -235,9 +239,9 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
             next_b = next_h = -1
             if item + 1 < last and ni == shape.len_q[b]:
                 next_b, next_h = work[(item + 1) // shape.heads, 0], (item + 1) % shape.heads
-                ahead = min(shape.len_k[next_b], shape.block_kv)
-                prefetch_rows(prefetch, k, next_b, next_h // shape.group, 0, ahead, shape.d)
-                prefetch_rows(prefetch, v, next_b, next_h // shape.group, 0, ahead, shape.d_v)
+                most = min(shape.len_k[next_b], shape.block_kv)
+                load_later(later, k, next_b, next_h // shape.group, 0, most, shape.d)
+                load_later(later, v, next_b, next_h // shape.group, 0, most, shape.d_v)
             # Step 1: load q
             q_place = row_address(q, b, h, i0)
             special_q = pack_queries(
@@ -278,9 +282,9 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                     acc_place = first_address(acc)
 
                     if j0 == 0 and next_b >= 0:
-                        ahead = min(n, shape.len_q[next_b] - p0)
-                        prefetch_rows(prefetch, q, next_b, next_h, p0, ahead, shape.d)
-                        prefetch_rows(prefetch, out, next_b, next_h, p0, ahead, shape.d_v)
+                        most = min(n, shape.len_q[next_b] - p0)
+                        load_later(later, q, next_b, next_h, p0, most, shape.d)
+                        load_later(later, out, next_b, next_h, p0, most, shape.d_v)
                     # Step 2: scores
                     begin_maxima(m, lanes, m_new)
                     panel = q_tiles + p0 // SIDE * depth_steps * parts * TILE
@@ -291,6 +295,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                     for c in range(begin_step // CHUNK * CHUNK, end_step, CHUNK):
                         before, low = max(c, begin_step), max(c * DEPTH, begin)
                         high = min((c + CHUNK) * DEPTH, end)
+                        load_some(ahead)
                         fill_scores(
                             k_place, k_size, in_place, k_copies, panel, before * DEPTH, high, lanes,
                             depth_steps, s_place,
@@ -343,6 +348,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                             s[j * lanes + i] = -math.inf
                     # Step 6: rescale
                     for x in range(0, row, ROW):
+                        load_some(ahead)
                         rescale(
                             first_address(m) + x, maxima + x, first_address(l) + x, acc_place + x,
                             row, columns, shape.log2_e,
@@ -361,6 +367,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                         pairs = max(left - SIDE, 0)
                         singles = min(left, SIDE) - pairs
                         for x in range(0, row, ROW):
+                            load_some(ahead)
                             offset = before * DEPTH * row + x
                             place, p = s_place + offset, p_tiles + x // ROW * P_TILES * TILE
                             if shape.drop_below:
@@ -374,6 +381,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                                     factor, shape.log2_e, of_m + x, of_l + x, p,
                                 )  # fmt: skip
                         # Step 7: accumulate p v
+                        load_some(ahead)
                         add_values(
                             v_tiles, p_tiles, steps, before, after, lanes, columns, acc_place
                         )
@@ -393,6 +401,7 @@ def _make_forward(name: str, unit: type[MatrixUnit], packing: Packing) -> Kernel
                 finish_state(m, l, lanes, s, m_new)
                 for i in range(0, n, SIDE):
                     # Step 8: normalise
+                    load_some(ahead)
                     place, factors = acc_place + i * _FLOAT, s_place + i * _FLOAT
                     turn_columns(place, lanes * _FLOAT, columns, factors, rows)
                     few, target = min(SIDE, n - i), row_address(out, b, h, i0 + p0 + i)
