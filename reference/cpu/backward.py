@@ -138,8 +138,8 @@ def backward_dkdv(
         begin_head, end_head = h_kv * shape.group, (h_kv + 1) * shape.group
         # Whether this row has all keys of its head, in one block.
         is_whole = adds_dq and work[place, 3] == 0 and 0 < len_k <= shape.block_kv
-        # Short heads come and go faster than what they read from memory and write there, so that the
-        # gradients of this one are loaded ahead, and what the next one reads.
+        # Short heads come and go faster than what they read from memory and write there: gradients
+        # of this one are loaded ahead, and what the next one reads.
         if is_whole:
             forget(later)
             load_later(later, dk, keys, h_kv, 0, len_k, shape.d)
