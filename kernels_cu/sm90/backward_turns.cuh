@@ -3,6 +3,7 @@
 // which blocks take in turn. No bit of dk and dv depends on who takes a tile.
 #pragma once
 #include "../ptx/atomic.cuh"
+#include "../ptx/grid.cuh"
 #include "backward_producer.cuh"
 
 namespace backward_turns {

@@ -336,7 +336,9 @@ def test_memory_is_what_the_page_says(backward, scheme):
     if scheme == "heads":  # q, and in the backward do and out, travel, too
         copies = keys + (3 if backward else 1) * rows
     results_too = (4 if backward else 1) * rows
-    assert 0.75 * said < peak < 1.05 * (said + copies + results_too)
+    # Some ranks have what others send in the backward while they keep what the forward sent.
+    behind = 2 * rows if backward and scheme == "heads" else 0
+    assert 0.75 * said < peak < 1.05 * (said + copies + results_too + behind)
 
 
 @pytest.mark.parametrize("mask", [None, masks.window(9, 9)], ids=["none", "window"])
