@@ -238,8 +238,9 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                         multiply(changes.pointers.product, scores)
                 # 3 score mod
                 ri, rf, score = scratch.score_ri, scratch.score_rf, changes.score
-                is_whole = edges[WHOLE_FIRST] == begin and edges[WHOLE_LAST] == end
-                if is_whole and is_bias(score):  # 5 row max, too
+                sees_all = edges[WHOLE_FIRST] == begin and edges[WHOLE_LAST] == end
+                adds_bias = sees_all and is_bias(score)
+                if adds_bias:  # and 5 row max
                     apply_bias(
                         changes.pointers, score, symbols, n, edges, lanes, s, one, m_new, ri, rf
                     )
@@ -250,7 +251,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                 if careful:
                     note_seen(s, seen, nj * lanes)
                 # 5 row max
-                if is_changed and not (is_whole and is_bias(score)):
+                if is_changed and not adds_bias:
                     look_at_all(edges, nj)
                 for side in (FIRST, WHOLE_LAST):
                     row_max(s, max(edges[side], begin), min(edges[side + 1], end), lanes, m_new)

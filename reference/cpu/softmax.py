@@ -78,8 +78,8 @@ def row_max_at(tile, size, keys, maxima, like):
 @helper
 def row_max(s, first, last, lanes, m_new):
     """m_new = max(m_new, maxima of the tile's keys from `first` to `last`), lane by lane."""
-    size = lanes * s.itemsize
-    row_max_at(first_address(s) + first * size, size, last - first, first_address(m_new), m_new[0])
+    size, like = lanes * s.itemsize, s.dtype.type(0)
+    row_max_at(first_address(s) + first * size, size, last - first, first_address(m_new), like)
 
 
 @intrinsic
