@@ -38,4 +38,8 @@ template <bool MASKS>
 constexpr bool DK_WITH_DV = DEFER_DQ || (ALTERNATE_DQ && !MASKS && IS_BFLOAT16) ||
                             (ONE_CONSUMER && !DV_FIRST && (IS_BFLOAT16 || SCALE_BY_WARP));
 
+// Parts of a tile that have code of their own: then the products for dv and dk of one overlap with
+// the scores of the next. Masks in float16 leave too few registers for it.
+constexpr int PARTS_AT_ONCE = IS_FLOAT16 && HAS_MASK ? 1 : QUERY_PARTS;
+
 }  // namespace backward_order

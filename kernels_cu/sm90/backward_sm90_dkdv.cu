@@ -15,10 +15,11 @@
 //
 // Scores and dP are keys by queries, so that P and dS are left operands of the products with do and
 // q as they lie in registers (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through
-// shared memory. The consumers of wide heads share 64 keys: P goes through shared memory, too, and
-// each consumer has half of the columns of dk, dv and dq. Where the consumers wait for each other
-// for dq alone, it is deferred: one of them computes a tile's dq during the next tile, and they
-// alternate, so that the other one runs ahead.
+// shared memory. Where dk and dv leave no registers for the scores of all queries of a tile, these
+// are computed in two parts. The consumers of wider heads share 64 keys: P goes through shared
+// memory, too, and each has half of the columns of dk, dv and dq. Where they wait for each other
+// for dq alone, it is deferred: they alternate in computing it during the next tile, and one runs
+// ahead.
 //
 // The consumer is one body: split into functions, the same steps took up to 3 % longer on an H100.
 //
@@ -29,6 +30,7 @@
 #include "../common/params.cuh"
 #include "../ptx/grid.cuh"
 #include "backward_order.cuh"
+#include "backward_results.cuh"
 #include "backward_turns.cuh"
 #include "ds_scale.cuh"
 #include "warpgroup_dq.cuh"
@@ -46,10 +48,11 @@ using namespace backward_order;
 using namespace backward_turns;
 
 // A consumer's queries of a tile, and the scores of a thread in each of its two rows.
-constexpr int QUERIES = SHARE_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q, COLUMNS = QUERIES / 4;
+constexpr int QUERIES = BLOCK_Q / (SHARE_KEYS ? CONSUMERS : QUERY_PARTS), COLUMNS = QUERIES / 4;
 constexpr int DQ_COLUMNS = SHARE_KEYS ? ColumnShare<D>::COLUMNS : warpgroup::SLAB_COLUMNS / 4;
 constexpr int FUSED_COLUMNS = 8;  // for which a fused score mod is instantiated
-static_assert(SHARE_KEYS || (KEY_TILES == CONSUMERS && ColumnShare<D>::SLABS <= 2), "BLOCK_KV");
+static_assert(SHARE_KEYS || KEY_TILES == CONSUMERS, "BLOCK_KV");
+static_assert(SHARE_KEYS || !ATOMIC_DQ || DEFER_DQ || ColumnShare<D>::SLABS <= 2, "dq");
 
 // A warpgroup: adds up dk and dv of its keys, or its columns of them, over all tiles of queries.
 __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& smem,
@@ -58,13 +61,16 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   SharedStorage& shared = *smem.storage;
   const int index = warpgroup::index();
   const int warp = threadIdx.x / ptx::WARP_SIZE;
-  const fragment_gradient::Corner corner(SHARE_KEYS ? 16 * (warp % 4) : 16 * warp,
-                                         SHARE_KEYS ? index * QUERIES : 0);
+  const fragment_gradient::Corner first_corner(SHARE_KEYS ? 16 * (warp % 4) : 16 * warp,
+                                               SHARE_KEYS ? index * QUERIES : 0);
   const int key_tile = SHARE_KEYS ? 0 : index;
-  const unsigned int k_address = smem.k.address(key_tile);
-  const unsigned int v_address = smem.v.address(key_tile);
-  const warpgroup::SmemDesc k = make_smem_desc(k_address, 0), v = make_smem_desc(v_address, 0);
-  const int ds_offset = warpgroup_gradient::stmatrix_offset(corner);
+  const warpgroup::SmemDesc k = make_smem_desc(smem.k.address(key_tile), 0),
+                            v = make_smem_desc(smem.v.address(key_tile), 0);
+  // The same with parts: computed anew each time, it takes fewer registers.
+  const auto left_desc = [](const auto& tiles, warpgroup::SmemDesc known) {
+    return QUERY_PARTS == 1 ? known : tiles.desc(warpgroup::index());
+  };
+  const int ds_offset = warpgroup_gradient::stmatrix_offset(first_corner);
   const ColumnShare<D> k_share(index);
   const ColumnShare<D_V> v_share(index);
   float dk[2][ColumnShare<D>::COLUMNS], dv[2][ColumnShare<D_V>::COLUMNS];
@@ -76,7 +82,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   unsigned long long visited = 0;
 
   // The product for dq must not read non-finite keys. Where dq is deferred it reads a copy without
-  // them; otherwise they are set to 0 for this product, and loaded again.
+  // them, if there is room for one; otherwise they are set to 0 for this product, and loaded again.
   unsigned int dq_keys = smem.k.address(0);
   bool has_nonfinite_keys = false;
 
@@ -119,6 +125,18 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     }
   };
 
+  // The same of all slabs, by both consumers: in the end, or where keys are set to 0.
+  const auto finish_deferred_dq = [&] {
+    constexpr int SLABS = ColumnShare<D>::SLABS, OF_FIRST = (SLABS + 1) / 2;
+    if (!COPY_KEYS && has_nonfinite_keys) {
+      consumers_sync();  // the keys, read for the scores of the tile before
+      warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
+    }
+    const int end = SLABS % 2 != 0 && index != 0 ? SLABS : (index + 1) * OF_FIRST;
+    accumulate_deferred_dq(index * OF_FIRST, end, true);
+    if constexpr (!COPY_KEYS) deferred_gmem = nullptr;
+  };
+
   publish_span(p, shared, 0);
   warpgroup::mbarrier_wait(shared.kv_full_barrier(), 0);
   const float c = shared.c;
@@ -128,7 +146,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
   }
   if constexpr (ATOMIC_DQ && MAY_MASK) {
     has_nonfinite_keys = warpgroup_gradient::has_nonfinite_keys(smem.k.begin);
-    if (DEFER_DQ && has_nonfinite_keys) {
+    if (COPY_KEYS && has_nonfinite_keys) {
       warpgroup_gradient::copy_finite_keys(smem.k.begin, smem.finite_k);
       dq_keys = ptx::shared_address(smem.finite_k);
     }
@@ -142,7 +160,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         tile::head_constants_of(p, span.box_of(tile_ref(0, 0), shared.j0, shared.nj));
     // From this index on tiles miss queries. If the block misses keys, all tiles count.
     const int whole = !ONE_CONSUMER && shared.nj < BLOCK_KV ? 0 : span.whole;
-    const auto step = [&](TileRef tile, auto may_have_masked) {
+    const auto step = [&](TileRef tile, int part, auto may_have_masked) {
       // Whether pairs of the tile may be masked or missing, and whether any may be masked.
       constexpr bool MAY_HAVE_MASKED = decltype(may_have_masked)::value;
       constexpr bool MASKS = MAY_MASK && MAY_HAVE_MASKED;
@@ -154,13 +172,16 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       const int ni = misses_rows ? span.rows_of(tile) : BLOCK_Q;
       const bool masked = MAY_HAVE_MASKED && (tile_class == PARTIAL || misses_rows);
       const bool may_mask = CHANGES_SCORES || masked;  // a score mod masks pairs by -inf
-      ++visited;
+      const bool begins = part == 0, ends = part == QUERY_PARTS - 1;
+      if (begins) ++visited;
+      fragment_gradient::Corner corner = first_corner;
+      corner.column += part * QUERIES;
       char* const q_smem = smem.q.stage(stage);
       char* const do_smem = smem.d_out.stage(stage);
       const unsigned int q_address = smem.q.address(stage);
       const unsigned int do_address = smem.d_out.address(stage);
-      // The consumer's first query, in bytes from the tile's.
-      const int first_row = SHARE_KEYS ? index * QUERIES * warpgroup::SLAB_ROW_BYTES : 0;
+      // The first query, in bytes from the tile's.
+      const int first_row = (SHARE_KEYS ? index : part) * QUERIES * warpgroup::SLAB_ROW_BYTES;
       const float* const lse_smem = shared.lse[stage] + corner.column;
       warpgroup_gradient::QueryStatistics<COLUMNS> lse;
       float s[2][COLUMNS], dp[2][COLUMNS];
@@ -186,17 +207,22 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
         if constexpr (CHANGES_SCORES || OVERLAP_DP_SOFTMAX) ptx::wgmma_fence();
         const warpgroup::SmemDesc d_out = make_smem_desc(do_address + first_row, 0);
-        warpgroup::multiply<D_V, BLOCK_Q>(dp, v, d_out, [&](int n) {
+        warpgroup::multiply<D_V, BLOCK_Q>(dp, left_desc(smem.v, v), d_out, [&](int n) {
           if (!OVERLAP_DP_SOFTMAX) return;
           warpgroup_gradient::exponentiate(s, lse, c, n * EACH, (n + 1) * EACH);
         });
         ptx::wgmma_commit();
       };
 
+      if (DEFER_DQ && !COPY_KEYS && begins && has_nonfinite_keys && deferred_gmem != nullptr) {
+        finish_deferred_dq();
+        warpgroup_gradient::reload_keys(p, shared, smem.k.begin);
+      }
+
       // -- recompute P: s becomes P, and the product for dP is issued
       // 2 scores
       warpgroup::mbarrier_wait(shared.q_pipeline.full_barrier(tile_number), phase);
-      if (PACKED && ni < BLOCK_Q) {
+      if (PACKED && begins && ni < BLOCK_Q) {
         warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
         warpgroup_gradient::clear_rows<BLOCK_Q, D>(q_smem, ni);
         warpgroup_gradient::clear_rows<BLOCK_Q, D_V>(do_smem, ni);
@@ -211,7 +237,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       };
       if constexpr (HAS_WHOLE_TILES) check_finite();
       ptx::wgmma_fence();
-      warpgroup::multiply<D, BLOCK_Q>(s, k, make_smem_desc(q_address + first_row, 0));
+      warpgroup::multiply<D, BLOCK_Q>(s, left_desc(smem.k, k),
+                                      make_smem_desc(q_address + first_row, 0));
       ptx::wgmma_commit();
       if constexpr (HAS_DROPOUT && !DRAW_FIRST) draw_dropout();
       if (!MASK_FIRST && MASK_BEFORE_DP && masked) evaluate_mask();
@@ -261,16 +288,17 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // -- P and dS to shared memory, and the product for dv
       const int ds_stage = ONE_CONSUMER ? 0 : stage;
       char* const ds_smem = smem.ds.stage(ds_stage);
+      const int part_offset = ds_offset ^ part * QUERIES * static_cast<int>(sizeof(storage_t));
       // P goes to stages of its own where the consumers share keys. Otherwise it takes the place of
       // dS while non-finite values are added to dv.
       char* const p_smem = ds_smem + (SHARE_KEYS ? STAGES * DsTiles::BYTES : 0);
       const auto store_p = [&] {
-        warpgroup_gradient::store_words(weights, ds_offset, ptx::shared_address(p_smem));
+        warpgroup_gradient::store_words(weights, part_offset, ptx::shared_address(p_smem));
       };
       // Rounds dS to 16 bits, in float16 times the warp's scale, and stores it.
       const auto store_ds = [&] {
         if (SCALE_BY_WARP && warp_scale.is_first()) {  // for all warps alike
-          warp_scale.rescale(ds_scale::largest_of_tile(shared.ds_largest[stage], dp), dk);
+          warp_scale.rescale(ds_scale::largest_of_tile(shared.ds_largest[stage][part], dp), dk);
         } else if constexpr (SCALE_BY_WARP) {
           warp_scale.take_common(dk);
         }
@@ -281,25 +309,21 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
             warp_scale.rescale(fragment_gradient::largest_finite(dp), dk);
             fragment_gradient::narrow(dp, warp_scale.factor, ds);
           }
-          if (ptx::lane_index() == 0) shared.ds_scales[stage][warp] = warp_scale.factor;
+          if (ptx::lane_index() == 0) {
+            shared.ds_scales[stage][part * CONSUMER_WARPS + warp] = warp_scale.factor;
+          }
         }
         if constexpr (STORE_DS) {
-          warpgroup_gradient::store_words(ds, ds_offset, ptx::shared_address(ds_smem));
+          warpgroup_gradient::store_words(ds, part_offset, ptx::shared_address(ds_smem));
         }
       };
-      // Adds the products of non-finite values of do to dv one by one, and sets them to 0 for the
-      // tensor cores. Non-finite values of q are set to 0, too: their dS is NaN already.
       const auto repair_nonfinite = [&] {
-        warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem,
-                                          do_smem + v_share.slab * SLAB_BYTES);
-        consumers_sync();  // do, read as it came
-        warpgroup_gradient::clear_nonfinite(q_smem, QTiles::BYTES);
-        warpgroup_gradient::clear_nonfinite(do_smem, DoTiles::BYTES);
-        ptx::fence_proxy_async();
-        consumers_sync();  // q and do, now finite
+        warpgroup_gradient::repair(dv, corner.row, p_smem, q_smem, do_smem, v_share.slab, part);
       };
       if constexpr (DEFER_DQ) {  // the stage's dS before has been multiplied for dq
-        warpgroup::mbarrier_wait(shared.ds_pipeline.empty_barrier(tile_number), phase ^ 1);
+        if (begins) {
+          warpgroup::mbarrier_wait(shared.ds_pipeline.empty_barrier(tile_number), phase ^ 1);
+        }
       } else if constexpr (ONE_CONSUMER && STORE_DS) {
         consumers_sync();  // the dS before, multiplied for dq by all warps
       }
@@ -313,31 +337,32 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       // 6 accumulate dv and dk
       const auto issue_dk = [&] {
-        warpgroup::multiply_add<QUERIES>(dk, ds, slab_desc(q_address, k_share.slab));
+        warpgroup::multiply_add<QUERIES>(dk, ds, slab_desc(q_address + first_row, k_share.slab));
         ptx::wgmma_commit();
       };
       const auto issue_dv = [&] {
         ptx::wgmma_fence();
-        warpgroup::multiply_add<QUERIES>(dv, weights, slab_desc(do_address, v_share.slab));
+        warpgroup::multiply_add<QUERIES>(dv, weights,
+                                         slab_desc(do_address + first_row, v_share.slab));
         if constexpr (DK_WITH_DV<MASKS>) issue_dk();
       };
       if constexpr (SHARE_KEYS) store_p();
       if constexpr (DV_FIRST) issue_dv();
       store_ds();
       if constexpr (!SHARE_KEYS && !DV_FIRST) issue_dv();
-      if constexpr (STORE_DS) ptx::fence_proxy_async();
+      if (STORE_DS && ends) ptx::fence_proxy_async();
       const bool votes = VOTE_NONFINITE && SHARE_KEYS && may_mask;
       if (votes) has_nonfinite = any_consumer(sees_nonfinite);
       if constexpr (IS_FLOAT16 && !SCALE_BY_WARP) {
         // dS is too large for the block's scale, or not finite itself.
         if (any_consumer(!warpgroup_gradient::all_finite(ds))) {
-          warp_scale.rescale(ds_scale::largest_of_tile(shared.ds_largest[stage], dp), dk);
+          warp_scale.rescale(ds_scale::largest_of_tile(shared.ds_largest[stage][part], dp), dk);
           store_ds();
           if constexpr (STORE_DS) ptx::fence_proxy_async();
           consumers_sync();  // dS, times its new scale
         }
       } else if constexpr (DEFER_DQ) {
-        warpgroup::arrive_warp(shared.ds_pipeline.full_barrier(tile_number));
+        if (ends) warpgroup::arrive_warp(shared.ds_pipeline.full_barrier(tile_number));
       } else if (STORE_DS && !votes) {
         consumers_sync();  // P and dS
       }
@@ -371,11 +396,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         issue_dk();
       }
       if constexpr (DEFER_DQ) {
-        if (deferred_gmem != nullptr && stage != index) {
+        if (begins && deferred_gmem != nullptr && stage != index) {
           accumulate_deferred_dq(0, ColumnShare<D>::SLABS, false);
         }
-        deferred_gmem = dq_gmem;
-        deferred_rows = dq_rows;
+        if (ends) {
+          deferred_gmem = dq_gmem;
+          deferred_rows = dq_rows;
+        }
       } else if constexpr (ATOMIC_DQ && ONE_CONSUMER) {
         ptx::wgmma_wait<0>();  // dq takes the registers of P and dS
         ptx::fence_accumulator(dv);
@@ -396,67 +423,40 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         ptx::wgmma_wait<0>();
         add_dq(dq_slab);
       }
+      if (PARTS_AT_ONCE > 1 && !ends) return;  // dv and dk, multiplied beside the next scores
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(dv);
       ptx::fence_accumulator(dk);
       if (clears_keys) warpgroup_gradient::reload_keys(p, shared, smem.k.begin);
-      warpgroup::arrive_warpgroup(shared.q_pipeline.empty_barrier(tile_number));
+      if (ends) warpgroup::arrive_warpgroup(shared.q_pipeline.empty_barrier(tile_number));
     };
-    // The index of the last tile of the current run of FULL ones: within it no class is looked up.
-    int last = HAS_MASK ? -1 : span.end - 1;
-    const auto next_tile = [&](int next) {
-      if ((HAS_EDGES || !HAS_MASK) && next <= last) return tile_ref(next, FULL);
-      const TileRef tile = span.next_tile(next);
-      if (HAS_EDGES && tile != TileRef::NONE && class_of(tile) == FULL) {
-        last = span.last_of_full(index_of(tile));
-      }
-      return tile;
+    const auto step_parts = [&](TileRef tile, auto may_have_masked) {
+      if constexpr (QUERY_PARTS == 1) return step(tile, 0, may_have_masked);
+#pragma unroll PARTS_AT_ONCE
+      for (int part = 0; part < QUERY_PARTS; ++part) step(tile, part, may_have_masked);
     };
+    FullRun full_run(span);
     int seen = span.first;  // tiles up to here have their dq
 #pragma unroll 1
-    for (TileRef tile = next_tile(span.first); tile != TileRef::NONE;
-         tile = next_tile(index_of(tile) + 1), ++tile_number) {
+    for (TileRef tile = full_run.next_tile(span, span.first); tile != TileRef::NONE;
+         tile = full_run.next_tile(span, index_of(tile) + 1), ++tile_number) {
       warpgroup_dq::clear_dq(p, span, seen, index_of(tile));
       if (SPLIT_FULL_TILES && lanes_agree(class_of(tile) == FULL && index_of(tile) < whole)) {
-        step(tile, warpgroup::Bool<false>());
+        step_parts(tile, warpgroup::Bool<false>());
       } else {
-        step(tile, warpgroup::Bool<true>());
+        step_parts(tile, warpgroup::Bool<true>());
       }
     }
     warpgroup_dq::clear_dq(p, span, seen, span.end);
     ptx::mbarrier_arrive(shared.span_pipeline.empty_barrier(n));
   }
 
-  if (DEFER_DQ && deferred_gmem != nullptr) accumulate_deferred_dq(index, index + 1, true);
+  if (DEFER_DQ && deferred_gmem != nullptr) finish_deferred_dq();
   // 7 scale and store
   if constexpr (IS_FLOAT16) matmul::scale(dk, warp_scale.inverse());
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
-  const layout::Entry& entry = shared.entry;
-  const int h_kv = shared.h_kv, nj = shared.nj;
-  const long long j0 = shared.j0;
-  if constexpr (TMA_STORE) {
-    // A warp stages its rows of dv in place of its own values, which no other warp reads, and then
-    // those of dk in place of its keys; or where consumers share keys, both after all reads.
-    const long long first = j0 + key_tile * warpgroup::WARPGROUP_ROWS;
-    if constexpr (SHARE_KEYS) consumers_sync();  // the keys and values, read for the last time
-    warpgroup_gradient::tma_store_rows<D_V>(dv, v_share, keep_scale, v_address, dv_map,
-                                            warpgroup::TmaHead(p.dv, entry, h_kv), first);
-    if constexpr (!SHARE_KEYS) consumers_sync();  // the keys, read for dq for the last time
-    warpgroup_gradient::tma_store_rows<D>(dk, k_share, static_cast<float>(p.scale), k_address,
-                                          dk_map, warpgroup::TmaHead(p.dk, entry, h_kv), first);
-    if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
-  } else {
-    const warpgroup_gradient::ResultRows<D> dk_rows(p, p.dk, p.kind_dk, entry, h_kv, j0, nj,
-                                                    smem.k.begin);
-    const warpgroup_gradient::ResultRows<D_V> dv_rows(p, p.dv, p.kind_dv, entry, h_kv, j0, nj,
-                                                      smem.v.begin);
-    consumers_sync();  // the keys and values, whose place the results take
-    dk_rows.put(dk, corner.row, k_share, static_cast<float>(p.scale));
-    dv_rows.put(dv, corner.row, v_share, keep_scale);
-    consumers_sync();  // the results, which other threads wrote
-    dk_rows.copy_out();
-    dv_rows.copy_out();
-  }
+  backward_results::store_gradients(p, smem, dk_map, dv_map, dk, dv, k_share, v_share, key_tile,
+                                    first_corner.row, keep_scale);
   tile::count_tiles(p, visited);
 }
 

@@ -23,6 +23,11 @@ constexpr int SLAB_BYTES = 64 * warpgroup::SLAB_ROW_BYTES;
 // for S and dP, and half of the columns of dk, dv and dq. Otherwise each has 64 keys, and all
 // columns of their dk and dv.
 constexpr bool SHARE_KEYS = BLOCK_KV < CONSUMERS * warpgroup::WARPGROUP_ROWS;
+// Parts of a tile's queries, one after the other: where the sums of dk and dv leave no registers
+// for the scores of all queries.
+constexpr int SUM_SLABS =
+    (fragment::row_bytes(D) + fragment::row_bytes(D_V)) / warpgroup::SLAB_ROW_BYTES;
+constexpr int QUERY_PARTS = !SHARE_KEYS && SUM_SLABS > 4 ? 2 : 1;
 // Whether the block has one consumer, for rows of so few keys, which computes all of dq.
 constexpr bool ONE_CONSUMER = CONSUMERS == 1;
 // Whether a tile's dq has one slab of columns.
@@ -35,6 +40,7 @@ constexpr bool HAS_WHOLE_TILES =
     ATOMIC_DQ && !SHARE_KEYS && !ONE_SLAB && !CHANGES_SCORES && !(HAS_MASK && HAS_DROPOUT);
 // Whether it is one of two, and computes them during the next tile.
 constexpr bool DEFER_DQ = HAS_WHOLE_TILES && !ONE_CONSUMER;
+static_assert(QUERY_PARTS == 1 || DEFER_DQ || !ATOMIC_DQ, "parts of a tile's queries");
 
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
@@ -55,9 +61,10 @@ using VTiles = warpgroup::SmemTile<warpgroup::WARPGROUP_ROWS, V_ROW_BYTES, KEY_T
 using QTiles = warpgroup::SmemTile<BLOCK_Q, K_ROW_BYTES, STAGES>;
 using DoTiles = warpgroup::SmemTile<BLOCK_Q, V_ROW_BYTES, STAGES>;
 using DsTiles = warpgroup::SmemTile<BLOCK_KV, warpgroup::SLAB_ROW_BYTES, DS_STAGES + P_STAGES>;
-// A copy of the keys without non-finite values is made where dq may be deferred.
+// A copy of the keys without non-finite values is made where dq may be deferred, if there is room.
 constexpr int FINITE_K_BYTES =
-    SHARE_KEYS || ONE_CONSUMER || ONE_SLAB ? 0 : KEY_TILES * KTiles::BYTES;
+    SHARE_KEYS || ONE_CONSUMER || ONE_SLAB || QUERY_PARTS > 1 ? 0 : KEY_TILES * KTiles::BYTES;
+constexpr bool COPY_KEYS = DEFER_DQ && FINITE_K_BYTES > 0;
 
 // Uses of a pipeline are counted without a sign, which divides by two with one instruction.
 using Pipeline = warpgroup::Pipeline<STAGES, unsigned int>;
@@ -165,6 +172,24 @@ struct Span {
   }
 };
 
+// The tiles of a span that a consumer visits: within a run of FULL ones no class is looked up.
+struct FullRun {
+  int last;  // the index of the current run's last tile
+
+  __device__ __forceinline__ explicit FullRun(const Span& span)
+      : last(HAS_MASK ? -1 : span.end - 1) {}
+
+  // The first tile from index `index` on that is not EMPTY.
+  __device__ __forceinline__ TileRef next_tile(const Span& span, int index) {
+    if ((HAS_EDGES || !HAS_MASK) && index <= last) return tile_ref(index, FULL);
+    const TileRef tile = span.next_tile(index);
+    if (HAS_EDGES && tile != TileRef::NONE && class_of(tile) == FULL) {
+      last = span.last_of_full(index_of(tile));
+    }
+    return tile;
+  }
+};
+
 // -- shared memory --------------------------------------------------------------------------------
 
 // The block's keys, spans, lse and delta, and the mbarriers of everything.
@@ -189,8 +214,9 @@ struct SharedStorage {
   Pipeline ds_pipeline;  // dS, where dq is deferred
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
   unsigned int needs_finite_check[STAGES];  // whether q or do may have non-finite values
-  // Of a tile's dS in float16: the largest magnitude of each warp, and the warp's scale.
-  float ds_largest[STAGES][CONSUMER_WARPS], ds_scales[STAGES][CONSUMER_WARPS];
+  // Of each part of a tile's dS in float16: the largest magnitude of each warp, and its scale.
+  float ds_largest[STAGES][QUERY_PARTS][CONSUMER_WARPS];
+  float ds_scales[STAGES][QUERY_PARTS * CONSUMER_WARPS];
 
   __device__ __forceinline__ unsigned int kv_full_barrier() const {
     return ptx::shared_address(&kv_full);

@@ -9,6 +9,7 @@ namespace ds_scale {
 using backward_storage::ALONE;
 using backward_storage::CONSUMER_WARPS;
 using backward_storage::consumers_sync;
+using backward_storage::QUERY_PARTS;
 
 using Scale = fragment_gradient::DsScale;
 
@@ -25,15 +26,17 @@ __device__ __forceinline__ float largest_of_tile(float (&largest_smem)[CONSUMER_
   return largest;
 }
 
-// Brings a tile of dS in shared memory to a common factor, the smallest of the warps', and returns
-// it. One consumer calls it alone, or `both_consumers` do; then the first one does the work.
-__device__ __forceinline__ float common_scale(const float (&scales_smem)[CONSUMER_WARPS],
-                                              char* ds_smem, bool both_consumers) {
-  const float of_warp = scales_smem[ptx::lane_index() % CONSUMER_WARPS];
+// Brings a tile of dS in shared memory to a common factor, the smallest of those of warps and
+// parts, and returns it. One consumer calls it alone, or `both_consumers` do; then the first one
+// does the work.
+__device__ __forceinline__ float common_scale(
+    const float (&scales_smem)[QUERY_PARTS * CONSUMER_WARPS], char* ds_smem, bool both_consumers) {
+  constexpr int SCALES = QUERY_PARTS * CONSUMER_WARPS;
+  const float of_warp = scales_smem[ptx::lane_index() % SCALES];
   if (!ptx::any_lane(of_warp != ptx::shuffle(of_warp, 0))) return ptx::shuffle(of_warp, 0);
   float least = of_warp;
 #pragma unroll
-  for (int lanes = CONSUMER_WARPS / 2; lanes > 0; lanes /= 2) {
+  for (int lanes = SCALES / 2; lanes > 0; lanes /= 2) {
     least = fmin(least, ptx::shuffle_xor(least, lanes));
   }
   if (!both_consumers || warpgroup::index() == 0) {
@@ -41,7 +44,9 @@ __device__ __forceinline__ float common_scale(const float (&scales_smem)[CONSUME
     for (int n = threadIdx.x % warpgroup::WARPGROUP_SIZE;
          n < BLOCK_KV * warpgroup::SLAB_ROW_BYTES / 4; n += warpgroup::WARPGROUP_SIZE) {
       const int row = n / (warpgroup::SLAB_ROW_BYTES / 4);
-      const float ratio = least * Scale{scales_smem[row / 16]}.inverse();
+      // The part whose queries the word has: pieces of a row lie at their number ^ (row % 8).
+      const int part = QUERY_PARTS == 1 ? 0 : (n / 4 ^ row) / (8 / QUERY_PARTS) % QUERY_PARTS;
+      const float ratio = least * Scale{scales_smem[part * CONSUMER_WARPS + row / 16]}.inverse();
       unsigned int& word = reinterpret_cast<unsigned int*>(ds_smem)[n];
       word = number::narrow_pair(number::widen(static_cast<storage_t>(word)) * ratio,
                                  number::widen(static_cast<storage_t>(word >> 16)) * ratio);
@@ -89,8 +94,8 @@ struct WarpScale {
   // A consumer without another one brings each tile of dS to a common factor, and returns it. It
   // takes one when the first of two would, which computes the dq of even tiles during the next
   // tile: so dk has the same bits.
-  __device__ __forceinline__ float make_common(const float (&scales_smem)[CONSUMER_WARPS],
-                                               char* ds_smem, int stage) {
+  __device__ __forceinline__ float make_common(
+      const float (&scales_smem)[QUERY_PARTS * CONSUMER_WARPS], char* ds_smem, int stage) {
     const float of_tile = common_scale(scales_smem, ds_smem, true);
     if (stage == 0) {
       next_common = of_tile;

@@ -1,6 +1,6 @@
 // One tile of the backward by warpgroups: a consumer's columns, probabilities and dS in registers,
-// dS in shared memory, non-finite operands, and the stores of dk and dv; warpgroup_dq.cuh has those
-// of dq. The twin of reference/cpu/gradient_tile.py for backward_sm90_dkdv.cu.
+// dS in shared memory, and non-finite operands. The twin of reference/cpu/gradient_tile.py for
+// backward_sm90_dkdv.cu.
 //
 // A tile of scores has keys as rows and queries as columns; a thread has two rows of it.
 #pragma once
@@ -15,6 +15,7 @@ namespace warpgroup_gradient {
 using backward_storage::any_consumer;
 using backward_storage::CONSUMER_THREADS;
 using backward_storage::consumers_sync;
+using backward_storage::QUERY_PARTS;
 using backward_storage::SHARE_KEYS;
 using warpgroup_dropout::Kept;
 
@@ -229,13 +230,14 @@ __device__ __forceinline__ storage_t& element(char* tile_smem, int row, int colu
   return reinterpret_cast<storage_t*>(tile_smem + offset)[column % STORED_VECTOR];
 }
 
-// dv += p do for the elements of do that are NaN or infinite, without masked pairs. The tensor
-// cores multiply 0 in their place. Rows of P are keys, and `key` is the thread's first one.
+// dv += p do for the elements of do that are NaN or infinite, without masked pairs: of queries from
+// `first` up to `end` of the tile. The tensor cores multiply 0 in their place. Rows of P are keys,
+// and `key` is the thread's first one.
 template <int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(float (&dv)[2][COLUMNS], int key, char* p_smem,
-                                              char* do_smem) {
+                                              char* do_smem, int first, int end) {
 #pragma unroll 1
-  for (int query = 0; query < BLOCK_Q; ++query) {
+  for (int query = first; query < end; ++query) {
     const storage_t p[2] = {element<BLOCK_KV>(p_smem, key, query),
                             element<BLOCK_KV>(p_smem, key + 8, query)};
 #pragma unroll
@@ -257,6 +259,34 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
   for (int n = threadIdx.x; n < bytes / 4; n += CONSUMER_THREADS) {
     fragment_product::clear_pair(reinterpret_cast<unsigned int*>(tile_smem)[n]);
   }
+}
+
+// The same of a part of a tile's queries, of QUERY_PARTS.
+template <int WIDTH>
+__device__ __forceinline__ void clear_nonfinite_queries(char* tile_smem, int part) {
+  constexpr int SLAB = BLOCK_Q * warpgroup::SLAB_ROW_BYTES;
+  constexpr int BYTES = BLOCK_Q * fragment::row_bytes(WIDTH);
+  if constexpr (QUERY_PARTS == 1) return clear_nonfinite(tile_smem, BYTES);
+#pragma unroll 1
+  for (int slab = 0; slab < BYTES; slab += SLAB) {
+    clear_nonfinite(tile_smem + slab + part * (SLAB / QUERY_PARTS), SLAB / QUERY_PARTS);
+  }
+}
+
+// Adds the products of non-finite values of do to dv one by one, and sets them to 0 for the tensor
+// cores, in a part of a tile's queries. Non-finite values of q are set to 0, too: their dS is NaN
+// already. `slab` has dv's first column.
+template <int COLUMNS>
+__device__ __forceinline__ void repair(float (&dv)[2][COLUMNS], int key, char* p_smem, char* q_smem,
+                                       char* do_smem, int slab, int part) {
+  constexpr int OF_PART = BLOCK_Q / QUERY_PARTS;
+  add_nonfinite(dv, key, p_smem, do_smem + slab * backward_storage::SLAB_BYTES, part * OF_PART,
+                (part + 1) * OF_PART);
+  consumers_sync();  // do, read as it came
+  clear_nonfinite_queries<D>(q_smem, part);
+  clear_nonfinite_queries<D_V>(do_smem, part);
+  ptx::fence_proxy_async();
+  consumers_sync();  // q and do, now finite
 }
 
 // Whether q or do of a tile has non-finite values. All consumer threads call it together.
@@ -342,86 +372,6 @@ __device__ __forceinline__ void clear_missing_keys(char* k_smem, char* v_smem, i
   clear_keys<D_V>(v_smem, valid);
   ptx::fence_proxy_async();
   consumers_sync();  // the keys and values, in which missing ones are now 0
-}
-
-// -- stores of dk and dv --------------------------------------------------------------------------
-
-// The block's rows of dk or dv, WIDTH columns wide, from key `j0` on; `valid` of them exist. If the
-// array has the storage type, they go through shared memory; otherwise threads write them to global
-// memory as float32.
-template <int WIDTH>
-struct ResultRows {
-  const Operand& to;
-  bool wide;
-  long long offset;
-  int valid;
-  char* smem;
-
-  __device__ __forceinline__ ResultRows(const Params& p, const Operand& to, int kind,
-                                        const layout::Entry& entry, int h_kv, long long j0,
-                                        int valid, char* smem)
-      : to(to),
-        wide(kind != number::STORAGE_KIND),
-        offset(layout::offset(to, entry, h_kv, true) + j0 * to.row + from_parts(p, to)),
-        valid(valid),
-        smem(smem) {}
-
-  // Elements between the start of all parts and the block's.
-  static __device__ __forceinline__ long long from_parts(const Params& p, const Operand& to) {
-    if constexpr (!HAS_PARTS) return 0;
-    const unsigned int number = layout::interleave_heads(p, blockIdx.x);
-    return layout::part_offset(p, to, layout::part_of_keys(p, number));
-  }
-
-  // Writes a thread's part, times a factor. `key` is the block's row of its first one.
-  template <int COLUMNS>
-  __device__ __forceinline__ void put(const float (&result)[2][COLUMNS], int key,
-                                      const ColumnShare<WIDTH>& share, float factor) const {
-    float* const data = reinterpret_cast<float*>(to.data) + offset;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = key + 8 * r;
-#pragma unroll
-      for (int n = 0; n < COLUMNS; n += 2) {
-        const int column = share.first + 8 * (n / 2) + fragment::lane_column();
-        const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
-        if (column < share.begin) continue;
-        if (!wide) {
-          const int piece = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, column / 8);
-          *reinterpret_cast<unsigned int*>(smem + piece + 2 * fragment::lane_column()) =
-              number::narrow_pair(low, high);
-          continue;
-        }
-        if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = low;
-        if (row < valid && column + 1 < WIDTH) data[row * to.row + (column + 1) * to.col] = high;
-      }
-    }
-  }
-
-  // Copies to global memory what all threads have put into shared memory.
-  __device__ __forceinline__ void copy_out() const {
-    if (!wide) {
-      fragment::copy_out<WIDTH>(to, offset, BLOCK_KV, valid, threadIdx.x, CONSUMER_THREADS, smem);
-    }
-  }
-};
-
-// Issues TMA stores of the warp's 16 rows of dk or dv, WIDTH columns wide, times a factor. The warp
-// stages them in its rows of a tile of 64 in shared memory. `first` is the tile's first key.
-template <int WIDTH, int COLUMNS>
-__device__ __forceinline__ void tma_store_rows(const float (&result)[2][COLUMNS],
-                                               const ColumnShare<WIDTH>& share, float factor,
-                                               unsigned int tile_address, const ptx::TensorMap& to,
-                                               const warpgroup::TmaHead& head, long long first) {
-  constexpr int SLAB_BYTES = warpgroup::WARPGROUP_ROWS * warpgroup::SLAB_ROW_BYTES;
-  const int warp = ptx::shuffle(threadIdx.x / ptx::WARP_SIZE % 4, 0);
-  const int row = warp * fragment::WARP_ROWS;
-  const float factors[2] = {factor, factor};
-  unsigned int words[2][COLUMNS / 2];
-  warpgroup_rows::narrow_rows(result, factors, words);
-  warpgroup_rows::tma_store_rows<WIDTH, SLAB_BYTES>(
-      words, tile_address + share.slab * SLAB_BYTES + row * warpgroup::SLAB_ROW_BYTES, to, head,
-      static_cast<int>(first) + row, share.first, share.begin);
 }
 
 }  // namespace warpgroup_gradient

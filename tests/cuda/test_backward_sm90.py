@@ -87,6 +87,11 @@ PROBLEMS = {
     "dropout": (2, 1, 70, 150, 16, 16, {"dropout": 0.3, "seed": 7, "scale": -0.3}, 8),
     "wide": (1, 1, 70, 130, 256, 256, {}, 6),
     "odd": (1, 1, 130, 65, 192, 136, {"mask": masks.causal()}, 3),
+    # Queries of a tile in two parts; edges within and between them, and heads of other sums.
+    "parts": (2, 1, 165, 260, 192, 128, {"mask": masks.causal()}, 14),
+    "parts, plain": (1, 1, 97, 129, 136, 72, {}, 4),
+    "parts of values": (2, 1, 130, 140, 72, 184, {"mask": masks.window(50, 3)}, 10),
+    "three slabs": (2, 1, 200, 130, 168, 40, {"mask": masks.causal()}, 8),
     "everything": (
         2, 1, 70, 150, 128, 128,
         {"mask": masks.causal(), "bias": BIAS, "dropout": 0.2, "seed": 3, "score_mod":
@@ -122,11 +127,16 @@ def test_gradients_are_within_the_bound(name, dtype):
 @pytest.mark.thorough("the first scale is quick")
 @emulated
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
-@mostly_thorough("d", [64, 128, 192], quick=(64,), why="other tiles, which share the code")
-def test_warps_have_scales_of_their_own(d, order):
+@mostly_thorough(
+    ("d", "d_v"),
+    [(64, 64), (128, 128), (192, 192), (192, 128)],
+    quick=[(64, 64)],
+    why="other tiles, which share the code",
+)
+def test_warps_have_scales_of_their_own(d, d_v, order):
     # None in the first tile, and then from tile to tile 2^8 times larger or smaller; from warp to
     # warp 2^5 times: each soon has a scale of its own, unless warps share keys.
-    q, k, v, do = draw(np.float32, (2, 300, d), *[(1, 140, d)] * 2, (2, 300, d))
+    q, k, v, do = draw(np.float32, (2, 300, d), (1, 140, d), (1, 140, d_v), (2, 300, d_v))
     tiles, warps = np.arange(300) // 64, np.arange(140) // 16
     do *= np.where(tiles > 0, 2.0 ** (8 * order * (tiles - 2.5)), 0)[:, None]
     v *= 2.0 ** (5 * (warps % 3))[:, None]
@@ -276,6 +286,10 @@ SINK = np.array([0.5], np.float32)
         (BRAIN, False, 104, None),
         (BRAIN, False, 104, SINK),
         (BRAIN, False, 192, None),
+        (BRAIN, False, (192, 128), None),
+        (BRAIN, False, (136, 72), SINK),
+        (HALF, False, (192, 128), None),
+        (BRAIN, True, (192, 128), None),
         (BRAIN, True, 72, SINK),
         (HALF, True, 192, None),
     ],
@@ -284,7 +298,8 @@ SINK = np.array([0.5], np.float32)
     ids=str,
 )
 def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
-    q, k, v, do = draw(dtype, *[(1, 130, d)] * 4)
+    d, d_v = d if isinstance(d, tuple) else (d, d)
+    q, k, v, do = draw(dtype, (1, 130, d), (1, 130, d), (1, 130, d_v), (1, 130, d_v))
     mask = masks.mask(lambda b, h, i, j: (j <= i) & (i != 50) & (j != 3))
     results = []
     for bad in (0, np.nan, np.inf):
@@ -298,11 +313,11 @@ def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
 @pytest.mark.thorough("the sm80 kernels have quick cases")
 @emulated
 @pytest.mark.parametrize("sink", [None, SINK], ids=str)
-@pytest.mark.parametrize("d", [64, 128])
-def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
-    q, k, do = draw(BRAIN, *[(1, 130, d)] * 3)
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (128, 128), (160, 96)])
+def test_do_that_is_not_finite_where_the_output_is_0(d, d_v, sink):
+    q, k, do = draw(BRAIN, (1, 130, d), (1, 130, d), (1, 130, d_v))
     do[:, 40, 5] = np.nan
-    made, _ = run(q, k, np.zeros_like(k), do, mask=masks.causal(), sink=sink)
+    made, _ = run(q, k, np.zeros_like(do), do, mask=masks.causal(), sink=sink)
     for name, x in zip(("dq", "dk", "dv"), made, strict=True):
         spoilt = np.isnan(x[0].astype(np.float32)).any(axis=1)
         assert list(np.flatnonzero(spoilt)) == ([40] if name == "dq" else list(range(41)))
@@ -311,11 +326,15 @@ def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
 @pytest.mark.thorough("masked queries and keys are quick, which are not finite")
 @emulated
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-@pytest.mark.parametrize("kind", ["in order", "deferred", "changed"])
+@pytest.mark.parametrize("kind", ["in order", "deferred", "parts", "changed"])
 def test_what_is_not_finite_spoils_what_sees_it(kind, where):
     dtype, d = (BRAIN, 128) if kind == "deferred" else (HALF, 256 if where in ("k", "do") else 64)
     more = {"score_mod": scores.softcap(30.0)} if kind == "changed" else {}
-    arrays = dict(zip(("q", "k", "v", "do"), draw(dtype, *[(1, 130, d)] * 4), strict=True))
+    if kind == "parts":
+        d = 192
+    d_v = 128 if kind == "parts" else d
+    drawn = draw(dtype, (1, 130, d), (1, 130, d), (1, 130, d_v), (1, 130, d_v))
+    arrays = dict(zip(("q", "k", "v", "do"), drawn, strict=True))
     arrays[where][0, 40, 5] = np.nan
     made, _ = run(*arrays.values(), mask=masks.causal(), **more)
     spoilt = {name: np.isnan(x[0]) for name, x in zip(("dq", "dk", "dv"), made, strict=True)}
@@ -336,7 +355,9 @@ def test_what_is_not_finite_spoils_what_sees_it(kind, where):
 @pytest.mark.thorough("masked keys are quick, and what is not finite")
 @emulated
 @pytest.mark.parametrize(
-    ("dtype", "d", "d_v"), [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)], ids=str
+    ("dtype", "d", "d_v"),
+    [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136), (BRAIN, 192, 128), (HALF, 136, 72)],
+    ids=str,
 )
 def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
     q, k, v, do = draw(dtype, (1, 200, d), (1, 130, d), (1, 130, d_v), (1, 200, d_v))
@@ -375,6 +396,7 @@ STATEMENTS = [
     for name in (
         "sm90/backward_sm90_dkdv.cu",
         "sm90/backward_producer.cuh",
+        "sm90/backward_results.cuh",
         "sm90/backward_storage.cuh",
         "sm90/warpgroup_dropout.cuh",
         "sm90/warpgroup_gradient.cuh",
@@ -403,6 +425,11 @@ def everything(read, schedule):
     run(*(x.astype(BRAIN) for x in (q, k, v, np.clip(do, -1, 1))), **options)
     arrays = (x[..., :64].astype(BRAIN) for x in (q, k, v))
     run_packed(*arrays, do[..., :64].astype(BRAIN), [0, 70, 200], [0, 30, 140], False, **options)
+    # Queries in parts, and dS of tiles that outgrow the scales of some warps.
+    parts = q, k, v * factors[:, None].astype(HALF), np.clip(do, -(2.0**11), 2.0**11)
+    parts = [np.tile(x, 2)[..., :n] for x, n in zip(parts, (192, 192, 128, 128), strict=True)]
+    run(*parts, mask=masks.causal(), **options)
+    run(*(x.astype(BRAIN) for x in parts), mask=masks.causal(), **options)
     for d in (64, 128):  # blocks of one consumer
         few = [x[..., :d].astype(BRAIN) for x in (q, k[:, 4:60], v[:, 4:60], np.clip(do, -1, 1))]
         run(*few, few_keys=True, mask=masks.causal(), **options)
@@ -439,7 +466,7 @@ def test_each_thread_may_say_that_it_has_read(monkeypatch):
 
 @pytest.mark.thorough("copies by threads, which few GPUs need")
 @emulated
-@pytest.mark.parametrize(("d", "d_v"), [(64, 104), (192, 136)])
+@pytest.mark.parametrize(("d", "d_v"), [(64, 104), (192, 136), (192, 128)])
 def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):
     arrays = draw(BRAIN, (2, 70, d), (1, 150, d), (1, 150, d_v), (2, 70, d_v))
     by_boxes, _ = run(*arrays, deterministic=True)

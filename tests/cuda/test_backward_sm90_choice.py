@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, capability
@@ -52,6 +54,32 @@ def test_which_kernels_are_launched():
         assert launches(**other)[1].special.kernel == "backward_sm80_dkdv"
     (alone,) = launches(length=49, d=32)
     assert alone.special.kernel == "backward_sm80_dkdv_tile"
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "options", "keys", "length"),
+    [
+        (192, 128, {}, 128, 512),
+        (192, 128, {"mask": masks.causal()}, 128, 512),
+        (136, 72, {"mask": masks.window(9, 0)}, 128, 512),
+        (72, 192, {}, 128, 512),
+        (64, 192, {}, 64, 512),  # of whose dq two consumers compute every other tile
+        (192, 136, {}, 64, 512),  # whose dk and dv take too many registers
+        (200, 64, {}, 64, 512),
+        (192, 128, {}, 64, 64),  # of which one consumer would have all keys
+        (192, 128, {"dropout": 0.1, "seed": 1}, 64, 512),
+        (192, 128, {"score_mod": scores.softcap(3.0)}, 64, 512),
+    ],
+)
+def test_blocks_of_wide_heads_have_128_keys_if_registers_suffice(d, d_v, options, keys, length):
+    q, do = (np.zeros((2, 2048, x), HALF) for x in (d, d_v))
+    k, v = (np.zeros((2, length, x), HALF) for x in (d, d_v))
+    call = validate.call(q, k, v, Options(**options))
+    gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    lse, made = np.zeros(q.shape[:-1], np.float32), Gradients(q.copy(), k.copy(), v.copy())
+    special = route.backward(call, gpu, do, do.copy(), lse, None, made).recipe.launches[1].special
+    assert special.kernel == "backward_sm90_dkdv"
+    assert special.tiles.block_kv == keys
 
 
 @pytest.mark.parametrize(
@@ -110,8 +138,8 @@ def test_what_it_cannot_serve(shape, do, size, words):
 
 def test_its_tiles_fit():
     for d in range(1, sm90.DKDV.heads["float16"] + 1):
-        for d_v in (1, d, 256):
-            tiles = sm90.fit_dkdv(d, d_v)
+        for d_v, plain in itertools.product((1, 64, 128, d, 256), (False, True)):
+            tiles = sm90.fit_dkdv(d, d_v, plain)
             assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
     problem = validate.call(*[np.zeros((1, 64), HALF)] * 3).problem
     gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])

@@ -133,7 +133,7 @@ class Blocks:
         if spec is sm90.FORWARD:
             return self.warpgroup_tiles(request)
         if spec is sm90.DKDV:
-            usual = sm90.fit_dkdv(problem.d, problem.d_v)
+            usual = sm90.fit_dkdv(problem.d, problem.d_v, sm90.is_plain(request))
             found = bias_tiles.beside_queries(request, usual) if self.bias_tiles else None
             return found or (spec.configure(request) if self.few_keys else usual)
         if spec is sm90_bias.BIAS:

@@ -22,6 +22,7 @@ from cupyflash.gpu.kernels import (
     sm80_f64,
     sm80_second,
     sm90,
+    sm90_dkdv,
     sm90_fp8,
     sm90_tangent,
 )
@@ -45,6 +46,7 @@ SHARED_MEMORY = {
 HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
     ((128, 128), "plain", False), ((64, 64), "causal", False), ((96, 104), "everything", True),
     ((256, 256), "segments", False), ((128, 128), "causal", False), ((192, 128), "alibi", True),
+    ((192, 128), "causal", True), ((192, 128), "causal", False), ((136, 72), "plain", False),
 ]  # fmt: skip
 
 # Of forward_sm90 for short rows: sizes, options, queries and keys.
@@ -384,8 +386,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
             registers = "plain"
         return sm90.fit_forward(*case.sizes, registers)
     if spec is sm90.DKDV:
-        fit = sm90.fit_few_keys if case.cache.startswith("few keys") else sm90.fit_dkdv
-        made = fit(*case.sizes)
+        few, own = case.cache.startswith("few keys"), (*case.sizes, sm90.is_plain(request))
+        made = sm90_dkdv.fit_few_keys(*case.sizes) if few else sm90.fit_dkdv(*own)
         return bias_tiles.with_stages(made) if case.cache.startswith("tiles") else made
     if spec is sm80.DKDV and case.cache != "whole dq":  # those of longer rows
         tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from ...problem.call import Problem
-from .sm90 import DKDV, FEW_KEYS_HEAD, FORWARD, WIDTHS, choose_packed, fit_few_keys, register_class
+from .sm90 import DKDV, FORWARD, WIDTHS, choose_packed, register_class
+from .sm90_dkdv import FEW_KEYS_HEAD, fit_few_keys
 from .spec import Grid, KernelSpec, Request, Tiles
 
 # Queries, and keys, of a short sequence: the twin of common/long_sequences.cuh. If the mean of all

@@ -21,11 +21,12 @@ from . import bias_tiles, cost, grid, sm80, sm90_wide, tma_operands
 from .cost import Cost
 from .sm80 import ENTRY_BYTES, HALVES, LARGEST_OF_WARP
 from .sm90_cost import dkdv_cost, forward_cost
+from .sm90_dkdv import DKDV_TILES, choose_dkdv, fit_dkdv, is_plain
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
 SHARED_MEMORY = 232448  # bytes, of a block
-KV_STAGES = 2  # of keys, and of values; in the backward of queries, and of do
+KV_STAGES = 2  # of keys, and of values
 
 # -- forward_sm90 ---------------------------------------------------------------------------------
 
@@ -383,53 +384,7 @@ FORWARD = KernelSpec(
 
 # -- backward_sm90_dkdv ---------------------------------------------------------------------------
 
-# Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
-DKDV_TILES: dict[int, tuple[int, int]] = {128: (64, 128), 256: (64, 64)}
-# Keys of a block of one consumer, largest head that it has the registers for, and such blocks that
-# share an SM.
-FEW_KEYS_DKDV, FEW_KEYS_HEAD, FEW_KEYS_BLOCKS = 64, 128, 2
-DKDV_STORAGE_BYTES = 576  # in addition to operands, lse and delta
-DKDV_CONSUMER_BYTES = 160  # of these for each consumer
 _MAPS_BYTES = 7 * tma.BYTES  # of q, k, v, do, dk and dv, and what aligns them
-
-
-def dkdv_tiles(block_q: int, block_kv: int, d: int, d_v: int, consumers: int = 2) -> Tiles:
-    """Return tiles of backward_sm90_dkdv.cu: consumer warpgroups, and a producer."""
-    columns, alone = row_bytes(d) + row_bytes(d_v), consumers == 1
-    shares = block_kv < 64 * consumers  # keys: then P goes through shared memory like dS
-    held = 1 if alone else KV_STAGES  # tiles of dS
-    weights = held * (2 if shares else 1) * block_kv * row_bytes(block_q)
-    copied = row_bytes(d) if not shares and not alone and d > 64 else 0  # of keys, made finite
-    operands = block_kv * (columns + copied) + KV_STAGES * block_q * columns
-    little = 16 * block_q + DKDV_STORAGE_BYTES + consumers * DKDV_CONSUMER_BYTES
-    threads, resident = 128 * (consumers + 1), FEW_KEYS_BLOCKS if alone else 1
-    return Tiles(
-        block_q, block_kv, threads, operands + weights + little, resident, stages=KV_STAGES
-    )
-
-
-def fit_dkdv(d: int, d_v: int) -> Tiles:
-    """Return the tiles of backward_sm90_dkdv.cu."""
-    return dkdv_tiles(*at_head(DKDV_TILES, d, d_v), d, d_v)
-
-
-def fit_few_keys(d: int, d_v: int) -> Tiles:
-    """Return the tiles of backward_sm90_dkdv.cu for rows of few keys: blocks of one consumer."""
-    return dkdv_tiles(64, FEW_KEYS_DKDV, d, d_v, consumers=1)
-
-
-@functools.lru_cache(maxsize=256)
-def choose_dkdv(d: int, d_v: int, len_q: int, len_k: int) -> Tiles:
-    """Return the tiles of backward_sm90_dkdv.cu for rows of at most so many queries and keys.
-
-    A block of one consumer has all keys of a row, and sums up as the first one of two would, to
-    whose sums missing keys add zeros. So packed sequences may have these tiles as others do.
-    """
-    usual = fit_dkdv(d, d_v)
-    if not 0 < len_k <= FEW_KEYS_DKDV or max(d, d_v) > FEW_KEYS_HEAD:
-        return usual
-    few, lengths = fit_few_keys(d, d_v), (min(len_q, cost.LONG), len_k)
-    return min((few, usual), key=lambda tiles: dkdv_cost(tiles, d, d_v, *lengths).time)
 
 
 def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
@@ -437,13 +392,13 @@ def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
     # No sequence's kernel may depend on the lengths of others that are packed with it.
     lengths = min(rows.known_q, cost.LONG), min(rows.known_k, cost.LONG)
     if lengths[1] > tiles.block_kv:  # packed; longer ones have the same kernel
-        tiles = fit_dkdv(problem.d, problem.d_v)
+        tiles = fit_dkdv(problem.d, problem.d_v, is_plain(request))
     return dkdv_cost(tiles, problem.d, problem.d_v, *lengths)
 
 
 def dkdv_slower(request: Request) -> str | None:
     """Return None, or in words that backward_sm80_dkdv takes less time."""
-    tiles = fit_dkdv(request.problem.d, request.problem.d_v)
+    tiles = fit_dkdv(request.problem.d, request.problem.d_v, is_plain(request))
     return _slower(request, (DKDV, tiles), sm80.DKDV)
 
 
@@ -460,10 +415,11 @@ def _dkdv_obstacle(request: Request) -> str | None:
 
 def _configure_dkdv(request: Request) -> Tiles:
     problem = request.problem
-    usual = fit_dkdv(problem.d, problem.d_v)
+    plain = is_plain(request)
+    usual = fit_dkdv(problem.d, problem.d_v, plain)
     longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
     with_bias = bias_tiles.beside_queries(request, usual)
-    return with_bias or choose_dkdv(problem.d, problem.d_v, *longest)
+    return with_bias or choose_dkdv(problem.d, problem.d_v, *longest, plain)
 
 
 def _dkdv_rows(tiles: Tiles) -> dict[str, int]:

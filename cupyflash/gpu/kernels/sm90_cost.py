@@ -66,9 +66,9 @@ def forward_cost(
     )
 
 
-def _line(d: int, d_v: int) -> int:
-    """Columns that backward_sm90_dkdv computes at a time; of wide heads in two warpgroups."""
-    return 64 if max(d, d_v) <= 128 else 128
+def _line(tiles: Tiles) -> int:
+    """Columns that backward_sm90_dkdv computes at a time; where consumers share keys, of both."""
+    return 128 if tiles.block_kv < (tiles.threads - 128) // 2 else 64
 
 
 # What backward_sm90_dkdv takes.
@@ -77,7 +77,7 @@ DKDV_RATES = Rates(4400.0, 0.0, 0.076, 0.00031)
 
 def dkdv_cost(tiles: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Cost:
     """Return what the rows of a head take with tiles of backward_sm90_dkdv.cu."""
-    line = _line(d, d_v)
+    line = _line(tiles)
     whole, whole_v = (-(-n // 16) * 16 for n in (d, d_v))
     wide, wide_v = (-(-n // line) * line for n in (d, d_v))  # of dk and dq, and of dv
     products = whole + whole_v + 2 * wide + wide_v
