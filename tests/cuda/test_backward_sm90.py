@@ -310,6 +310,24 @@ def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
         assert all(same_bits(first, x) for x in others)
 
 
+@pytest.mark.thorough("keys of narrower heads have quick cases")
+@emulated
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+def test_few_keys_of_wide_heads_have_the_bits_of_tiles_of_more(dtype, deterministic):
+    # Sizes of dS differ from warp to warp, and grow from tile to tile.
+    q, k, v, do = draw(np.float32, (2, 200, 192), (1, 60, 192), (1, 60, 128), (2, 200, 128))
+    q[..., 0] = 8
+    k[:, 16:32, 0] -= 20
+    do *= 2.0 ** (4 * (np.arange(200) // 32) - 14)[:, None]
+    arrays = [x.astype(dtype) for x in (q, k, v, do)]
+    few, more = (
+        run(*arrays, deterministic, few_keys=few, mask=masks.causal())[0] for few in (True, False)
+    )
+    for x, y in zip(few, more, strict=True):
+        assert same_bits(x, y)
+
+
 @pytest.mark.thorough("the sm80 kernels have quick cases")
 @emulated
 @pytest.mark.parametrize("sink", [None, SINK], ids=str)

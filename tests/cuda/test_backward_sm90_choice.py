@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, capability
@@ -11,13 +12,13 @@ from cuda_specialisations import SHARED_MEMORY, capability
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import params, route, strides
-from cupyflash.gpu.kernels import registry, sm90, tma_operands
+from cupyflash.gpu.kernels import registry, sm90, sm90_dkdv, tma_operands
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
 
-HALF = np.dtype(np.float16)
+HALF, BRAIN = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 def launches(arch="sm_90", d=64, length=512, deterministic=False, lacks="", do=None, **options):
@@ -66,20 +67,37 @@ def test_which_kernels_are_launched():
         (64, 192, {}, 64, 512),  # of whose dq two consumers compute every other tile
         (192, 136, {}, 64, 512),  # whose dk and dv take too many registers
         (200, 64, {}, 64, 512),
-        (192, 128, {}, 64, 64),  # of which one consumer would have all keys
+        (192, 128, {}, 128, 65),
         (192, 128, {"dropout": 0.1, "seed": 1}, 64, 512),
         (192, 128, {"score_mod": scores.softcap(3.0)}, 64, 512),
     ],
 )
 def test_blocks_of_wide_heads_have_128_keys_if_registers_suffice(d, d_v, options, keys, length):
-    q, do = (np.zeros((2, 2048, x), HALF) for x in (d, d_v))
-    k, v = (np.zeros((2, length, x), HALF) for x in (d, d_v))
+    assert keys_of_block(HALF, d, d_v, length, **options) == keys
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d_v", "keys"),
+    [
+        (BRAIN, 128, 64),  # of which one of two consumers would have all keys
+        (HALF, 128, 128),  # whose dS has other scales if keys are shared
+        (HALF, 192, 64),
+    ],
+    ids=str,
+)
+def test_few_keys_of_wide_heads_are_shared_if_no_bit_changes(dtype, d_v, keys):
+    assert keys_of_block(dtype, 192, d_v, 64) == keys
+
+
+def keys_of_block(dtype, d, d_v, length, **options):
+    q, do = (np.zeros((2, 2048, x), dtype) for x in (d, d_v))
+    k, v = (np.zeros((2, length, x), dtype) for x in (d, d_v))
     call = validate.call(q, k, v, Options(**options))
     gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
     lse, made = np.zeros(q.shape[:-1], np.float32), Gradients(q.copy(), k.copy(), v.copy())
     special = route.backward(call, gpu, do, do.copy(), lse, None, made).recipe.launches[1].special
     assert special.kernel == "backward_sm90_dkdv"
-    assert special.tiles.block_kv == keys
+    return special.tiles.block_kv
 
 
 @pytest.mark.parametrize(
@@ -139,7 +157,7 @@ def test_what_it_cannot_serve(shape, do, size, words):
 def test_its_tiles_fit():
     for d in range(1, sm90.DKDV.heads["float16"] + 1):
         for d_v, plain in itertools.product((1, 64, 128, d, 256), (False, True)):
-            tiles = sm90.fit_dkdv(d, d_v, plain)
+            tiles = sm90_dkdv.fit_dkdv(d, d_v, plain)
             assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
     problem = validate.call(*[np.zeros((1, 64), HALF)] * 3).problem
     gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])

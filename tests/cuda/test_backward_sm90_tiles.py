@@ -17,7 +17,7 @@ from placement import same_bits
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import route
-from cupyflash.gpu.kernels import bias_tiles, sm90
+from cupyflash.gpu.kernels import bias_tiles, sm90, sm90_dkdv
 from cupyflash.gpu.writer import request_of
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
@@ -108,7 +108,7 @@ def test_where_tiles_of_a_bias_have_room(d, bias, options, stages):
     q, k = np.zeros((2, 70, d), HALF), np.zeros((2, 72, d), HALF)
     call = validate.call(q, k, k, Options(bias=bias, **options))
     request = request_of(call, target_of("sm_90"), {"q": (q, 3), "k": (k, 3), "v": (k, 3)})
-    found = bias_tiles.beside_queries(request, sm90.fit_dkdv(d, d))
+    found = bias_tiles.beside_queries(request, sm90_dkdv.fit_dkdv(d, d))
     assert (None if found is None else found.bias_stages) == stages
     assert found is None or found.shared_memory <= sm90.SHARED_MEMORY
 

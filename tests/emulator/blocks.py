@@ -22,6 +22,7 @@ from cupyflash.gpu.kernels import (
     sm80_tangent,
     sm90,
     sm90_bias,
+    sm90_dkdv,
 )  # fmt: skip
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
@@ -133,7 +134,7 @@ class Blocks:
         if spec is sm90.FORWARD:
             return self.warpgroup_tiles(request)
         if spec is sm90.DKDV:
-            usual = sm90.fit_dkdv(problem.d, problem.d_v, sm90.is_plain(request))
+            usual = sm90_dkdv.fit_dkdv(problem.d, problem.d_v, sm90_dkdv.is_plain(request))
             found = bias_tiles.beside_queries(request, usual) if self.bias_tiles else None
             return found or (spec.configure(request) if self.few_keys else usual)
         if spec is sm90_bias.BIAS:

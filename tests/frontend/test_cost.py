@@ -11,7 +11,7 @@ from cuda_specialisations import SHARED_MEMORY, target_of
 
 from cupyflash import lookup, masks
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu.kernels import registry, sm80, sm90
+from cupyflash.gpu.kernels import registry, sm80, sm90, sm90_dkdv
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
@@ -70,7 +70,7 @@ def costs(row):
     )
     backward = (
         sm80.dkdv_cost(gradient, d, d, *lengths),
-        sm90.dkdv_cost(sm90.fit_dkdv(d, d), d, d, *lengths),
+        sm90.dkdv_cost(sm90_dkdv.fit_dkdv(d, d), d, d, *lengths),
     )
     return forward, backward
 

@@ -386,8 +386,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
             registers = "plain"
         return sm90.fit_forward(*case.sizes, registers)
     if spec is sm90.DKDV:
-        few, own = case.cache.startswith("few keys"), (*case.sizes, sm90.is_plain(request))
-        made = sm90_dkdv.fit_few_keys(*case.sizes) if few else sm90.fit_dkdv(*own)
+        few, own = case.cache.startswith("few keys"), (*case.sizes, sm90_dkdv.is_plain(request))
+        made = sm90_dkdv.fit_few_keys(*case.sizes) if few else sm90_dkdv.fit_dkdv(*own)
         return bias_tiles.with_stages(made) if case.cache.startswith("tiles") else made
     if spec is sm80.DKDV and case.cache != "whole dq":  # those of longer rows
         tiles = sm80.fit_backward(spec.name, *case.sizes, request.device.shared_memory)

@@ -21,7 +21,7 @@ from . import bias_tiles, cost, grid, sm80, sm90_wide, tma_operands
 from .cost import Cost
 from .sm80 import ENTRY_BYTES, HALVES, LARGEST_OF_WARP
 from .sm90_cost import dkdv_cost, forward_cost
-from .sm90_dkdv import DKDV_TILES, choose_dkdv, fit_dkdv, is_plain
+from .sm90_dkdv import DKDV_TILES, choose_dkdv, fit_rows
 from .spec import RESERVED, WARP_ROWS, KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
@@ -392,13 +392,13 @@ def _cost_of_dkdv(request: Request, tiles: Tiles) -> Cost | None:
     # No sequence's kernel may depend on the lengths of others that are packed with it.
     lengths = min(rows.known_q, cost.LONG), min(rows.known_k, cost.LONG)
     if lengths[1] > tiles.block_kv:  # packed; longer ones have the same kernel
-        tiles = fit_dkdv(problem.d, problem.d_v, is_plain(request))
+        tiles = fit_rows(request, lengths[1])
     return dkdv_cost(tiles, problem.d, problem.d_v, *lengths)
 
 
 def dkdv_slower(request: Request) -> str | None:
     """Return None, or in words that backward_sm80_dkdv takes less time."""
-    tiles = fit_dkdv(request.problem.d, request.problem.d_v, is_plain(request))
+    tiles = fit_rows(request, request.problem.rows.known_k)
     return _slower(request, (DKDV, tiles), sm80.DKDV)
 
 
@@ -415,11 +415,10 @@ def _dkdv_obstacle(request: Request) -> str | None:
 
 def _configure_dkdv(request: Request) -> Tiles:
     problem = request.problem
-    plain = is_plain(request)
-    usual = fit_dkdv(problem.d, problem.d_v, plain)
-    longest = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
+    len_q, len_k = (int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k))
+    usual = fit_rows(request, len_k)
     with_bias = bias_tiles.beside_queries(request, usual)
-    return with_bias or choose_dkdv(problem.d, problem.d_v, *longest, plain)
+    return with_bias or choose_dkdv(usual, problem.d, problem.d_v, len_q, len_k)
 
 
 def _dkdv_rows(tiles: Tiles) -> dict[str, int]:

@@ -66,17 +66,28 @@ def fit_few_keys(d: int, d_v: int) -> Tiles:
     return dkdv_tiles(64, FEW_KEYS_DKDV, d, d_v, consumers=1)
 
 
+def fit_rows(request: Request, len_k: int) -> Tiles:
+    """Return the tiles for rows of at most so many keys, in blocks of two consumers.
+
+    Both have keys of wide heads, too, where rows have few: they share these. In float16 such tiles
+    find other scales of dS. There a sequence of few keys has the tiles of a longer one, because it
+    may be packed beside one.
+    """
+    problem = request.problem
+    few = 0 < len_k <= FEW_KEYS_DKDV and max(problem.d, problem.d_v) > FEW_KEYS_HEAD
+    shares = few and problem.dtype.name != "float16"
+    return fit_dkdv(problem.d, problem.d_v, is_plain(request) and not shares)
+
+
 @functools.lru_cache(maxsize=256)
-def choose_dkdv(d: int, d_v: int, len_q: int, len_k: int, plain: bool = False) -> Tiles:
+def choose_dkdv(usual: Tiles, d: int, d_v: int, len_q: int, len_k: int) -> Tiles:
     """Return the tiles of backward_sm90_dkdv.cu for rows of at most so many queries and keys.
 
-    A block of one consumer has all keys of a row, and sums up as the first one of two would, to
-    whose sums missing keys add zeros. So packed sequences may have these tiles as others do.
+    `usual` are those of two consumers. A block of one consumer has all keys of a row, and sums up
+    as the first one of two would, to whose sums missing keys add zeros. So packed sequences may
+    have these tiles as others do.
     """
-    usual = fit_dkdv(d, d_v, plain)
-    if not 0 < len_k <= FEW_KEYS_DKDV:
+    if not 0 < len_k <= FEW_KEYS_DKDV or max(d, d_v) > FEW_KEYS_HEAD:
         return usual
-    if max(d, d_v) > FEW_KEYS_HEAD:
-        return fit_dkdv(d, d_v)  # of which both consumers have keys
     few, lengths = fit_few_keys(d, d_v), (min(len_q, cost.LONG), len_k)
     return min((few, usual), key=lambda tiles: dkdv_cost(tiles, d, d_v, *lengths).time)
