@@ -92,6 +92,7 @@ PROBLEMS = {
     "parts, plain": (1, 1, 97, 129, 136, 72, {}, 4),
     "parts of values": (2, 1, 130, 140, 72, 184, {"mask": masks.window(50, 3)}, 10),
     "three slabs": (2, 1, 200, 130, 168, 40, {"mask": masks.causal()}, 8),
+    "whole dq in parts": (2, 1, 165, 60, 192, 128, {"mask": masks.causal()}, 4),
     "everything": (
         2, 1, 70, 150, 128, 128,
         {"mask": masks.causal(), "bias": BIAS, "dropout": 0.2, "seed": 3, "score_mod":
