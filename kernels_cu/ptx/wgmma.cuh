@@ -90,6 +90,13 @@ __device__ __forceinline__ void fence_accumulator(float (&d)[2][COLUMNS]) {
   }
 }
 
+template <int FIRST, int SECOND>
+__device__ __forceinline__ void fence_accumulators(float (&first)[2][FIRST],
+                                                   float (&second)[2][SECOND]) {
+  fence_accumulator(first);
+  fence_accumulator(second);
+}
+
 // d = a b^T, or d += where `add`.
 __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n32k16", "f16", WGMMA_NAMES_16, "%16", "%17", "%18")

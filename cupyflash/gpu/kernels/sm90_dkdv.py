@@ -50,9 +50,12 @@ def is_plain(request: Request) -> bool:
 
 
 def _has_sums(d: int, d_v: int) -> bool:
-    """Whether a consumer has the registers for dk and dv of 64 keys, if nothing else takes any."""
+    """Whether a consumer has the registers for dk and dv of 64 keys, if nothing else takes any.
+
+    It pays where most of what is added up is dq, so not where values are wider than keys.
+    """
     slabs = (row_bytes(d) + row_bytes(d_v)) // row_bytes(64)
-    return d > 64 and max(d, d_v) <= LARGEST_IN_PARTS and slabs <= MOST_SLABS
+    return d > 64 and d_v <= d <= LARGEST_IN_PARTS and slabs <= MOST_SLABS
 
 
 def fit_dkdv(d: int, d_v: int, plain: bool = False) -> Tiles:
