@@ -10,11 +10,13 @@ import numpy as np
 from ..problem.call import Call
 
 GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that are stored together
-TILE_Q, TILE_K = 64, 128  # about a tile of a kernel, for the number of parts
+# About a tile of a kernel, for the number of parts; keys of a tile of heads beyond 128.
+TILE_Q, TILE_K, TILE_K_WIDE = 64, 128, 64
 # Blocks that fill a GPU, and where tiles of a bias are small, or numbers; tiles of scores that
-# share such a tile, and rows of queries, for which a part pays.
+# share such a tile, and numbers of queries and do, for which a part pays. Heads of fewer columns
+# take as long.
 ENOUGH_BLOCKS, ENOUGH_SMALL_BLOCKS, ENOUGH_NUMBERS = 256, 384, 512
-FEWEST_TILES, FEWEST_ROWS = 8, 8192
+FEWEST_TILES, FEWEST_OF_QUERIES, FEWEST_COLUMNS = 8, 1 << 20, 128
 FEWEST_ENTRIES = 4  # with which a block of heads that are one tile has a part of dbias
 
 
@@ -159,9 +161,11 @@ def _key_parts(call: Call) -> int:
     if problem.rows.adjoin or not problem.heads_kv:
         return 1
     group: int = problem.heads // problem.heads_kv
-    len_q = int(np.max(problem.len_q, initial=0))
-    blocks = problem.heads_kv * -(-int(np.max(problem.len_k, initial=0)) // TILE_K)
-    return max(1, min(group, -(-ENOUGH_BLOCKS // max(blocks, 1)), -(-group * len_q // FEWEST_ROWS)))
+    len_q, len_k = (int(np.max(n, initial=0)) for n in (problem.len_q, problem.len_k))
+    tile_k = TILE_K if max(problem.d, problem.d_v) <= 128 else TILE_K_WIDE
+    blocks = problem.heads_kv * -(-len_k // tile_k)
+    numbers = group * len_q * max(problem.d + problem.d_v, FEWEST_COLUMNS)
+    return max(1, min(group, -(-ENOUGH_BLOCKS // max(blocks, 1)), -(-numbers // FEWEST_OF_QUERIES)))
 
 
 def parts_of_bias(call: Call, shape: tuple[int, ...]) -> int:

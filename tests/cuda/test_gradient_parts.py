@@ -53,9 +53,9 @@ def run(call, do, blocks, schedule=REVERSE, deterministic=False):
 # -- how many -------------------------------------------------------------------------------------
 
 
-def of(heads, heads_kv, len_q, len_k, batch=1, bias=None):
-    q = np.zeros((batch, heads, len_q, 8), HALF)
-    k = np.zeros((batch, heads_kv, len_k, 8), HALF)
+def of(heads, heads_kv, len_q, len_k, batch=1, bias=None, d=8):
+    q = np.zeros((batch, heads, len_q, d), HALF)
+    k = np.zeros((batch, heads_kv, len_k, d), HALF)
     bias = None if bias is None else np.zeros(bias, HALF)
     call = validate.call(q, k, k, Options(bias=bias))
     made = workspace.scratch_of(call, True, share_queries=True)
@@ -64,7 +64,10 @@ def of(heads, heads_kv, len_q, len_k, batch=1, bias=None):
 
 def test_few_key_heads_of_many_queries_have_parts():
     assert of(32, 1, 8192, 8192) == (4, 1)  # of 64 blocks
-    assert of(16, 2, 2048, 2048) == (2, 1)  # as many as have 8192 rows
+    assert of(16, 2, 2048, 2048) == (2, 1)  # as many as have 8192 rows of 64 columns
+    assert of(32, 1, 1024, 1024, d=128) == (8, 1)  # 4096 of 128
+    assert of(8, 1, 2048, 2048, d=256) == (8, 1)  # of 32 blocks
+    assert of(8, 1, 4096, 4096, d=256) == (4, 1)  # of 64
     assert of(32, 8, 4096, 4096) == (1, 1)  # enough blocks
     assert of(2, 1, 2**15, 128)[0] == 2  # as many as there are heads
     assert of(32, 1, 8192, 8192, batch=64) == of(32, 1, 8192, 8192)
@@ -124,7 +127,7 @@ def test_what_explain_counts():
 
 @pytest.fixture(name="few_rows")
 def _few_rows(monkeypatch):
-    monkeypatch.setattr(workspace, "FEWEST_ROWS", 64)
+    monkeypatch.setattr(workspace, "FEWEST_OF_QUERIES", 64 * 128)
 
 
 @emulated
