@@ -282,7 +282,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           warpgroup_gradient::load_delta<COLUMNS>(shared.delta[stage] + corner.column);
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(dp);
-      if (PARTS_AT_ONCE > 1 && !begins) ptx::fence_accumulators(dv, dk);  // of the first part
+      if (PARTS_AT_ONCE > 1 && !begins) ptx::fence_accumulator(dv, dk);  // of the first part
       if (VOTE_NONFINITE && may_mask && !warpgroup_gradient::all_finite(dp)) sees_nonfinite = true;
       warpgroup_gradient::compute_ds<!FUSE_SCORE_EXP>(p, has_masked, s, dp, delta, kept, weights);
 
@@ -406,7 +406,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         }
       } else if constexpr (ATOMIC_DQ && ONE_CONSUMER) {
         ptx::wgmma_wait<0>();  // dq takes the registers of P and dS
-        ptx::fence_accumulators(dv, dk);
+        ptx::fence_accumulator(dv, dk);
         if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k.begin);
 #pragma unroll 1
         for (int slab = 0; slab < ColumnShare<D>::SLABS; ++slab) {
@@ -425,7 +425,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       if (PARTS_AT_ONCE > 1 && !ends) return;  // dv and dk, multiplied beside the next scores
       ptx::wgmma_wait<0>();
-      ptx::fence_accumulators(dv, dk);
+      ptx::fence_accumulator(dv, dk);
       if (clears_keys) warpgroup_gradient::reload_keys(p, shared, smem.k.begin);
       if (ends) warpgroup::arrive_warpgroup(shared.q_pipeline.empty_barrier(tile_number));
     };

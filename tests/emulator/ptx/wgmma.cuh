@@ -17,7 +17,7 @@ inline void wgmma_wait(EMULATOR_WHERE) {
 template <int COLUMNS>
 inline void fence_accumulator(float (&)[2][COLUMNS]) {}
 template <int FIRST, int SECOND>
-inline void fence_accumulators(float (&)[2][FIRST], float (&)[2][SECOND]) {}
+inline void fence_accumulator(float (&)[2][FIRST], float (&)[2][SECOND]) {}
 
 inline void wgmma_ss_f16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 32, nullptr, a, b, add, false);
