@@ -92,7 +92,7 @@ __device__ __forceinline__ void fence_accumulator(float (&d)[2][COLUMNS]) {
 
 template <int FIRST, int SECOND>
 __device__ __forceinline__ void fence_accumulator(float (&first)[2][FIRST],
-                                                   float (&second)[2][SECOND]) {
+                                                  float (&second)[2][SECOND]) {
   fence_accumulator(first);
   fence_accumulator(second);
 }
