@@ -65,13 +65,10 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     for (int tile = last; tile >= 0; tile = work.tile_before(tile)) {
       const int first_row = work.first_row_k + tile * BLOCK_KV;
       const PagePiece piece(p, work, tile);
-      const bool loads = !KEEPS_KV || !work.keeps_kv();
-      if (loads) {
-        shared.k_pipeline.wait_empty(n);
-        expect(shared.k_pipeline.full_barrier(n), KTiles::BYTES);
-        load_keys<BLOCK_KV, D>(smem.k.address(KvPipeline::stage_of(n)), k_map, work.k, first_row,
-                               piece, shared.k_pipeline.full_barrier(n));
-      }
+      shared.k_pipeline.wait_empty(n);
+      expect(shared.k_pipeline.full_barrier(n), KTiles::BYTES);
+      load_keys<BLOCK_KV, D>(smem.k.address(KvPipeline::stage_of(n)), k_map, work.k, first_row,
+                             piece, shared.k_pipeline.full_barrier(n));
       if (tile == last && leads) {
         // 1 load q
 #pragma unroll 1
@@ -90,14 +87,12 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
                          warpgroup::TmaHead(p.bias, work.entry, work.head), n,
                          static_cast<int>(work.first), tile * BLOCK_KV);
       }
-      if (loads) {
-        shared.v_pipeline.wait_empty(n);
-        expect(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
-        load_keys<BLOCK_KV, V_COLUMNS>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v,
-                                       first_row, piece, shared.v_pipeline.full_barrier(n),
-                                       work.first_column());
-        ++n;
-      }
+      shared.v_pipeline.wait_empty(n);
+      expect(shared.v_pipeline.full_barrier(n), VTiles::BYTES);
+      load_keys<BLOCK_KV, V_COLUMNS>(smem.v.address(KvPipeline::stage_of(n)), v_map, work.v,
+                                     first_row, piece, shared.v_pipeline.full_barrier(n),
+                                     work.first_column());
+      ++n;
     }
     if constexpr (PAGED) __syncwarp();  // the work tile, read by all lanes
     if (leads) ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));

@@ -167,15 +167,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
     };
 
-    if constexpr (KEEPS_KV) {
-      // The keys and values of the work tile before are still in their stage, or are released now.
-      if (work.keeps_kv()) {
-        --kv_uses;
-      } else if (kv_uses > 0) {
-        warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses - 1));
-        warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
-      }
-    }
     const int first_kv_use = kv_uses;
     const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next > TileRef::NONE;
     if (has_tiles) {
@@ -219,9 +210,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
-      if constexpr (!KEEPS_KV) {
-        warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
-      }
+      warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
       if (next <= TileRef::NONE) warpgroup::arrive_warpgroup(shared.q_empty_barrier(q_slot));
       bias_tiles::wait(*smem.bias_pipeline, kv_uses);
       if (sees) {
@@ -295,9 +284,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       issue_pv(kv_uses - 1);
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(acc);
-      if constexpr (!KEEPS_KV) {
-        warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
-      }
+      warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
       more_tiles = HAS_EDGES && next > TileRef::NONE;
     }
 

@@ -20,10 +20,6 @@ constexpr int MAX_CONSUMERS = 3;
 constexpr bool SMALL_HEADS = D <= 64 && D_V <= 64 && !CHANGES_SCORES;
 constexpr int KV_STAGES = SMALL_HEADS && !ONE_TILE ? 4 : 2;
 
-// Whether keys and values stay in their stage as long as a block's work tiles have the same ones.
-// Not where non-finite values are set to 0.
-constexpr bool KEEPS_KV = ONE_TILE && !CHECK_FINITE && !CHANGES_SCORES;
-
 constexpr int Q_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(V_COLUMNS);
 // Where a work tile is one tile of scores, its queries are needed as often as keys and values.
 constexpr int BYTES_OF_TWO =

@@ -69,9 +69,6 @@ struct ScheduledTile : ColumnsOfValues<V_PARTS> {
   TileRef second_tile;
   int second_run;
 
-  // Where all keys of a row are one tile, there is no second one: whether keys and values are those
-  // of the block's work tile before, and stay where they are.
-  __device__ __forceinline__ bool keeps_kv() const { return second_run != 0; }
   __device__ __forceinline__ int rows_in(int tile) const {
     return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
   }
@@ -111,12 +108,14 @@ struct ScheduledTile : ColumnsOfValues<V_PARTS> {
 //
 // With lists of tiles, the blocks of a head are dealt by their tiles, the longest first.
 //
-// Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on. Where all
-// keys of a row are one tile, and arrays are not packed, a block has neighbouring tiles: most have
-// the head of the one before, whose keys and values stay, and are found by counting.
+// Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on. So it is,
+// too, where all keys of a row are one tile: then heads that lie beside each other in memory are
+// read at the same time. There the first block is another one in each round: work of heads may
+// follow a pattern, of which a block should not have the same piece in all rounds.
 //
 // Parts of a head's values are dealt like neighbouring heads, so that they find its keys in L2.
-constexpr bool NEIGHBOURS = ONE_TILE && !PACKED;
+constexpr bool TAKES_TURNS = ONE_TILE && !PACKED;
+constexpr unsigned int TURN = 5;  // blocks from a round's first one to that of the next
 
 struct TileScheduler {
   static constexpr bool INTERLEAVE_HEADS = HAS_MASK && !PACKED && !ONE_TILE;
@@ -162,9 +161,10 @@ struct TileScheduler {
       if (n >= heads_here * blocks) return heads * blocks;
       return (first_head + n % heads_here) * blocks + n / heads_here;
     }
-    if constexpr (NEIGHBOURS) {
-      const unsigned int each = heads * blocks / gridDim.x, more = heads * blocks % gridDim.x;
-      return blockIdx.x * each + (blockIdx.x < more ? blockIdx.x : more) + round;
+    if constexpr (TAKES_TURNS) {
+      const unsigned int first = round * gridDim.x, rest = heads * blocks - first;
+      if (blockIdx.x >= rest) return heads * blocks;
+      return first + (blockIdx.x + round * TURN) % (rest < gridDim.x ? rest : gridDim.x);
     }
     const unsigned int n = round * gridDim.x + blockIdx.x;
     if constexpr (!HAS_MASK || ONLY_LONG) return n;
@@ -191,37 +191,8 @@ __device__ __forceinline__ void set_head(const Params& p, ScheduledTile& work_sm
   work_smem.out = warpgroup::TmaHead(p.out, entry, head);
 }
 
-// Whether the work tile after this one has the same entry.
-__device__ __forceinline__ bool continues(const Params& p, const ScheduledTile& work) {
-  return work.first > 0 || work.head + 1 < p.heads;
-}
-
-// Writes the work tile after `before` to shared memory, where keys are one tile, of the same entry:
-// the block of queries before it, or the last one of the next head. Returns whether it has the same
-// keys and values.
-__device__ __forceinline__ bool describe_next_tile(const Params& p, const ScheduledTile& before,
-                                                   ScheduledTile& work_smem) {
-  if (ptx::lane_index() != 0) return false;
-  const bool same_head = before.first > 0;
-  const long long head = same_head ? before.head : before.head + 1;
-  work_smem.entry = before.entry;
-  work_smem.head = head;
-  set_head(p, work_smem, before.entry, head);
-  const int of_first = rows_of_first_block(before.entry);
-  const long long last = of_first + (p.blocks - 2) * BLOCK_Q;
-  const long long lower = same_head ? before.first - BLOCK_Q : last;
-  const long long first = lower < 0 ? 0 : lower;
-  work_smem.first = first;
-  work_smem.rows = tile::rows_from(first, before.entry.len_q, first == 0 ? of_first : BLOCK_Q);
-  work_smem.first_row_q = static_cast<int>(first);
-  work_smem.first_row_k = 0;
-  return before.first_tile > TileRef::NONE && work_smem.k.head == before.k.head &&
-         work_smem.v.head == before.v.head;
-}
-
 // Finds the classes of a work tile's keys, and the first two tiles, by the lanes of a warp.
-__device__ __forceinline__ void find_tiles(const Params& p, ScheduledTile& work_smem, bool idle,
-                                           bool keeps) {
+__device__ __forceinline__ void find_tiles(const Params& p, ScheduledTile& work_smem, bool idle) {
   __syncwarp();  // the work tile, but for the classes of its tiles
   warpgroup_tile::find_classes(p, work_smem.classes, idle ? 0 : work_smem.entry.len_k,
                                [&](long long j0, int nj) { return work_smem.box_of(j0, nj); });
@@ -230,52 +201,46 @@ __device__ __forceinline__ void find_tiles(const Params& p, ScheduledTile& work_
     work_smem.first_tile = work_smem.ref_of(last);
     work_smem.first_run = work_smem.run_from(last);
     work_smem.second_tile = work_smem.ref_of(second);
-    work_smem.second_run = ONE_TILE ? (keeps ? 1 : 0) : work_smem.run_from(second);
+    work_smem.second_run = work_smem.run_from(second);
   }
 }
 
 // Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
-// makes it visible. `before` is the one of the round before, if there is one.
+// makes it visible.
 __device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
-                                                  unsigned int round, const ScheduledTile& before,
-                                                  ScheduledTile& work_smem) {
-  bool idle = false, keeps = false;
-  if (NEIGHBOURS && round > 0 && continues(p, before)) {
-    keeps = describe_next_tile(p, before, work_smem);
-  } else {
-    const unsigned int index = scheduler.tile_index(p, round);
-    const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
-    const unsigned int known = index < work_tiles ? index : work_tiles - 1;
-    const unsigned int head = known / scheduler.blocks;  // times parts
-    unsigned int number = known;
-    if constexpr (ONLY_LONG) {  // the last blocks of a head are those that are listed
-      const unsigned int blocks = static_cast<unsigned int>(p.blocks);
-      number = head / V_PARTS * blocks + blocks - scheduler.blocks + known % scheduler.blocks;
-    } else if constexpr (V_PARTS > 1) {
-      number = head / V_PARTS * scheduler.blocks + known % scheduler.blocks;
-    }
-    layout::WorkTile work = cache::work_tile_of<true>(p, number);
-    if constexpr (HAS_LISTS) {  // the longest first; the layout deals the last block first
-      work.block = tile_lists::order_of(p, work.entry.b, work.head)[p.blocks - 1 - work.block];
-    }
-    idle = work.idle || index == work_tiles;
-    if constexpr (ONLY_SHORT) idle = idle || !long_sequences::is_short(p, work.entry.b);
-    const int of_first = rows_of_first_block(work.entry);
-    const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;
-    const int most = work.block == 0 ? of_first : BLOCK_Q;
-    const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, most);
-    if (ptx::lane_index() == 0) {
-      work_smem.set(head % V_PARTS);
-      work_smem.entry = work.entry;
-      work_smem.head = work.head;
-      work_smem.first = first;
-      work_smem.rows = rows;
-      set_head(p, work_smem, work.entry, work.head);
-      work_smem.first_row_q = static_cast<int>(work.entry.start_q + first);
-      work_smem.first_row_k = static_cast<int>(work.entry.start_k);
-    }
+                                                  unsigned int round, ScheduledTile& work_smem) {
+  const unsigned int index = scheduler.tile_index(p, round);
+  const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
+  const unsigned int known = index < work_tiles ? index : work_tiles - 1;
+  const unsigned int head = known / scheduler.blocks;  // times parts
+  unsigned int number = known;
+  if constexpr (ONLY_LONG) {  // the last blocks of a head are those that are listed
+    const unsigned int blocks = static_cast<unsigned int>(p.blocks);
+    number = head / V_PARTS * blocks + blocks - scheduler.blocks + known % scheduler.blocks;
+  } else if constexpr (V_PARTS > 1) {
+    number = head / V_PARTS * scheduler.blocks + known % scheduler.blocks;
   }
-  find_tiles(p, work_smem, idle, keeps);
+  layout::WorkTile work = cache::work_tile_of<true>(p, number);
+  if constexpr (HAS_LISTS) {  // the longest first; the layout deals the last block first
+    work.block = tile_lists::order_of(p, work.entry.b, work.head)[p.blocks - 1 - work.block];
+  }
+  bool idle = work.idle || index == work_tiles;
+  if constexpr (ONLY_SHORT) idle = idle || !long_sequences::is_short(p, work.entry.b);
+  const int of_first = rows_of_first_block(work.entry);
+  const long long first = work.block == 0 ? 0 : of_first + (work.block - 1) * BLOCK_Q;
+  const int most = work.block == 0 ? of_first : BLOCK_Q;
+  const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, most);
+  if (ptx::lane_index() == 0) {
+    work_smem.set(head % V_PARTS);
+    work_smem.entry = work.entry;
+    work_smem.head = work.head;
+    work_smem.first = first;
+    work_smem.rows = rows;
+    set_head(p, work_smem, work.entry, work.head);
+    work_smem.first_row_q = static_cast<int>(work.entry.start_q + first);
+    work_smem.first_row_k = static_cast<int>(work.entry.start_k);
+  }
+  find_tiles(p, work_smem, idle);
 }
 
 // One warp: publishes all of the block's work tiles. `shared` has the scheduler, the work tiles and
@@ -289,8 +254,7 @@ __device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorag
 #pragma unroll 1
   for (int w = 0; w < scheduler.rounds; ++w) {
     shared.work_pipeline.wait_empty(w);
-    publish_work_tile(p, scheduler, w, shared.work_tile(NEIGHBOURS && w > 0 ? w - 1 : w),
-                      shared.work_tile(w));
+    publish_work_tile(p, scheduler, w, shared.work_tile(w));
     add(w);
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));
   }

@@ -336,7 +336,7 @@ def run_often(missing):
         v[0, 50::40] = np.nan
         for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
             run(q, k, v, schedule, read=each_may_be_missing, multiprocessors=1, **options)
-    # Keys and values of one tile, which stay in their stage until the head changes.
+    # Keys and values of one tile.
     q, k, v = draw(TYPES[0], (24, 1, 70, 64), *[(24, 1, 77, 64)] * 2)
     one_tile = {"warpgroups": (64, 80, 3), "multiprocessors": 1, "seed": missing}
     for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
