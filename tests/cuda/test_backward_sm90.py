@@ -90,7 +90,7 @@ PROBLEMS = {
     # Queries of a tile in two parts; edges within and between them, and heads of other sums.
     "parts": (2, 1, 165, 260, 192, 128, {"mask": masks.causal()}, 14),
     "parts, plain": (1, 1, 97, 129, 136, 72, {}, 4),
-    "parts of values": (2, 1, 130, 140, 72, 184, {"mask": masks.window(50, 3)}, 10),
+    "wide values": (2, 1, 130, 140, 72, 184, {"mask": masks.window(50, 3)}, 14),
     "three slabs": (2, 1, 200, 130, 168, 40, {"mask": masks.causal()}, 8),
     "whole dq in parts": (2, 1, 165, 60, 192, 128, {"mask": masks.causal()}, 4),
     "everything": (
