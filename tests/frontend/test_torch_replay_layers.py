@@ -74,7 +74,8 @@ def test_a_layer_of_transformers_has_rows_before_heads(cupy, gpu_tensors, monkey
     assert int(forward.words[OUT]) == out.data_ptr()
     for n, x in enumerate(slow):  # the same strides: all but addresses is equal
         differ = cupy.launches[n].words != x.words
-        assert np.count_nonzero(differ) <= np.count_nonzero(cupy.launches[n].words > 2**32)
+        # Memory of a program at fixed addresses lies below 2**32.
+        assert np.count_nonzero(differ) <= np.count_nonzero(cupy.launches[n].words > 2**24)
     assert {x.data_ptr() for x in (*qkv, do, out, *made)} <= told(backward)
     with torch.no_grad():
         alone = a_layer(*layers(model)[:3], *rest)[0]
