@@ -108,14 +108,14 @@ struct ScheduledTile : ColumnsOfValues<V_PARTS> {
 //
 // With lists of tiles, the blocks of a head are dealt by their tiles, the longest first.
 //
-// Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on. So it is,
-// too, where all keys of a row are one tile: then heads that lie beside each other in memory are
-// read at the same time. There the first block is another one in each round: work of heads may
-// follow a pattern, of which a block should not have the same piece in all rounds.
+// Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on. Where all
+// keys of a row are one tile, tiles are dealt like that, too, so that heads which lie beside each
+// other in memory are read at the same time. But each round begins with another block: a mask may
+// differ from head to head in a pattern, and a block should not always get its longest part.
 //
 // Parts of a head's values are dealt like neighbouring heads, so that they find its keys in L2.
-constexpr bool TAKES_TURNS = ONE_TILE && !PACKED;
-constexpr unsigned int TURN = 5;  // blocks from a round's first one to that of the next
+constexpr bool ROTATES = ONE_TILE && !PACKED;
+constexpr unsigned int ROTATION = 5;  // blocks from the first one of a round to that of the next
 
 struct TileScheduler {
   static constexpr bool INTERLEAVE_HEADS = HAS_MASK && !PACKED && !ONE_TILE;
@@ -161,10 +161,10 @@ struct TileScheduler {
       if (n >= heads_here * blocks) return heads * blocks;
       return (first_head + n % heads_here) * blocks + n / heads_here;
     }
-    if constexpr (TAKES_TURNS) {
+    if constexpr (ROTATES) {
       const unsigned int first = round * gridDim.x, rest = heads * blocks - first;
       if (blockIdx.x >= rest) return heads * blocks;
-      return first + (blockIdx.x + round * TURN) % (rest < gridDim.x ? rest : gridDim.x);
+      return first + (blockIdx.x + round * ROTATION) % (rest < gridDim.x ? rest : gridDim.x);
     }
     const unsigned int n = round * gridDim.x + blockIdx.x;
     if constexpr (!HAS_MASK || ONLY_LONG) return n;

@@ -9,7 +9,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from recognised import fields, told, unchecked
+from recognised import LEAST_ADDRESS, fields, told, unchecked
 
 from cupyflash import ArgumentError, ArgumentTypeError, masks
 from cupyflash.arrays import reports
@@ -89,9 +89,6 @@ def refuse_views(monkeypatch):
 
     for view in ("transpose", "swapaxes", "permute", "view"):
         monkeypatch.setattr(torch.Tensor, view, refuse)
-
-
-LEAST_ADDRESS = 2**24  # memory of a program at fixed addresses lies below 2**32
 
 
 def alike(found, wanted):

@@ -60,8 +60,9 @@ def _has_sums(d: int, d_v: int) -> bool:
 
 def fit_dkdv(d: int, d_v: int, plain: bool = False) -> Tiles:
     """Return the tiles of backward_sm90_dkdv.cu; `plain` is what `is_plain` says of the call."""
-    few = plain and _has_sums(d, d_v)
-    return dkdv_tiles(*at_head(DKDV_TILES, *((1, 1) if few else (d, d_v))), d, d_v)
+    narrow = DKDV_TILES[min(DKDV_TILES)]
+    tile = narrow if plain and _has_sums(d, d_v) else at_head(DKDV_TILES, d, d_v)
+    return dkdv_tiles(*tile, d, d_v)
 
 
 def fit_few_keys(d: int, d_v: int) -> Tiles:
