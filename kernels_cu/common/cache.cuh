@@ -33,6 +33,38 @@ __device__ __forceinline__ long long length(const Params& p, long long b) {
   return layout::clamp(integer<NOW>(p.lengths, p.kind_lengths, b * p.length_step), 0, p.len_k);
 }
 
+// `length<true>` of `count` entries from b on, and 0 beyond them. All are on their way before the
+// first one is used.
+template <class Integer, int MOST>
+__device__ __forceinline__ void load_lengths(const Params& p, long long b, int count,
+                                             long long (&held)[MOST]) {
+  const volatile Integer* const first =
+      reinterpret_cast<const volatile Integer*>(p.lengths) + b * p.length_step;
+  Integer loaded[MOST] = {};
+#pragma unroll
+  for (int n = 0; n < MOST; ++n) {
+    if (n < count) loaded[n] = first[n * p.length_step];
+  }
+#pragma unroll
+  for (int n = 0; n < MOST; ++n) held[n] = layout::clamp(loaded[n], 0, p.len_k);
+}
+template <int MOST>
+__device__ __forceinline__ void lengths(const Params& p, long long b, int count,
+                                        int (&keys)[MOST]) {
+  long long held[MOST];
+#pragma unroll
+  for (int n = 0; n < MOST; ++n) held[n] = p.len_k;
+  if (CACHED && p.lengths != nullptr) {
+    if (p.kind_lengths == KIND_INT32) {
+      load_lengths<int>(p, b, count, held);
+    } else {
+      load_lengths<long long>(p, b, count, held);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < MOST; ++n) keys[n] = n < count ? static_cast<int>(held[n]) : 0;
+}
+
 // A position's page, and its row there; without a table page 0 and the position.
 struct Place {
   int page, row;

@@ -43,7 +43,14 @@ class Cursor {
 
   // Begins with the warp's first unit.
   __device__ __forceinline__ void begin(const Schedule& schedule) {
+    begin_unrecorded(schedule);
+    record_first();
+  }
+  // The same in two steps. Between them is the first leaf, at most.
+  __device__ __forceinline__ void begin_unrecorded(const Schedule& schedule) {
     find_first(schedule);
+  }
+  __device__ __forceinline__ void record_first() const {
     if (unit_ < end_) keep_record();
   }
 

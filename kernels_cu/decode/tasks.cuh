@@ -427,10 +427,7 @@ class Schedule {
   // The lengths of the lane's entries, all loaded at a time; 0 beyond the last one.
   __device__ __forceinline__ void remember(int (&keys)[REMEMBERED]) const {
     const int begin = ptx::lane_index() * each_;
-#pragma unroll
-    for (int n = 0; n < REMEMBERED; ++n) {
-      keys[n] = n < each_ && begin + n < p_.batch ? keys_of_entry(begin + n) : 0;
-    }
+    cache::lengths(p_, begin, tile::smaller(each_, static_cast<int>(p_.batch) - begin), keys);
   }
   __device__ __forceinline__ int remembered(int n) const {
     int keys = keys_[0];

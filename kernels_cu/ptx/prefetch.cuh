@@ -17,4 +17,11 @@ __device__ __forceinline__ void prefetch_once(const void* address, int bytes) {
 #endif
 }
 
+// Brings a tensor map of the kernel's parameters to where TMA reads it.
+__device__ __forceinline__ void prefetch_map(const void* map) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
+}
+
 }  // namespace ptx

@@ -132,28 +132,19 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = shared.tasks[warp];
   decode::Cursor cursor(p, workspace, tasks_smem, 0, 1, warp == 0);
-  cursor.begin(schedule);
+  // The first keys are asked for as soon as their place is known, before what else is to be found.
+  cursor.begin_unrecorded(schedule);
   decode::Leaf now = cursor.next();
-  decode::Leaf next = now.exists ? cursor.next() : now;
   int starts = TileFacts::BEGINS | TileFacts::OPENS;  // of the tile
   int loaded = -1;                                    // the number of the task of the tile before
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const decode::Task& task = tasks_smem.task[now.place];
-    const bool ends = !now.shares_node(next, 1);
-    if (n % STAGES == stage) {
-      const bool by_tma = p.tma_rows > 0 && now.exists && now.keys == LEAF;
-      const bool issues = by_tma && first_row == 0;
-      const bool takes_queries = now.exists && loaded != task.number;
-      if (first_row == 0 && ptx::lane_index() == 0) {
-        StagedTile& tile_smem = shared.tile(n);
-        if (now.exists) tile_smem.task = task;
-        tile_smem.leaf = now;
-        const bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
-        const int flags = (now.exists ? TileFacts::EXISTS : 0) | (ends ? TileFacts::ENDS : 0) |
-                          (masked ? TileFacts::MASKED : 0) | starts;
-        tile_smem.facts = TileFacts{flags, now.unit, now.exists ? task.rows : 0};
-      }
+    const bool is_mine = n % STAGES == stage;
+    const bool by_tma = p.tma_rows > 0 && now.exists && now.keys == LEAF;
+    const bool issues = by_tma && first_row == 0;
+    const bool takes_queries = now.exists && loaded != task.number;
+    if (is_mine) {
       const Boxes boxes(p, task, now, smem.stage(n), issues);
       // The consumers let go of their values at different times.
       constexpr int HALF = SLABS_V / CONSUMERS;
@@ -168,6 +159,20 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
         copy_queries(p, task, smem.q.begin, first_row);
       }
       if (!by_tma && now.exists) copy_keys(p, task, now, smem.stage(n), first_row);
+    }
+    if (n == 0) cursor.record_first();
+    const decode::Leaf next = now.exists ? cursor.next() : now;
+    const bool ends = !now.shares_node(next, 1);
+    if (is_mine) {
+      if (first_row == 0 && ptx::lane_index() == 0) {
+        StagedTile& tile_smem = shared.tile(n);
+        if (now.exists) tile_smem.task = task;
+        tile_smem.leaf = now;
+        const bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
+        const int flags = (now.exists ? TileFacts::EXISTS : 0) | (ends ? TileFacts::ENDS : 0) |
+                          (masked ? TileFacts::MASKED : 0) | starts;
+        tile_smem.facts = TileFacts{flags, now.unit, now.exists ? task.rows : 0};
+      }
       if (takes_queries || !by_tma) {
         ptx::cp_async_wait_all();
         ptx::fence_proxy_async();
@@ -190,7 +195,6 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
     starts &= ~TileFacts::BEGINS;
     if (ends) starts = TileFacts::BEGINS | (next.unit != now.unit ? TileFacts::OPENS : 0);
     now = next;
-    if (now.exists) next = cursor.next();
   }
 }
 

@@ -26,6 +26,7 @@
 // results. Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. After
 // the parameters comes the tensor map of keys, which is not read where tma_rows is 0.
 #include "../common/params.cuh"
+#include "../ptx/prefetch.cuh"
 #include "../warp/decode_scores.cuh"
 #include "../warp/fragment_softmax.cuh"
 #include "decode_producer.cuh"
@@ -377,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   extern __shared__ Aligned shared_smem[];
   const SharedMemory smem(shared_smem[0].x);
   if (threadIdx.x == 0) smem.storage->init_barriers();
+  if (threadIdx.x == BOTH_CONSUMERS && p.tma_rows > 0) ptx::prefetch_map(&k_map);
   decode::Schedule schedule(p, &smem.storage->schedule);
   ptx::wait_for_grids();
   ptx::launch_dependents();

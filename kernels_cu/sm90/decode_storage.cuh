@@ -62,7 +62,7 @@ struct RowState {
 
 struct SharedStorage {
   RowState rows;
-  StagedTile tiles[2 * STAGES];  // a tile is told of before those in the stages are let go of
+  StagedTile tiles[2 * STAGES];  // a tile is told of when its stage is free
   decode::WarpTasks tasks[PRODUCER_WARPS];
   warpgroup::Pipeline<STAGES> pipeline;  // full: with its first part; empty: values of consumer 0
   unsigned long long rest_full[STAGES * (PARTS - 1)];  // the other parts

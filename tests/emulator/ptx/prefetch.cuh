@@ -4,5 +4,6 @@
 namespace ptx {
 
 inline void prefetch_once(const void*, int) {}
+inline void prefetch_map(const void*) {}
 
 }  // namespace ptx
