@@ -185,7 +185,7 @@ class Specialisation:
             ),
             _number(
                 "V_PARTS",
-                "Parts of the columns of wide values, which have work tiles of their own.",
+                "Parts of the columns of values, which have work tiles or blocks of their own.",
                 "tiles.v_parts",
                 "parts",
                 TILES,

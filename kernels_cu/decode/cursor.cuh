@@ -138,14 +138,16 @@ class Cursor {
     }
     schedule_ = &schedule;
     if (schedule.deals_in_turns()) {
-      unit_ = blockIdx.x;
+      unit_ = own_team();
       end_ = schedule.total;
-      step_ = gridDim.x;
+      step_ = teams();
     } else {
-      const int begin = schedule.begin(blockIdx.x), all = schedule.begin(blockIdx.x + 1) - begin;
+      const int team = own_team();
+      const int begin = schedule.begin(team), all = schedule.begin(team + 1) - begin;
       unit_ = begin + all * share_ / shares_;
       end_ = begin + all * (share_ + 1) / shares_;
     }
+    if (V_PARTS > 1 && own_team() >= teams()) unit_ = end_;
     if (unit_ >= end_) return;
     begin_found(schedule.find(unit_));
     begin_unit();

@@ -49,6 +49,12 @@ __device__ __forceinline__ int warp_of_task() {
 // Entries of which a lane remembers the lengths.
 constexpr int REMEMBERED = 4;
 
+// V_PARTS neighbouring blocks are a team, which has the same units: each computes all scores of
+// them and its part of the columns of o. A block that is in no whole team has none.
+__device__ __forceinline__ int teams() { return static_cast<int>(gridDim.x) / V_PARTS; }
+__device__ __forceinline__ int own_team() { return static_cast<int>(blockIdx.x) / V_PARTS; }
+__device__ __forceinline__ int part_of_team() { return static_cast<int>(blockIdx.x) % V_PARTS; }
+
 // A task's heads, and the queries of its block.
 __device__ __forceinline__ int heads_of_task(const Params& p) {
   return p.group < MOST_ROWS ? p.group : MOST_ROWS;
@@ -212,7 +218,7 @@ __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]
   constexpr int LAST = OF_BLOCKS ? LAST_OF_BLOCK : LEVELS - 1;
   constexpr int FEWEST = OF_BLOCKS ? 0 : cache::HAS_CODES ? FILL_OF_CODES : FILL;
   constexpr int MOST = OF_BLOCKS ? MOST_OF_BLOCK : MOST_UNITS;
-  const unsigned int blocks = gridDim.x, leaves = (totals[0] + blocks - 1) / blocks;
+  const unsigned int blocks = teams(), leaves = (totals[0] + blocks - 1) / blocks;
   int level = FIRST;
 #pragma unroll
   for (int n = FIRST + 1; n <= LAST; ++n) {
@@ -338,13 +344,11 @@ class Schedule {
   // same keys: where a block would have several, others compute them at the same time, and the keys
   // are read from the chip's memory once. Elsewhere neighbouring units of a task need no other
   // queries.
-  __device__ __forceinline__ bool deals_in_turns() const {
-    return OF_BLOCKS && p_.tasks > static_cast<int>(gridDim.x);
-  }
+  __device__ __forceinline__ bool deals_in_turns() const { return OF_BLOCKS && p_.tasks > teams(); }
 
   // The first unit of a block. The last blocks, which may be the last to begin, have none too many.
   __device__ __forceinline__ int begin(int block) const {
-    const Division each(total, gridDim.x);
+    const Division each(total, teams());
     return block * static_cast<int>(each.quotient) +
            tile::smaller(block, static_cast<int>(each.remainder));
   }

@@ -108,13 +108,19 @@ struct Boxes {
     slow = PAGED ? static_cast<int>(place.page) : at.slow;
     slower = at.slower;
   }
-  // Issues the loads of slabs FIRST to END.
+  // Issues the loads of slabs FIRST to END; where blocks have parts of the columns, of those that
+  // consumers keep until they have multiplied values, or of the others.
   template <int FIRST, int END>
   __device__ __forceinline__ void load(const ptx::TensorMap& map, const SharedStorage& shared,
-                                       int n) const {
+                                       int n, bool kept = true) const {
     if (!is_mine) return;
 #pragma unroll
     for (int slab = FIRST; slab < END; ++slab) {
+      if (V_PARTS > 1) {
+        const int place = slab - first_slab(0);
+        const bool is_kept = slab >= SLABS_V || (place >= 0 && place < CONSUMERS * OWN_SLABS);
+        if (is_kept != kept) continue;
+      }
       ptx::tma_load_once(to + slab * SLAB_BYTES, map, shared.part_barrier(n, slab / PART_SLABS),
                          slab * warpgroup::SLAB_COLUMNS, row, head, slow, slower);
     }
@@ -131,7 +137,7 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
   const int stage = warp / WARPS_OF_STAGE, first_row = warp % WARPS_OF_STAGE * ptx::WARP_SIZE;
   const decode::Workspace workspace(p);
   decode::WarpTasks& tasks_smem = shared.tasks[warp];
-  decode::Cursor cursor(p, workspace, tasks_smem, 0, 1, warp == 0);
+  decode::Cursor cursor(p, workspace, tasks_smem, 0, 1, warp == 0 && decode::part_of_team() == 0);
   // The first keys are asked for as soon as their place is known, before what else is to be found.
   cursor.begin_unrecorded(schedule);
   decode::Leaf now = cursor.next();
@@ -148,10 +154,18 @@ __device__ __forceinline__ void producer(const Params& p, const SharedMemory& sm
       const Boxes boxes(p, task, now, smem.stage(n), issues);
       // The consumers let go of their values at different times.
       constexpr int HALF = SLABS_V / CONSUMERS;
+      if constexpr (V_PARTS > 1) {  // slabs without their columns earlier still
+        shared.wait_scored_before(n);
+        boxes.load<0, SLABS_V>(k_map, shared, n, false);
+      }
       shared.wait_half(n, 0);
-      boxes.load<0, HALF>(k_map, shared, n);
+      if constexpr (V_PARTS == 1) boxes.load<0, HALF>(k_map, shared, n);
       shared.wait_half(n, 1);
-      boxes.load<HALF, SLABS>(k_map, shared, n);
+      if constexpr (V_PARTS == 1) {
+        boxes.load<HALF, SLABS>(k_map, shared, n);
+      } else {
+        boxes.load<0, SLABS>(k_map, shared, n, true);
+      }
       // 1 load q
       if (takes_queries) {
         // The queries before were multiplied with every tile before this one.

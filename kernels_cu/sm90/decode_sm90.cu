@@ -22,6 +22,10 @@
 // bit of it, and neither does it matter which consumer computes a leaf: m, and every lane's part of
 // l, pass from one to the other. Larger nodes are merged as everywhere.
 //
+// Where nodes are few, V_PARTS neighbouring blocks are a team: each computes all scores of a unit,
+// and a part of the columns of o. Slabs of keys that have no values of the block's columns are
+// loaded again as soon as scores are computed. No bit depends on it.
+//
 // Grid: units are dealt to the blocks (decode/tasks.cuh); decode_combine.cu joins their partial
 // results. Shared memory: SharedMemory in decode_storage.cuh. BLOCK_Q and BLOCK_KV are 64. After
 // the parameters comes the tensor map of keys, which is not read where tma_rows is 0.
@@ -37,7 +41,7 @@ namespace {
 using namespace decode_storage;
 using decode_scores::COLUMNS;
 
-constexpr int COLUMNS_O = D_V / CONSUMERS / 4;  // of a thread, in each of its two rows
+constexpr int COLUMNS_O = OWN_COLUMNS / 4;  // of a thread, in each of its two rows
 // Whether consumer 1 multiplies keys of a tile beside weights of the one before. Code of masks and
 // scores needs the registers.
 constexpr bool OVERLAPS = !HAS_MASK && !HAS_SCORE;
@@ -72,7 +76,7 @@ __device__ __forceinline__ void store_node(const decode::Workspace& workspace, c
   constexpr int AT_ONCE = 8;  // accesses of 16 bytes, all loaded before the first is stored
   constexpr int STEP = decode::PIECE_STEP / 4;
   const int first_place =
-      decode::place_of(warpgroup::index() * (D_V / CONSUMERS) + fragment::lane_column());
+      decode::place_of(first_column(warpgroup::index()) + fragment::lane_column());
   float sums[2] = {l[0], l[1]};
   fragment_softmax::row_sum(sums);
 #pragma unroll
@@ -116,7 +120,7 @@ __device__ __forceinline__ void store_node(const decode::Workspace& workspace, c
 __device__ __forceinline__ void repair_nonfinite(float (&o)[2][COLUMNS_O],
                                                  unsigned int (&weights)[2][COLUMNS / 2],
                                                  char* values_smem) {
-  constexpr int BYTES = SLABS_V / CONSUMERS * SLAB_BYTES;
+  constexpr int BYTES = OWN_SLABS * SLAB_BYTES;
   const int thread = threadIdx.x % warpgroup::WARPGROUP_SIZE;
   const int barrier = REPAIR + warpgroup::index();
   const bool finite =
@@ -176,9 +180,10 @@ class Consumer {
           begin_scores(n + 1);
           receive_weights(n);
           begin_values<false>(n, tile);
+          if (V_PARTS > 1) end_values(n);  // they are few: the next keys may come earlier
           tile = find(n + 1);
-          find_weights<1>(n + 1, tile);
-          end_values(n);
+          find_weights<V_PARTS == 1 ? 1 : 0>(n + 1, tile);
+          if (V_PARTS == 1) end_values(n);
         } else {
           receive_weights(n);
           multiply_values<false>(n, tile);
@@ -208,11 +213,17 @@ class Consumer {
     ptx::named_barrier_sync(ALONE, BOTH_CONSUMERS);
   }
 
+  // The description of a tile, which lanes agree on: a shuffle tells the compiler, which then keeps
+  // it in uniform registers.
+  __device__ __forceinline__ static warpgroup::SmemDesc uniform(const char* tile_smem, int step) {
+    return ptx::shuffle(warpgroup::make_smem_desc(ptx::shared_address(tile_smem), step), 0);
+  }
+
   // Issues the products of scores.
   __device__ __forceinline__ void begin_scores(int n) {
     // 2 scores
     const warpgroup::SmemDesc q = smem_.q.desc(0);
-    const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem_.stage(n)), 0);
+    const warpgroup::SmemDesc k = uniform(smem_.stage(n), 0);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       shared_.wait_part(n, part);
@@ -324,21 +335,23 @@ class Consumer {
     if (ptx::any_lane(alpha_[0] != 1.0f || alpha_[1] != 1.0f)) {
       fragment_softmax::scale_rows(o_, alpha_);
     }
-    char* const values_smem = smem_.stage(n) + INDEX * (SLABS_V / CONSUMERS) * SLAB_BYTES;
+    char* const values_smem = smem_.stage(n) + first_slab(INDEX) * SLAB_BYTES;
     if (HAS_SCORE || (MAY_MASK && tile.masked())) {
       if (!OWN) load_weights(n);
       if (!adds) matmul::clear(o_);
       adds = true;
       repair_nonfinite(o_, weights_, values_smem);
     }
-    const warpgroup::SmemDesc values =
-        warpgroup::make_smem_desc(ptx::shared_address(values_smem), SLAB_BYTES);
+    if (V_PARTS > 1 && OWN) {  // products of weights in registers with fewer columns always add
+      if (!adds) matmul::clear(o_);
+      adds = true;
+    }
+    const warpgroup::SmemDesc values = uniform(values_smem, SLAB_BYTES);
     ptx::wgmma_fence();
     if constexpr (OWN) {
       warpgroup::multiply_add<LEAF>(o_, weights_, values, adds);
     } else {
-      const warpgroup::SmemDesc weights =
-          warpgroup::make_smem_desc(ptx::shared_address(smem_.weights(n)), 0);
+      const warpgroup::SmemDesc weights = uniform(smem_.weights(n), 0);
       warpgroup::multiply_add<LEAF>(o_, weights, values, adds);
     }
     ptx::wgmma_commit();

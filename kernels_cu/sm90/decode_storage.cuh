@@ -8,11 +8,19 @@ namespace decode_storage {
 
 using decode::LEAF;
 
-constexpr int CONSUMERS = 2;  // warpgroups, each with half of the columns of o
+constexpr int CONSUMERS = 2;  // warpgroups, each with half of the block's columns of o
 constexpr int STAGES = 2;     // of tiles of keys; each has two producer warps
 constexpr int PRODUCER_WARPS = warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
 constexpr int WARPS_OF_STAGE = PRODUCER_WARPS / STAGES;
 constexpr int SLABS = D / warpgroup::SLAB_COLUMNS, SLABS_V = D_V / warpgroup::SLAB_COLUMNS;
+// Of the columns of o: those of a consumer, in slabs, and its first one.
+constexpr int OWN_SLABS = SLABS_V / CONSUMERS / V_PARTS, OWN_COLUMNS = D_V / CONSUMERS / V_PARTS;
+__device__ __forceinline__ int first_slab(int consumer) {
+  return (decode::part_of_team() * CONSUMERS + consumer) * OWN_SLABS;
+}
+__device__ __forceinline__ int first_column(int consumer) {
+  return first_slab(consumer) * warpgroup::SLAB_COLUMNS;
+}
 constexpr int SLAB_BYTES = LEAF * warpgroup::SLAB_ROW_BYTES;
 using QTile = warpgroup::SmemTile<LEAF, SLABS * warpgroup::SLAB_ROW_BYTES, 1>;
 using KTiles = warpgroup::SmemTile<LEAF, SLABS * warpgroup::SLAB_ROW_BYTES, STAGES>;
@@ -93,6 +101,10 @@ struct SharedStorage {
   __device__ __forceinline__ void wait_half(int n, int consumer) const {
     warpgroup::mbarrier_wait(half_barrier(n, consumer), pipeline.phase_of(n) ^ 1);
   }
+  // The same of the slabs that only scores are computed of.
+  __device__ __forceinline__ void wait_scored_before(int n) const {
+    warpgroup::mbarrier_wait(scored_barrier(n), pipeline.phase_of(n) ^ 1);
+  }
   __device__ __forceinline__ void wait_scored(int n) const {
     warpgroup::mbarrier_wait(scored_barrier(n), pipeline.phase_of(n));
   }
@@ -138,6 +150,7 @@ struct alignas(1024) Aligned {
 
 static_assert(IS_16_BIT && !cache::HAS_CODES, "16-bit types");
 static_assert(PART_SLABS * PARTS == SLABS, "PARTS");
+static_assert(OWN_SLABS * CONSUMERS * V_PARTS == SLABS_V, "V_PARTS");
 static_assert(D == SLABS * warpgroup::SLAB_COLUMNS && D_V == 512, "D, D_V");
 static_assert(BLOCK_Q == warpgroup::WARPGROUP_ROWS && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
 static_assert(THREADS == BOTH_CONSUMERS + warpgroup::WARPGROUP_SIZE, "THREADS");

@@ -170,6 +170,29 @@ def test_no_bit_depends_on_the_grid_or_the_schedule(multiprocessors, schedule):
     within_the_bound(q, k, lengths, *got)
 
 
+@mostly_thorough(
+    ("parts", "options"),
+    [(2, {}), (4, {}), (4, CAUSAL), (2, {"score_mod": scores.softcap(2.0)})],
+    quick=[(4, CAUSAL)],
+    why="other parts; no mask, and scores",
+    ids=str,
+)
+def test_blocks_that_share_the_columns_of_nodes(parts, options):
+    """Each computes all scores; one block, which is in no whole team, has nothing to do."""
+    lengths = np.array([600, 10])
+    q, k = draw(2, 17, 1, 600, seed=25)
+    k[:, :, 70, 300] = k[:, :, 590, 500] = np.inf  # in one part each
+    got = []
+    for count in (1, 4 * parts + 1):  # two nodes of each entry
+        target = dataclasses.replace(HOPPER, multiprocessors=count)
+        call = cached.call(q, k, k[..., :D_V], lengths, None, None, Options(**options))
+        tiles = registry.select("decode", Request.of(call, target.device)).tiles
+        assert tiles.v_parts == (1 if count == 1 else parts)
+        emulator = Emulator(target, randomly(8))
+        got.append(run(q, hidden(k, lengths), lengths, emulator=emulator, **options))
+    assert same(*got)
+
+
 def test_blocks_take_units_of_many_tasks_in_turns():
     """Their tasks are more than the blocks, and change with every unit."""
     find = "begin_found(schedule_->find(unit_));"
@@ -444,7 +467,7 @@ def test_a_part_of_the_keys_that_has_not_come_is_reported():
 WRONG = {
     "m of another tile": (KERNEL, "if (tile.begins()) {", "if (tile.begins() || n % 2 == 0) {"),
     "no rescaling": (KERNEL, "      fragment_softmax::scale_rows(o_, alpha_);\n", ""),
-    "the other half of the values": (KERNEL, "INDEX * (SLABS_V", "(1 - INDEX) * (SLABS_V"),
+    "the other half of the values": (KERNEL, "+ first_slab(INDEX)", "+ first_slab(1 - INDEX)"),
     "units that do not open": (KERNEL, "    if (opens) {\n", "    if (true) {\n"),
     "o that is not cleared": (KERNEL, "bool adds = !tile.begins();", "bool adds = true;"),
     "leaves in the wrong node": (PRODUCER, "now.shares_node(next, 1)", "now.shares_node(next, 2)"),

@@ -244,6 +244,7 @@ def cases() -> list[Case]:
         found.append(Case(kernel, dtype, own, options, packed, cache))
     for n, (options, cache) in enumerate([
         ("plain", "cached"), ("causal", "paged"), ("segments", "cached"), ("alibi", "paged"),
+        ("plain", "cached 4 parts"), ("plain", "cached 2 parts"),  # of the columns, a block each
     ]):  # fmt: skip
         found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
     for cache in ("paged16", "cached few", "paged16 few", "paged few"):
@@ -407,7 +408,8 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
     assert tiles is not None
     if case.cache.startswith("tiles") and spec.part == "bias":
         return bias_tiles.with_whole(tiles)
-    return dataclasses.replace(tiles, whole=whole)
+    parts = int(case.cache.split()[1]) if case.cache.endswith(" parts") else tiles.v_parts
+    return dataclasses.replace(tiles, whole=whole, v_parts=parts)
 
 
 def specialisation(case: Case, arch: str) -> Specialisation:

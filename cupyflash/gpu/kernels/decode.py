@@ -111,6 +111,13 @@ def most_leaves(problem: Problem) -> int:
     return -(-int(np.max(problem.len_k, initial=0)) // LEAF)
 
 
+def most_nodes(problem: Problem, block_q: int) -> int:
+    """Return the most nodes of level 1 that there may be; 0 if tasks are unknown."""
+    if not problem.heads_kv:
+        return 0
+    return _tasks(problem, block_q) * max(-(-most_leaves(problem) * LEAF // NODE), 1)
+
+
 def _tasks(problem: Problem, block_q: int) -> int:
     """Return the number of tasks; of packed queries it is unknown, and more than any other."""
     group = problem.heads // problem.heads_kv

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from . import decode, grid
 from .sm80 import HALVES
 from .sm90 import ARCHITECTURE, CAPABILITY
@@ -10,6 +12,7 @@ from .spec import KernelSpec, Request, Tiles, TmaOperands, row_bytes
 D, D_V = decode.COMPRESSED
 ROWS, THREADS = 64, 384  # of a block: two consumer warpgroups, and producers
 STAGES, PRODUCER_WARPS = 2, 4
+PARTS = 4, 2  # of the columns of o, which blocks have that all compute the same scores
 # With fewer heads of a key head, most rows of its products would be unused. Their number must not
 # depend on the queries: as many drafts have the bits of single steps.
 FEWEST_HEADS = 16
@@ -23,8 +26,15 @@ def _shared_memory() -> int:
     return (ROWS + STAGES * decode.LEAF) * row_bytes(D) + -(-storage // 8) * 8
 
 
-def _configure(_: Request) -> Tiles:
-    return Tiles(ROWS, decode.LEAF, THREADS, _shared_memory(), stages=STAGES)
+def _configure(request: Request) -> Tiles:
+    """Let several blocks have the columns of a node, each a part, where nodes are few.
+
+    This is about capacities, and no bit depends on it.
+    """
+    nodes = decode.most_nodes(request.problem, ROWS)
+    parts = next((n for n in PARTS if n * nodes <= request.device.multiprocessors), 1)
+    tiles = Tiles(ROWS, decode.LEAF, THREADS, _shared_memory(), stages=STAGES)
+    return dataclasses.replace(tiles, v_parts=parts)
 
 
 def _obstacle(request: Request) -> str | None:

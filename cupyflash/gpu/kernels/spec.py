@@ -54,7 +54,7 @@ class Tiles:
     row_sharers : int
         Warps that have the same rows of wide heads, and each some of the columns.
     v_parts : int
-        Parts of the columns of wide values, which have work tiles of their own.
+        Parts of the columns of values, which have work tiles or blocks of their own.
     bias_stages : int
         Stages of tiles of the bias in shared memory; 0 if the bias is part of the score change.
     bias_bytes : int
