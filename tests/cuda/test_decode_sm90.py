@@ -182,13 +182,12 @@ def test_blocks_that_share_the_columns_of_nodes(parts, options):
     lengths = np.array([600, 10])
     q, k = draw(2, 17, 1, 600, seed=25)
     k[:, :, 70, 300] = k[:, :, 590, 500] = np.inf  # in one part each
+    call = cached.call(q, k, k[..., :D_V], lengths, None, None, Options(**options))
     got = []
     for count in (1, 4 * parts + 1):  # two nodes of each entry
-        target = dataclasses.replace(HOPPER, multiprocessors=count)
-        call = cached.call(q, k, k[..., :D_V], lengths, None, None, Options(**options))
-        tiles = registry.select("decode", Request.of(call, target.device)).tiles
+        emulator = Emulator(dataclasses.replace(HOPPER, multiprocessors=count), randomly(8))
+        tiles = registry.select("decode", Request.of(call, emulator.blocks.device)).tiles
         assert tiles.v_parts == (1 if count == 1 else parts)
-        emulator = Emulator(target, randomly(8))
         got.append(run(q, hidden(k, lengths), lengths, emulator=emulator, **options))
     assert same(*got)
 
