@@ -247,10 +247,15 @@ def cases() -> list[Case]:
         ("plain", "cached 4 parts"), ("plain", "cached 2 parts"),  # of the columns, a block each
     ]):  # fmt: skip
         found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
-    for cache in ("paged16", "cached few", "paged16 few", "paged few"):
+    for cache in (
+        "paged16",
+        "cached few",
+        "paged16 few",
+        "paged few",
+        "cached whole",
+        "paged16 2 nodes",
+    ):
         found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, cache))
-    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "cached whole"))
-    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "paged16 2 nodes"))
     found.append(Case("decode_sm80", dtypes[2], (64, 64), "plain", False, "cached 8 nodes"))
     found.append(Case("decode_simt", dtypes[0], (64, 64), "plain", False, "paged whole"))
     for n, (own, options, cache) in enumerate([
