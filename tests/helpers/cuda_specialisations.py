@@ -247,15 +247,10 @@ def cases() -> list[Case]:
         ("plain", "cached 4 parts"), ("plain", "cached 2 parts"),  # of the columns, a block each
     ]):  # fmt: skip
         found.append(Case("decode_sm90", dtypes[1 + n % 2], (576, 512), options, False, cache))
-    for cache in (
-        "paged16",
-        "cached few",
-        "paged16 few",
-        "paged few",
-        "cached whole",
-        "paged16 2 nodes",
-    ):
+    for cache in ("paged16", "cached few", "paged16 few", "paged few"):
         found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, cache))
+    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "cached whole"))
+    found.append(Case("decode_sm80", BFLOAT16, (128, 128), "plain", False, "paged16 2 nodes"))
     found.append(Case("decode_sm80", dtypes[2], (64, 64), "plain", False, "cached 8 nodes"))
     found.append(Case("decode_simt", dtypes[0], (64, 64), "plain", False, "paged whole"))
     for n, (own, options, cache) in enumerate([
@@ -401,13 +396,10 @@ def _tiles(spec: KernelSpec, case: Case, request: Request) -> Tiles:
         return tiles
     if spec is sm90_fp8.FORWARD and case.options in ("plain", "causal"):
         return sm90_fp8.fit(*case.sizes)  # those of longer rows
-    tiles = spec.configure(request)
+    tiles, whole = spec.configure(request), case.cache.endswith(" whole")
     if spec is sm80.DECODE:
         few, codes = case.cache.endswith(" few"), formats_of(case) != (None, None)
-        tiles = sm80.decode_tiles(request, few, codes)
-    whole = case.cache.endswith(" whole")
-    if whole and spec is sm80.DECODE:
-        tiles = sm80.whole_tiles(request)
+        tiles = sm80.whole_tiles(request) if whole else sm80.decode_tiles(request, few, codes)
     if case.cache.endswith(" nodes"):
         whole, tiles = True, sm80.nodes_tiles(request, int(case.cache.split()[1]))
     assert tiles is not None
