@@ -114,7 +114,7 @@ def _boxed(given: Array) -> Array:
 
 
 COPY = Case(
-    "tma_load mbarrier_arrive_expect_tx",
+    "tma_load mbarrier_arrive_expect_tx prefetch_map",
     ALIGNED
     + """
       const unsigned int barrier = begin + 8192;
@@ -124,6 +124,7 @@ COPY = Case(
       }
       __syncthreads();  // the barrier
       if (t == 0) {
+        ptx::prefetch_map(&map);
         ptx::mbarrier_arrive_expect_tx(barrier, 8192);
         ptx::tma_load(begin, map, barrier, 0, 20, 1, 0, blockIdx.x);
       }
