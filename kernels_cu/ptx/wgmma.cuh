@@ -62,7 +62,6 @@ using SmemDesc = unsigned long long;
 #define WGMMA_RA(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"
-#define WGMMA_RS(SHAPE, TYPE, NAMES, A, B) WGMMA_RA(SHAPE, TYPE, NAMES, A, B, "1")
 
 // Orders the wgmmas that follow after this warp's earlier accesses to their registers.
 __device__ __forceinline__ void wgmma_fence() {
@@ -258,56 +257,55 @@ __device__ __forceinline__ void wgmma_rs_tf32(float (&d)[2][32], const unsigned 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// d += a b.
+// d = a b, or d += where `add`.
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][8], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n32k16", "f16", WGMMA_NAMES_16, "%16, %17, %18, %19", "%20")
+                                             SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n32k16", "f16", WGMMA_NAMES_16, "%16, %17, %18, %19", "%20", "%21")
                : WGMMA_16(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][12], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n48k16", "f16", WGMMA_NAMES_24, "%24, %25, %26, %27", "%28")
+                                             SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n48k16", "f16", WGMMA_NAMES_24, "%24, %25, %26, %27", "%28", "%29")
                : WGMMA_16(0), WGMMA_4(8), WGMMA_4(10)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n64k16", "f16", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36")
+                                             SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n64k16", "f16", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
                : WGMMA_32(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][20], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n80k16", "f16", WGMMA_NAMES_40, "%40, %41, %42, %43", "%44")
+                                             SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n80k16", "f16", WGMMA_NAMES_40, "%40, %41, %42, %43", "%44", "%45")
                : WGMMA_32(0), WGMMA_4(16), WGMMA_4(18)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][24], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n96k16", "f16", WGMMA_NAMES_48, "%48, %49, %50, %51", "%52")
+                                             SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n96k16", "f16", WGMMA_NAMES_48, "%48, %49, %50, %51", "%52", "%53")
                : WGMMA_32(0), WGMMA_16(16)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n128k16", "f16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
+                                             SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n128k16", "f16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
                : WGMMA_32(0), WGMMA_32(16)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][40], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n160k16", "f16", WGMMA_NAMES_80, "%80, %81, %82, %83", "%84")
+                                             SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n160k16", "f16", WGMMA_NAMES_80, "%80, %81, %82, %83", "%84", "%85")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4],
-                                             SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n192k16", "f16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100")
+                                             SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n192k16", "f16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100", "%101")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
-// d = a b, or d += where `add`.
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4],
                                              SmemDesc b, bool add) {
   asm volatile(
@@ -316,54 +314,53 @@ __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][64], const unsigned i
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][8], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n32k16", "bf16", WGMMA_NAMES_16, "%16, %17, %18, %19", "%20")
+                                              SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n32k16", "bf16", WGMMA_NAMES_16, "%16, %17, %18, %19", "%20", "%21")
                : WGMMA_16(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][12], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n48k16", "bf16", WGMMA_NAMES_24, "%24, %25, %26, %27", "%28")
+                                              SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n48k16", "bf16", WGMMA_NAMES_24, "%24, %25, %26, %27", "%28", "%29")
                : WGMMA_16(0), WGMMA_4(8), WGMMA_4(10)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n64k16", "bf16", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36")
+                                              SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n64k16", "bf16", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
                : WGMMA_32(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][20], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n80k16", "bf16", WGMMA_NAMES_40, "%40, %41, %42, %43", "%44")
+                                              SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n80k16", "bf16", WGMMA_NAMES_40, "%40, %41, %42, %43", "%44", "%45")
                : WGMMA_32(0), WGMMA_4(16), WGMMA_4(18)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][24], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n96k16", "bf16", WGMMA_NAMES_48, "%48, %49, %50, %51", "%52")
+                                              SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n96k16", "bf16", WGMMA_NAMES_48, "%48, %49, %50, %51", "%52", "%53")
                : WGMMA_32(0), WGMMA_16(16)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
+                                              SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n128k16", "bf16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
                : WGMMA_32(0), WGMMA_32(16)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][40], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n160k16", "bf16", WGMMA_NAMES_80, "%80, %81, %82, %83", "%84")
+                                              SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n160k16", "bf16", WGMMA_NAMES_80, "%80, %81, %82, %83", "%84", "%85")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4],
-                                              SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n192k16", "bf16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100")
+                                              SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n192k16", "bf16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100", "%101")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
-// d = a b, or d += where `add`.
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4],
                                               SmemDesc b, bool add) {
   asm volatile(
@@ -374,28 +371,28 @@ __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][64], const unsigned 
 
 // The same for the first 192 and the last 128 of 320 columns, more than an instruction has.
 __device__ __forceinline__ void wgmma_rs_f16_first(float (&d)[2][80], const unsigned int (&a)[4],
-                                                   SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n192k16", "f16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100")
+                                                   SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n192k16", "f16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100", "%101")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_f16_last(float (&d)[2][80], const unsigned int (&a)[4],
-                                                  SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n128k16", "f16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
+                                                  SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n128k16", "f16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
                : WGMMA_32(48), WGMMA_32(64)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16_first(float (&d)[2][80], const unsigned int (&a)[4],
-                                                    SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n192k16", "bf16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100")
+                                                    SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n192k16", "bf16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100", "%101")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_bf16_last(float (&d)[2][80], const unsigned int (&a)[4],
-                                                   SmemDesc b) {
-  asm volatile(WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
+                                                   SmemDesc b, bool add) {
+  asm volatile(WGMMA_RA("m64n128k16", "bf16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
                : WGMMA_32(48), WGMMA_32(64)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 
 }  // namespace ptx

@@ -23,8 +23,20 @@ constexpr int PING_PONG = 1, CONSUMER_Q = PING_PONG + CONSUMERS;
 constexpr int ALL_CONSUMERS = CONSUMER_Q + CONSUMERS;
 constexpr int TWO_CONSUMERS = 2 * warpgroup::WARPGROUP_SIZE;  // threads
 
+// The type in which uses of pipelines are counted. Unsigned counts take fewer instructions, but
+// more registers where scores change.
+template <bool IS_SIGNED>
+struct Count {
+  using Type = unsigned int;
+};
+template <>
+struct Count<true> {
+  using Type = int;
+};
+using UseCount = Count<CHANGES_SCORES>::Type;
+
 constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and the next one
-using WorkPipeline = warpgroup::Pipeline<WORK_STAGES>;
+using WorkPipeline = warpgroup::Pipeline<WORK_STAGES, UseCount>;
 
 // The block's work tiles, in their ring.
 struct WorkTiles {
@@ -41,7 +53,7 @@ struct WorkTiles {
 // Work tiles, with what else a kernel keeps of them, and the mbarriers of everything.
 template <class Work, int KV_STAGES, int Q_STAGES, int MAX_CONSUMERS>
 struct Storage : Work {
-  warpgroup::Pipeline<KV_STAGES> k_pipeline, v_pipeline;
+  warpgroup::Pipeline<KV_STAGES, UseCount> k_pipeline, v_pipeline;
   // The pipelines of q, one for each consumer: slot n CONSUMERS + c is stage n of consumer c.
   unsigned long long q_full[MAX_CONSUMERS * Q_STAGES], q_empty[MAX_CONSUMERS * Q_STAGES];
   WorkPipeline work_pipeline;

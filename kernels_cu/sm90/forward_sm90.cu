@@ -24,6 +24,7 @@
 #include "../warp/fragment_softmax.cuh"
 #include "../warp/fragment_tile.cuh"
 #include "forward_producer.cuh"
+#include "half_tiles.cuh"
 #include "warpgroup_rows.cuh"
 
 namespace {
@@ -35,14 +36,18 @@ constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is e
 constexpr int SCORE_COLUMNS = fragment_tile::columns_at_once(COLUMNS);
 constexpr int COLUMNS_V = warpgroup::product_columns(V_COLUMNS) / 4;
 constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;  // of one warp
-// Whether halves of a masked tile's columns are skipped in which no pair takes part: where there
-// are registers for the question, and it costs less than it saves.
-constexpr bool HALF_TILES = HAS_EDGES && !CHANGES_SCORES && D_V <= 64 && CONSUMERS == 2;
+// Whether the softmax of a masked tile treats halves of its columns apart: where there are
+// registers for the question what a warp sees of them, and it costs less than it saves.
+constexpr bool HALF_TILES =
+    HAS_EDGES && !CHANGES_SCORES && (D_V <= 64 || ONE_TILE) && CONSUMERS == 2;
 // Whether a warp without any pair that takes part computes no weights of a masked tile. With a mask
 // of ranges, hardly any warp is like that.
 constexpr bool SKIP_EMPTY_WARPS = HAS_EDGES && !HAS_RANGE && !CHANGES_SCORES;
 // To rescale the narrow output of short rows takes less time than the vote whether it is necessary.
 constexpr bool ALWAYS_RESCALE = D_V <= 64 && CONSUMERS == 2;
+// Whether the sums of rows end while the last product is computed: where there are registers for
+// that. With one tile, the product would begin later by as much.
+constexpr bool SUMS_EARLY = !ONE_TILE && !CHANGES_SCORES && !RESUMES;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
 constexpr int LAUNCH_REGS = 65536 / (THREADS * RESIDENT_BLOCKS) / 8 * 8;
@@ -79,11 +84,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 
   // Uses of the pipelines so far: tiles of k and v, finite checks, work tiles with queries.
   int kv_uses = 0, checks = 0, q_uses = 0;
-  float m[2], l[2], acc[2][COLUMNS_V];
-  fragment_softmax::init_state(m, l, acc);
   bool more_work = true;
 #pragma unroll 1
   for (int w = 0; more_work; ++w) {
+    float m[2], l[2], acc[2][COLUMNS_V];
+    fragment_softmax::init_sums(m, l);
+    if constexpr (!ONE_TILE) matmul::clear(acc);
     shared.work_pipeline.wait_full(w);
     const ScheduledTile& work = shared.work_tile(w);
     // The next tile; where that is FULL and the mask has edges, the first tile of its run.
@@ -108,9 +114,10 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                        smem.k.desc(KvPipeline::stage_of(n)));
       ptx::wgmma_commit();
     };
-    // acc += weights v.
-    const auto issue_pv = [&](int n) {
-      warpgroup::multiply_add<BLOCK_KV>(acc, weights, smem.v.column_desc(KvPipeline::stage_of(n)));
+    // acc += weights v, or acc = weights v unless `add`.
+    const auto issue_pv = [&](int n, bool add) {
+      warpgroup::multiply_add<BLOCK_KV>(acc, weights, smem.v.column_desc(KvPipeline::stage_of(n)),
+                                        add);
       ptx::wgmma_commit();
     };
     // Evaluates the mask of a masked tile. Returns whether any pair of the warp takes part.
@@ -145,14 +152,37 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       }
       return hides;
     };
+    // The weights of a half of the tile's columns become words of two, or these become 0.
+    constexpr int HALF = COLUMNS / 2;
+    const auto narrow_half = [&](int half) {
+#pragma unroll
+      for (int n = 0; n < HALF; n += 2) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          weights[r][(half * HALF + n) / 2] =
+              number::narrow_pair(s[r][half * HALF + n], s[r][half * HALF + n + 1]);
+        }
+      }
+    };
+    const auto clear_half = [&](int half) {
+      float none[2][2] = {};
+      ptx::fence_accumulator(none);  // else the compiler clears always, before it computes
+      const unsigned int word = number::narrow_pair(none[0][0], none[0][1]);
+#pragma unroll
+      for (int n = 0; n < HALF; ++n) {
+        if constexpr (HAS_DROPOUT) s[0][half * HALF + n] = s[1][half * HALF + n] = none[0][0];
+        weights[n % 2][(half * HALF + n) / 2] = word;
+      }
+    };
     const auto row_max = [&] { return fragment_softmax::row_max<!ALWAYS_RESCALE>(s, m, m_new, c); };
     // Waits for the finite check of a tile. If it found NaN or infinities, which is rare, adds
     // their products to the output one by one, without pairs that take no part, and sets them to 0
-    // in v.
+    // in v. Returns whether it found any.
     const auto repair_nonfinite = [&](int n, int tile) {
       const bool found = shared.checks.found_nonfinite(checks);
       ++checks;
-      if (!found) return;
+      if (!found) return false;
+      if constexpr (ONE_TILE) matmul::clear(acc);
       char* const tile_smem = smem.v.stage(KvPipeline::stage_of(n));
       const int keys = work.rows_in(tile) - fragment::lane_column();
       const auto takes_part = [&](int r, int column, storage_t weight) {
@@ -165,6 +195,22 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       warpgroup_rows::clear_nonfinite<VTiles::BYTES, CONSUMER_THREADS>(tile_smem, threadIdx.x);
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
+      return true;
+    };
+
+    // Ends the sums of the rows, and finds what the output is multiplied by.
+    float weight[2];
+    const auto end_sums = [&] {
+      fragment_softmax::row_sum(l);
+      fragment_softmax::join_sink(m, l, weight, logit_scale,
+                                  p.sink == nullptr
+                                      ? -number::infinity()
+                                      : number::load<float>(p.sink, p.kind_sink, work.head));
+      const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] * ptx::reciprocal(l[r]);
+      }
     };
 
     const int first_kv_use = kv_uses;
@@ -180,6 +226,11 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
             CONSUMER_Q + index,
             warpgroup::WARPGROUP_SIZE);  // the consumer's queries, with the sign
       }
+    }
+    // The product of one tile is the output, and only without it the output is 0.
+    if (ONE_TILE && !has_tiles) {
+      matmul::clear(acc);
+      ptx::fence_accumulator(acc);  // else the compiler selects 0 or not for every work tile
     }
     bool more_tiles = has_tiles;
 #pragma unroll 1
@@ -204,10 +255,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if constexpr (ONE_TILE) {  // of short rows, many warps have none
         sees = sees && ptx::shuffle(fragment::warp_row(), 0) < work.rows;
       }
-      bool half_sees[2] = {true, true};
-      if (HALF_TILES && first_masked) {
-        fragment_tile::find_active_halves<COLUMNS>(mask, half_sees);
-      }
+      half_tiles::Halves halves;
+      if (HALF_TILES && first_masked) halves.find<COLUMNS>(mask);
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
       warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
@@ -216,25 +265,41 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if (sees) {
         // 3 score mod
         // 4 mask
-        const bool hides = change_scores(kv_uses, first, first_masked, warpgroup::Bool<true>());
+        bool hides = false;
+        if constexpr (!HALF_TILES) {
+          hides = change_scores(kv_uses, first, first_masked, warpgroup::Bool<true>());
+        }
         // 5 row max
-        const bool grew = row_max();
+        bool grew = false;
+        if constexpr (ONE_TILE && HALF_TILES) {
+          half_tiles::masked_row_max(s, mask, halves, m);  // a row's first maximum always moves
+        } else if constexpr (HALF_TILES) {
+          m_new[0] = m[0];
+          m_new[1] = m[1];
+          half_tiles::masked_row_max(s, mask, halves, m_new);
+          grew = fragment_softmax::choose_max<!ALWAYS_RESCALE>(m, m_new, c);
+        } else {
+          grew = row_max();
+        }
         // 6 rescale
         if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
         if (HAS_EDGES && kv_uses != first_kv_use && grew) fragment_softmax::scale_rows(acc, alpha);
         if constexpr (HALF_TILES) {
-          fragment_softmax::exponentiate_halves(s, m, l, c, half_sees);
+          half_tiles::exponentiate(s, halves, m, l, c, narrow_half, clear_half);
         } else {
           fragment_softmax::exponentiate(s, m, l, c, hides);
         }
         if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(first), s);
-        fragment::narrow(s, weights);
+        if (HAS_DROPOUT || !HALF_TILES) fragment::narrow(s, weights);
       } else {
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 2; ++n) weights[0][n] = weights[1][n] = 0;
+        clear_half(0);
+        clear_half(1);
       }
       bias_tiles::release(*smem.bias_pipeline, kv_uses);
-      if (CHANGES_SCORES || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
+      bool adds = !ONE_TILE;
+      if (CHANGES_SCORES || (CHECK_FINITE && first_masked)) {
+        adds = repair_nonfinite(kv_uses, first) || adds;
+      }
 
       ++kv_uses;
       // The other tiles: the scores of each are issued with the output of the tile before, which
@@ -252,7 +317,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         // 7 accumulate p v
         shared.v_pipeline.wait_full(n - 1);
         ptx::wgmma_fence();  // again: the compiler sees a branch after the first
-        issue_pv(n - 1);
+        issue_pv(n - 1, true);
         ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
         if (HAS_EDGES && tile > run) {
           next = tile_before(next);
@@ -281,30 +346,21 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // The output of the last tile, with nothing left to overlap with.
       shared.v_pipeline.wait_full(kv_uses - 1);
       ptx::wgmma_fence();
-      issue_pv(kv_uses - 1);
+      issue_pv(kv_uses - 1, adds);
+      more_tiles = HAS_EDGES && next > TileRef::NONE;
+      if (SUMS_EARLY && !more_tiles) end_sums();
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(acc);
       warpgroup::arrive_warpgroup(shared.v_pipeline.empty_barrier(kv_uses - 1));
-      more_tiles = HAS_EDGES && next > TileRef::NONE;
     }
+    if (!SUMS_EARLY || !has_tiles) end_sums();
 
-    fragment_softmax::row_sum(l);
-    float weight[2];
-    fragment_softmax::join_sink(m, l, weight, logit_scale,
-                                p.sink == nullptr
-                                    ? -number::infinity()
-                                    : number::load<float>(p.sink, p.kind_sink, work.head));
-    // 8 normalise
-    const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] * ptx::reciprocal(l[r]);
-    }
     if constexpr (RESUMES) {
       fragment::resume<D_V>(acc, weight, m, l, p, work.entry, work.head,
                             work.first + fragment::warp_row(), work.rows - fragment::warp_row(),
                             [](int n) { return fragment::pair_column(n); });
     }
+    // 8 normalise
     unsigned int out[2][COLUMNS_V / 2];
     if constexpr (!WIDE_RESULT) warpgroup_rows::narrow_rows(acc, weight, out);
     more_work = shared.has_work(w + 1);  // asked where registers are free, before the stores
@@ -339,7 +395,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         }
       }
     }
-    fragment_softmax::init_state(m, l, acc);
     if (work.has_rows()) tile::count_tiles(p, kv_uses - first_kv_use);
     warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
   }

@@ -34,14 +34,14 @@ constexpr int OUT_BYTES = BLOCK_Q * V_ROW_BYTES;
 constexpr int TILES_BYTES = Q_STAGES * CONSUMERS * QTiles::BYTES +
                             KV_STAGES * (KTiles::BYTES + VTiles::BYTES) + bias_tiles::TILES_BYTES;
 
-using KvPipeline = warpgroup::Pipeline<KV_STAGES>;
+using KvPipeline = warpgroup::Pipeline<KV_STAGES, UseCount>;
 using SharedStorage = Storage<WorkTiles, KV_STAGES, Q_STAGES, MAX_CONSUMERS>;
 constexpr int SHARED_STORAGE_BYTES =
     static_cast<int>(sizeof(SharedStorage)) + bias_tiles::PIPELINE_BYTES;
 
 // Use n of q's pipeline: consumer c takes slot first_q_slot(n) + c.
-__device__ __forceinline__ int first_q_slot(int n) { return n % Q_STAGES * CONSUMERS; }
-__device__ __forceinline__ int q_phase_of(int n) { return n / Q_STAGES % 2; }
+__device__ __forceinline__ int first_q_slot(UseCount n) { return n % Q_STAGES * CONSUMERS; }
+__device__ __forceinline__ int q_phase_of(UseCount n) { return n / Q_STAGES % 2; }
 
 // The tiles of q, k, v, the bias and the output, the storage after them, and the mbarriers of the
 // bias.

@@ -220,8 +220,8 @@ __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], SmemDesc a, Sme
   multiply<WIDTH, KEYS>(c, a, b, [](int) {});
 }
 
-// Issues c += a b for weights a in registers and DEPTH rows of b; for 256 columns c = a b unless
-// `add`. The caller fences, commits and waits.
+// Issues c += a b for weights a in registers and DEPTH rows of b, or c = a b unless `add`. The
+// caller fences, commits and waits.
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
                                              const unsigned int (&a)[2][DEPTH / 8], SmemDesc b,
@@ -233,23 +233,16 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
       constexpr int LAST = 192 / SLAB_COLUMNS * DEPTH * SLAB_ROW_BYTES / 16;
       const SmemDesc first = b + k * 8 * SLAB_ROW_BYTES / 16;
       if constexpr (IS_FLOAT16) {
-        ptx::wgmma_rs_f16_first(c, left, wgmma_desc(first));
-        ptx::wgmma_rs_f16_last(c, left, wgmma_desc(first + LAST));
+        ptx::wgmma_rs_f16_first(c, left, wgmma_desc(first), add || k > 0);
+        ptx::wgmma_rs_f16_last(c, left, wgmma_desc(first + LAST), add || k > 0);
       } else {
-        ptx::wgmma_rs_bf16_first(c, left, wgmma_desc(first));
-        ptx::wgmma_rs_bf16_last(c, left, wgmma_desc(first + LAST));
-      }
-    } else if constexpr (COLUMNS == 64) {
-      const ptx::SmemDesc right = wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16);
-      if constexpr (IS_FLOAT16) {
-        ptx::wgmma_rs_f16(c, left, right, add || k > 0);
-      } else {
-        ptx::wgmma_rs_bf16(c, left, right, add || k > 0);
+        ptx::wgmma_rs_bf16_first(c, left, wgmma_desc(first), add || k > 0);
+        ptx::wgmma_rs_bf16_last(c, left, wgmma_desc(first + LAST), add || k > 0);
       }
     } else if constexpr (IS_FLOAT16) {
-      ptx::wgmma_rs_f16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16));
+      ptx::wgmma_rs_f16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16), add || k > 0);
     } else if constexpr (IS_BFLOAT16) {
-      ptx::wgmma_rs_bf16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16));
+      ptx::wgmma_rs_bf16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16), add || k > 0);
     } else {
       unknown_element();
     }

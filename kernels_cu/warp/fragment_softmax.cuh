@@ -21,32 +21,40 @@ constexpr accum_t LAG = 8;
 // Above this |m * c|, its rounding error is visible in s * c - m * c, so (s - m) * c is used.
 constexpr accum_t LARGEST_OFFSET = 1048576;
 
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void init_state(accum_t (&m)[ROWS], accum_t (&l)[ROWS],
-                                           accum_t (&acc)[ROWS][COLUMNS]) {
+template <int ROWS>
+__device__ __forceinline__ void init_sums(accum_t (&m)[ROWS], accum_t (&l)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     m[r] = -number::infinity();
     l[r] = 0;
   }
+}
+
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void init_state(accum_t (&m)[ROWS], accum_t (&l)[ROWS],
+                                           accum_t (&acc)[ROWS][COLUMNS]) {
+  init_sums(m, l);
   matmul::clear(acc);
 }
 
-// m_new = max(m, row maxima of the tile), ignoring NaN, or m if it LAGS and may stay. Returns
-// whether the maximum of any of the warp's rows moved. `c` is logit_scale * log2 e.
-template <bool LAGS = fragment::Mma::LAGS, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
-                                        accum_t (&m_new)[ROWS], accum_t c) {
+// Joins the maxima of a lane's columns with those of the lanes that share rows.
+template <int ROWS>
+__device__ __forceinline__ void join_max(accum_t (&m)[ROWS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int lanes = 1; lanes <= 2; lanes *= 2) m[r] = larger(m[r], ptx::shuffle_xor(m[r], lanes));
+  }
+}
+
+// Where m LAGS and may stay, m_new becomes m. Returns whether the maximum of any of the warp's rows
+// moved. `c` is logit_scale * log2 e.
+template <bool LAGS, int ROWS>
+__device__ __forceinline__ bool choose_max(const accum_t (&m)[ROWS], accum_t (&m_new)[ROWS],
+                                           accum_t c) {
   bool grew = false;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    m_new[r] = m[r];
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) m_new[r] = larger(m_new[r], s[r][n]);
-#pragma unroll
-    for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      m_new[r] = larger(m_new[r], ptx::shuffle_xor(m_new[r], lanes));
-    }
     // Decided for each row by itself, so that no bit of a row depends on its neighbours. The first
     // maximum of a row always moves, even if c is 0.
     const bool stays = LAGS ? (m_new[r] - m[r]) * c <= LAG : m_new[r] == m[r];
@@ -54,6 +62,21 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
     grew = grew || !stays;
   }
   return ptx::any_lane(grew);
+}
+
+// m_new = max(m, row maxima of the tile), ignoring NaN, or m if it LAGS and may stay. Returns
+// whether the maximum of any of the warp's rows moved.
+template <bool LAGS = fragment::Mma::LAGS, int ROWS, int COLUMNS>
+__device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
+                                        accum_t (&m_new)[ROWS], accum_t c) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    m_new[r] = m[r];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) m_new[r] = larger(m_new[r], s[r][n]);
+  }
+  join_max(m_new);
+  return choose_max<LAGS>(m, m_new, c);
 }
 
 // Rescales l from the old maxima to the new ones; the output must be multiplied by `alpha`.
@@ -103,22 +126,27 @@ __device__ __forceinline__ bool find_offset(const accum_t (&m)[ROWS], accum_t c,
   return ptx::any_lane(large);
 }
 
+// Subtracts the maxima whose offset has a visible error from the scores, instead of the offset.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void subtract_max(accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
+                                             accum_t (&offset)[ROWS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    // Decided for each row by itself, so that no bit of a row depends on its neighbours.
+    const bool inexact = !(fabs(offset[r]) <= LARGEST_OFFSET);
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) s[r][n] -= inexact ? m[r] : accum_t(0);
+    if (inexact) offset[r] = 0;
+  }
+}
+
 // s becomes p = 2^((s - m) c), and l grows by its row sums. With `masked`, a score of -inf becomes
 // the weight of a masked pair.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
                                              accum_t (&l)[ROWS], accum_t c, bool masked) {
   accum_t offset[ROWS];
-  if (find_offset(m, c, offset)) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      // Decided for each row by itself, so that no bit of a row depends on its neighbours.
-      const bool inexact = !(fabs(offset[r]) <= LARGEST_OFFSET);
-#pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) s[r][n] -= inexact ? m[r] : accum_t(0);
-      if (inexact) offset[r] = 0;
-    }
-  }
+  if (find_offset(m, c, offset)) subtract_max(s, m, offset);
   if (masked) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -136,39 +164,6 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         s[r][n] = power::exp2(fma(s[r][n], c, -offset[r]));
-        l[r] += s[r][n];
-      }
-    }
-  }
-}
-
-// exponentiate for each half of the columns: a half in which all of the warp's pairs are masked
-// gets weights of 0 without computing them.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void exponentiate_halves(accum_t (&s)[ROWS][COLUMNS],
-                                                    const accum_t (&m)[ROWS], accum_t (&l)[ROWS],
-                                                    accum_t c, const bool (&is_active)[2]) {
-  accum_t offset[ROWS];
-  const bool large = find_offset(m, c, offset);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int begin = half * COLUMNS / 2, end = begin + COLUMNS / 2;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      if (!is_active[half]) {
-#pragma unroll
-        for (int n = begin; n < end; ++n) s[r][n] = 0;
-        continue;
-      }
-      const bool inexact = !(fabs(offset[r]) <= LARGEST_OFFSET);
-      const accum_t rest = inexact ? accum_t(0) : offset[r];
-      if (large) {
-#pragma unroll
-        for (int n = begin; n < end; ++n) s[r][n] -= inexact ? m[r] : accum_t(0);
-      }
-#pragma unroll
-      for (int n = begin; n < end; ++n) {
-        s[r][n] = power::exp2(fma(s[r][n], c, -rest));
         l[r] += s[r][n];
       }
     }

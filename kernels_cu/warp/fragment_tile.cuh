@@ -191,16 +191,6 @@ __device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& bo
   return ptx::any_lane(any != 0);
 }
 
-// For each half of a tile's columns, whether the warp has an unmasked pair there, from the mask
-// bits of two rows.
-template <int COLUMNS>
-__device__ __forceinline__ void find_active_halves(const unsigned int (&mask)[2],
-                                                   bool (&takes_part)[2]) {
-  const unsigned int any = mask[0] | mask[1];
-  takes_part[0] = ptx::any_lane((any & ((1u << COLUMNS / 2) - 1)) != 0);
-  takes_part[1] = ptx::any_lane(any >> COLUMNS / 2 != 0);
-}
-
 // Sets the scores of masked pairs to -inf.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_mask(accum_t (&s)[ROWS][COLUMNS],

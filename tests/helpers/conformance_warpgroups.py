@@ -331,14 +331,13 @@ def product(
             """
       const unsigned int a[4] = {in[0], in[1], in[2], in[3]};
       const unsigned long long b = 1ull << 62 | 64ull << 32 | 128 << 16 | (begin + 8192) / 16;
-      ptx::wgmma_rs_TYPE(d, a, b);
-      """.replace("TYPE", f"TYPE{part}").replace("b);", "b, true);" if columns == 256 else "b);")
+      """
             if of_registers
             else DESCRIBED[form]
-            + f"""
-      ptx::wgmma_{form}_TYPE(d, a, b, blockIdx.x % 2 == 0);
+        )
+        + f"""
+      ptx::wgmma_{form}_{name}{part}(d, a, b, blockIdx.x % 2 == 0);
       """
-        ).replace("TYPE", name)
         + """
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
@@ -370,8 +369,7 @@ def product(
 
     def exact(given: Array, of: Any) -> Array:
         a, b, d = (of(x) for x in _operands(given, columns, kind, form))
-        if not of_registers:
-            d[1::2] = 0  # not added
+        d[1::2] = 0  # not added
         return of_lanes(d + a @ b)
 
     def wanted(given: Array) -> Array:

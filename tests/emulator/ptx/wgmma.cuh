@@ -126,79 +126,80 @@ inline void wgmma_rs_tf32(float (&d)[2][32], const unsigned int (&a)[4], SmemDes
   emulator::begin_product_of_floats("wgmma_rs_tf32", {file, line}, d[0], 128, a, b, add);
 }
 
-inline void wgmma_rs_f16(float (&d)[2][8], const unsigned int (&a)[4], SmemDesc b, EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 32, a, 0, b, true, false);
-}
-inline void wgmma_rs_f16(float (&d)[2][12], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16(float (&d)[2][8], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 48, a, 0, b, true, false);
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 32, a, 0, b, add, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16(float (&d)[2][12], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 64, a, 0, b, true, false);
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 48, a, 0, b, add, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][20], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 80, a, 0, b, true, false);
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 64, a, 0, b, add, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][24], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16(float (&d)[2][20], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 96, a, 0, b, true, false);
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 80, a, 0, b, add, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16(float (&d)[2][24], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 128, a, 0, b, true, false);
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 96, a, 0, b, add, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][40], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 160, a, 0, b, true, false);
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 128, a, 0, b, add, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16(float (&d)[2][40], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 192, a, 0, b, true, false);
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 160, a, 0, b, add, false);
+}
+inline void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc b, bool add,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 192, a, 0, b, add, false);
 }
 inline void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc b, bool add,
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 256, a, 0, b, add, false);
 }
-inline void wgmma_rs_bf16(float (&d)[2][8], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][8], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 32, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 32, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][12], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][12], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 48, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 48, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 64, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 64, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][20], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][20], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 80, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 80, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][24], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][24], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 96, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 96, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 128, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 128, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][40], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][40], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 160, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 160, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 192, a, 0, b, true,
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 192, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
 inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc b, bool add,
@@ -206,24 +207,24 @@ inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], SmemDes
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 256, a, 0, b, add,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_f16_first(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16_first(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b, bool add,
                                EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16_first", {file, line}, d[0], 192, a, 0, b, true, false,
+  emulator::begin_product("wgmma_rs_f16_first", {file, line}, d[0], 192, a, 0, b, add, false,
                           emulator::NONE_WIDE, {0, 320});
 }
-inline void wgmma_rs_f16_last(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_f16_last(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b, bool add,
                               EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_f16_last", {file, line}, d[0], 128, a, 0, b, true, false,
+  emulator::begin_product("wgmma_rs_f16_last", {file, line}, d[0], 128, a, 0, b, add, false,
                           emulator::NONE_WIDE, {192, 320});
 }
-inline void wgmma_rs_bf16_first(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16_first(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b, bool add,
                                 EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16_first", {file, line}, d[0], 192, a, 0, b, true, true,
+  emulator::begin_product("wgmma_rs_bf16_first", {file, line}, d[0], 192, a, 0, b, add, true,
                           emulator::NONE_WIDE, {0, 320});
 }
-inline void wgmma_rs_bf16_last(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b,
+inline void wgmma_rs_bf16_last(float (&d)[2][80], const unsigned int (&a)[4], SmemDesc b, bool add,
                                EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16_last", {file, line}, d[0], 128, a, 0, b, true, true,
+  emulator::begin_product("wgmma_rs_bf16_last", {file, line}, d[0], 128, a, 0, b, add, true,
                           emulator::NONE_WIDE, {192, 320});
 }
 
